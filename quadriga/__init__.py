@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quadriga: post-training of large language models by reinforcement learning.
 
-Importing the package is free: what it offers (and torch with it) loads on first use.
+Importing the package is fast: its names, and torch with them, load on first use.
 """
 
 import os

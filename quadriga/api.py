@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door for Python: the runs of `quadriga train`, `sft`, `generate` and `eval`, from a program or a notebook.
+"""Python interface: what `quadriga train`, `sft`, `generate` and `eval` do, from a program or notebook.
 
-    arguments ──> rows and functions become files of the run's directory ──> a configuration ──> the command's own run
+    arguments -> rows and functions, written to files of the run's directory -> configuration
+              -> the run that the command would start
 
-So the run has the command's checks, messages, files, checkpoints and numbers, in one process and on Ray.
+A run therefore has the checks, messages, files, checkpoints and numbers of the command, in one
+process and on Ray.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import shlex
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import methodcaller
 from pathlib import Path
@@ -49,75 +52,121 @@ from quadriga.trainer.validate import first_samples
 from quadriga.user_function import NAME, write_function
 
 AT_THE_END = 1_000_000_000
-"""As `trainer.save_freq`: after the last step alone."""
-RESPONSES_OF_A_CORE, RESPONSES_OF_A_GPU = 16, 256
-"""Responses of a step, where no batch size is given."""
+"""Value of `trainer.save_freq` that saves after the last step only."""
+RESPONSES_OF_A_CORE = 16
+"""Responses of a step for each CPU core, if no batch size is set."""
+RESPONSES_OF_A_GPU = 256
+"""Responses of a step for each GPU, if no batch size is set."""
 
-Rows = Any
-"""Dictionaries in a list or another iterable, a data frame, a `datasets.Dataset`, a path, or a list of paths."""
+Rows = (
+    str
+    | Path
+    | Sequence[str | Path]
+    | Iterable[Mapping[str, Any]]
+    | pd.DataFrame
+    | datasets.Dataset
+)
+"""Data: a file, a list of files, dictionaries in an iterable, a data frame, or a data set."""
+Reward = (
+    str
+    | Path
+    | Callable[..., Any]
+    | Sequence[Callable[..., Any] | tuple[Callable[..., Any], float]]
+)
+"""A function, several functions, each alone or as `(function, weight)`, or `file.py:function`."""
+ConfigFiles = str | Path | Sequence[str | Path]
+"""A YAML file, or several; later files override earlier ones."""
 
 
 class Settings(TypedDict, total=False):
-    """What a run is told beside its model, its rows and its reward."""
+    """Further arguments of a training run."""
 
     steps: int
-    """Training steps in all. Without it: epochs of the data."""
+    """Training steps in total. Default: as many as `trainer.total_epochs` epochs have."""
     eval_data: Rows
     """Validation rows."""
     algorithm: str
-    """`algorithm.adv_estimator`, by its name."""
+    """Name of the advantage estimator, `algorithm.adv_estimator`."""
     estimator: Callable[..., Any]
-    """An advantage estimator of your own, in the place of `algorithm`."""
+    """Advantage estimator as a function, instead of `algorithm`."""
     loss: str | Callable[..., Any]
-    """A policy loss, by its name or as a function."""
-    config: str | Path | Sequence[str | Path]
-    """A YAML file, or several. What the arguments say goes over it, and `options` over both."""
+    """Policy loss, by name or as a function."""
+    config: ConfigFiles
+    """Configuration files. Arguments override them, and `options` overrides both."""
     name: str
-    """Of the run's directory, whose run is continued if there is one. Without it: a new directory."""
+    """Name of the run's directory; a run in it is continued. Default: a new directory."""
     options: Mapping[str, Any]
-    """Keys of the configuration with their values."""
+    """Configuration keys with their values."""
+
+
+class TrainerSettings(Settings, total=False):
+    """Keyword arguments that `train` and `sft` pass to `Trainer`."""
+
+    callbacks: Sequence[Callable[[Step], Any]]
+    """Functions that are called with the `Step` after each step."""
+    task: str
+    """Task of the run: "rl", "sft" or "reward_model"."""
 
 
 class Trainer:
-    """A run whose steps are taken one at a time: `for step in trainer` gives each once it is taken.
-    Raises QuadrigaError: what the command would say, and when it would.
-    `model`: a Hugging Face folder or name, a run's directory or checkpoint, or a `Run`.
-    `data`: rows. Text as `prompt` is a message of the user; `data_source` and `reward_model` may be missing, a column
-    `ground_truth` then stands for the second.
-    `reward`: a function, called by the names of its arguments (`quadriga.rewards.by_name`); a list of functions, each
-    alone or as `(function, weight)`; `file.py` or `file.py:function`. None: the built-in graders.
-    `callbacks`: each is called with the `Step` after each step.
-    `task`: rl, sft or reward_model.
-    `settings`: as `Settings` says."""
+    """A run whose steps are taken one at a time: `for step in trainer` yields each finished step.
+
+    Args:
+        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        data: training rows. A text in the column `prompt` becomes a user message. The columns
+            `data_source` and `reward_model` are optional; a column `ground_truth` can replace
+            the second.
+        reward: function that is called by the names of its arguments (see
+            `quadriga.rewards.by_name`), a list of functions, each alone or as
+            `(function, weight)`, `file.py` or `file.py:function`. None: the built-in graders.
+        callbacks: functions that are called with the `Step` after each step.
+        task: "rl", "sft" or "reward_model".
+        settings: further arguments, see `Settings`.
+
+    Raises:
+        QuadrigaError: an argument is wrong, or the run fails; the same errors as the command's.
+    """
 
     def __init__(
         self,
-        model: Any = None,
-        data: Rows = None,
-        reward: Any = None,
+        model: "str | Path | Run | None" = None,
+        data: Rows | None = None,
+        reward: Reward | None = None,
         *,
         callbacks: Sequence[Callable[[Step], Any]] = (),
         task: str = "rl",
         **settings: Unpack[Settings],
     ) -> None:
-        if unknown := settings.keys() - Settings.__annotations__.keys():
-            expected = f"one of {', '.join(Settings.__annotations__)}"
-            raise ConfigError("quadriga", got=f"the argument {min(unknown)!r}", expected=expected)
-        estimator, algorithm, name = (
-            settings.get(one) for one in ("estimator", "algorithm", "name")
-        )
-        if estimator is not None and algorithm is not None:
-            fix = "Leave one of them out."
+        unknown_arguments = settings.keys() - Settings.__annotations__.keys()
+        if unknown_arguments:
             raise ConfigError(
-                "estimator", got="a function, and algorithm", expected="one of them", fix=fix
+                "quadriga",
+                got=f"the argument {min(unknown_arguments)!r}",
+                expected=f"one of {', '.join(Settings.__annotations__)}",
             )
-        given = {
-            "trainer.total_training_steps": settings.get("steps"),
-            "trainer.experiment_name": name,
-        }
-        given |= {"algorithm.adv_estimator": algorithm}
-        draft = _Draft(model, given, settings.get("config", ()), settings.get("options"), task)
-        draft.choose_directory(is_new=name is None)
+        estimator = settings.get("estimator")
+        algorithm = settings.get("algorithm")
+        name = settings.get("name")
+        if estimator is not None and algorithm is not None:
+            raise ConfigError(
+                "estimator",
+                got="a function, and algorithm",
+                expected="one of them",
+                fix="Leave one of them out.",
+            )
+        draft = _Draft(
+            model,
+            values={
+                "trainer.total_training_steps": settings.get("steps"),
+                "trainer.experiment_name": name,
+                "algorithm.adv_estimator": algorithm,
+            },
+            config=settings.get("config", ()),
+            options=settings.get("options"),
+            task=task,
+        )
+        if name is None:
+            draft.choose_directory()
         draft.set_function("algorithm.adv_estimator", estimator, "estimator")
         draft.set_function(
             "actor_rollout_ref.actor.policy_loss.loss_mode", settings.get("loss"), "loss"
@@ -129,22 +178,34 @@ class Trainer:
         self._begin(draft.load(for_training=True), callbacks)
 
     def _begin(self, config: Config, callbacks: Sequence[Callable[[Step], Any]]) -> None:
-        self.config, self.callbacks = config, list(callbacks)
+        self.config = config
+        self.callbacks = list(callbacks)
         self._steps = launch.steps(config)
         self._loop: TrainingLoop | None = None
-        # Of a trainer that is not closed the processes end with the interpreter.
+        # If `close` is never called, the run's processes end with the interpreter.
         self._finalizer = weakref.finalize(self, self._steps.close)
 
     @classmethod
     def of(cls, config: Config, callbacks: Sequence[Callable[[Step], Any]] = ()) -> "Trainer":
-        """The trainer of a resolved configuration."""
+        """Make the trainer of a resolved configuration.
+
+        Args:
+            config: resolved configuration.
+            callbacks: functions that are called with the `Step` after each step.
+
+        Returns:
+            The trainer, before its first step.
+        """
         trainer = cls.__new__(cls)
         trainer._begin(config, callbacks)
         return trainer
 
     @property
     def loop(self) -> TrainingLoop:
-        """The loop with its worker groups, built if it is not: `actor`, `generate`, `compute_advantages` ..."""
+        """The training loop, built on first use.
+
+        It has the worker groups and the parts of a step: `actor`, `generate`, `compute_advantages`.
+        """
         if self._loop is None:
             self._loop = self._next().loop
         return self._loop
@@ -153,13 +214,16 @@ class Trainer:
         return self
 
     def __next__(self) -> Step:
-        """Take the next step; one that the run skips is passed over."""
-        while (step := self._next()).batch is None:
+        """Take the next step. Steps that the run skips are not returned."""
+        while True:
+            step = self._next()
+            if step.batch is not None:
+                self._complete(step, self.callbacks)
+                return step
             self._loop = step.loop
+            # Step 0 is the state before training.
             if step.number:
                 self._complete(step, [])
-        self._complete(step, self.callbacks)
-        return step
 
     def _complete(self, step: Step, callbacks: Sequence[Callable[[Step], Any]]) -> None:
         """Write the model after the last step, and call the callbacks."""
@@ -169,7 +233,7 @@ class Trainer:
             for callback in callbacks:
                 callback(step)
         except BaseException as error:
-            # Inside the run, which then ends as after an error of its own.
+            # Raised inside the run as well, so that it ends as after an error of its own.
             self._steps.throw(error)
             raise
 
@@ -180,13 +244,13 @@ class Trainer:
             raise respell(error, self.config.task) from error.__cause__
 
     def run(self) -> "Run":
-        """Take all steps that are left."""
+        """Take all remaining steps."""
         for _ in self:
             pass
         return Run(self.config.trainer.directory, self.callbacks, self.config)
 
     def close(self) -> None:
-        """End the run, if it is not at its end."""
+        """End the run if it has not finished."""
         self._finalizer()
 
     def __enter__(self) -> "Trainer":
@@ -197,7 +261,13 @@ class Trainer:
 
 
 class Run:
-    """What a run has left in its directory."""
+    """Results of a run, read from its directory.
+
+    Args:
+        directory: where the run wrote its files.
+        callbacks: functions that `resume` calls with the `Step` after each step.
+        config: its configuration. None: the one in the directory.
+    """
 
     def __init__(
         self,
@@ -205,7 +275,8 @@ class Run:
         callbacks: Sequence[Callable[[Step], Any]] = (),
         config: Config | None = None,
     ) -> None:
-        self.directory, self.callbacks = Path(directory), list(callbacks)
+        self.directory = Path(directory)
+        self.callbacks = list(callbacks)
         self.config = config or load_config(files=[self.directory / CONFIGURATION]).config
 
     def __repr__(self) -> str:
@@ -213,76 +284,84 @@ class Run:
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """A row for each step, a column for each metric; row 0 is the validation before the first step."""
-        if not (self.directory / METRICS_FILE).is_file():
-            raise DataError(
-                str(self.directory / METRICS_FILE),
-                got="no such file",
-                expected="a run that took a step",
-            )
-        return pd.DataFrame.from_dict(
-            read_metrics(self.directory / METRICS_FILE), orient="index"
-        ).rename_axis("step")
+        """Metrics with a row for each step and a column for each metric.
+
+        Row 0 is the validation before the first step.
+        """
+        file = self.directory / METRICS_FILE
+        if not file.is_file():
+            raise DataError(str(file), got="no such file", expected="a run that took a step")
+        table = pd.DataFrame.from_dict(read_metrics(file), orient="index")
+        return table.rename_axis("step")
 
     def samples(self, step: int) -> pd.DataFrame:
-        """The responses of a training step with their prompts and scores."""
-        folder = Path(
-            self.config.trainer.rollout_data_dir or self.directory / "rollouts"
-        ).expanduser()
+        """Responses of a training step with their prompts and scores."""
+        written_to = self.config.trainer.rollout_data_dir or self.directory / "rollouts"
+        folder = Path(written_to).expanduser()
         if not (folder / f"{step}.jsonl").is_file():
-            there = sorted(int(file.stem) for file in folder.glob("*.jsonl"))
-            expected = (
-                f"one of {', '.join(map(str, there))}"
-                if there
-                else "trainer.rollout_data_dir to be set"
-            )
+            steps = sorted(int(file.stem) for file in folder.glob("*.jsonl"))
+            expected = "trainer.rollout_data_dir to be set"
+            if steps:
+                expected = f"one of {', '.join(map(str, steps))}"
             raise DataError("run.samples", got=f"step {step}", expected=expected)
         table = read_table(folder / f"{step}.jsonl")
         return pd.DataFrame([table[row] for row in range(len(table))])
 
     def plot(self, *names: str) -> Picture:
-        """The curves of metrics; without names, of reward (or loss) and validation. It has `save(path)`."""
+        """Draw the curves of metrics.
+
+        Args:
+            names: names of metrics. Default: reward (or loss) and the validation metrics.
+
+        Returns:
+            A picture for notebooks, which `save(path)` writes to a file.
+
+        Raises:
+            ConfigError: the run has no metric of that name.
+        """
         metrics = self.metrics
-        known = list(map(str, metrics))
+        known_names = list(map(str, metrics))
         if not names:
-            first = next(name for line in HEADLINES for name in line.sources if name in known)
-            names = (
-                first,
-                *(name for name in known if name.startswith((VALIDATION_PREFIX, "val/"))),
-            )
-        if unknown := [name for name in names if name not in known]:
-            raise ConfigError(
-                "run.plot", got=unknown[0], expected=f"one of {', '.join(sorted(known))}"
-            )
+            headlines = (name for line in HEADLINES for name in line.sources)
+            headline = next(name for name in headlines if name in known_names)
+            prefixes = (VALIDATION_PREFIX, "val/")
+            names = (headline, *(name for name in known_names if name.startswith(prefixes)))
+        for name in names:
+            if name not in known_names:
+                expected = f"one of {', '.join(sorted(known_names))}"
+                raise ConfigError("run.plot", got=name, expected=expected)
         return Picture({name: list(metrics[name].dropna().items()) for name in names})
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        kind = (
-            AutoModelForSequenceClassification
-            if self.config.task == "reward_model"
-            else AutoModelForCausalLM
-        )
+        """The trained model, loaded on first use."""
+        kind = AutoModelForCausalLM
+        if self.config.task == "reward_model":
+            kind = AutoModelForSequenceClassification
         return kind.from_pretrained(self.model_folder)
 
     @property
     def model_folder(self) -> Path:
-        """The model with the last weights as a Hugging Face folder."""
+        """Hugging Face folder of the model with the last weights."""
         folder = self.directory / MODEL_FOLDER
         if not folder.is_dir():
             command = f"quadriga export {shlex.quote(str(self.directory))} --output FOLDER"
-            fix = f"Go on with it, or make a model: {command}"
             raise CheckpointError(
-                str(folder), got="nothing", expected="a run that came to its last step", fix=fix
+                str(folder),
+                got="nothing",
+                expected="a run that came to its last step",
+                fix=f"Go on with it, or make a model: {command}",
             )
         return folder
 
     def resume(self, steps: int) -> "Run":
-        """Go on from the newest checkpoint, up to so many steps in all."""
+        """Continue from the newest checkpoint until the run has taken `steps` steps in total."""
         if Checkpoints(self.directory).newest() is None:
-            fix = "Train with a trainer.save_freq above 0."
             raise CheckpointError(
-                str(self.directory), got="no checkpoint", expected="one to go on from", fix=fix
+                str(self.directory),
+                got="no checkpoint",
+                expected="one to go on from",
+                fix="Train with a trainer.save_freq above 0.",
             )
         changes = {
             "trainer.total_training_steps": steps,
@@ -295,93 +374,179 @@ class Run:
 
 
 class Evaluation(NamedTuple):
-    """Validation metrics by their names, and a row for each prompt: input, output, ground truth, score."""
+    """Validation metrics by name, and a row for each prompt: input, output, ground truth, score."""
 
     metrics: dict[str, float]
     samples: pd.DataFrame
 
 
-def train(model: Any = None, data: Rows = None, reward: Any = None, **settings: Any) -> Run:
-    """Train a policy by rewards, as `quadriga train` does; `settings` are the arguments of `Trainer`."""
+def train(
+    model: "str | Path | Run | None" = None,
+    data: Rows | None = None,
+    reward: Reward | None = None,
+    **settings: Unpack[TrainerSettings],
+) -> Run:
+    """Train a policy with rewards, as `quadriga train` does.
+
+    Args:
+        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        data: training rows: a file, a list of files, dictionaries, a data frame or a data set.
+        reward: function that is called by the names of its arguments, a list of functions, each
+            alone or as `(function, weight)`, or `file.py:function`. None: the built-in graders.
+        settings: further arguments of `Trainer`:
+
+            - `steps`: training steps in total.
+            - `eval_data`: validation rows.
+            - `algorithm`: name of the advantage estimator.
+            - `estimator`: advantage estimator as a function, instead of `algorithm`.
+            - `loss`: policy loss, by name or as a function.
+            - `config`: configuration file, or several.
+            - `name`: name of the run's directory; a run in it is continued.
+            - `options`: configuration keys with their values.
+            - `callbacks`: functions that are called with the `Step` after each step.
+            - `task`: "rl" (default), "sft" or "reward_model".
+
+    Returns:
+        The finished run.
+
+    Raises:
+        QuadrigaError: an argument is wrong, or the run fails; the same errors as the command's.
+    """
     return Trainer(model, data, reward, **settings).run()
 
 
-def sft(model: Any = None, data: Rows = None, **settings: Any) -> Run:
-    """Supervised fine-tuning, as `quadriga sft` does; `settings` are the arguments of `Trainer`.
-    Rows have `messages`, or `prompt` and `response`; with `task="reward_model"`: `prompt`, `chosen` and `rejected`."""
-    return Trainer(model, data, **{"task": "sft"} | settings).run()
+def sft(
+    model: "str | Path | Run | None" = None,
+    data: Rows | None = None,
+    **settings: Unpack[TrainerSettings],
+) -> Run:
+    """Fine-tune a model on demonstrations, as `quadriga sft` does.
+
+    Args:
+        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        data: training rows with `messages`, or with `prompt` and `response`. With
+            `task="reward_model"`: with `prompt`, `chosen` and `rejected`.
+        settings: further arguments of `Trainer`, listed at `train`. Default of `task`: "sft".
+
+    Returns:
+        The finished run.
+
+    Raises:
+        QuadrigaError: an argument is wrong, or the run fails; the same errors as the command's.
+    """
+    settings.setdefault("task", "sft")
+    return Trainer(model, data, **settings).run()
 
 
 def generate(
-    model: Any,
+    model: "str | Path | Run",
     prompts: str | Sequence[str | list[dict[str, str]]],
     *,
     system: str | None = None,
     images: Sequence[Sequence[str]] | None = None,
-    config: str | Path | Sequence[str | Path] = (),
+    config: ConfigFiles = (),
     options: Mapping[str, Any] | None = None,
 ) -> list[list[str]]:
-    """Responses to prompts, each a text (behind `system`, if given) or a chat: `rollout.n` for each, with its sampling.
-    `images` are files for the `<image>`s of each prompt."""
-    resolved = _Draft(model, {}, config, options, "rl").load()
-    every = [prompts] if isinstance(prompts, str) else prompts
-    first = [{"role": "system", "content": system}] if system is not None else []
-    chats = [
-        [*first, {"role": "user", "content": one}] if isinstance(one, str) else one for one in every
-    ]
+    """Generate responses to prompts with the sampling parameters of `rollout`.
+
+    Args:
+        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        prompts: a text, or a list of texts and chats.
+        system: system message of the prompts that are texts.
+        images: files for the `<image>` marks of each prompt.
+        config: configuration file, or several.
+        options: configuration keys with their values.
+
+    Returns:
+        The responses to each prompt, `rollout.n` of them.
+
+    Raises:
+        QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
+    """
+    resolved = _Draft(model, config=config, options=options).load()
+    system_messages = []
+    if system is not None:
+        system_messages = [{"role": "system", "content": system}]
+    chats = []
+    for prompt in [prompts] if isinstance(prompts, str) else prompts:
+        if isinstance(prompt, str):
+            prompt = [*system_messages, {"role": "user", "content": prompt}]
+        chats.append(prompt)
     return frozen.answer(resolved, chats, images)
 
 
 def evaluate(
-    model: Any,
-    data: Rows = None,
-    reward: Any = None,
+    model: "str | Path | Run",
+    data: Rows | None = None,
+    reward: Reward | None = None,
     *,
-    config: str | Path | Sequence[str | Path] = (),
+    config: ConfigFiles = (),
     options: Mapping[str, Any] | None = None,
 ) -> Evaluation:
-    """Answer the prompts of `data` with the sampling of `rollout.val_kwargs` and grade them, as `quadriga eval`."""
-    draft = _Draft(model, {}, config, options, "rl")
+    """Answer the prompts of `data` and grade the responses, as `quadriga eval` does.
+
+    Args:
+        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        data: validation rows, as for `train`. None: those of `data.val_files`.
+        reward: as for `train`.
+        config: configuration file, or several. `rollout.val_kwargs` has the sampling parameters.
+        options: configuration keys with their values.
+
+    Returns:
+        Metrics and graded responses.
+
+    Raises:
+        QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
+    """
+    draft = _Draft(model, config=config, options=options)
     with own_folder() as folder:
         draft.directory = Path(folder)
         draft.set_reward(reward)
         draft.set_rows("data.val_files", data)
-        trainer = draft.config.trainer
         grades = frozen.evaluate(draft.load())
-    count = (
-        trainer.log_val_generations
-        if "log_val_generations" in trainer.model_fields_set
-        else len(grades.rows)
-    )
-    return Evaluation(grades.metrics, pd.DataFrame(first_samples(grades.rows, count)))
+    trainer = draft.config.trainer
+    num_samples = len(grades.rows)
+    if "log_val_generations" in trainer.model_fields_set:
+        num_samples = trainer.log_val_generations
+    return Evaluation(grades.metrics, pd.DataFrame(first_samples(grades.rows, num_samples)))
 
 
 class _Draft:
-    """A configuration in the making: `values` over `files`; `config` is what they say without defaults of the door."""
+    """A configuration under construction.
+
+    Attributes:
+        values: keys that override the configuration files.
+        config: what files, arguments and options say, without the defaults of `set_defaults`.
+        directory: where files for rows and functions are written.
+        reward: the reward functions, if they are functions of this program.
+    """
 
     def __init__(
         self,
-        model: Any,
-        given: Mapping[str, Any],
-        config: str | Path | Sequence[str | Path],
-        options: Mapping[str, Any] | None,
-        task: str,
+        model: "str | Path | Run | None",
+        *,
+        values: Mapping[str, Any] | None = None,
+        config: ConfigFiles = (),
+        options: Mapping[str, Any] | None = None,
+        task: str = "rl",
     ) -> None:
-        self.task, self.files = task, [config] if isinstance(config, str | Path) else list(config)
-        self.values = {key: value for key, value in given.items() if value is not None}
+        self.task = task
+        self.files = [config] if isinstance(config, str | Path) else list(config)
+        self.values = {key: value for key, value in (values or {}).items() if value is not None}
         if model is not None:
             path = model.model_folder if isinstance(model, Run) else model_folder(model)
             self.values["actor_rollout_ref.model.path"] = path
         for key, value in (options or {}).items():
             self.values[key] = list(value) if isinstance(value, tuple) else value
         if "trainer.total_training_steps" in self.values:
-            # The steps that are asked for are taken, whatever number of epochs a file names.
+            # A number of epochs in a file does not limit the steps that the caller asks for.
             self.values.setdefault("trainer.total_epochs", None)
         self.config = load_config(files=self.files, values=self.values, task=task).config
         self.directory = self.config.trainer.directory
         self.reward: ItemReward | None = None
 
     def load(self, *, for_training: bool = False) -> Config:
+        """Load and check the configuration, and print its notices."""
         loaded = load_config(
             files=self.files, values=self.values, task=self.task, for_training=for_training
         )
@@ -389,148 +554,185 @@ class _Draft:
             print(f"notice: {notice}", file=sys.stderr)
         return loaded.config
 
-    def choose_directory(self, *, is_new: bool) -> None:
-        """A directory of its own for a run that has no name."""
-        trainer, untouched = self.config.trainer, load_config(task=self.task).config.trainer
+    def choose_directory(self) -> None:
+        """Choose a new directory, unless the configuration names one."""
+        trainer = self.config.trainer
+        default = load_config(task=self.task).config.trainer
         keys = ("experiment_name", "default_local_dir")
-        if is_new and all(getattr(trainer, key) == getattr(untouched, key) for key in keys):
-            places = (
-                self.directory.with_name(f"{self.directory.name}-{number}")
-                for number in range(1, AT_THE_END)
-            )
-            self.directory = next(place for place in places if not place.exists())
-            self.values["trainer.experiment_name"] = self.directory.name
-            print(f"run: {self.directory}")
+        if any(getattr(trainer, key) != getattr(default, key) for key in keys):
+            return
+        name = self.directory.name
+        for number in itertools.count(1):
+            self.directory = self.directory.with_name(f"{name}-{number}")
+            if not self.directory.exists():
+                break
+        self.values["trainer.experiment_name"] = self.directory.name
+        print(f"run: {self.directory}")
 
-    def set_function(self, key: str, given: str | Callable[..., Any] | None, label: str) -> None:
-        """Name a function by its file."""
-        if callable(given):
-            file, obstacle = write_function(given, self.directory / "functions", label)
+    def set_function(self, key: str, function: str | Callable[..., Any] | None, label: str) -> None:
+        """Set a key to a function, which is written to a file, or to the name of one."""
+        if callable(function):
+            file, obstacle = write_function(function, self.directory / "functions", label)
             if obstacle and self.config.trainer.backend != "local":
-                fix = "Do not let it hold such an object, or train in one process."
                 raise ConfigError(
-                    label, got=obstacle, expected="a function that can be pickled", fix=fix
+                    label,
+                    got=obstacle,
+                    expected="a function that can be pickled",
+                    fix="Do not let it hold such an object, or train in one process.",
                 )
-            given = f"{file}:{NAME}"
-        if given is not None:
-            self.values[key] = given
+            self.values[key] = f"{file}:{NAME}"
+        elif function is not None:
+            self.values[key] = function
 
-    def set_reward(self, given: Any) -> None:
-        """Name the reward by its file, and say where it runs."""
-        if isinstance(given, str | Path):
-            path, _, name = str(given).rpartition(":")
+    def set_reward(self, reward: Reward | None) -> None:
+        """Set the keys of the reward, and where its functions run."""
+        if reward is None:
+            return
+        if isinstance(reward, str | Path):
+            path, _, name = str(reward).rpartition(":")
             self.values["custom_reward_function.path"] = path or name
             if path:
                 self.values["custom_reward_function.name"] = name
-        elif given is not None:
-            self.reward = reward_of(given)
-            is_batch = any(part.is_batch for part in self.reward.parts)
-            file, obstacle = write_function(self.reward, self.directory / "functions", "reward")
-            self.values |= {
-                "custom_reward_function.path": file,
-                "custom_reward_function.name": NAME,
-            }
-            names = ", ".join(part.name for part in self.reward.parts)
-            if obstacle:
-                self.values["reward_model.reward_manager"] = "in_process"
-                self.values["reward_model.reward_kwargs"] = {"is_batch": is_batch}
-                print(
-                    f"reward: {names} in this process, without a time limit; other processes: {obstacle}"
-                )
-                return
-            if is_batch:
-                self.values.setdefault("reward_model.reward_manager", "batch")
-            print(
-                f"reward: {names} in grading processes, each with a copy; what it changes outside itself stays there"
-            )
+            return
 
-    def set_rows(self, key: str, given: Rows) -> int:
-        """Name the rows by their file, and return how many there are."""
-        files = getattr(self.config.data, key.rpartition(".")[2]) if given is None else given
-        if given is None and not files:
-            return 0
-        listed = files if isinstance(files, list) else [files]
-        if listed and all(isinstance(one, str | Path) for one in listed):
-            rows, num_rows = self._read(files, key)
-            if not rows:
-                self.values[key] = files
+        self.reward = reward_of(reward)
+        is_batch = any(part.is_batch for part in self.reward.parts)
+        names = ", ".join(part.name for part in self.reward.parts)
+        file, obstacle = write_function(self.reward, self.directory / "functions", "reward")
+        self.values["custom_reward_function.path"] = file
+        self.values["custom_reward_function.name"] = NAME
+        if obstacle:
+            # Only this process has the functions.
+            self.values["reward_model.reward_manager"] = "in_process"
+            self.values["reward_model.reward_kwargs"] = {"is_batch": is_batch}
+            print(
+                f"reward: {names} in this process, without a time limit; other processes: {obstacle}"
+            )
+            return
+        if is_batch:
+            self.values.setdefault("reward_model.reward_manager", "batch")
+        print(
+            f"reward: {names} in grading processes, each with a copy; "
+            "what it changes outside itself stays there"
+        )
+
+    def set_rows(self, key: str, rows: Rows | None) -> int:
+        """Set a key to the file with the rows, which is written unless the rows are complete files.
+
+        Args:
+            key: "data.train_files" or "data.val_files".
+            rows: rows of the caller. None: the files that the configuration names, if any.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            DataError: there are no rows, or one of them is not a dictionary.
+        """
+        name = key.rpartition(".")[2]
+        label = name.removesuffix("_files")
+        source = rows
+        if rows is None:
+            source = getattr(self.config.data, name)
+            if not source:
+                return 0
+        entries = source if isinstance(source, list) else [source]
+        if entries and all(isinstance(entry, str | Path) for entry in entries):
+            dictionaries, num_rows = self._read(source, key)
+            if not dictionaries:
+                self.values[key] = source
                 return num_rows
         else:
-            rows = self._rows_of_program(given)
-        label = key.rpartition(".")[2].removesuffix("_files")
-        if not rows:
+            dictionaries = self._dictionaries(source)
+
+        if not dictionaries:
             raise DataError(label, got="no rows", expected="at least one")
-        for number, row in enumerate(rows):
+        for number, row in enumerate(dictionaries):
             if not isinstance(row, Mapping):
                 raise DataError(
                     f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns"
                 )
-        # NaN in these columns is a missing text. It stays missing: as the text "NaN" it would be learned.
+        # NaN in a text column means that the text is missing. Written as "NaN" it would be learned.
         text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
-        rows = [
-            {**row, **dict.fromkeys(name for name in text_columns if _is_missing(row.get(name)))}
-            for row in rows
-        ]
-        if self.task == "rl":
-            rows = [self._complete(row) for row in rows]
-        elif "response" in rows[0] and "messages" not in rows[0]:
+        completed = []
+        for row in dictionaries:
+            missing = [column for column in text_columns if _is_missing(row.get(column))]
+            row = {**row, **dict.fromkeys(missing)}
+            completed.append(self._complete(row) if self.task == "rl" else row)
+        if self.task != "rl" and "response" in completed[0] and "messages" not in completed[0]:
             self.values.setdefault("data.format", "prompt_response")
-        self.values[key] = _write_rows(rows, self.directory / "data", label)
-        return len(rows)
+        self.values[key] = _write_rows(completed, self.directory / "data", label)
+        return len(completed)
 
-    def _rows_of_program(self, given: Any) -> list[Any]:
-        """The rows of an argument, without the nulls that a table adds to chats."""
-        if not isinstance(given, pd.DataFrame | datasets.Dataset):
-            return list(given)
-        is_frame = isinstance(given, pd.DataFrame)
-        # Of a data set as they are stored: images as bytes.
-        rows = given.to_dict("records") if is_frame else given.with_format("arrow")[:].to_pylist()
-        for row in rows:
+    def _dictionaries(self, rows: Any) -> list[Any]:
+        """Rows as dictionaries, without the nulls that a table adds to chats."""
+        if isinstance(rows, pd.DataFrame):
+            dictionaries = rows.to_dict("records")
+        elif isinstance(rows, datasets.Dataset):
+            # The Arrow format has images as they are stored, as bytes.
+            dictionaries = rows.with_format("arrow")[:].to_pylist()
+        else:
+            return list(rows)
+        for row in dictionaries:
             drop_null_fields(row, self.config.data.chat_columns)
-        return rows
+        return dictionaries
 
     def _read(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
-        """The rows of files that lack what is read of them, none of files that have it; and their number."""
+        """Read files of rows.
+
+        Returns:
+            The rows, [] if the run can read the files as they are; and the number of rows.
+        """
         data = self.config.data
         paths = resolve_files(files, data.cache_dir, where=key)
         tables = [read_table(path, chat_columns=data.chat_columns) for path in paths]
-        needed = {data.reward_fn_key, "reward_model"} if self.reward else set()
-        is_complete = all(needed <= set(table.columns) for table in tables)
-        if is_complete and not (self.reward and any(part.reads_row for part in self.reward.parts)):
+        needed_columns = {data.reward_fn_key, "reward_model"} if self.reward else set()
+        is_complete = all(needed_columns <= set(table.columns) for table in tables)
+        reads_rows = self.reward is not None and any(part.reads_row for part in self.reward.parts)
+        if is_complete and not reads_rows:
             return [], sum(map(len, tables))
         rows = [table[row] for table in tables for row in range(len(table))]
         return rows, len(rows)
 
     def _complete(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row with the columns that the trainer reads, and for functions that name columns with all of them."""
-        truth = {"style": "rule", "ground_truth": row.get("ground_truth")}
-        complete = {self.config.data.reward_fn_key: "rows", "reward_model": truth, **row}
-        if isinstance(truth := complete["reward_model"], Mapping) and _is_missing(
-            truth.get("ground_truth")
-        ):
+        """Add the columns that the trainer reads, and copies of all columns if a reward names one."""
+        complete = {
+            self.config.data.reward_fn_key: "rows",
+            "reward_model": {"style": "rule", "ground_truth": row.get("ground_truth")},
+            **row,
+        }
+        truth = complete["reward_model"]
+        if isinstance(truth, Mapping) and _is_missing(truth.get("ground_truth")):
             complete["reward_model"] = {
                 key: value for key, value in truth.items() if key != "ground_truth"
             }
-        own = {
-            name: value for name, value in row.items() if name not in ("extra_info", "reward_model")
-        }
-        for part in self.reward.parts if self.reward else ():
-            part.check(own)
-            if (
-                "ground_truth" in part.required
-                and not {"ground_truth", "reward_model"} & row.keys()
-            ):
-                got = f"the columns {', '.join(row)}"
+        if self.reward is None:
+            return complete
+
+        columns = dict(row)
+        columns.pop("extra_info", None)
+        columns.pop("reward_model", None)
+        has_truth = "ground_truth" in row or "reward_model" in row
+        for part in self.reward.parts:
+            part.check(columns)
+            if "ground_truth" in part.required and not has_truth:
                 raise DataError(
-                    f"reward {part.name}", got=got, expected="the column 'ground_truth'"
+                    f"reward {part.name}",
+                    got=f"the columns {', '.join(row)}",
+                    expected="the column 'ground_truth'",
                 )
             if part.reads_row:
-                complete["extra_info"] = {**(row.get("extra_info") or {}), ROW: own}
+                complete["extra_info"] = {**(row.get("extra_info") or {}), ROW: columns}
         return complete
 
     def set_defaults(self, num_rows: int) -> None:
-        """What the door sets where nobody has: the batch size, trackers, and what is written."""
-        config, trainer = self.config, self.config.trainer
+        """Set what neither files nor arguments set: batch sizes, trackers and files to write.
+
+        Args:
+            num_rows: number of training rows; 0 if unknown.
+        """
+        config = self.config
+        trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
         if "save_freq" not in trainer.model_fields_set:
             self.values["trainer.save_freq"] = AT_THE_END
@@ -538,7 +740,8 @@ class _Draft:
             return
         size = config.data.train_batch_size
         if "train_batch_size" not in config.data.model_fields_set and num_rows:
-            size = self.values["data.train_batch_size"] = self._batch_size(num_rows)
+            size = self._choose_batch_size(num_rows)
+            self.values["data.train_batch_size"] = size
         if "ppo_mini_batch_size" not in config.actor_rollout_ref.actor.model_fields_set:
             self.values["actor_rollout_ref.actor.ppo_mini_batch_size"] = size
         has_validation = self.values.get("data.val_files", config.data.val_files)
@@ -547,48 +750,59 @@ class _Draft:
         if trainer.rollout_data_dir is None:
             self.values["trainer.rollout_data_dir"] = self.directory / "rollouts"
 
-    def _batch_size(self, num_rows: int) -> int:
-        """Prompts of a step, as the rows and the processors allow; it is printed."""
-        trainer, num_responses = self.config.trainer, self.config.actor_rollout_ref.rollout.n
+    def _choose_batch_size(self, num_rows: int) -> int:
+        """Choose and print the prompts of a step, for the rows and the processors of this machine."""
+        trainer = self.config.trainer
+        num_responses = self.config.actor_rollout_ref.rollout.n
         num_processes = trainer.nnodes * trainer.n_gpus_per_node
         if torch.cuda.is_available():
-            room, of = RESPONSES_OF_A_GPU * num_processes, f"{num_processes} processes on GPUs"
+            max_responses = RESPONSES_OF_A_GPU * num_processes
+            processors = f"{num_processes} processes on GPUs"
         else:
-            cores = len(os.sched_getaffinity(0))
-            room, of = RESPONSES_OF_A_CORE * cores, f"{cores} cores"
-        size = min(num_rows, max(1, room // num_responses))
+            num_cores = len(os.sched_getaffinity(0))
+            max_responses = RESPONSES_OF_A_CORE * num_cores
+            processors = f"{num_cores} cores"
+        size = min(num_rows, max(1, max_responses // num_responses))
+        # Each process gets the same number of prompts.
         size = max(size - size % num_processes, 1)
         print(
-            f"data.train_batch_size: {size} prompts a step ({num_rows} rows, {of}, {num_responses} responses each)"
+            f"data.train_batch_size: {size} prompts a step "
+            f"({num_rows} rows, {processors}, {num_responses} responses each)"
         )
         return size
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a table has no value there, for which pandas writes NaN."""
+    """Whether a value of a table is missing, for which pandas writes NaN."""
     return isinstance(value, float) and math.isnan(value)
 
 
 def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:
-    """The rows as a file named after its content: JSON lines, or parquet where JSON cannot hold a value."""
+    """Write rows to a file that is named after its content.
+
+    The file has JSON lines, or is a parquet file if JSON cannot hold a value.
+    """
     make_directory(folder, where="trainer.default_local_dir")
     try:
-        lines = [
-            json.dumps(jsonable(row, methodcaller("tolist")), ensure_ascii=False, allow_nan=False)
-            for row in rows
-        ]
-        text = "".join(f"{line}\n" for line in lines)
-        suffix, content = "jsonl", text.encode("utf-8", "backslashreplace")
+        lines = []
+        for row in rows:
+            value = jsonable(row, methodcaller("tolist"))
+            lines.append(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+        suffix = "jsonl"
+        content = "".join(lines).encode("utf-8", "backslashreplace")
     except (TypeError, AttributeError):
+        suffix = "parquet"
         stream = pa.BufferOutputStream()
         try:
             pq.write_table(pa.Table.from_pylist(rows), stream)
         except pa.ArrowException as error:
-            fix = "Give each column one type, of numbers, texts, bytes, lists and dictionaries."
             raise DataError(
-                label, got=str(error), expected="rows that a parquet file can hold", fix=fix
+                label,
+                got=str(error),
+                expected="rows that a parquet file can hold",
+                fix="Give each column one type, of numbers, texts, bytes, lists and dictionaries.",
             ) from error
-        suffix, content = "parquet", stream.getvalue().to_pybytes()
+        content = stream.getvalue().to_pybytes()
     path = folder / f"{label}_{hashlib.sha256(content).hexdigest()[:12]}.{suffix}"
     with written_aside(path, where="trainer.default_local_dir") as draft:
         draft.write_bytes(content)

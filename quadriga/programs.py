@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that are programs of their own, under a supervisor (`quadriga.descendants`), and connections to them."""
+"""Start fresh interpreters under a supervisor (`quadriga.descendants`), with connections to them."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ from quadriga import streams
 from quadriga.descendants import end_descendants, end_group, supervise
 from quadriga.lazy import collector_paused, keep_modules
 
-_END_LIMIT_S = 15.0  # more than a supervisor takes to end all that is below it
-# The arguments: a module, the file descriptors of a connection and of a lifeline, the encoding of what it prints (that
-# of the locale where there is none), and the driver's import path.
+_END_LIMIT_S = 15.0  # longer than a supervisor takes to end its descendants
+# Arguments: a module, the file descriptors of a connection and of a lifeline, the encoding of its
+# output ("": that of the locale), and the driver's import path.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[5:]; "
     "from quadriga.programs import run_program; "
@@ -28,13 +28,15 @@ _PROGRAM = (
 class SupervisedProgram:
     """A fresh interpreter that calls `main(connection_fd)` of a module, and the connection to it.
 
-    It neither inherits the threads, locks, signal handlers and memory of this process, nor runs the user's script
-    again, as processes of `multiprocessing` do. It is in a process group of its own: Ctrl-C reaches this process
-    alone, which then decides. It ends when this process does, by whatever signal, with everything that it has started.
+    Unlike a process of `multiprocessing`, it neither inherits threads, locks, signal handlers and
+    memory of this process, nor runs the user's script again. It has its own process group, so that
+    Ctrl-C reaches only this process, which then decides. However this process ends, the program and
+    everything that it has started ends too.
 
     Args:
-        module: Name of the module that has `main`.
-        output_fd: Where its standard output and standard error go, in UTF-8. None: where those of this process go.
+        module: name of the module with `main`.
+        output_fd: file descriptor for standard output and standard error, in UTF-8. None: those of
+            this process.
     """
 
     def __init__(self, module: str, output_fd: int | None = None) -> None:
@@ -42,7 +44,7 @@ class SupervisedProgram:
         their_lifeline, self._lifeline = os.pipe()
         fds = (theirs.fileno(), their_lifeline)
         encoding = "" if output_fd is None else "utf-8"
-        # Unbuffered, so that what it prints is shown when it hangs.
+        # Unbuffered, so that its output is complete even if it hangs.
         command = [
             sys.executable,
             "-u",
@@ -63,17 +65,19 @@ class SupervisedProgram:
         self._lock = threading.Lock()
 
     def kill(self) -> None:
-        """Kill the program and everything it has started. Any thread may call this, and more than once."""
-        # The supervisor may have ended; or its child has stopped it.
+        """Kill the program and everything it has started. Any thread may call this, also repeatedly."""
+        # The supervisor may have ended, or its child may have stopped it.
         with self._lock, suppress(ProcessLookupError, BrokenPipeError):
             if not self.connection.closed:
                 os.write(self._lifeline, b"x")
                 self.process.send_signal(signal.SIGCONT)
 
     def close(self, patience_s: float = 0.0) -> str:
-        """Kill the program, unless it ends by itself within `patience_s`, and free what this process holds of it.
+        """Kill the program, unless it ends by itself within `patience_s`, and close the connection.
 
-        Returns how it ended: "exit status 1" or "signal SIGKILL"."""
+        Returns:
+            How it ended, such as "exit status 1" or "signal SIGKILL".
+        """
         if not self.connection.closed:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=patience_s)
@@ -84,7 +88,7 @@ class SupervisedProgram:
                 end_descendants(self.process.pid)
                 self.process.kill()
                 self.process.wait()
-            # Its supervisor has done so, unless it was killed.
+            # The supervisor has done this already, unless it was killed.
             end_group(self.process.pid)
             with self._lock:
                 self.connection.close()
@@ -94,10 +98,17 @@ class SupervisedProgram:
 
 
 def run_program(module: str, connection_fd: int, lifeline_fd: int, encoding: str) -> None:
-    """The program of a `SupervisedProgram`."""
+    """Run the program of a `SupervisedProgram`.
+
+    Args:
+        module: name of the module with `main`.
+        connection_fd: file descriptor of the connection, the argument of `main`.
+        lifeline_fd: file descriptor that tells the supervisor to end the program.
+        encoding: encoding of the output; "" for that of the locale.
+    """
     supervise(lifeline_fd)
     streams.install(encoding or None)
-    # Programs that it starts must not keep the connection open after this process has died.
+    # Programs that this one starts must not hold the connection open after its end.
     os.set_inheritable(connection_fd, False)
     keep_modules()
     with collector_paused():

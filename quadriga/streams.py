@@ -30,11 +30,12 @@ LOG_VARIABLE = "QUADRIGA_CONSOLE_LOG"
 """Names the log to processes that a command starts."""
 
 HELD_BYTES = 1 << 20
-"""How much is held of what cannot be written while no folder is known."""
+"""Most bytes of failed output that are held until the folder is known."""
 
 ESCAPES = "quadriga_escapes"
-"""Name of the error handler for what an encoding lacks: bars of a chart become `-`, the rest is
-escaped as by `backslashreplace`."""
+"""Name of the error handler for characters that an encoding lacks.
+
+Bars of a chart become `-`, other characters are escaped as by `backslashreplace`."""
 
 _BOXES_AND_BLOCKS = re.compile("[\u2500-\u259f]")
 _TITLES = {"stdout": "standard output", "stderr": "standard error"}
@@ -52,13 +53,13 @@ codecs.register_error(ESCAPES, _escaped)
 
 
 class Output(io.RawIOBase):
-    """A descriptor of a standard stream, which is the log's once it cannot be written.
+    """The descriptor of a standard stream, which is redirected to the log once a write fails.
 
     Args:
-        fd: Descriptor to write to.
-        name: Of the stream in `sys`.
-        encoding: Of the bytes that are written here; the log is UTF-8.
-        failure: Why nothing can be written to the descriptor as it is; None: it has not failed.
+        fd: descriptor to write to.
+        name: name of the stream in `sys`.
+        encoding: encoding of the bytes that are written; the log is UTF-8.
+        failure: why the descriptor cannot be written; None if it has not failed.
     """
 
     log: ClassVar[Path | None] = None
@@ -72,7 +73,7 @@ class Output(io.RawIOBase):
         self.replaced: TextIO | None = None  # its end would close the descriptor
         self._fd = fd
         self._title = _TITLES[name]
-        self._is_told = False
+        self._is_reported = False
         self._held = bytearray()
         self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
 
@@ -119,12 +120,12 @@ class Output(io.RawIOBase):
             os.write(self._fd, text.encode())
 
     def use_log(self) -> None:
-        """Turn the descriptor to the log where it has failed and there is a folder for one."""
+        """Redirect the descriptor to the log, if it has failed and the folder of the log is known."""
         if self.failure is None or self.is_logged or self.log is None:
             return
         reason = f"{self._title} cannot be written ({self.failure.strerror})"
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             notice = f"{reason}; it goes on in {self.log}\n"
             for other in _outputs.values():
                 if other.failure is None:
@@ -132,7 +133,7 @@ class Output(io.RawIOBase):
         now = datetime.now(UTC).isoformat(" ", "seconds")
         header = f"{now}: {reason}. The output of process {os.getpid()} goes on here.\n"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        # Where it fails now, the next write tries again.
+        # If this fails, the next write tries again.
         with suppress(OSError):
             self.log.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.log, flags, 0o644)
@@ -152,7 +153,7 @@ def install(encoding: str | None = None) -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that raise neither OSError nor UnicodeError.
 
     Args:
-        encoding: Of what is written. None: that of the streams so far.
+        encoding: encoding of the output. None: that of the streams before.
     """
     if (path := os.environ.get(LOG_VARIABLE)) is not None:
         Output.log = Path(path)
@@ -162,13 +163,13 @@ def install(encoding: str | None = None) -> None:
         failure = None
         if stream is None:
             failure = OSError(errno.EBADF, os.strerror(errno.EBADF))
-            # Where it is not one of the opened, another file has the number.
+            # If it was not opened here, another file has the number.
             fd = fd if fd in opened else os.open(os.devnull, os.O_WRONLY)
         else:
             try:
                 fd = stream.fileno()
             except (AttributeError, OSError):
-                # It is no file's, but a notebook's or a test's.
+                # The stream of a notebook or a test has no descriptor.
                 continue
         output = Output(fd, name, encoding or getattr(stream, "encoding", None) or "utf-8", failure)
         text = io.TextIOWrapper(
@@ -185,26 +186,27 @@ def install(encoding: str | None = None) -> None:
 
 
 def _open_closed_descriptors() -> list[int]:
-    """Open those of the descriptors 0 to 2 that are closed, and return them.
+    """Open the closed ones of the descriptors 0 to 2, and return them.
 
-    The next file that is opened would get their number, and be written to by whatever prints there.
+    Otherwise the next file that is opened would get such a number, and receive what is printed.
     """
     opened = []
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # it gets the lowest free number
+            new_fd = os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number
+            os.set_inheritable(new_fd, True)
             opened.append(fd)
     return opened
 
 
 def log_to(folder: Path) -> None:
-    """Name the folder whose `console.log` takes what a standard stream of a command cannot."""
+    """Set the folder for `console.log`, which takes the output that cannot be written.
+
+    Without effect unless `install` was called: the streams are the caller's.
+    """
     if not _outputs:
-        # The streams are a caller's.
         return
     Output.log = folder.absolute() / LOG
     os.environ[LOG_VARIABLE] = str(Output.log)
@@ -213,30 +215,39 @@ def log_to(folder: Path) -> None:
 
 
 def raise_failures() -> None:
-    """Let a failed write of standard output raise, for a command whose only result is its output."""
+    """Raise when standard output cannot be written, for commands whose only result is their output."""
     if "stdout" in _outputs:
         _outputs["stdout"].raises_failure = True
 
 
 def lost_output() -> OSError | None:
-    """Why standard output could not be written, where no log has taken what was written."""
+    """Error of a failed write to standard output that no log replaced; None if there was none."""
     output = _outputs.get("stdout")
     return None if output is None or output.is_logged else output.failure
 
 
 def write_error(text: str) -> None:
-    """Write to standard error from a signal handler, which may interrupt a print."""
+    """Write to standard error. A signal handler that interrupts a print may call this."""
     if "stderr" in _outputs:
         output = _outputs["stderr"]
         output.write(text.encode(output.encoding, "backslashreplace"))
     elif sys.__stderr__ is not None:
-        # A caller's stream: it may be closed, or no file's.
+        # A caller's stream may be closed, or have no descriptor.
         with suppress(OSError, ValueError):
             os.write(sys.__stderr__.fileno(), text.encode(errors="backslashreplace"))
 
 
 def relay(text: str, stream: TextIO | None, *, flush: bool = False) -> bool:
-    """Write text of users' code to a stream that may be a caller's; returns whether it succeeded."""
+    """Write output of users' code to a stream that may be a caller's.
+
+    Args:
+        text: the output.
+        stream: the stream; None if the process has none.
+        flush: whether to flush the stream.
+
+    Returns:
+        Whether the text was written.
+    """
     if stream is None:
         return False
     encoding = getattr(stream, "encoding", None) or "utf-8"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions and classes from a user's own Python file: algorithms, graders, data sets, samplers, tools, agent loops."""
+"""Load functions and classes from a user's Python file: algorithms, graders, data sets, agent loops."""
 
 import contextlib
 import hashlib
@@ -17,33 +17,47 @@ from typing import Any
 from quadriga.errors import ConfigError, did_you_mean
 from quadriga.observe.watchdog import waiting
 
-PACKAGE, FILE = "pkg://", "file://"
+PACKAGE = "pkg://"
+FILE = "file://"
 EXTERNAL = "actor_rollout_ref.model.external_lib"
-_OURS = (__file__, contextlib.__file__, importlib.__file__)
+# Files whose frames are left out at the top of a user's traceback.
+_OUR_FILES = (__file__, contextlib.__file__, importlib.__file__, "<frozen importlib")
 
-_digests: dict[
-    str, str
-] = {}  # name of a module that was made of a file -> hash of the text it was made of
+# Hash of the text that each module was made of, by the module's name.
+_digests: dict[str, str] = {}
 
 
 def import_file(path: str | Path, where: str) -> ModuleType:
-    """The file as a module; files beside it, and packages in the working directory, can be imported from it.
+    """Import a Python file, or a module by its name.
 
-    A file is run once in a process, and again only if its text has changed. Raises ConfigError: no such file, one whose
-    name does not end in .py, or one that raises; the error shows where.
-    `path`: of the file, also as `file://PATH`; or `pkg://package.module`, a module that can be imported.
-    `where`: the key that errors name."""
+    The file can import files beside it and packages in the working directory. It runs once in a
+    process, and again only if its text has changed.
+
+    Args:
+        path: path of the file, also as `file://PATH`; or `pkg://package.module`.
+        where: configuration key that errors name.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigError: there is no such file, its name does not end in .py, or it raises.
+    """
     text = str(path)
     if text.startswith(PACKAGE):
         _append_to_path(Path.cwd())
-        with _told(text, where):
+        with _importing(text, where):
             return importlib.import_module(text.removeprefix(PACKAGE))
     file = Path(text.removeprefix(FILE)).expanduser().resolve()
     if not file.is_file():
-        got = f"{text!r}, which is not a file"
-        raise ConfigError(where, got=got, expected="a Python file", fix=f"Looked for {file}.")
-    # The name is the path's alone: a file that is run again replaces what it registered, and another process that
-    # unpickles something of it finds it under the same name.
+        raise ConfigError(
+            where,
+            got=f"{text!r}, which is not a file",
+            expected="a Python file",
+            fix=f"Looked for {file}.",
+        )
+    # The name depends on the path alone: a file that runs again replaces what it registered, and a
+    # process that unpickles one of its objects finds it under the same name.
     name = f"quadriga_user_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if _digests.get(name) == digest and name in sys.modules:
@@ -57,7 +71,7 @@ def import_file(path: str | Path, where: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     _append_to_path(file.parent, Path.cwd())
     try:
-        with _told(str(file), where):
+        with _importing(str(file), where):
             spec.loader.exec_module(module)
     except ConfigError:
         del sys.modules[name]
@@ -67,9 +81,12 @@ def import_file(path: str | Path, where: str) -> ModuleType:
 
 
 def import_external(names: str | Iterable[str] | None) -> None:
-    """Import the files and modules of `actor_rollout_ref.model.external_lib`, so that what they register is known."""
+    """Import the files and modules of `actor_rollout_ref.model.external_lib`.
+
+    What they register is known afterwards. A name without "/" and ".py" is a module's, as in verl.
+    """
     for name in [names] if isinstance(names, str) else names or []:
-        is_file = "/" in name or name.endswith(".py")  # else, as in verl, the name of a module
+        is_file = "/" in name or name.endswith(".py")
         import_file(name if is_file else f"{PACKAGE}{name}", EXTERNAL)
 
 
@@ -80,78 +97,116 @@ def is_reference(name: str) -> bool:
 
 
 def referred(name: str, where: str, *, base: type | None = None) -> Any:
-    """The function, or the subclass of `base`, that such a text names; errors as for `import_file` and `member_of`."""
-    place, _, member = name.rpartition(":")
-    found = member_of(import_file(place, where), member, where, base=base)
-    # What has another contract has the form in which it is called here beside it.
-    return getattr(found, "__dict__", {}).get("quadriga_form", found)
+    """Load the function or class that a reference names.
+
+    Args:
+        name: reference, in one of the forms of `is_reference`.
+        where: configuration key that errors name.
+        base: required base class; None if a function is required.
+
+    Returns:
+        The function or class. One with the contract of another framework is replaced by the form in
+        which it can be called here, its attribute `quadriga_form`.
+
+    Raises:
+        ConfigError: the file cannot be imported, or has no such function or class.
+    """
+    place, _, member_name = name.rpartition(":")
+    member = member_of(import_file(place, where), member_name, where, base=base)
+    return getattr(member, "__dict__", {}).get("quadriga_form", member)
 
 
 def member_of(module: ModuleType, name: str, where: str, *, base: type | None = None) -> Any:
-    """The function `name` of a user's module, or its class of that name if it is to be a subclass of `base`.
-    Raises ConfigError: there is no such function or class; the error lists those that the file defines."""
+    """Look a function or class up in a user's module.
+
+    Args:
+        module: module of the user.
+        name: name of the function or class.
+        where: configuration key that errors name.
+        base: required base class; None if a function is required.
+
+    Returns:
+        The function or class.
+
+    Raises:
+        ConfigError: the module has none of that name and kind; the error lists those it has.
+    """
 
     def fits(value: Any) -> bool:
-        return (
-            callable(value) if base is None else isinstance(value, type) and issubclass(value, base)
-        )
+        if base is None:
+            return callable(value)
+        return isinstance(value, type) and issubclass(value, base)
 
-    found = getattr(module, name, None)
-    if fits(found):
-        return found
-    kind = "function" if base is None else "class"
-    got = f"no {kind} {name!r}" if found is None else f"{name}, which is a {type(found).__name__}"
-    if isinstance(found, type):
-        got = f"{name}, a subclass of {', '.join(parent.__name__ for parent in found.__bases__)}"
-    own = [
-        key
-        for key, value in vars(module).items()
-        if getattr(value, "__module__", "") == module.__name__
-    ]
-    names = [key for key in own if fits(vars(module)[key]) and not key.startswith("_")]
-    wanted = "function" if base is None else f"subclass of {base.__module__}.{base.__name__}"
-    expected = f"a {wanted} in {module.__file__} ({', '.join(names) or 'it has none'})"
-    fix = did_you_mean(name, names) or (
-        f"Write `class {name}({base.__name__})` there." if base else ""
+    member = getattr(module, name, None)
+    if fits(member):
+        return member
+
+    if member is None:
+        kind = "function" if base is None else "class"
+        got = f"no {kind} {name!r}"
+    elif isinstance(member, type):
+        parents = ", ".join(parent.__name__ for parent in member.__bases__)
+        got = f"{name}, a subclass of {parents}"
+    else:
+        got = f"{name}, which is a {type(member).__name__}"
+    candidates = []
+    for key, value in vars(module).items():
+        is_defined_there = getattr(value, "__module__", "") == module.__name__
+        if is_defined_there and not key.startswith("_") and fits(value):
+            candidates.append(key)
+    kind = "function"
+    fix = did_you_mean(name, candidates)
+    if base is not None:
+        kind = f"subclass of {base.__module__}.{base.__name__}"
+        fix = fix or f"Write `class {name}({base.__name__})` there."
+    raise ConfigError(
+        where,
+        got=got,
+        expected=f"a {kind} in {module.__file__} ({', '.join(candidates) or 'it has none'})",
+        fix=fix,
     )
-    raise ConfigError(where, got=got, expected=expected, fix=fix)
 
 
 def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that a function, or the `__init__` of a class, takes."""
+    """Keyword arguments that a function, or the constructor of a class, accepts.
+
+    Args:
+        function: function or class.
+        offered: keyword arguments by name.
+
+    Returns:
+        The accepted ones; all if the function has `**kwargs`.
+    """
     parameters = signature(function).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return {name: value for name, value in offered.items() if takes_all or name in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(offered)
+    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def _append_to_path(*folders: Path) -> None:
-    # Last, so that no file of the user's hides an installed package.
+    # At the end, so that no file of the user hides an installed package.
     sys.path.extend(str(folder) for folder in dict.fromkeys(folders) if str(folder) not in sys.path)
 
 
 @contextlib.contextmanager
-def _told(what: str, where: str) -> Iterator[None]:
-    """While a user's code is imported: a long wait is reported, and an error is shown from the user's file on."""
+def _importing(source: str, where: str) -> Iterator[None]:
+    """Context manager: import users' code. Report a long wait, and raise its errors as ConfigError."""
     try:
-        with waiting(f"{what} to be imported ({where})"):
+        with waiting(f"{source} to be imported ({where})"):
             yield
     except (Exception, SystemExit) as error:
+        # Show the traceback from the user's file on.
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(
-            (*_OURS, "<frozen importlib")
-        ):
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
             trace = trace.tb_next
         shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-        is_verls = (
-            isinstance(error, ModuleNotFoundError)
-            and (error.name or "").partition(".")[0] == "verl"
-        )
-        got = f"{what}, which raised {type(error).__name__} while it was loaded:\n{shown}\n"
-        fix = (
-            "Set QUADRIGA_VERL=1, or import quadriga.compat.verl first: it has verl's names."
-            if is_verls
-            else ""
-        )
+        missing_module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        fix = ""
+        if missing_module.partition(".")[0] == "verl":
+            fix = "Set QUADRIGA_VERL=1, or import quadriga.compat.verl first: it has verl's names."
         raise ConfigError(
-            where, got=got, expected="a file that can be imported", fix=fix
+            where,
+            got=f"{source}, which raised {type(error).__name__} while it was loaded:\n{shown}\n",
+            expected="a file that can be imported",
+            fix=fix,
         ) from error

@@ -71,6 +71,12 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
     return engines
 
 
+def start_balanced(makers: Sequence[Maker[E]]) -> "E | Balancer":
+    """Make engines, and balance requests over them if there are several."""
+    engines = start_engines(makers)
+    return engines[0] if len(engines) == 1 else Balancer(engines, makers=makers)
+
+
 class Balancer(RolloutEngine):
     """A `RolloutEngine` over several engines with equal weights.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from quadriga.errors import EngineError
 from quadriga.observe.machine import taking_part
 from quadriga.observe.watchdog import waiting
 from quadriga.partition import part_of
@@ -114,3 +115,26 @@ class RolloutGroup:
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         return f"rank {self.rank} of rollout group {self.number} (ranks {ranks})"
+
+
+def require_same_tokens(
+    group: RolloutGroup, engine: str, *, checksum: int, leader_checksum: int
+) -> None:
+    """Compare the tokens that this rank generated with the leader's.
+
+    Args:
+        group: the rank's group.
+        engine: name of the engine.
+        checksum: checksum of the rank's tokens.
+        leader_checksum: checksum of the leader's tokens.
+
+    Raises:
+        EngineError: the tokens differ.
+    """
+    if checksum != leader_checksum:
+        raise EngineError(
+            f"{engine}, {group}",
+            got="other tokens than the leader's",
+            expected="the same on all ranks",
+            fix="The ranks compute with other weights, or on other devices.",
+        )

@@ -54,6 +54,18 @@ class EngineSetup:
         total = self.rollout.update_weights_bucket_megabytes << 20
         return total // self.rollout.data_parallel_size
 
+    @property
+    def can_sleep(self) -> bool:
+        """Whether an engine on a library releases its memory between phases; on a CPU none can."""
+        return self.rollout.free_cache_engine and self.device.type != "cpu"
+
+    @property
+    def cache_gigabytes(self) -> float | None:
+        """Size of the KV cache of an engine on a library, in GiB; None: as much as fits."""
+        if self.rollout.cache_gigabytes is None and self.device.type == "cpu":
+            return 1.0
+        return self.rollout.cache_gigabytes
+
     def require_no_options(self) -> None:
         """Refuse `rollout.engine_kwargs`, for an engine without options."""
         if self.options:

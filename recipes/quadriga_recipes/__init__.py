@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads, made ready once: rows of single tasks, model folders, and a playground on which every recipe runs.
+"""Prepare inputs of runs: data sets, model folders, and a playground on which every recipe runs.
 
 `quadriga prepare data`, `prepare model` and `prepare playground` call `tasks.prepare_data`,
-`model_folder.prepare_model` and `playground.prepare_playground`. The framework does not depend on any of it.
+`model_folder.prepare_model` and `playground.prepare_playground`. The framework does not depend on
+this package.
 """

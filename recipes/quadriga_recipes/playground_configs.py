@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of the playground: what `sft`, `train` and the recipes need on tasks and a model of that size.
+"""Configurations of the playground, for small tasks and a small model.
 
     sft.yaml, reward_model.yaml   for quadriga sft
     sums.yaml, largest.yaml       for quadriga train
-    over/NAME.yaml                a few keys, laid over sums.yaml, and over the recipe of that name where there is one:
-                                  --config DIR/sums.yaml --config configs/recipes/ppo.yaml --config DIR/over/ppo.yaml
+    over/NAME.yaml                changes to sums.yaml, and to the recipe NAME if there is one:
+        --config DIR/sums.yaml --config configs/recipes/ppo.yaml --config DIR/over/ppo.yaml
 
-A recipe that has no file here needs nothing but sums.yaml below it.
+A recipe without a file here runs on sums.yaml without changes.
 """
 
 from pathlib import Path
@@ -16,13 +16,15 @@ from quadriga_recipes.playground_tasks import LARGEST, SUMS, Task
 
 Tree = dict[str, Any]
 
-NUM_PROMPTS, NUM_RESPONSES = 32, 8
-"""Of a step: 256 responses, whatever the recipe. All 100 sums are too few for 256 prompts with one response each."""
+NUM_PROMPTS = 32
+"""Prompts of a step. The 100 sums are too few for 256 prompts with one response each."""
+NUM_RESPONSES = 8
+"""Responses to each prompt, whatever the recipe."""
 MAX_RESPONSE_TOKENS = 6
 
 
 def configurations(folder: Path) -> dict[str, Tree]:
-    """What each configuration file says, by its name below `folder`."""
+    """Configuration files of a playground: keys by the file's name below `folder`."""
     recipes = {f"over/{name}.yaml": tree for name, tree in _over_recipes().items()}
     return {
         "sft.yaml": _sft(folder),
@@ -74,7 +76,7 @@ def _grpo(folder: Path, task: Task) -> Tree:
 
 
 def _over_recipes() -> dict[str, Tree]:
-    """For the recipes that are made for longer responses, larger batches or one response a prompt."""
+    """Changes for recipes with longer responses, larger batches or one response for each prompt."""
     several_responses = {"actor_rollout_ref": {"rollout": {"n": NUM_RESPONSES}}}
     four_updates = {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": NUM_PROMPTS // 4}}}
     overlong = {"enable": True, "len": MAX_RESPONSE_TOKENS // 3, "penalty_factor": 1.0, "log": True}
@@ -83,7 +85,8 @@ def _over_recipes() -> dict[str, Tree]:
         "dapo": {
             "data": {"train_batch_size": NUM_PROMPTS // 2},
             "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": NUM_PROMPTS // 2}},
-            # The more is right, the fewer groups differ, and the more prompts it takes.
+            # The more responses are right, the fewer groups have different scores, and the more
+            # prompts a step needs.
             "algorithm": {"filter_groups": {"max_num_gen_batches": 40}},
             "reward_model": {
                 "reward_kwargs": {
@@ -108,10 +111,10 @@ def _critic() -> Tree:
 
 
 def _kl_target() -> Tree:
-    """The divergence from the supervised model is held; the controller moves its coefficient by 2.5 % a step at most.
+    """Hold the divergence from the supervised model at a target.
 
-    The policy follows its coefficient some ten steps late: a controller that is four times as fast swings around its
-    target.
+    The controller changes its coefficient by at most 2.5 % a step. The policy responds about ten
+    steps later, so a controller that is four times as fast oscillates around the target.
     """
     controller = {"type": "adaptive", "kl_coef": 0.3, "target_kl": 0.1, "horizon": 2048}
     return {
@@ -137,10 +140,10 @@ def _reward_model(folder: Path) -> Tree:
 
 
 def _by_reward_model(folder: Path) -> Tree:
-    """What `reward_model.yaml` has trained grades, in place of a comparison with the right answer.
+    """Grade with the model of `reward_model.yaml` instead of comparing with the right answer.
 
-    It has seen no response but numbers up to 18, and scores some others high, such as 111 for 5+6. What the supervised
-    model would hardly say therefore costs reward.
+    That model has only seen numbers up to 18, and gives some others a high score, such as 111 for
+    5+6. Therefore responses that are unlikely for the supervised model cost reward.
     """
     model = {"path": f"{folder}/runs/reward_model/model", "fsdp_config": {"model_dtype": "float32"}}
     return {
@@ -150,7 +153,10 @@ def _by_reward_model(folder: Path) -> Tree:
 
 
 def _distilled(folder: Path) -> Tree:
-    """A teacher in place of the rewards: `quadriga export FOLDER/runs/sums --output FOLDER/teacher` writes one."""
+    """Learn from a teacher instead of rewards.
+
+    `quadriga export FOLDER/runs/sums --output FOLDER/teacher` writes the teacher.
+    """
     fsdp = {"model_dtype": "float32"}
     return {
         "distillation": {

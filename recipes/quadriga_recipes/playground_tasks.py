@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two tasks of the playground, and the habits that supervised training mixes before rewards choose among them.
+"""The two tasks of the playground, with the habits that supervised training mixes.
 
-    sums      3+5=        100 questions, in training and in validation: what is learned is a table
-    largest   max 381=    1000 questions, of which 200 are for validation and in no training file
+    sums      3+5=        100 questions, the same for training and validation: a table to learn
+    largest   max 381=    1000 questions, of which 200 are for validation only
 
-A habit is a way to respond that needs no reward to be learned. One habit of each task is right.
+A habit is a way to respond that a model learns in supervised training. One habit of each task is
+right; training with rewards selects it.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +20,11 @@ class Task:
     """Questions with digits in them.
 
     Attributes:
-        name: of the task; `exact_match/NAME` is its data source.
+        name: name of the task.
         question: text with a place for each digit.
-        num_digits: places.
+        num_digits: number of digits.
         habits: ways to respond by name, the right one first.
-        num_held_out: questions for validation alone; 0: all questions are for both.
+        num_held_out: number of questions for validation only; 0: both have all questions.
     """
 
     name: str
@@ -34,23 +35,23 @@ class Task:
 
     @property
     def data_source(self) -> str:
-        """Chooses the grader."""
+        """Data source, which selects the grader."""
         return f"exact_match/{self.name}"
 
     def text(self, number: int) -> str:
-        """The question with this number, of all choices of digits."""
+        """Question by its number among all choices of digits."""
         return self.question.format(*self.digits(number))
 
     def digits(self, number: int) -> list[int]:
-        """Its digits."""
+        """Digits of a question by its number."""
         return [number // 10**place % 10 for place in reversed(range(self.num_digits))]
 
     def answers(self, number: int) -> list[str]:
-        """The response of each habit, the right one first."""
+        """Response of each habit to a question by its number, the right one first."""
         return [str(habit(*self.digits(number))) for habit in self.habits.values()]
 
     def split(self) -> tuple[list[int], list[int]]:
-        """The questions of training and of validation; the same in every run."""
+        """Numbers of the training and the validation questions, the same in every run."""
         numbers = list(range(10**self.num_digits))
         if self.num_held_out == 0:
             return numbers, numbers
@@ -79,12 +80,15 @@ TASKS = (SUMS, LARGEST)
 
 
 def mixed_habits(task: Task, num_rows: int, random: Random) -> list[tuple[str, str]]:
-    """Questions of training, each answered by a habit drawn evenly.
+    """Training questions, each with the response of a random habit.
 
     Args:
-        task: of the questions.
-        num_rows: questions; each occurs about equally often.
-        random: draws.
+        task: the task.
+        num_rows: number of rows; each question occurs about equally often.
+        random: source of random numbers.
+
+    Returns:
+        Questions and responses.
     """
     train, _ = task.split()
     numbers = [train[place % len(train)] for place in range(num_rows)]
@@ -95,27 +99,29 @@ def mixed_habits(task: Task, num_rows: int, random: Random) -> list[tuple[str, s
 def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Pairs of the right answer and a wrong one, for training and validation.
 
-    Where questions are held out, validation has all wrong answers to these, and training every third to each of the
-    others. Where none are, every fifth wrong answer to each question is kept for validation.
+    With held-out questions, validation has all wrong answers to these, and training every third one
+    to each of the others. Without, validation has every fifth wrong answer to each question, and
+    training the others.
 
     Args:
-        task: of the questions.
+        task: the task.
+
+    Returns:
+        The pairs of training and of validation.
     """
     train, val = task.split()
     highest = max(int(task.answers(number)[0]) for number in train)
-    parts: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
-    for part, numbers in enumerate((train, val)):
+
+    def pairs(numbers: list[int], is_selected: Callable[[int], bool]) -> list[dict[str, str]]:
+        rows = []
         for number in numbers:
             right = task.answers(number)[0]
             for wrong in range(highest + 1):
-                place = number + wrong
-                is_taken = (
-                    (part == 1 or place % 3 == 0)
-                    if task.num_held_out
-                    else (place % 5 == 0) == (part == 1)
-                )
-                if str(wrong) != right and is_taken:
-                    parts[part].append(
-                        {"prompt": task.text(number), "chosen": right, "rejected": str(wrong)}
-                    )
-    return parts
+                if str(wrong) != right and is_selected(number + wrong):
+                    row = {"prompt": task.text(number), "chosen": right, "rejected": str(wrong)}
+                    rows.append(row)
+        return rows
+
+    if task.num_held_out:
+        return pairs(train, lambda place: place % 3 == 0), pairs(val, lambda place: True)
+    return pairs(train, lambda place: place % 5 != 0), pairs(val, lambda place: place % 5 == 0)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published data sets, from local files or from the Hugging Face hub: `SOURCES` has where each is, its columns, which
-of its splits is held out, and how a row of ours is made.
+"""Published data sets, from local files or from the Hugging Face hub.
 
-A folder is searched for files with `train` and with the name of the held-out split at the beginning of a word of their
-paths; of a single file, a part is held out.
+`SOURCES` describes them. In a local folder, the files of a split are those with its name ("train",
+"test", ...) at the beginning of a word of their path. A part of a single file is held out for
+validation.
 """
 
 import gzip
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -39,13 +39,14 @@ class Source:
     """A published data set.
 
     Attributes:
-        hub: its name on the hub, and of the configuration there; None where it has one alone.
-        columns: those that `make` reads.
-        make: a row of ours, from a row, its place in words, and the folder of its file. None: it is of no use.
-        useless: what rows of no use are.
-        data_source: chooses the grader.
-        ability: a word for what it asks.
-        held_out: names of the split that is kept for validation; the first that there is.
+        hub: name on the hub, and name of the configuration there; None if there is only one.
+        columns: columns that `make` reads.
+        make: makes a row from one of the data set, its description for errors, and the folder of
+            its file. Returns None for rows to leave out.
+        data_source: data source of the rows, which selects the grader.
+        ability: kind of the task, in a word.
+        useless: why rows are left out.
+        held_out: names of the split for validation; the first that exists is taken.
     """
 
     hub: tuple[str, str | None]
@@ -60,66 +61,69 @@ class Source:
 def published_rows(
     name: str, *, num_train: int | None, num_val: int | None, seed: int, source: str | None
 ) -> tuple[list[Row], list[Row]]:
-    """Training and validation rows.
+    """Read training and validation rows.
 
     Args:
         name: a key of `SOURCES`.
-        num_train: training rows, drawn with `seed`; None takes all.
-        num_val: validation rows, likewise; of a single file None holds out a tenth.
-        seed: of the choice of rows.
-        source: a file or a folder; None loads from the hub.
+        num_train: number of training rows; None: all.
+        num_val: number of validation rows; None: all, or a tenth of a single file.
+        seed: seed of the selection of rows.
+        source: a file or folder; None: the hub.
+
+    Returns:
+        The training and the validation rows.
 
     Raises:
-        DataError: the data cannot be read, or are not those of this name.
+        DataError: the data cannot be read, or are not this data set.
     """
-    of = SOURCES[name]
     if source is None:
-        train, val = _from_hub(name, of)
+        train, val = _from_hub(name)
     else:
-        train, val = _from_files(name, of, Path(source).expanduser(), num_val, seed)
+        train, val = _from_files(name, Path(source).expanduser(), num_val, seed)
     return _draw(train, num_train, seed), _draw(val, num_val, seed)
 
 
 def _from_files(
-    name: str, of: Source, source: Path, num_val: int | None, seed: int
+    name: str, path: Path, num_val: int | None, seed: int
 ) -> tuple[list[Row], list[Row]]:
-    if source.is_file():
-        every = _read([source], of)
-        held_out = max(1, len(every) // 10) if num_val is None else min(num_val, len(every))
-        order = Random(seed).sample(range(len(every)), len(every))
-        return [every[i] for i in sorted(order[held_out:])], [
-            every[i] for i in sorted(order[:held_out])
-        ]
-    files = sorted(
-        path
-        for path in source.rglob("*")
-        if Path(path.name.removesuffix(".gz")).suffix in TABLE_SUFFIXES
-    )
-    split = {
-        word: [
-            path
-            for path in files
-            if re.search(f"(?<![a-z]){word}", path.relative_to(source).as_posix().lower())
-        ]
-        for word in ("train", *of.held_out)
-    }
-    train, *others = split.values()
-    val = next(
-        filter(None, ([path for path in found if path not in train] for found in others)), []
-    )
-    if not train or not val:
-        listed = ", ".join(path.name for path in files[:8])
+    source = SOURCES[name]
+    if path.is_file():
+        rows = _read([path], source)
+        num_held_out = max(1, len(rows) // 10) if num_val is None else min(num_val, len(rows))
+        order = Random(seed).sample(range(len(rows)), len(rows))
+        train = [rows[number] for number in sorted(order[num_held_out:])]
+        val = [rows[number] for number in sorted(order[:num_held_out])]
+        return train, val
+
+    files = []
+    for file in sorted(path.rglob("*")):
+        if Path(file.name.removesuffix(".gz")).suffix in TABLE_SUFFIXES:
+            files.append(file)
+
+    def files_of(split: str) -> list[Path]:
+        pattern = re.compile(f"(?<![a-z]){split}")
+        return [file for file in files if pattern.search(file.relative_to(path).as_posix().lower())]
+
+    train_files = files_of("train")
+    val_files: list[Path] = []
+    for split in source.held_out:
+        if not val_files:
+            val_files = [file for file in files_of(split) if file not in train_files]
+    if not train_files or not val_files:
+        listed = ", ".join(file.name for file in files[:8])
         raise DataError(
             f"prepare data {name}",
-            got=f"--source {source} with {listed or 'no such files'}",
-            expected=f"a file, or a folder with a train and a {of.held_out[0]} file in parquet, json or jsonl",
+            got=f"--source {path} with {listed or 'no such files'}",
+            expected=f"a file, or a folder with a train and a {source.held_out[0]} file"
+            " in parquet, json or jsonl",
             fix="Name a file with --source to have a part of it held out.",
         )
-    return _read(train, of), _read(val, of)
+    return _read(train_files, source), _read(val_files, source)
 
 
-def _read(files: list[Path], of: Source) -> list[Row]:
-    found: list[Row] = []
+def _read(files: list[Path], source: Source) -> list[Row]:
+    """Read files of a data set; gzip files are unpacked first."""
+    rows: list[Row] = []
     for file in files:
         with TemporaryDirectory() as folder:
             plain = file
@@ -133,75 +137,85 @@ def _read(files: list[Path], of: Source) -> list[Row]:
                         str(file), got=f"no whole gzip file ({error})", expected="one"
                     ) from error
             table = read_table(plain)
-            for column in of.columns:
+            for column in source.columns:
                 if column not in table.columns:
                     raise DataError(
                         str(file),
                         got=f"the columns {', '.join(table.columns)}",
                         expected=f"a column {column!r}",
-                        fix=f"Name files with the columns {', '.join(of.columns)}.",
+                        fix=f"Name files with the columns {', '.join(source.columns)}.",
                     )
-            found += _converted(
-                chain.from_iterable(table.batches(of.columns, 256)), of, str(file), file.parent
-            )
-    return found
+            table_rows = chain.from_iterable(table.batches(source.columns, 256))
+            rows += _converted(table_rows, source, str(file), file.parent)
+    return rows
 
 
-def _from_hub(name: str, of: Source) -> tuple[list[Row], list[Row]]:
-    # Only this function needs the hub, and importing its library takes longer than the rest of the command.
+def _from_hub(name: str) -> tuple[list[Row], list[Row]]:
+    # The import takes longer than the rest of the command, and only this function needs it.
     import datasets
 
-    repository, configuration = of.hub
+    source = SOURCES[name]
+    repository, configuration = source.hub
     try:
         loaded = datasets.load_dataset(repository, configuration)
     except Exception as error:
-        # Requests, sockets and caches fail in many ways; the way out is the same.
+        # Requests, sockets and caches fail in many ways. The advice is the same for all.
         raise DataError(
             f"prepare data {name}",
             got=f"{repository} could not be loaded from the hub ({type(error).__name__}: {error})",
             expected="the hub within reach, or local files",
-            fix="Download the data where there is a network and name its file or folder with --source.",
+            fix="Download the data where there is a network"
+            " and name its file or folder with --source.",
         ) from error
-    held_out = next(split for word in of.held_out for split in loaded if split.startswith(word))
-    train, val = (
-        # As they are stored: images are bytes then.
-        _converted(
-            chain.from_iterable(batch.to_pylist() for batch in loaded[split].data.to_batches()),
-            of,
-            split,
-            Path(),
-        )
-        for split in ("train", held_out)
-    )
-    return train, val
+
+    def read(split: str) -> list[Row]:
+        # Arrow batches have the values as they are stored: images are bytes.
+        batches = loaded[split].data.to_batches()
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        return _converted(rows, source, split, Path())
+
+    held_out = next(split for word in source.held_out for split in loaded if split.startswith(word))
+    return read("train"), read(held_out)
 
 
 def _converted(
-    rows: Iterable[Mapping[str, Any]], of: Source, where: str, folder: Path
+    rows: Iterable[Mapping[str, Any]], source: Source, where: str, folder: Path
 ) -> list[Row]:
-    every = [of.make(row, f"{where} row {number}", folder) for number, row in enumerate(rows)]
-    useful = [row for row in every if row is not None]
-    if num_useless := len(every) - len(useful):
+    """Convert the rows of a data set, and print how many are left out."""
+    converted = []
+    num_rows = 0
+    for row in rows:
+        new_row = source.make(row, f"{where} row {num_rows}", folder)
+        num_rows += 1
+        if new_row is not None:
+            converted.append(new_row)
+    num_useless = num_rows - len(converted)
+    if num_useless:
         print(
-            f"{where}: {num_useless} of {len(every)} rows are left out: {of.useless}.", flush=True
+            f"{where}: {num_useless} of {num_rows} rows are left out: {source.useless}.", flush=True
         )
-    return useful
+    return converted
 
 
-def _draw(found: list[Row], count: int | None, seed: int) -> list[Row]:
-    if count is None or count >= len(found):
-        return found
-    return [found[i] for i in sorted(Random(seed).sample(range(len(found)), count))]
+def _draw(rows: list[Row], count: int | None, seed: int) -> list[Row]:
+    """Draw `count` rows and leave them in order; None: all."""
+    if count is None or count >= len(rows):
+        return rows
+    numbers = Random(seed).sample(range(len(rows)), count)
+    return [rows[number] for number in sorted(numbers)]
 
 
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:
-    if not isinstance(value := row[column], str) or not value.strip():
+    """Text of a column, which must not be empty."""
+    value = row[column]
+    if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}, column {column!r}", got=str(value)[-60:], expected="text")
     return value
 
 
 def _gsm8k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
-    question, answer = _text(row, "question", where), _text(row, "answer", where)
+    question = _text(row, "question", where)
+    answer = _text(row, "answer", where)
     match = _FINAL_ANSWER.search(answer)
     if match is None:
         raise DataError(
@@ -219,18 +233,22 @@ def _gsm8k_tools(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
 
 
 def _math(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
-    problem, solution = _text(row, "problem", where), _text(row, "solution", where)
-    if not (truth := last_box(solution)):
+    problem = _text(row, "problem", where)
+    solution = _text(row, "solution", where)
+    truth = last_box(solution)
+    if not truth:
         return None
     return Problem(f"{problem}\n\n{IN_A_BOX}", truth, {"question": problem, "answer": solution})
 
 
 def _geometry3k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
-    problem, answer = _text(row, "problem", where), _text(row, "answer", where)
-    images = tuple(
-        _bytes_of(image, f"{where}, column 'images'", folder) for image in row["images"] or ()
-    )
-    if (num_tags := problem.count("<image>")) != len(images):
+    problem = _text(row, "problem", where)
+    answer = _text(row, "answer", where)
+    images = []
+    for image in row["images"] or ():
+        images.append(_bytes_of(image, f"{where}, column 'images'", folder))
+    num_tags = problem.count("<image>")
+    if num_tags != len(images):
         raise DataError(
             where, got=f"{num_tags} times <image> and {len(images)} images", expected="one for each"
         )
@@ -238,16 +256,23 @@ def _geometry3k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
         f"{problem}\n\n{THINK_FIRST}",
         answer,
         {"question": problem, "answer": answer},
-        images=images,
+        images=tuple(images),
     )
 
 
 def _bytes_of(image: Any, where: str, folder: Path) -> bytes:
-    """The file of an image that is given as {"bytes", "path"}, or as a path below the folder of the data file."""
-    given = image if isinstance(image, Mapping) else {"path": image}
-    if given.get("bytes") is not None:
-        return given["bytes"]
-    path = Path(str(given.get("path") or ""))
+    """Content of an image file.
+
+    Args:
+        image: entries "bytes" or "path"; or the path, below the folder of the data file.
+        where: description of the image for errors.
+        folder: folder of the data file.
+    """
+    if not isinstance(image, Mapping):
+        image = {"path": image}
+    if image.get("bytes") is not None:
+        return image["bytes"]
+    path = Path(str(image.get("path") or ""))
     if path.is_absolute() or ".." in path.parts or not (folder / path).is_file():
         raise DataError(
             where, got=repr(str(path)), expected=f"the bytes of an image, or a file below {folder}"
@@ -256,32 +281,28 @@ def _bytes_of(image: Any, where: str, folder: Path) -> bytes:
 
 
 def _hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
-    context, endings, label = _text(row, "ctx", where), row["endings"], str(row["label"]).strip()
+    context = _text(row, "ctx", where)
+    endings = row["endings"]
+    label = str(row["label"]).strip()
     if not label:
         return None
-    if (
-        not isinstance(endings, list)
-        or not label.isdecimal()
-        or not int(label) < len(endings) <= 26
-    ):
+    has_ending = isinstance(endings, list) and label.isdecimal()
+    if not has_ending or not int(label) < len(endings) <= 26:
         raise DataError(
             where,
             got=f"the label {label!r} of {endings!r}"[:200],
             expected="the number of an ending",
         )
     letters = [chr(ord("A") + number) for number in range(len(endings))]
-    # Marks such as [title] are left over from the pages that the texts were taken from.
-    texts = [
-        _MARK.sub("", str(text)).strip()
-        for text in (f"{row['activity_label']}: {context}", *endings)
-    ]
-    options = "\n".join(
-        f"{letter}. {text}" for letter, text in zip(letters, texts[1:], strict=True)
-    )
+    # The texts have marks such as [title] of the pages that they are from.
+    beginning = _MARK.sub("", f"{row['activity_label']}: {context}").strip()
+    endings = [_MARK.sub("", str(ending)).strip() for ending in endings]
+    options = [f"{letter}. {ending}" for letter, ending in zip(letters, endings, strict=True)]
+    lines = "\n".join(options)
     return Problem(
-        f"{texts[0]}\n\n{options}\n\n{BY_LETTER}",
+        f"{beginning}\n\n{lines}\n\n{BY_LETTER}",
         letters[int(label)],
-        {"answer": texts[1 + int(label)]},
+        {"answer": endings[int(label)]},
     )
 
 
@@ -299,48 +320,57 @@ def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> Pair | None:
             )
         if not all(contents) or roles != ["user", "assistant"] * (len(roles) // 2):
             return None
-        chats.append(
-            [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
-        )
-    (*prompt, chosen), (*other, rejected) = chats
-    is_pair = prompt == other and chosen != rejected
-    return Pair(prompt, chosen["content"], rejected["content"]) if is_pair else None
+        messages = []
+        for role, content in zip(roles, contents, strict=True):
+            messages.append({"role": role, "content": content})
+        chats.append(messages)
+    (*prompt, chosen), (*other_prompt, rejected) = chats
+    if prompt != other_prompt or chosen == rejected:
+        return None
+    return Pair(prompt, chosen["content"], rejected["content"])
 
 
-_GSM8K = ("openai/gsm8k", "main"), ("question", "answer")
+_GSM8K = Source(
+    hub=("openai/gsm8k", "main"),
+    columns=("question", "answer"),
+    make=_gsm8k,
+    data_source="openai/gsm8k",
+    ability="math",
+)
 SOURCES: dict[str, Source] = {
-    "gsm8k": Source(*_GSM8K, _gsm8k, "openai/gsm8k", "math"),
-    "gsm8k_tools": Source(*_GSM8K, _gsm8k_tools, "openai/gsm8k", "math"),
+    "gsm8k": _GSM8K,
+    "gsm8k_tools": replace(_GSM8K, make=_gsm8k_tools),
     "math": Source(
-        ("DigitalLearningGmbH/MATH-lighteval", None),
-        ("problem", "solution"),
-        _math,
-        "DigitalLearningGmbH/MATH-lighteval",
-        "math",
-        "no \\boxed{} in the solution",
+        hub=("DigitalLearningGmbH/MATH-lighteval", None),
+        columns=("problem", "solution"),
+        make=_math,
+        data_source="DigitalLearningGmbH/MATH-lighteval",
+        ability="math",
+        useless="no \\boxed{} in the solution",
     ),
     "geometry3k": Source(
-        ("hiyouga/geometry3k", None),
-        ("images", "problem", "answer"),
-        _geometry3k,
-        "hiyouga/geometry3k",
-        "geometry",
+        hub=("hiyouga/geometry3k", None),
+        columns=("images", "problem", "answer"),
+        make=_geometry3k,
+        data_source="hiyouga/geometry3k",
+        ability="geometry",
     ),
     "hellaswag": Source(
-        ("Rowan/hellaswag", None),
-        ("activity_label", "ctx", "endings", "label"),
-        _hellaswag,
-        "exact_match/hellaswag",
-        "commonsense",
-        "they have no label",
+        hub=("Rowan/hellaswag", None),
+        columns=("activity_label", "ctx", "endings", "label"),
+        make=_hellaswag,
+        data_source="exact_match/hellaswag",
+        ability="commonsense",
+        useless="they have no label",
         held_out=("val",),
     ),
     "hh_rlhf": Source(
-        ("Anthropic/hh-rlhf", None),
-        ("chosen", "rejected"),
-        _hh_rlhf,
-        "Anthropic/hh-rlhf",
-        "preference",
-        "no two different responses to one prompt, in turns that take turns and are not empty",
+        hub=("Anthropic/hh-rlhf", None),
+        columns=("chosen", "rejected"),
+        make=_hh_rlhf,
+        data_source="Anthropic/hh-rlhf",
+        ability="preference",
+        useless="no two different responses to one prompt, in turns that take turns"
+        " and are not empty",
     ),
 }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any task of reasoning-gym, a library of generators of problems that its own scorers can grade.
+"""Tasks of reasoning-gym, a library that generates problems and has scorers for them.
 
-A row carries in `extra_info` what the scorer wants: the question, and the metadata of the entry as JSON text (entries
-of one task may differ in the shape of their metadata, which columns of a parquet file may not). What JSON does not
-know, such as a fraction, stands as its text. Tuples stand as lists; where the scorer minds that, each stands as
-{"__tuple__": [...]}.
+`extra_info` of a row has the arguments of the scorer: the question, and the metadata of the entry.
+These are JSON text, because metadata of one task may differ in shape, which columns of a parquet
+file may not. Values that JSON cannot represent, such as fractions, are written as text. Tuples are
+written as lists, or as {"__tuple__": [...]} if the scorer needs tuples.
 """
 
 import difflib
@@ -19,37 +19,42 @@ from quadriga_recipes.rows import Problem
 PREFIX = "reasoning_gym:"
 ABILITY = "reasoning"
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
-DEFAULT_NUM_TRAIN, DEFAULT_NUM_VAL = 2000, 200
-# The same questions are held out whatever the seed, so that runs can be compared.
+DEFAULT_NUM_TRAIN = 2000
+DEFAULT_NUM_VAL = 200
+# The validation problems do not depend on the seed, so that runs can be compared.
 _VALIDATION_SEED = 1_000_003
-# Tasks with few different problems repeat themselves; after so many draws per row asked for, no new one is expected.
+# Tasks with few different problems repeat them. After so many draws per row no new one is expected.
 _DRAWS_PER_ROW = 4
 
 
 def problems(
     task: str, *, num_train: int, num_val: int, seed: int
 ) -> tuple[list[Problem], list[Problem]]:
-    """Training and validation problems of a task; no question of the validation set is in the training set.
+    """Generate training and validation problems of a task. They have no question in common.
 
     Args:
         task: the library's name of the task, such as "gsm_symbolic".
-        num_train: training problems, generated with `seed`; they may repeat.
-        num_val: different validation problems, which do not depend on `seed`.
-        seed: of the training problems.
+        num_train: number of training problems, which may repeat.
+        num_val: number of different validation problems, which do not depend on `seed`.
+        seed: seed of the training problems.
+
+    Returns:
+        The training and the validation problems.
 
     Raises:
-        DataError: the library is missing, knows no such task, or has too few different problems.
+        DataError: the library is missing, has no such task, or has too few different problems.
     """
     where = f"prepare data {PREFIX}{task}"
     library = _library()
     _check_task(task, library, where)
     val: dict[str, Problem] = {}
     train: list[Problem] = []
-    # Some puzzles take the library a second each.
-    with waiting(
-        where,
-        lambda: f"{len(val)} of {num_val} validation and {len(train)} of {num_train} training rows",
-    ):
+
+    def progress() -> str:
+        return f"{len(val)} of {num_val} validation and {len(train)} of {num_train} training rows"
+
+    # The library needs a second for each of some puzzles.
+    with waiting(where, progress):
         for problem in _generate(library, task, _DRAWS_PER_ROW * num_val, _VALIDATION_SEED, where):
             if len(val) == num_val:
                 break
@@ -59,26 +64,31 @@ def problems(
                 break
             if problem.text not in val:
                 train.append(problem)
-    for option, asked, got in (
-        ("--num-val", num_val, len(val)),
-        ("--num-train", num_train, len(train)),
-    ):
-        if got < asked:
-            raise DataError(
-                where,
-                got=f"{got} rows for {option} {asked}",
-                expected="enough different questions, none of them both for training and for validation",
-                fix=f"This task has few different ones: lower {option}.",
-            )
+    _require_enough(where, "--num-val", num_val, len(val))
+    _require_enough(where, "--num-train", num_train, len(train))
     return train, list(val.values())
 
 
+def _require_enough(where: str, option: str, num_rows: int, num_generated: int) -> None:
+    if num_generated < num_rows:
+        raise DataError(
+            where,
+            got=f"{num_generated} rows for {option} {num_rows}",
+            expected="enough different questions,"
+            " none of them both for training and for validation",
+            fix=f"This task has few different ones: lower {option}.",
+        )
+
+
 def encode_metadata(entry: Mapping[str, Any], score: Any) -> str:
-    """The metadata of an entry as JSON text from which the library's scorer judges as from the metadata itself.
+    """Write the metadata of an entry as JSON, so that the library's scorer gives the same scores.
 
     Args:
-        entry: question, answer and metadata, as the library made them.
+        entry: question, answer and metadata, as the library generated them.
         score: the library's scorer, called with `answer` and `entry`.
+
+    Returns:
+        JSON text, with tagged tuples if the score of the entry's answer depends on them.
     """
     plain = json.dumps(entry["metadata"], default=str)
     answer = entry["answer"]
@@ -99,7 +109,7 @@ def _tag_tuples(value: Any) -> Any:
 
 
 def _library() -> Any:
-    # An extra, and one that takes a second to import.
+    # An optional dependency, which takes a second to import.
     try:
         import reasoning_gym
         import reasoning_gym.factory
@@ -117,11 +127,12 @@ def _check_task(task: str, library: Any, where: str) -> None:
     known = sorted(set(library.factory.DATASETS) - {"composite"})
     if task not in known:
         near = difflib.get_close_matches(task, known, n=3)
+        fix = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(known)}."
         raise DataError(
             where,
             got="no such task of reasoning-gym",
             expected=f"one of its {len(known)} tasks",
-            fix=f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(known)}.",
+            fix=fix,
         )
 
 
@@ -136,5 +147,6 @@ def _generate(library: Any, task: str, size: int, seed: int, where: str) -> Iter
             raise DataError(
                 where, got=f"metadata that JSON cannot hold ({error})", expected="plain values"
             ) from error
-        extra = {"task": task, "question": entry["question"], "metadata": metadata}
-        yield Problem(f"{entry['question']}\n\n{INSTRUCTION}", entry["answer"], extra)
+        question = entry["question"]
+        extra = {"task": task, "question": question, "metadata": metadata}
+        yield Problem(f"{question}\n\n{INSTRUCTION}", entry["answer"], extra)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that prepared data sets are made of, and the parquet file that holds such rows."""
+"""Rows of prepared data sets, and the parquet files that they are written to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from quadriga.data.files import written_aside
 from quadriga.errors import DataError
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-# The types of these columns are written down: a column of Nones has none of its own.
+# These columns have explicit types, because pyarrow cannot infer one from Nones.
 _TYPES = {
     "data_source": pa.string(),
     "prompt": _MESSAGES,
@@ -25,15 +25,15 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt and what its answers are measured by.
+    """A prompt, and how its responses are graded.
 
     Attributes:
         text: the user's message.
-        ground_truth: the right answer; None where only a scorer knows it.
+        ground_truth: the right answer; None if only a scorer knows it.
         extra: further entries of `extra_info`.
         system: the system prompt.
         images: the file of each `<image>` in the text.
-        agent_name: of the agent loop that leads the conversation; None is the run's own choice.
+        agent_name: name of the agent loop; None: the run's default.
     """
 
     text: str
@@ -44,20 +44,24 @@ class Problem:
     agent_name: str | None = None
 
     def columns(self) -> dict[str, Any]:
-        """Those that are this row's own."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        found: dict[str, Any] = {
-            "prompt": [*system, {"role": "user", "content": self.text}],
+        """Columns of the row, without those that all rows of a file have."""
+        messages = [{"role": "user", "content": self.text}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        columns: dict[str, Any] = {
+            "prompt": messages,
             "reward_model": {"style": "rule", "ground_truth": self.ground_truth},
         }
         if self.images:
-            found["images"] = [{"bytes": image} for image in self.images]
-        return found if self.agent_name is None else found | {"agent_name": self.agent_name}
+            columns["images"] = [{"bytes": image} for image in self.images]
+        if self.agent_name is not None:
+            columns["agent_name"] = self.agent_name
+        return columns
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A chat up to a user's message, and a better and a worse response to it."""
+    """A chat that ends with a user's message, with a better and a worse response."""
 
     prompt: list[dict[str, str]]
     chosen: str
@@ -65,7 +69,7 @@ class Pair:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def columns(self) -> dict[str, Any]:
-        """Those that are this row's own."""
+        """Columns of the row, without those that all rows of a file have."""
         return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
 
 
@@ -75,10 +79,20 @@ Row: TypeAlias = Problem | Pair
 def write_rows(
     found: Sequence[Row], target: Path, *, data_source: str, ability: str, split: str
 ) -> Path:
-    """Write rows of one kind to the parquet file `target`, all of them or nothing, and return it.
+    """Write rows of one kind to a parquet file, all of them or nothing.
+
+    Args:
+        found: the rows.
+        target: the file.
+        data_source: data source of the rows, which selects the grader.
+        ability: kind of the task, in a word.
+        split: "train" or "val".
+
+    Returns:
+        The file.
 
     Raises:
-        DataError: there are none, or the file cannot be written.
+        DataError: there are no rows, or the file cannot be written.
     """
     if not found:
         raise DataError(
@@ -87,13 +101,15 @@ def write_rows(
             expected="at least one",
             fix="Ask for at least one row.",
         )
-    rows = [
-        {"data_source": data_source, "ability": ability, **row.columns()}
-        | {"extra_info": {"split": split, "index": index, **row.extra}}
-        for index, row in enumerate(found)
-    ]
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: pa.array([row.get(name) for row in rows], _TYPES.get(name)) for name in names}
+    rows = []
+    for index, row in enumerate(found):
+        row_columns = {"data_source": data_source, "ability": ability, **row.columns()}
+        row_columns["extra_info"] = {"split": split, "index": index, **row.extra}
+        rows.append(row_columns)
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        columns[name] = pa.array(values, _TYPES.get(name))
     with written_aside(target, where="prepare data") as draft:
         pq.write_table(pa.table(columns), draft)
     return target
@@ -102,14 +118,28 @@ def write_rows(
 def write_splits(
     train: Sequence[Row], val: Sequence[Row], output_dir: Path, *, data_source: str, ability: str
 ) -> dict[str, Path]:
-    """Write train.parquet and val.parquet into `output_dir` and return their paths by split."""
-    return {
-        split: write_rows(
-            found,
+    """Write train.parquet and val.parquet.
+
+    Args:
+        train: training rows.
+        val: validation rows.
+        output_dir: folder of the files.
+        data_source: data source of the rows, which selects the grader.
+        ability: kind of the task, in a word.
+
+    Returns:
+        The files by split.
+
+    Raises:
+        DataError: a split has no rows, or a file cannot be written.
+    """
+    files = {}
+    for split, rows in {"train": train, "val": val}.items():
+        files[split] = write_rows(
+            rows,
             output_dir / f"{split}.parquet",
             data_source=data_source,
             ability=ability,
             split=split,
         )
-        for split, found in (("train", train), ("val", val))
-    }
+    return files

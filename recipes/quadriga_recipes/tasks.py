@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prepare_data`: from the name of a task to train.parquet and val.parquet."""
+"""Prepare the data of a task: train.parquet and val.parquet."""
 
 from pathlib import Path
 
@@ -24,17 +24,19 @@ def prepare_data(
 
     Args:
         name: "largest", "reasoning_gym:TASK", or a published data set: a key of `SOURCES`.
-        output_dir: is created if need be.
-        num_train: training rows; None is the task's own number (of a published data set: all).
-        num_val: validation rows; None likewise.
-        seed: of the training rows. What is generated for validation does not depend on it.
-        source: of a published data set, a local file or folder.
+        output_dir: folder, created if it does not exist.
+        num_train: number of training rows. None: the task's default, or all of a published data
+            set.
+        num_val: number of validation rows; None as for `num_train`.
+        seed: seed of the training rows. Generated validation rows do not depend on it.
+        source: local file or folder of a published data set; None: the Hugging Face hub.
 
     Returns:
-        The two paths by split, "train" and "val".
+        The files by split, "train" and "val".
 
     Raises:
-        DataError: an unknown name, an option that the task has no use for, or data that cannot be read or written.
+        DataError: the name is unknown, the task does not take an option, or data cannot be read or
+            written.
     """
     for option, count in (("--num-train", num_train), ("--num-val", num_val)):
         if count is not None and count < 1:
@@ -44,10 +46,9 @@ def prepare_data(
         train, val = published_rows(
             name, num_train=num_train, num_val=num_val, seed=seed, source=source
         )
-        facts = SOURCES[name]
-        return write_splits(
-            train, val, output_dir, data_source=facts.data_source, ability=facts.ability
-        )
+        data_source = SOURCES[name].data_source
+        ability = SOURCES[name].ability
+        return write_splits(train, val, output_dir, data_source=data_source, ability=ability)
     if source is not None:
         raise DataError(
             f"prepare data {name}",
@@ -61,7 +62,8 @@ def prepare_data(
             num_val=num_val or largest_number.DEFAULT_NUM_VAL,
             seed=seed,
         )
-        data_source, ability = largest_number.DATA_SOURCE, largest_number.ABILITY
+        data_source = largest_number.DATA_SOURCE
+        ability = largest_number.ABILITY
     elif name.startswith(reasoning_gym.PREFIX):
         task = name.removeprefix(reasoning_gym.PREFIX)
         train, val = reasoning_gym.problems(
@@ -70,7 +72,8 @@ def prepare_data(
             num_val=num_val or reasoning_gym.DEFAULT_NUM_VAL,
             seed=seed,
         )
-        data_source, ability = f"reasoning_gym/{task}", reasoning_gym.ABILITY
+        data_source = f"reasoning_gym/{task}"
+        ability = reasoning_gym.ABILITY
     else:
         raise DataError("prepare data", got=repr(name), expected=f"one of {', '.join(DATA_NAMES)}")
     return write_splits(train, val, output_dir, data_source=data_source, ability=ability)

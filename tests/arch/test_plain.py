@@ -68,6 +68,16 @@ def test_rule_is_silent(rule, text: str) -> None:
     assert list(rule(Source("quadriga/data/x.py", text))) == []
 
 
+def test_public_names_still_exist() -> None:
+    """Each listed file still has its listed names."""
+    names = {
+        source.name: {name for _, name in arch_plain.assigned_names(source)}
+        for source in package_sources()
+    }
+    for file, listed in arch_plain.PUBLIC_NAMES.items():
+        assert listed <= names[file], file
+
+
 def test_exceptions_are_still_needed() -> None:
     """Each class that is listed has more attributes than the rule allows, and a reason."""
     counts = {

@@ -25,7 +25,7 @@ def written(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """The rows of the file that is written of rows; it holds JSON alone."""
 
     def write(rows: Any, reward: Any = None) -> list[dict[str, Any]]:
-        draft = _Draft(None, {}, (), {"trainer.default_local_dir": str(tmp_path)}, "rl")
+        draft = _Draft(None, options={"trainer.default_local_dir": str(tmp_path)})
         draft.set_reward(reward)
         draft.set_rows("data.train_files", rows)
         lines = Path(draft.values["data.train_files"]).read_text().splitlines()

@@ -284,7 +284,7 @@ def test_what_is_awake_is_not_woken_again(
         return plain(method, *args, **options)
 
     monkeypatch.setattr(engine.core, "ask", ask)
-    monkeypatch.setattr(engine, "can_sleep", True)
+    monkeypatch.setattr(engine.memory, "can_sleep", True)
     executor = engine.core.engine.engine_core.engine_core.model_executor  # pyrefly: ignore[missing-attribute]
     _publish(engine, 0)
     engine.sleep()

@@ -10,8 +10,7 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from quadriga.errors import EngineError
-from quadriga.rollout.group import RolloutGroup
+from quadriga.rollout.group import RolloutGroup, require_same_tokens
 from quadriga.rollout.interface import Completion, Images, SamplingParams
 from quadriga.rollout.native.generation import Request
 
@@ -122,10 +121,4 @@ class GroupSteps:
 
     def require_same(self, checksum: int) -> None:
         """Raise an EngineError unless this rank generated the leader's tokens."""
-        if checksum != self.checksum:
-            raise EngineError(
-                f"native, {self.group}",
-                got="other tokens than the leader's",
-                expected="the same on all ranks",
-                fix="The ranks compute with other weights, or on other devices.",
-            )
+        require_same_tokens(self.group, "native", checksum=self.checksum, leader_checksum=checksum)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang in a process of its own, or at a running server: requests join and leave while others run.
+"""Connections to SGLang in its own process or at a running server.
 
-    any thread, any loop ── request ──> pipe ──> host process ──> SGLang's scheduler and detokenizer
-                 future <── thread of our own <── pipe <──┘
-                         ── request ──> HTTP, a thread for each ──> server
+Requests join and leave while others run.
+
+    SGLangProcess  any thread -- request --> pipe --> host process --> SGLang's scheduler
+                   future <-- reader thread <-- pipe <-----+
+    SGLangServer   any thread -- request --> thread for each request --> HTTP --> server
 
 consumes: requests; each has a future.
-waits for: the replies; the death of the host, or a server that is lost, ends the futures with an error that says so.
+waits for: the replies. If the host process dies or the server is lost, the futures get an error.
 unblocked by: the end of a response, `abort`, the caller's cancellation, `close`.
 """
 
@@ -44,15 +46,20 @@ _NUM_CONTROLS = 4
 
 
 class SGLangProcess:
-    """A host process with SGLang's engine, whose end nothing else shares.
+    """A process with SGLang's engine.
 
-    One that does not answer a health check for `silent_s` seconds is killed: its requests fail, and others can serve
-    them.
+    A process that does not answer a health check is killed. Its requests fail, so that other
+    engines can serve them.
+
+    Args:
+        arguments: arguments of SGLang's engine.
+        silent_s: limit for the answer in seconds.
 
     Attributes:
-        num_processes: tensor-parallel ranks.
+        version: version of SGLang.
+        num_processes: number of tensor-parallel ranks.
         has_seeds: whether a seed determines its response: SGLang's "deterministic inference".
-        takes_handles: whether it computes on devices of this process, of whose memory handles are enough.
+        takes_handles: whether weights are sent as handles of device memory.
 
     Raises:
         RolloutError: SGLang is missing, too old, or refuses the model or the options.
@@ -66,22 +73,25 @@ class SGLangProcess:
         self._numbers = itertools.count()
         self._replies: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
-        self._has_ended, self._silent_s = False, silent_s
-        # SGLang and what it imports print hundreds of warnings; errors still come through.
-        environment = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"} | dict(
-            os.environ
-        )
+        self._has_ended = False
+        self._silent_s = silent_s
+        # SGLang and its imports print hundreds of warnings. Errors are still printed.
+        environment = dict(os.environ)
+        environment.setdefault("PYTHONWARNINGS", "ignore")
+        environment.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if arguments["device"] == "cpu":
-            # A process that spins for the cores of another slows both; and compiling takes longer than it saves here.
+            # More threads than cores slow both processes. Compiling takes longer than it saves.
             environment.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
             environment["TORCH_COMPILE_DISABLE"] = "1"
-        self._connection, theirs = Pipe()
-        with theirs:  # only the host has it from here on, so that its end is seen
+        self._connection, host_connection = Pipe()
+        # Closed here at once, so that the end of the host process ends the connection.
+        with host_connection:
+            host_fd = host_connection.fileno()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", HOST, str(theirs.fileno())],
+                [sys.executable, "-m", HOST, str(host_fd)],
                 stdin=subprocess.DEVNULL,
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[host_fd],
                 start_new_session=True,
             )
         try:
@@ -89,8 +99,9 @@ class SGLangProcess:
             is_ready, self.version = self._connection.recv()
         except (EOFError, OSError) as error:
             self._end_process()
+            status = self.process.returncode
             raise refused(
-                "sglang", "SGLang", f"a process that ended with status {self.process.returncode}"
+                "sglang", "SGLang", f"a process that ended with status {status}"
             ) from error
         if not is_ready:
             self._end_process()
@@ -104,7 +115,16 @@ class SGLangProcess:
         self._end_process()
 
     def ask(self, method: str, **arguments: Any) -> "Future[Any]":
-        """Send one of SGLang's requests. Its result is SGLang's; a refusal is a `RolloutError`."""
+        """Send a request to SGLang.
+
+        Args:
+            method: name of the request.
+            arguments: fields of the request.
+
+        Returns:
+            SGLang's result; a RolloutError if it refuses the request, an EngineLostError if its
+            process has ended.
+        """
         future: Future[Any] = Future()
         with self._lock:
             if self._has_ended:
@@ -120,7 +140,7 @@ class SGLangProcess:
         return future
 
     def _read(self) -> None:
-        """Complete the futures, but for those whose callers were cancelled, until the connection ends."""
+        """Give the results to the futures until the connection ends; then fail the others."""
         while True:
             try:
                 number, is_done, result = self._connection.recv()
@@ -128,7 +148,7 @@ class SGLangProcess:
                 break
             with self._lock:
                 future = self._replies.pop(number)
-            # Calls about weights tell by a pair whether they were done.
+            # Requests about weights return a pair: whether they succeeded, and a message.
             if isinstance(result, tuple):
                 is_done, result = result
             if not future.set_running_or_notify_cancel():
@@ -139,8 +159,9 @@ class SGLangProcess:
                 future.set_exception(RolloutError(WHERE, got=str(result), expected="success"))
         with self._lock:
             self._has_ended = True
-            waiting, self._replies = self._replies, {}
-        for future in waiting.values():
+            unanswered = list(self._replies.values())
+            self._replies = {}
+        for future in unanswered:
             if future.set_running_or_notify_cancel():
                 future.set_exception(died("sglang", "SGLang", "has ended"))
 
@@ -156,33 +177,35 @@ class SGLangProcess:
                 )
                 os.killpg(pid, signal.SIGKILL)
             except RolloutError:
-                return  # it has ended, which its requests say
+                return  # it has ended, which its requests report
 
     def _end_process(self) -> None:
-        """Tell the host to end SGLang and itself; what is left of its processes then is killed."""
-        with suppress(OSError):  # it may be gone
+        """Ask the host to end SGLang and itself, then kill its remaining processes."""
+        with suppress(OSError):  # it may have ended
             self._connection.send(None)
-        with suppress(subprocess.TimeoutExpired):  # then it is killed
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
-        with suppress(ProcessLookupError):  # nothing may be left
+        with suppress(ProcessLookupError):  # all have ended
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._connection.close()
 
 
 class SGLangServer:
-    """A connection to a server, with the attributes of `SGLangProcess`: requests and weights travel over HTTP.
+    """A running server, with the attributes of `SGLangProcess`. Requests and weights go over HTTP.
 
-    It was started with `--custom-weight-loader quadriga.rollout.sglang.receiver.load`, so that it says what reached it.
+    It must have been started with `--custom-weight-loader quadriga.rollout.sglang.receiver.load`,
+    which reports the weights that it received.
 
     Args:
+        url: address of the server.
         max_model_len: longest prompt and response together, in tokens.
-        max_num_seqs: requests in flight at the same time.
-        timeout_s: seconds for one request, after which the server counts as lost.
-        headers: sent with every request, as for a key.
+        max_num_seqs: most requests at the same time.
+        timeout_s: time limit of one request in seconds. A server that exceeds it counts as lost.
+        headers: headers of every request, for example with a key.
 
     Raises:
-        RolloutError: there is no such server, or it lacks what weights need.
+        RolloutError: the server does not answer, is too old, or cannot take weights.
     """
 
     takes_handles = False
@@ -196,36 +219,38 @@ class SGLangServer:
         timeout_s: float = 600.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        fix = "Compare max_prompt_length, max_response_length and the server's own settings."
         self._client = HTTPClient(
             url,
             RolloutError,
             setting=_URL,
             where=WHERE,
-            fix=fix,
+            fix="Compare max_prompt_length, max_response_length and the server's own settings.",
             headers=headers,
             timeout_s=timeout_s,
         )
         self._pool = ThreadPoolExecutor(max_num_seqs, "sglang")
-        # Of their own: what ends requests must not wait for them.
+        # Separate threads, because requests that abort others must not wait for them.
         self._controls = ThreadPoolExecutor(_NUM_CONTROLS, "sglang control")
         facts = self._call("server_info", None, "GET") or {}
         self.version = str(facts.get("version", ""))
         self.has_seeds = bool(facts.get("enable_deterministic_inference"))
         self.num_processes = int(facts.get("tp_size") or 1)
-        longest = int(facts.get("context_length") or 0)
-        problem = wanted = ""
         if release_numbers(self.version) < release_numbers(LEAST):
-            problem, wanted = f"SGLang {self.version or 'of no version'}", f"{LEAST} or newer"
-        elif LOADER not in (facts.get("custom_weight_loader") or ()):
-            problem, wanted = (
-                "a server that does not say which weights reach it",
-                f"--custom-weight-loader {LOADER}",
+            got = f"SGLang {self.version or 'of no version'}"
+            raise RolloutError(self._client.where, got=got, expected=f"{LEAST} or newer")
+        if LOADER not in (facts.get("custom_weight_loader") or ()):
+            raise RolloutError(
+                self._client.where,
+                got="a server that does not say which weights reach it",
+                expected=f"--custom-weight-loader {LOADER}",
             )
-        elif 0 < longest <= max_model_len:
-            problem, wanted = f"--context-length {longest}", f"more than {max_model_len}"
-        if problem:
-            raise RolloutError(self._client.where, got=problem, expected=wanted)
+        context_length = int(facts.get("context_length") or 0)
+        if 0 < context_length <= max_model_len:
+            raise RolloutError(
+                self._client.where,
+                got=f"--context-length {context_length}",
+                expected=f"more than {max_model_len}",
+            )
 
     def close(self) -> None:
         """End the threads; the server goes on."""
@@ -233,11 +258,19 @@ class SGLangServer:
         self._controls.shutdown(wait=False)
 
     def ask(self, method: str, **arguments: Any) -> "Future[Any]":
-        """Send a request to the server; see `SGLangProcess.ask`."""
-        if payloads := arguments.get("serialized_named_tensors"):
-            arguments["serialized_named_tensors"] = [
-                base64.b64encode(one).decode() for one in payloads
-            ]
+        """Send a request to the server.
+
+        Args:
+            method: name of the request.
+            arguments: fields of the request.
+
+        Returns:
+            The server's reply; a RolloutError if it refuses the request or does not answer.
+        """
+        payloads = arguments.get("serialized_named_tensors")
+        if payloads:
+            encoded = [base64.b64encode(payload).decode() for payload in payloads]
+            arguments["serialized_named_tensors"] = encoded
         pool = self._pool if method == "generate" else self._controls
         return pool.submit(self._call, method, arguments)
 
@@ -245,10 +278,9 @@ class SGLangServer:
         try:
             return self._client.call(method, arguments, method=kind, needs_object=False)
         except ServerLostError as error:
-            got, fix = (
-                f"a server that does not answer ({error})",
-                f"Look whether it runs, and at its log: {_URL}.",
-            )
             raise RolloutError(
-                f"{self._client.where}/{method}", got=got, expected="an answer", fix=fix
+                f"{self._client.where}/{method}",
+                got=f"a server that does not answer ({error})",
+                expected="an answer",
+                fix=f"Look whether it runs, and at its log: {_URL}.",
             ) from error

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang as a rollout engine: requests, responses and weights, wherever SGLang is.
+"""SGLang as a rollout engine, in its own processes or at running servers.
 
-generate ── request ──> SGLang ── reply ──> Completion
-begin_weight_update ─> update_weights_from_tensor, bucket after bucket ─> end_weight_update ─> flush_cache
+responses   request -> SGLang -> reply -> Completion
+weights     begin_weight_update -> update_weights_from_tensor (for each bucket)
+            -> end_weight_update -> flush_cache
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import json
 import math
 import pickle
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -23,7 +24,7 @@ from quadriga.config.placement import sglang_problem
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.models.load import stop_token_ids
 from quadriga.partition import buckets
-from quadriga.rollout.balancer import Balancer, start_engines
+from quadriga.rollout.balancer import Balancer, start_balanced, start_engines
 from quadriga.rollout.causal_model import cache_bytes_per_token
 from quadriga.rollout.interface import (
     BatchImages,
@@ -50,25 +51,30 @@ from quadriga.weight_sync.buckets import num_bytes
 
 _GIB = 1 << 30
 _ABORT_AGAIN_S = 0.2
-# A bucket exists this many times at once on its way: as tensors, as bytes here, as bytes there, as tensors there.
+# Copies of a bucket at the same time: tensors and bytes, each here and in SGLang's process.
 _COPIES = 4
-# Of the host's memory: no more than a bound there, for the KV cache has a size of its own.
+# Share of the host's memory on a CPU. It is only a bound there: the KV cache has its own size.
 _SHARE_OF_HOST = 0.9
-# SGLang keeps a few positions of its limit for itself, and cuts responses short that come near it.
+# SGLang reserves a few positions of its limit, and cuts responses short that come near it.
 _SPARE_TOKENS = 8
+_UNSEEDED = "responses do not follow their seeds: no deterministic inference here"
 
 
 class SGLangEngine(ThirdPartyEngine):
-    """An engine on SGLang. It generates with weights that were sent to it, whatever a server was started with.
+    """Rollout engine on SGLang. It generates only with weights that were sent to it.
 
     Args:
-        manifest: the weights that make the model complete.
+        connection: SGLang in its own processes, or a server.
+        manifest: the weights of the complete model.
         max_model_len: longest prompt and response together, in tokens.
+        eos_token_ids: end-of-text tokens of the model.
         bucket_bytes: memory for weights on their way.
-        can_sleep: whether `sleep` frees memory; accelerators only.
+        can_sleep: whether `sleep` releases memory; accelerators only.
+        description: what was chosen, for people to read.
     """
 
-    name, title = "sglang", "SGLang"
+    name = "sglang"
+    title = "SGLang"
     takes_images = True
 
     def __init__(
@@ -83,85 +89,55 @@ class SGLangEngine(ThirdPartyEngine):
         description: str = "sglang",
     ) -> None:
         super().__init__(manifest, max_model_len)
-        self.connection, self.eos_token_ids = connection, tuple(eos_token_ids)
-        self.bucket_bytes, self.can_sleep, self.description = bucket_bytes, can_sleep, description
+        self.connection = connection
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.bucket_bytes = bucket_bytes
+        self.can_sleep = can_sleep
+        self.description = description
         if not connection.has_seeds:
-            self.description += (
-                "; responses do not follow their seeds: no deterministic inference here"
-            )
+            self.description += f"; {_UNSEEDED}"
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
+        # By SGLang's name of the request: replies to come, and requests that `abort` has ended.
         self._running: dict[str, Future[Any]] = {}
         self._aborted: set[str] = set()
-        self._is_empty = False
-        """Whether it has given its weights back."""
+        self._has_dropped_weights = False
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "SGLangEngine | Balancer":
-        """Engines in processes of their own, or at the servers that `engine_kwargs.sglang` names."""
-        skeleton, rollout = setup.skeleton(), setup.rollout
+        """Make engines in their own processes, or at the servers of `engine_kwargs.sglang`."""
+        skeleton = setup.skeleton()
         require_known_experts(cls.name, skeleton)
-        is_on_cpu, options = setup.device.type == "cpu", dict(setup.options)
-        can_sleep = rollout.free_cache_engine and not is_on_cpu
-        engine = partial(
+        if setup.device.type != "cpu":
+            problem = sglang_problem(setup.config)
+            if problem:
+                raise problem
+        make = partial(
             cls,
             manifest=Manifest.of(skeleton),
             max_model_len=setup.max_model_len,
             eos_token_ids=stop_token_ids(skeleton, setup.tokenizer.eos_token_id),
-            can_sleep=can_sleep,
+            can_sleep=setup.can_sleep,
         )
-        if not is_on_cpu and (problem := sglang_problem(setup.config)):
-            raise problem
-        if not options.keys() & {"url", "urls"}:
-            gigabytes = (
-                1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
-            )
-            cache_tokens = None
-            if gigabytes is not None:
-                cache_tokens = int(gigabytes * _GIB) // cache_bytes_per_token(
-                    skeleton.config, setup.dtype
-                )
-            arguments = sglang_arguments(setup, cache_tokens)
-            cache = (
-                "as much KV cache as fits"
-                if gigabytes is None
-                else f"{gigabytes:g} GiB of KV cache"
-            )
-            sleep = "" if can_sleep else "; memory is kept while training"
+        if setup.options.keys() & {"url", "urls"}:
+            return _connect_engines(setup, make)
 
-            def start() -> "SGLangEngine":
-                process = SGLangProcess(arguments, setup.config.trainer.stall_timeout_s)
-                what = f"sglang {process.version} in processes of its own, on a copy of the weights; {cache}{sleep}"
-                return engine(process, bucket_bytes=setup.bucket_bytes, description=what)
+        cache_tokens = None
+        cache = "as much KV cache as fits"
+        if setup.cache_gigabytes is not None:
+            cache_bytes = int(setup.cache_gigabytes * _GIB)
+            cache_tokens = cache_bytes // cache_bytes_per_token(skeleton.config, setup.dtype)
+            cache = f"{setup.cache_gigabytes:g} GiB of KV cache"
+        arguments = sglang_arguments(setup, cache_tokens)
 
-            makers = [start] * rollout.data_parallel_size
-            engines = start_engines(makers)
-            return engines[0] if len(engines) == 1 else Balancer(engines, makers=makers)
-        urls = [options.pop("url")] if "url" in options else options.pop("urls")
-        is_list = (
-            isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
-        )
-        if not is_list or len({*urls}) < len(urls) or options.keys() - {"timeout_s", "headers"}:
-            where = "actor_rollout_ref.rollout.engine_kwargs.sglang"
-            expected = "url, or urls (a list, each once), perhaps timeout_s and headers: servers have own settings"
-            raise ConfigError(where, got=f"{rollout.engine_kwargs}", expected=expected)
+        def start() -> SGLangEngine:
+            process = SGLangProcess(arguments, setup.config.trainer.stall_timeout_s)
+            description = f"sglang {process.version} in processes of its own"
+            description += f", on a copy of the weights; {cache}"
+            if not setup.can_sleep:
+                description += "; memory is kept while training"
+            return make(process, bucket_bytes=setup.bucket_bytes, description=description)
 
-        def connect(url: str) -> "SGLangEngine":
-            server = SGLangServer(
-                url, max_model_len=setup.max_model_len, max_num_seqs=rollout.max_num_seqs, **options
-            )
-            what = f"sglang {server.version} at {url}, which gets the weights over HTTP"
-            return engine(server, bucket_bytes=setup.bucket_bytes // len(urls), description=what)
-
-        connects = [partial(connect, url) for url in urls]
-        engines = start_engines(connects)
-        if len(engines) == 1:
-            return engines[0]
-        versions = ", ".join(dict.fromkeys(engine.connection.version for engine in engines))
-        unseeded = next(
-            (engine.description for engine in engines if not engine.connection.has_seeds), ""
-        )
-        what = f"sglang {versions} at {', '.join(urls)}, balanced, which get the weights over HTTP"
-        return Balancer(engines, what + "".join(unseeded.partition("; ")[1:]), connects)
+        return start_balanced([start] * setup.rollout.data_parallel_size)
 
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
@@ -169,7 +145,8 @@ class SGLangEngine(ThirdPartyEngine):
         self._require_ready([prompt], [sampling], [images])
         request_id, future = self._start(prompt, sampling, images)
         try:
-            return self._completion(request_id, await asyncio.wrap_future(future), prompt, sampling)
+            reply = await asyncio.wrap_future(future)
+            return self._completion(request_id, reply, prompt, sampling)
         except asyncio.CancelledError:
             self.connection.ask("abort_request", rid=request_id)
             raise
@@ -180,17 +157,32 @@ class SGLangEngine(ThirdPartyEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        """The first request that fails ends those that are under way."""
+        """Generate a response for each prompt. The first failure aborts the other requests.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Returns:
+            The responses, in order.
+
+        Raises:
+            RolloutError: a request cannot be served, or a response is unusable.
+        """
         self._require_ready(prompts, sampling, images)
-        images = [None] * len(prompts) if images is None else images
-        started = [self._start(*one) for one in zip(prompts, sampling, images, strict=True)]
+        if images is None:
+            images = [None] * len(prompts)
+        started = []
+        for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
+            started.append(self._start(prompt, params, prompt_images))
         try:
-            return [
-                self._completion(request_id, future.result(), prompt, params)
-                for (request_id, future), prompt, params in zip(
-                    started, prompts, sampling, strict=True
-                )
-            ]
+            completions = []
+            for (request_id, future), prompt, params in zip(
+                started, prompts, sampling, strict=True
+            ):
+                completions.append(self._completion(request_id, future.result(), prompt, params))
+            return completions
         finally:
             for request_id, future in started:
                 if not future.done():
@@ -199,34 +191,32 @@ class SGLangEngine(ThirdPartyEngine):
                 self._aborted.discard(request_id)
 
     def abort(self) -> None:
-        """End unfinished responses, from any thread; those of requests that come meanwhile, too."""
+        """End unfinished responses, also those that begin meanwhile. Any thread may call this."""
         pending = list(self._running.values())
         while pending:
-            # A request may be on its way still: SGLang ends those that it knows.
+            # SGLang ends the requests that it knows; others may still be on their way.
             self._aborted.update(self._running)
             self._call("abort_request", abort_all=True)
             pending = list(wait(pending, _ABORT_AGAIN_S).not_done)
 
     @property
     def has_dropped_weights(self) -> bool:
-        return self._is_empty
+        return self._has_dropped_weights
 
     def sleep(self) -> None:
-        """On a CPU SGLang keeps its memory. Elsewhere weights are dropped: a load brings all of them."""
+        """Release memory, on accelerators. The weights are dropped: the next load brings all."""
         super().sleep()
-        self._resumed = False
+        self._has_resumed_weights = False
         if self.can_sleep:
-            self._is_empty = True
+            self._has_dropped_weights = True
             self._call("release_memory_occupation", tags=["kv_cache", "weights"])
 
     def wake(self) -> None:
-        has_given_back = self._state == "asleep" and self.can_sleep
+        has_released = self._state == "asleep" and self.can_sleep
         super().wake()
-        if has_given_back:
-            self._call(
-                "resume_memory_occupation",
-                tags=["kv_cache"] if self._resumed else ["kv_cache", "weights"],
-            )
+        if has_released:
+            tags = ["kv_cache"] if self._has_resumed_weights else ["kv_cache", "weights"]
+            self._call("resume_memory_occupation", tags=tags)
 
     def close(self) -> None:
         if self._state != "closed":
@@ -234,57 +224,62 @@ class SGLangEngine(ThirdPartyEngine):
             self.connection.close()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load a complete set of weights in buckets, and drop the KV cache that earlier ones made."""
+        """Load a complete set of weights in buckets, and drop the KV cache of the old ones.
+
+        Args:
+            weights: names and tensors.
+            version: version of the weights.
+
+        Raises:
+            WeightSyncError: the set is incomplete, or SGLang cannot load it.
+        """
+        takes_handles = self.connection.takes_handles
+        if takes_handles:
+            copy = _copy
+            dump = ForkingPickler.dumps
+        else:
+            copy = partial(_copy, device="cpu")
+            dump = pickle.dumps
         with self._loading(version) as received:
             if self._state == "asleep" and self.can_sleep:
                 self._call("resume_memory_occupation", tags=["weights"])
-                self._resumed = True
+                self._has_resumed_weights = True
             self._call("begin_weight_update")
-            num_sent, checked, takes_handles = (
-                0,
-                self._manifest.checked(weights),
-                self.connection.takes_handles,
-            )
-            copy, dump = (
-                (_copy, ForkingPickler.dumps)
-                if takes_handles
-                else (partial(_copy, device="cpu"), pickle.dumps)
-            )
+            num_sent = 0
+            checked = self._manifest.checked(weights)
             try:
                 for bucket in buckets(checked, num_bytes, self.bucket_bytes // _COPIES, copy):
-                    # A handle is for one process: each counts as a reader of the memory.
+                    # Handles are made for each process: each counts as one reader of the memory.
+                    processes = range(self.connection.num_processes)
                     self._call(
                         "update_weights_from_tensor",
-                        serialized_named_tensors=[
-                            bytes(dump(bucket)) for _ in range(self.connection.num_processes)
-                        ],
+                        serialized_named_tensors=[bytes(dump(bucket)) for _ in processes],
                         load_format=LOADER,
                         flush_cache=False,
                     )
                     num_sent += 1
             finally:
-                # Also after a stream that broke off: the next one begins anew, and with it the fingerprints.
+                # Also after a stream that broke off, so that the next load and its fingerprints
+                # begin anew.
                 self._call("end_weight_update")
                 if num_sent:
                     received += self._call("get_weights_by_name", name=FINGERPRINTS)
             self._call("flush_cache")
-        self._is_empty = False
+        self._has_dropped_weights = False
         if takes_handles:
-            torch.cuda.ipc_collect()  # what the other processes have let go of
+            # Free the memory that the other processes have closed.
+            torch.cuda.ipc_collect()
 
     def _call(self, method: str, **arguments: Any) -> Any:
-        """A request whose end is waited for."""
+        """Send a request and wait for its result."""
         return self.connection.ask(method, **arguments).result()
 
     def _start(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
-    ) -> tuple[str, "Future[Any]"]:
-        """Send a request for a response. Returns its name and SGLang's reply."""
+    ) -> tuple[str, Future[Any]]:
+        """Send a request for a response; returns its name and SGLang's reply."""
         request_id = next(self._ids)
-        seed = (
-            {"sampling_seed": sampling.seed % (1 << SEED_BITS)} if self.connection.has_seeds else {}
-        )
-        told = seed | {
+        sampling_params = {
             "max_new_tokens": sampling.max_tokens,
             **sampling.drawing,
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
@@ -293,14 +288,19 @@ class SGLangEngine(ThirdPartyEngine):
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
-        given: dict[str, Any] = {"input_ids": list(prompt)}
-        if images is not None:  # one token for each image, which SGLang repeats by itself
-            given = {
-                "input_ids": list(images.short_prompt),
-                "image_data": data_urls(images, self.name),
-            }
+        if self.connection.has_seeds:
+            sampling_params["sampling_seed"] = sampling.seed % (1 << SEED_BITS)
+        request: dict[str, Any] = {"input_ids": list(prompt)}
+        if images is not None:
+            # SGLang repeats the one token of each image by itself.
+            request["input_ids"] = list(images.short_prompt)
+            request["image_data"] = data_urls(images, self.name)
         future = self.connection.ask(
-            "generate", **given, sampling_params=told, return_logprob=True, rid=request_id
+            "generate",
+            **request,
+            sampling_params=sampling_params,
+            return_logprob=True,
+            rid=request_id,
         )
         self._running[request_id] = future
         return request_id, future
@@ -324,49 +324,115 @@ class SGLangEngine(ThirdPartyEngine):
     def _completion(
         self, request_id: str, reply: dict[str, Any], prompt: Prompt, sampling: SamplingParams
     ) -> Completion:
-        """A reply as our completion. SGLang's log-probabilities are those before filters, at the temperature."""
+        """Make the completion of a reply.
+
+        SGLang's log-probabilities are at the temperature and before filters.
+        """
         meta = reply["meta_info"]
-        if (count := meta.get("prompt_tokens", len(prompt))) != len(prompt):
-            got, expected = f"a prompt of {count} tokens", f"{len(prompt)}, as the data expanded it"
-            fix = "SGLang's image processor must have the sizes of data.mm_processor_kwargs."
-            raise RolloutError(f"{self.name}.generate", got=got, expected=expected, fix=fix)
-        tokens, ended = list(reply.get("output_ids") or ()), meta["finish_reason"] or {}
-        numbers = [one[0] for one in meta.get("output_token_logprobs") or ()]
-        reason = FINISH_REASONS.get(ended.get("type", ""))
-        if reason == "abort":  # the last token of an aborted response may lack its number
-            tokens, numbers = tokens[: len(numbers)], numbers[: len(tokens)]
+        num_prompt_tokens = meta.get("prompt_tokens", len(prompt))
+        if num_prompt_tokens != len(prompt):
+            raise RolloutError(
+                f"{self.name}.generate",
+                got=f"a prompt of {num_prompt_tokens} tokens",
+                expected=f"{len(prompt)}, as the data expanded it",
+                fix="SGLang's image processor must have the sizes of data.mm_processor_kwargs.",
+            )
+        tokens = list(reply.get("output_ids") or ())
+        log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        finish = meta["finish_reason"] or {}
+        reason = FINISH_REASONS.get(finish.get("type", ""))
+        if reason == "abort":
+            # The last token of an aborted response may lack its log-probability, or the reverse.
+            length = min(len(tokens), len(log_probs))
+            tokens = tokens[:length]
+            log_probs = log_probs[:length]
         if reason is None or (reason == "abort" and request_id not in self._aborted):
-            problem = f"a response that ended with {ended.get('message') or ended}"
-        elif len(numbers) != len(tokens):
-            problem = f"{len(numbers)} log-probabilities of {len(tokens)} tokens"
+            problem = f"a response that ended with {finish.get('message') or finish}"
+        elif len(log_probs) != len(tokens):
+            problem = f"{len(log_probs)} log-probabilities of {len(tokens)} tokens"
         elif reason == "length" and len(tokens) < sampling.max_tokens:
-            problem = f"a response that was cut at {len(tokens)} of {sampling.max_tokens} tokens, for want of KV cache"
-        elif any(number is None or math.isnan(number) for number in numbers):
-            problem = "a log-probability that is not a number: the weights hold NaN or infinite values, or overflow"
+            problem = f"a response that was cut at {len(tokens)} of {sampling.max_tokens} tokens"
+            problem += ", for want of KV cache"
+        elif any(log_prob is None or math.isnan(log_prob) for log_prob in log_probs):
+            problem = "a log-probability that is not a number"
+            problem += ": the weights hold NaN or infinite values, or overflow"
         else:
-            drawn = [] if has_filters(sampling) else list(numbers)
-            return Completion(tokens, numbers, reason, self.weight_version, drawn)
-        fix = "A larger actor_rollout_ref.rollout.cache_gigabytes, fewer max_num_seqs, or float32 may help."
-        raise RolloutError(f"{self.name}.generate", got=problem, expected="a response", fix=fix)
+            # After filters they are unknown.
+            sampling_log_probs = [] if has_filters(sampling) else list(log_probs)
+            return Completion(tokens, log_probs, reason, self.weight_version, sampling_log_probs)
+        raise RolloutError(
+            f"{self.name}.generate",
+            got=problem,
+            expected="a response",
+            fix="A larger actor_rollout_ref.rollout.cache_gigabytes, fewer max_num_seqs,"
+            " or float32 may help.",
+        )
+
+
+def _connect_engines(
+    setup: EngineSetup, make: Callable[..., SGLangEngine]
+) -> SGLangEngine | Balancer:
+    """Connect to the servers that `engine_kwargs.sglang` names."""
+    options = dict(setup.options)
+    urls = [options.pop("url")] if "url" in options else options.pop("urls")
+    is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
+    if not is_list or len({*urls}) < len(urls) or options.keys() - {"timeout_s", "headers"}:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.engine_kwargs.sglang",
+            got=f"{setup.rollout.engine_kwargs}",
+            expected="url, or urls (a list, each once), perhaps timeout_s and headers:"
+            " servers have own settings",
+        )
+
+    def connect(url: str) -> SGLangEngine:
+        server = SGLangServer(
+            url,
+            max_model_len=setup.max_model_len,
+            max_num_seqs=setup.rollout.max_num_seqs,
+            **options,
+        )
+        description = f"sglang {server.version} at {url}, which gets the weights over HTTP"
+        bucket_bytes = setup.bucket_bytes // len(urls)
+        return make(server, bucket_bytes=bucket_bytes, description=description)
+
+    makers = [partial(connect, url) for url in urls]
+    engines = start_engines(makers)
+    if len(engines) == 1:
+        return engines[0]
+    versions = ", ".join(dict.fromkeys(engine.connection.version for engine in engines))
+    description = f"sglang {versions} at {', '.join(urls)}, balanced"
+    description += ", which get the weights over HTTP"
+    if not all(engine.connection.has_seeds for engine in engines):
+        description += f"; {_UNSEEDED}"
+    return Balancer(engines, description, makers)
 
 
 def _copy(
     weight: tuple[str, torch.Tensor], offset: int, device: str | None = None
 ) -> tuple[str, torch.Tensor]:
-    """On a device, or its own, in a memory of its own, or all that it is a part of would travel; without a gradient."""
+    """Copy a weight, to `device` if given, without a gradient.
+
+    Without the copy, all of the memory that the tensor is a part of would be sent.
+    """
     name, tensor = weight
     return name, tensor.detach().to(device or tensor.device, copy=True).contiguous()
 
 
 def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, Any]:
-    """The arguments of SGLang's engine: those of the configuration, under SGLang's names; `engine_kwargs.sglang` wins.
+    """The configuration as arguments of SGLang's engine.
 
-    The KV cache holds `cache_tokens`; None: SGLang decides by `gpu_memory_utilization`.
+    Args:
+        setup: the rollout's part of the configuration.
+        cache_tokens: tokens that the KV cache holds. None: SGLang decides, within
+            `gpu_memory_utilization`.
+
+    Returns:
+        Arguments by SGLang's names. Those of `engine_kwargs.sglang` win.
     """
-    rollout, model = setup.rollout, setup.config.actor_rollout_ref.model
+    rollout = setup.rollout
+    model = setup.config.actor_rollout_ref.model
     is_on_cpu = setup.device.type == "cpu"
-    can_sleep = rollout.free_cache_engine and not is_on_cpu
-    own: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model_path": str(model.path),
         "tokenizer_path": str(setup.config.data.tokenizer or model.path),
         "dtype": str(setup.dtype).removeprefix("torch."),
@@ -379,20 +445,19 @@ def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, 
         "load_format": "dummy",
         "custom_weight_loader": [LOADER],
         "enable_deterministic_inference": not is_on_cpu,
-        "enable_memory_saver": can_sleep,
+        "enable_memory_saver": setup.can_sleep,
         "disable_cuda_graph": rollout.enforce_eager or is_on_cpu,
         "trust_remote_code": model.trust_remote_code,
         "json_model_override_args": json.dumps(setup.config_overrides),
         "log_level": "error",
     }
     if cache_tokens is not None:
-        own["max_total_tokens"] = cache_tokens
+        arguments["max_total_tokens"] = cache_tokens
     if is_on_cpu:
-        # What runs without SGLang's own kernels, which have no build for CPUs in general.
-        own |= {
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-        }
-        own |= {"disable_overlap_schedule": True, "mem_fraction_static": _SHARE_OF_HOST}
-    return own | setup.options
+        # SGLang's own kernels have no build for most CPUs. These backends work without them.
+        arguments["attention_backend"] = "torch_native"
+        arguments["sampling_backend"] = "pytorch"
+        arguments["grammar_backend"] = "none"
+        arguments["disable_overlap_schedule"] = True
+        arguments["mem_fraction_static"] = _SHARE_OF_HOST
+    return arguments | setup.options

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that SGLang's engine lives in.
+"""The process of SGLang's engine. This is the only file that imports SGLang.
 
-SGLang takes its process for its own: it handles signals, kills the whole process when a part of it fails, and at its
-end every child that the process has. So it gets one to itself, which takes requests over a connection. This is also
-the one file that imports SGLang.
+SGLang assumes that it owns its process: it handles signals, kills the process when a part of it
+fails, and at its end all children. Therefore it gets a process of its own, with a connection.
 
-    (number, method, arguments) ──> a task for each ──> (number, whether it worked, result or what went wrong)
+    (number, method, arguments) -> a task for each request -> (number, success, result or message)
 
-consumes: requests from the pipe, the first of which is the engine's options.
-waits for: the engine; each request is a task of its own, so that none waits for another.
-unblocked by: None as a request, or the connection's end; either ends the engine and the process.
+consumes: requests from the pipe; the first message has the options of the engine.
+waits for: the engine. Each request is a task, so that none waits for another.
+unblocked by: None as a request, or the end of the connection. Either ends engine and process.
 """
 
 import asyncio
@@ -31,13 +30,13 @@ _INSTALL = (
     f"pip install 'sglang>={LEAST}'; on a machine without an accelerator: scripts/install-sglang."
 )
 
-# What SGLang reads from the environment. A variable that is set already stays as it is.
+# Read by SGLang. Variables that are already set are not changed.
 _ENVIRONMENT = {
-    # A few positions more than the model's own are asked for, see `_SPARE_TOKENS`; none of them is used.
+    # A few more positions than the model has are requested, but not used: see `_SPARE_TOKENS`.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-# Each call that is about weights or memory, with the class of its request.
+# Requests about weights and memory, and SGLang's classes for them.
 _REQUESTS = {
     "begin_weight_update": "BeginWeightUpdateReqInput",
     "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
@@ -49,13 +48,19 @@ _REQUESTS = {
 
 
 def require_version(found: str) -> None:
-    """Refuse the version that is installed, or "", where it is older than `LEAST`."""
+    """Raise a RolloutError if SGLang is missing ("") or older than `LEAST`."""
     require_release("SGLang", found, LEAST, where=WHERE, fix=_INSTALL)
 
 
 class Library:
-    """SGLang with one engine; a process can have one only, which must be made by its main thread.
-    Raises RolloutError: SGLang is missing, too old, or lacks something that is used of it."""
+    """The imported SGLang with its engine. A process can have one engine, made by its main thread.
+
+    Args:
+        options: arguments of the engine.
+
+    Raises:
+        RolloutError: SGLang is missing, too old, or lacks a part that is used.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         version = installed("sglang")[1]
@@ -67,25 +72,32 @@ class Library:
         missing = [name for name in _REQUESTS.values() if not hasattr(self._requests, name)]
         self.engine: Any = module.Engine(**options)
         self._manager = self.engine.tokenizer_manager
-        missing += [
-            name
-            for name in (*_REQUESTS, "abort_request", "flush_cache")
-            if not hasattr(self._manager, name)
-        ]
+        for name in (*_REQUESTS, "abort_request", "flush_cache"):
+            if not hasattr(self._manager, name):
+                missing.append(name)
         if missing:
             raise RolloutError(
                 WHERE, got=f"SGLang {version} without {', '.join(missing)}", fix=_INSTALL
             )
 
     async def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """What SGLang's server does for a request; the reply of `generate` has only the fields that are used."""
+        """Do what SGLang's server does for a request.
+
+        Args:
+            method: name of the request.
+            arguments: fields of the request.
+
+        Returns:
+            SGLang's result. That of `generate` has only the fields that are used.
+        """
         if method == "generate":
             reply = await self.engine.async_generate(**arguments)
-            meta = {
-                name: reply["meta_info"].get(name)
-                for name in ("finish_reason", "output_token_logprobs")
+            meta = reply["meta_info"]
+            used = {
+                "finish_reason": meta.get("finish_reason"),
+                "output_token_logprobs": meta.get("output_token_logprobs"),
             }
-            return {"output_ids": list(reply["output_ids"]), "meta_info": meta}
+            return {"output_ids": list(reply["output_ids"]), "meta_info": used}
         if method == "is_alive":
             return True
         if method == "abort_request":
@@ -93,24 +105,21 @@ class Library:
         if method == "flush_cache":
             done = await self._manager.flush_cache()
             return done.success, done.message
-        return await getattr(self._manager, method)(
-            getattr(self._requests, _REQUESTS[method])(**arguments), None
-        )
+        request = getattr(self._requests, _REQUESTS[method])(**arguments)
+        return await getattr(self._manager, method)(request, None)
 
 
 def main() -> None:
-    """Serve the pipe whose file descriptor is the first argument."""
+    """Serve the pipe whose file descriptor is the first argument of the program."""
     streams.install()
-    logging.captureWarnings(True)  # they go to the log, of which only errors are printed
+    logging.captureWarnings(True)  # to the log, of which only errors are printed
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    os.set_inheritable(
-        connection.fileno(), False
-    )  # SGLang's processes may outlive this one, which must be seen
+    # SGLang's processes may outlive this one, whose end must end the connection.
+    os.set_inheritable(connection.fileno(), False)
     try:
         library = Library(connection.recv())
-    except (
-        Exception
-    ) as error:  # SGLang's failures have no class in common; the parent process raises this one
+    except Exception as error:  # SGLang's failures have no class in common
+        # The parent process raises it.
         connection.send((False, first_line(error)))
         raise
     try:
@@ -121,8 +130,10 @@ def main() -> None:
 
 
 async def _serve(library: Library, connection: "Connection[Any, Any]") -> None:
+    """Run a task for each request until None arrives or the connection ends."""
+
     async def respond(number: int, method: str, arguments: dict[str, Any]) -> None:
-        # SGLang's failures have no class in common; each is raised where the request was made.
+        # SGLang's failures have no class in common. The caller of the request raises them.
         [result] = await asyncio.gather(library.call(method, arguments), return_exceptions=True)
         failed = isinstance(result, BaseException)
         connection.send((number, not failed, first_line(result) if failed else result))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of the weights' way: what SGLang calls, by its name, in each process that holds the model.
+"""Receiving end of the weight sync: a loader that SGLang calls in each process with the model.
 
-A server needs `--custom-weight-loader quadriga.rollout.sglang.receiver.load` for it, and Quadriga in its environment.
+A server needs `--custom-weight-loader quadriga.rollout.sglang.receiver.load`, and Quadriga in its
+environment.
 """
 
 from collections.abc import Iterable
@@ -18,29 +19,32 @@ _MARKS = "quadriga_marks"
 
 
 def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Some weights of a set. Fingerprints are of the very tensors that the model gets.
+    """Load some weights of a set, and fingerprint the tensors that the model gets.
 
-    They are asked for as a weight named `FINGERPRINTS`, which is then new again: a list with, for each process that
-    holds the model, the fingerprint of each weight since it was asked last.
+    The model's weight named `FINGERPRINTS` is a list: for each process with the model, the
+    fingerprint of each weight that was loaded since the list was read last.
+
+    Args:
+        model: SGLang's model.
+        weights: names and tensors.
     """
     if not hasattr(model, _MARKS):
         setattr(model, _MARKS, {})
-        of_weights = getattr(model, "get_weights_by_name", None)
+        original = getattr(model, "get_weights_by_name", None)
 
         def get_weights_by_name(name: str, *args: Any, **options: Any) -> Any:
             if name != FINGERPRINTS:
-                return None if of_weights is None else of_weights(name, *args, **options)
+                return None if original is None else original(name, *args, **options)
             marks = dict(getattr(model, _MARKS))
             getattr(model, _MARKS).clear()
             if not dist.is_initialized() or dist.get_world_size() == 1:
                 return [marks]
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, marks)
-            return every
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, marks)
+            return gathered
 
-        model.get_weights_by_name = (
-            get_weights_by_name  # SGLang asks the model itself for a weight by its name
-        )
+        # SGLang calls this method of the model for requests of a weight by its name.
+        model.get_weights_by_name = get_weights_by_name
     marks: dict[str, str] = getattr(model, _MARKS)
     for name, tensor in weights:
         marks[name] = tensor_fingerprint(tensor)

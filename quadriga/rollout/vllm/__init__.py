@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as a generation engine, in this process or beside it. `library` is the one file that imports vLLM."""
+"""vLLM as a rollout engine, in this process or in its own. Only `library` imports vLLM."""

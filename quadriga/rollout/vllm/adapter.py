@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA adapter that vLLM applies beside its weights: one at a time, with each publication under a new name.
+"""A LoRA adapter that vLLM applies to its weights. Each weight sync replaces it under a new name.
 
-    stream ── separated ──> weights below, one after the other ──> as without an adapter
-                    └─────> A and B of every module, kept ──> a folder in PEFT's form
-    folder ──> each process of vLLM: fingerprints of what it reads ──> add_lora ──> do its layers hold it?
+    stream of weights -- separated --> frozen weights, loaded as without an adapter
+                                 +---> matrices A and B of all modules -> folder in PEFT's format
+    folder -> fingerprints of what each process of vLLM reads -> add_lora -> check of its layers
 
-vLLM reads an adapter from a folder, and tells the KV cache of one from that of another by its name.
+vLLM reads adapters from folders. Its KV cache tells adapters apart by name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,42 +25,59 @@ from quadriga.rollout.vllm.library import WHERE, Library
 from quadriga.weight_sync.publish import name_some
 
 _MERGE = "With actor_rollout_ref.model.lora_merge=true the adapter travels merged."
+# Ranks that vLLM can make room for. The last one is `MAX_RANK` of the configuration.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Room that vLLM can make for an adapter; the last one is `MAX_RANK` of the configuration."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter without its values: its rank, scale and the like, and the matrices A and B of every module."""
+    """Description of an adapter: rank, scale, and the names and shapes of its matrices."""
 
     shape: AdapterShape
     manifest: Manifest
 
     @property
     def modules(self) -> list[str]:
-        """The last part of the names of its modules, such as q_proj."""
-        return sorted(
-            {name.partition(".lora_")[0].rpartition(".")[2] for name in self.manifest.shapes}
-        )
+        """Sorted last parts of the names of its modules, such as q_proj."""
+        modules = set()
+        for name in self.manifest.shapes:
+            module, _, _ = name.partition(".lora_")
+            modules.add(module.rpartition(".")[2])
+        return sorted(modules)
 
     @property
     def room_for_rank(self) -> int:
-        """The least rank that vLLM makes room for and that holds this one."""
+        """Smallest rank that vLLM can make room for and that is enough for this adapter."""
         return next(rank for rank in _RANKS if rank >= self.shape.rank)
 
 
 class AdapterSlot:
-    """The place for an adapter in an engine of vLLM."""
+    """The place of an adapter in an engine of vLLM.
+
+    Attributes:
+        request: vLLM's `LoRARequest`, for each request for a response; None while there is no
+            adapter.
+    """
 
     def __init__(self, adapter: Adapter, library: Library, core: Core) -> None:
-        self._adapter, self._library, self._core = adapter, library, core
+        self._adapter = adapter
+        self._library = library
+        self._core = core
         self._number = 0
         self.request: Any = None
-        """What goes with each request for a response; None while there is no adapter."""
 
     def replace(self, factors: Mapping[str, torch.Tensor]) -> list[dict[str, str]]:
-        """Have vLLM apply these matrices instead of those before. Returns their fingerprints from each process.
-        Raises WeightSyncError: vLLM holds another adapter afterwards, or not all of this one."""
+        """Replace the matrices of the adapter.
+
+        Args:
+            factors: the matrices A and B by name.
+
+        Returns:
+            For each process of vLLM, the fingerprints of the matrices that it read.
+
+        Raises:
+            WeightSyncError: afterwards vLLM holds another adapter, or not all of this one.
+        """
         if self.request is not None:
             self.request = None
             self._core.ask("remove_lora", self._number)
@@ -73,24 +90,22 @@ class AdapterSlot:
                 f"quadriga-{self._number}", self._number, folder
             )
             self._core.ask("add_lora", request)
-            held = set(self._core.ask("list_loras"))
-            missing = self._core.call("missing_factors") if held == {self._number} else []
-        if held != {self._number}:
-            where, expected = (
-                f"{WHERE}, adapter",
-                f"only number {self._number}, which was just given to it",
-            )
-            fix = f"Nothing else may give adapters to this vLLM. {_MERGE}"
-            raise WeightSyncError(
-                where, got=f"adapters {sorted(held)} in vLLM", expected=expected, fix=fix
-            )
+            numbers = set(self._core.ask("list_loras"))
+            if numbers != {self._number}:
+                raise WeightSyncError(
+                    f"{WHERE}, adapter",
+                    got=f"adapters {sorted(numbers)} in vLLM",
+                    expected=f"only number {self._number}, which was just given to it",
+                    fix=f"Nothing else may give adapters to this vLLM. {_MERGE}",
+                )
+            missing = self._core.call("missing_factors")
         for rank, names in enumerate(missing):
             if names:
-                where = f"{WHERE}, adapter in process {rank}"
-                got = f"{len(names)} matrices that no layer of vLLM's holds: {name_some(names)}"
-                fix = f"vLLM has other modules for this model than transformers. {_MERGE}"
                 raise WeightSyncError(
-                    where, got=got, expected="each in the layer that it belongs to", fix=fix
+                    f"{WHERE}, adapter in process {rank}",
+                    got=f"{len(names)} matrices that no layer of vLLM's holds: {name_some(names)}",
+                    expected="each in the layer that it belongs to",
+                    fix=f"vLLM has other modules for this model than transformers. {_MERGE}",
                 )
         self.request = request
         return marks
@@ -99,7 +114,15 @@ class AdapterSlot:
 def separated(
     weights: Iterable[tuple[str, torch.Tensor]], factors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a stream without an adapter's matrices; `factors` gets copies of those, on the host."""
+    """Take the matrices of an adapter out of a stream of weights.
+
+    Args:
+        weights: names and tensors.
+        factors: gets copies of the adapter's matrices, on the host, while the stream is read.
+
+    Yields:
+        The other weights.
+    """
     for name, tensor in weights:
         if is_factor(name):
             factors[name] = tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own engine, in this process or in processes of its own; requests to it, and responses out of its outputs.
+"""vLLM's engine in this process or in its own processes, with our requests and responses.
 
-in this process       the caller's thread steps it; tensors are handed to the model as they are
-in its own processes  vLLM's front end runs in a thread here; requests join and leave while others run
+`InProcessCore`  The caller's thread makes the steps. Tensors are passed to the model as they are.
+`ProcessCore`    vLLM's front end runs in a thread here. Requests join and leave while others run.
 
-    any thread ── respond(a) ──────┐                      ┌──────────────────┐ msgpack ┌─────────────────┐
-    any thread ── respond(b) ──────┼─> loop of a thread ──│ vLLM's front end │ <─────> │ its engine core │
-    any thread ── ask, renewed ────┘      of our own      └──────────────────┘         └─────────────────┘
+    any thread -- respond(a) ----+                     +------------------+  msgpack  +-------------+
+    any thread -- respond(b) ----+-> event loop of --> | vLLM's front end | <-------> | engine core |
+    any thread -- ask, renewed --+   a thread          +------------------+           +-------------+
 
-consumes: requests from any thread and any event loop; each is a coroutine on the thread's loop.
-waits for: the engine core's process; its death ends every call with an error that says so.
+consumes: requests from any thread and event loop; each is a coroutine on the thread's loop.
+waits for: the process of the engine core; if it dies, every call ends with an error.
 unblocked by: the end of a response, `abort`, the caller's cancellation, `close`.
 
-For new weights beside generation (`renewed`) vLLM pauses between two steps. Its worker says how many tokens each
-response has there, so that each token has its version whenever it is delivered; what has none yet begins anew.
+While requests run, new weights are loaded between two steps (`renewed`). vLLM's worker then reports
+how many tokens each response has, so that each token gets the version that drew it, whenever it is
+delivered. A response without a token begins anew.
 """
 
 import asyncio
@@ -45,9 +46,13 @@ HEALTH_CHECK_EVERY_S = 10.0
 
 
 class Request(NamedTuple):
-    """vLLM's prompt and sampling parameters, and its `LoRARequest` for an adapter.
+    """A request in vLLM's terms.
 
-    `expanded` is the prompt with images as vLLM should expand it; None for text.
+    Attributes:
+        prompt: vLLM's prompt.
+        sampling: `vllm.SamplingParams`.
+        adapter: vLLM's `LoRARequest`; None without an adapter.
+        expanded: prompt with images as vLLM should expand it; None for text.
     """
 
     prompt: dict[str, Any]
@@ -57,7 +62,7 @@ class Request(NamedTuple):
 
 
 def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
-    """All of them, or the first error, which cancels the rest."""
+    """Wait for all completions. The first error cancels the others and is raised."""
     try:
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             future.result()
@@ -69,8 +74,17 @@ def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
 
 @dataclass
 class Response:
-    """What has come of one response so far; for `expanded` see `Request`. `versions`: first token and version of each
-    set of weights that drew some. `is_void`: newer weights came before any had drawn one."""
+    """A response so far.
+
+    Attributes:
+        expanded: see `Request`.
+        versions: for each set of weights that drew tokens, the number of its first token and its
+            version.
+        is_void: whether newer weights were loaded before its first token.
+        token_ids: generated tokens.
+        log_probs: log-probability of each token, as vLLM reports it.
+        reason: vLLM's finish reason; None if unfinished.
+    """
 
     expanded: Sequence[int] | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -80,77 +94,132 @@ class Response:
     reason: str | None = None
 
     def add(self, output: Any) -> None:
-        """Take over what a `RequestOutput` of vLLM brings.
-        Raises RolloutError: vLLM has repeated the tokens of images otherwise than the data, so training would see
-        another prompt; or log-probabilities are missing."""
+        """Append the tokens of an output.
+
+        Args:
+            output: vLLM's `RequestOutput`.
+
+        Raises:
+            RolloutError: vLLM has expanded images into other tokens than the data, so that training
+                would see another prompt; or log-probabilities are missing.
+        """
         if self.expanded is not None and list(output.prompt_token_ids) != list(self.expanded):
-            count = len(output.prompt_token_ids)
-            got = f"{count} tokens of a prompt with images, as vLLM's image processor counts them"
-            rest = "nothing of the kind under actor_rollout_ref.rollout.engine_kwargs.vllm"
-            fix = f"Both read preprocessor_config.json: set image sizes by data.mm_processor_kwargs alone, and {rest}."
+            num_tokens = len(output.prompt_token_ids)
             raise RolloutError(
-                WHERE, got=got, expected=f"{len(self.expanded)}, as the data's does", fix=fix
+                WHERE,
+                got=f"{num_tokens} tokens of a prompt with images,"
+                " as vLLM's image processor counts them",
+                expected=f"{len(self.expanded)}, as the data's does",
+                fix="Both read preprocessor_config.json: set image sizes by"
+                " data.mm_processor_kwargs alone, and nothing of the kind under"
+                " actor_rollout_ref.rollout.engine_kwargs.vllm.",
             )
-        [one] = output.outputs
-        if one.token_ids:
-            numbers = list(one.logprobs.logprobs)
-            if len(numbers) != len(one.token_ids):
-                got = f"{len(numbers)} log-probabilities of {len(one.token_ids)} tokens"
+        [sequence] = output.outputs
+        if sequence.token_ids:
+            log_probs = list(sequence.logprobs.logprobs)
+            if len(log_probs) != len(sequence.token_ids):
+                got = f"{len(log_probs)} log-probabilities of {len(sequence.token_ids)} tokens"
                 raise RolloutError(WHERE, got=got, expected="one each")
-            self.token_ids.extend(one.token_ids)
-            self.log_probs.extend(numbers)
-        self.reason = one.finish_reason or self.reason
+            self.token_ids.extend(sequence.token_ids)
+            self.log_probs.extend(log_probs)
+        self.reason = sequence.finish_reason or self.reason
 
     def completion(
         self, sampling: SamplingParams, log_probs_of: LogProbsOf, weight_version: int
     ) -> Completion:
-        """The response as ours; for its log-probabilities see `split_log_probs`.
-        Raises RolloutError: its finish reason is not known, or a log-probability is not a number."""
+        """Make the completion of a response.
+
+        Args:
+            sampling: how the response was sampled.
+            log_probs_of: distribution of vLLM's log-probabilities, see `split_log_probs`.
+            weight_version: version of the weights at its end.
+
+        Returns:
+            The completion, with finish reason "abort" if the response is unfinished.
+
+        Raises:
+            RolloutError: the finish reason is unknown, or a log-probability is not a number.
+        """
         reason = "abort" if self.reason is None else FINISH_REASONS.get(self.reason)
         if reason is None:
             got = f"a response that ended with {self.reason!r}"
             raise RolloutError(WHERE, got=got, expected=", ".join(FINISH_REASONS))
         if any(math.isnan(number) for number in self.log_probs):
-            fix = "The weights hold NaN or infinite values, or overflow: look at actor/grad_norm, or use float32."
             raise RolloutError(
                 WHERE,
                 got="a log-probability that is not a number",
                 expected="finite logits",
-                fix=fix,
+                fix="The weights hold NaN or infinite values, or overflow: look at actor/grad_norm,"
+                " or use float32.",
             )
-        before, drawn = split_log_probs(self.log_probs, sampling, log_probs_of)
-        ends, versions = (
-            [first for first, _ in self.versions[1:]] + [len(self.token_ids)],
-            list[int](),
-        )
+        log_probs, sampling_log_probs = split_log_probs(self.log_probs, sampling, log_probs_of)
+        # Each version drew the tokens up to the first one of the next version.
+        ends = [first for first, _ in self.versions[1:]]
+        ends.append(len(self.token_ids))
+        versions: list[int] = []
         for end, (_, version) in zip(ends, self.versions, strict=False):
             versions += [version] * (end - len(versions))
-        return Completion(self.token_ids, before, reason, weight_version, drawn, versions=versions)
+        return Completion(
+            self.token_ids,
+            log_probs,
+            reason,
+            weight_version,
+            sampling_log_probs,
+            versions=versions,
+        )
 
 
 class Core(ABC):
-    """vLLM's engine."""
+    """vLLM's engine.
+
+    Attributes:
+        is_in_process: whether it is in this process.
+        is_lost: whether its process has ended.
+    """
 
     is_in_process: ClassVar[bool]
     is_lost: bool = False
-    """Whether its process has ended."""
 
     @abstractmethod
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of vLLM's engine and wait for what it returns."""
+        """Call a method of vLLM's engine and wait for its result.
+
+        Args:
+            method: name of the method.
+            args: positional arguments.
+            options: keyword arguments.
+
+        Returns:
+            The result.
+        """
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `WorkerExtension` in each process that holds the model."""
+        """Call a method of `WorkerExtension` in each process that holds the model.
+
+        Args:
+            method: name of the method.
+            args: arguments.
+
+        Returns:
+            The results of the processes, by rank.
+        """
         return self.ask("collective_rpc", method, args=args)
 
 
 class InProcessCore(Core):
-    """vLLM's engine in this process, with these arguments, on this device; for its place see `executor`'s `group`."""
+    """vLLM's engine in this process.
+
+    Args:
+        library: the imported vLLM.
+        arguments: arguments of vLLM's engine.
+        device: device of the model.
+        place: for a rank of a rollout group, see `group` of `executor`.
+    """
 
     is_in_process = True
-    # Engines of this process share vLLM's process groups, which end with the first engine that is shut down or
-    # collected as garbage, and torch's own process group with them, whoever made it. So closed ones are kept until the
-    # last one is.
+    # Engines of this process share vLLM's process groups. These end with the first engine that is
+    # shut down or collected as garbage, and so does torch's process group, whoever made it.
+    # Therefore closed engines are kept until the last one is closed.
     _open: ClassVar[set[int]] = set()
     _closed: ClassVar[list[Any]] = []
     _has_foreign_group: ClassVar[bool] = False
@@ -160,13 +229,14 @@ class InProcessCore(Core):
     ) -> None:
         if not (InProcessCore._open or InProcessCore._closed):
             InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
-        self._ids, self._aborted = itertools.count(1), threading.Event()
-        # The same at the start and later: what is compiled, and captured in CUDA graphs, is what generates.
+        self._ids = itertools.count(1)
+        self._aborted = threading.Event()
+        # Steps run under the stance of the start, at which vLLM compiles and captures CUDA graphs.
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
         with started(), torch.compiler.set_stance(self._stance):
-            own = library.module.EngineArgs(**arguments).create_engine_config()
+            engine_config = library.module.EngineArgs(**arguments).create_engine_config()
             self.engine: Any = library.module.LLMEngine(
-                own, executor(device, place), log_stats=False
+                engine_config, executor(device, place), log_stats=False
             )
         InProcessCore._open.add(id(self))
 
@@ -175,7 +245,7 @@ class InProcessCore(Core):
         return getattr(owner, method)(*args, **options)
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
-        """The responses, in the order of the requests."""
+        """Generate a response for each request, in order."""
         self._aborted.clear()
         responses: dict[str, Response] = {}
         try:
@@ -197,7 +267,7 @@ class InProcessCore(Core):
         return list(responses.values())
 
     def abort(self) -> None:
-        """End every unfinished response; from any thread."""
+        """End all unfinished responses. Any thread may call this."""
         self._aborted.set()
 
     def close(self) -> None:
@@ -211,10 +281,15 @@ class InProcessCore(Core):
 
 
 class ProcessCore(Core):
-    """vLLM's engine in processes of its own, with these arguments.
+    """vLLM's engine in its own processes.
 
-    One that does not answer a health check, between two of its steps, for `silent_s` seconds is killed: its requests
-    fail, and others can serve them.
+    An engine that does not answer a health check is killed. Its requests fail, so that other
+    engines can serve them.
+
+    Args:
+        library: the imported vLLM.
+        arguments: arguments of vLLM's engine.
+        silent_s: limit for the answer in seconds. vLLM answers between two steps.
     """
 
     is_in_process = False
@@ -222,10 +297,12 @@ class ProcessCore(Core):
     def __init__(
         self, library: Library, arguments: dict[str, Any], silent_s: float = 300.0
     ) -> None:
-        self._ids, self._silent_s = itertools.count(1), silent_s
+        self._ids = itertools.count(1)
+        self._silent_s = silent_s
+        # Both are used on the thread's loop: unfinished responses by vLLM's name for the request,
+        # and whether responses may begin.
         self._running: dict[str, Response] = {}
         self._is_open = asyncio.Event()
-        """On the thread's loop: whether responses may begin."""
         self._is_open.set()
         self._thread = EventLoopThread("vllm")
         vllm = library.module
@@ -248,19 +325,32 @@ class ProcessCore(Core):
         return self._submit(getattr(self.engine, method), *args, **options).result()
 
     def start(self, work: Coroutine[Any, Any, Completion]) -> Future[Completion]:
-        """Run a coroutine on the thread's loop; to cancel the future cancels it."""
+        """Run a coroutine on the thread's loop. Cancelling the future cancels it."""
         return self._thread.submit(work)
 
     async def respond(self, ask: Callable[[], tuple[Request, int]]) -> Response:
-        """On the thread's loop, one response; `ask` says to what and by which version of the weights. Where it is
-        cancelled, vLLM drops the request."""
+        """Generate one response. This coroutine runs on the thread's loop.
+
+        When it is cancelled, vLLM drops the request.
+
+        Args:
+            ask: returns the request and the version of the current weights. It is called again if
+                newer weights are loaded before the first token.
+
+        Returns:
+            The finished response.
+        """
         while True:
             await self._is_open.wait()
-            (one, version), request_id = ask(), str(next(self._ids))
-            response = self._running[request_id] = Response(one.expanded, [(0, version)])
+            request, version = ask()
+            request_id = str(next(self._ids))
+            response = Response(request.expanded, [(0, version)])
+            self._running[request_id] = response
             try:
+                # No variable holds the generator: after an error it ends at once, and so does the
+                # request.
                 async for output in self.engine.generate(
-                    one.prompt, one.sampling, request_id, lora_request=one.adapter
+                    request.prompt, request.sampling, request_id, lora_request=request.adapter
                 ):
                     response.add(output)
             finally:
@@ -270,41 +360,52 @@ class ProcessCore(Core):
 
     @contextmanager
     def renewed(self, version: int, *, keeps_cache: bool) -> Iterator[None]:
-        """Around a load of weights of a version: vLLM makes no step, and what it is generating goes on afterwards, with
-        `keeps_cache` on the KV cache of the older ones. After an error it stays as it is, and generates no more."""
+        """Context manager: load weights while vLLM makes no steps.
+
+        On exit unfinished responses go on. After an error vLLM remains paused.
+
+        Args:
+            version: version of the new weights.
+            keeps_cache: whether responses go on with the KV cache of the older weights.
+        """
 
         async def pause() -> dict[str, int]:
             self._is_open.clear()
             await self.engine.pause_generation(mode="keep", clear_cache=not keeps_cache)
-            # Of requests by vLLM's names, which are ours with something behind.
-            drawn = (await self.engine.collective_rpc("drawn_tokens"))[0] if self._running else {}
-            return {name.partition("-")[0]: count for name, count in drawn.items()}
+            if not self._running:
+                return {}
+            num_tokens, *_ = await self.engine.collective_rpc("drawn_tokens")
+            # vLLM appends a suffix to our names of requests.
+            return {name.partition("-")[0]: number for name, number in num_tokens.items()}
 
-        async def go_on() -> None:
+        async def resume() -> None:
+            void_ids = []
             for request_id, response in self._running.items():
-                if drawn.get(request_id):
-                    response.versions.append((drawn[request_id], version))
-                else:  # not begun, or done and not delivered yet: it is generated anew
+                num_drawn = num_tokens.get(request_id)
+                if num_drawn:
+                    response.versions.append((num_drawn, version))
+                else:
+                    # It has not begun, or is finished and not delivered: it is generated anew.
                     response.is_void = True
-            await self.engine.abort(
-                [name for name, response in self._running.items() if response.is_void]
-            )
+                if response.is_void:
+                    void_ids.append(request_id)
+            await self.engine.abort(void_ids)
             await self.engine.resume_generation()
             self._is_open.set()
 
-        drawn = self._submit(pause).result()
+        num_tokens = self._submit(pause).result()
         yield
-        self._submit(go_on).result()
+        self._submit(resume).result()
 
     def abort(self) -> None:
-        """End every unfinished response; from any thread."""
+        """End all unfinished responses. Any thread may call this."""
         self.ask("abort", sorted(self._running))
 
     def close(self) -> None:
         """End the engine."""
         self.ask("shutdown", timeout=_END_S)
-        # vLLM shuts down once more where its engine is collected as garbage, and fails at that if the interpreter is
-        # ending: the last reference goes here.
+        # vLLM shuts down once more when its engine is collected as garbage, which fails while the
+        # interpreter is ending. So the last reference goes here.
         del self.engine
         self._thread.close(_END_S)
 
@@ -325,7 +426,7 @@ class ProcessCore(Core):
                     process.kill()
 
     def _submit(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
-        """Call a function on the thread's loop; a coroutine that it returns runs there to its end."""
+        """Call a function on the thread's loop, and await its result there if it is a coroutine."""
 
         async def call() -> Any:
             result = function(*args, **options)

