@@ -237,7 +237,7 @@ def reward_of(given: Any) -> ItemReward:
     """Make the score function of one or several functions.
 
     Args:
-        given: a function, a pair `(function, weight)`, or a list of these.
+        given: a function, or a list of functions and pairs `(function, weight)`.
 
     Returns:
         One score function that calls all of them.
