@@ -14,14 +14,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from quadriga.cli.verl import translated
 from quadriga.config import Config, explain, keys_text, load_config, show
 from quadriga.config.root import respell
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
-from quadriga.verl.hydra import Tree
-from quadriga.verl.programs import find_entry
-from quadriga.verl.shell import commands, launched
+from quadriga_verl.cli import translated
+from quadriga_verl.commands.hydra import Tree
+from quadriga_verl.commands.programs import find_entry
+from quadriga_verl.commands.shell import commands, launched
 
 _DESCRIPTION = """\
 show     print the resolved configuration as YAML, defaults included

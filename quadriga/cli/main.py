@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("quadriga.cli.generate:grade", "grade a model or a checkpoint on a dataset"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "data": ("quadriga.cli.data", "show a data file, and how a run would read it"),
-    "verl": ("quadriga.cli.verl", "run a command line of verl, or translate it"),
+    "verl": ("quadriga_verl.cli", "run a command line of verl, or translate it"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),
     "doctor": (
         "quadriga.cli.doctor",

@@ -219,7 +219,7 @@ def _check_hooks(cls: type, where: str) -> None:
     # A hook that is never called would change nothing, in silence.
     overridden_hooks: set[str] = set()
     for base in cls.__mro__:
-        if base.__module__.startswith("quadriga.compat."):
+        if base.__module__.startswith("quadriga_verl."):
             return  # verl's class as the compatibility layer offers it: it calls them
         if not base.__module__.startswith("quadriga."):
             overridden_hooks |= _VERL_HOOKS & vars(base).keys()

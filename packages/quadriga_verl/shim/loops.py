@@ -22,9 +22,6 @@ from uuid import uuid4
 from omegaconf import OmegaConf
 from pydantic import Field
 
-from quadriga.compat.verl import is_before
-from quadriga.compat.verl.data import RLHFDataset
-from quadriga.compat.verl.tools import Instance, Open, ToolResponse, simple_timer, tool_of
 from quadriga.errors import RolloutError
 from quadriga.rewards.outcome import read_outcome
 from quadriga.rollout.agent_loop.conversation import (
@@ -38,6 +35,9 @@ from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
 from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox
 from quadriga.user_file import taken
+from quadriga_verl.shim import is_before
+from quadriga_verl.shim.data import RLHFDataset
+from quadriga_verl.shim.tools import Instance, Open, ToolResponse, simple_timer, tool_of
 
 LoopClass = TypeVar("LoopClass", bound=type)
 ParserClass = TypeVar("ParserClass", bound="type[ToolParser]")

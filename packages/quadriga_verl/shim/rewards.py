@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from quadriga.background import EventLoopThread
-from quadriga.compat.verl.scores import default_compute_score
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
 from quadriga.rewards.managers.naive import punishment_of
@@ -32,6 +31,7 @@ from quadriga.rewards.registry import register as _register
 from quadriga.rewards.samples import Samples, collect, read_samples
 from quadriga.rewards.scoring import ITEM_ARGUMENTS, ScoreFunction
 from quadriga.user_file import taken
+from quadriga_verl.shim.scores import default_compute_score
 
 RawRewardFn = Callable[..., Any]
 

@@ -15,8 +15,8 @@ from quadriga.config.loader import read_settings
 from quadriga.config.root import spelled
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
-from quadriga.verl import meaning, programs
-from quadriga.verl.hydra import (
+from quadriga_verl.commands import meaning, programs
+from quadriga_verl.commands.hydra import (
     MISSING,
     VERSIONS,
     Tree,
@@ -26,8 +26,15 @@ from quadriga.verl.hydra import (
     plain,
     read_config,
 )
-from quadriga.verl.meaning import FINISH, has_critic
-from quadriga.verl.programs import CONFIG_FILES, MEGATRON_ENGINES, TREES, Entry, is_number, merger
+from quadriga_verl.commands.meaning import FINISH, has_critic
+from quadriga_verl.commands.programs import (
+    CONFIG_FILES,
+    MEGATRON_ENGINES,
+    TREES,
+    Entry,
+    is_number,
+    merger,
+)
 
 SECTIONS = {
     "<engine>": r"(actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic(?:\.model)?|reward_model(?:\.model)?)",

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
-from quadriga.compat.verl.rewards import GivenManager
 from quadriga.config import Config, training_findings
 from quadriga.errors import ConfigError
 from quadriga.observe import tracking
@@ -26,6 +25,7 @@ from quadriga.trainer import launch, ray_trainer
 from quadriga.trainer.balance import order_for_ranks
 from quadriga.trainer.build import Parts, build_run
 from quadriga.trainer.roles import Needs, Role
+from quadriga_verl.shim.rewards import GivenManager
 
 _PROMPTS = ("input_ids", "attention_mask", "position_ids")
 _STAY = ("data_source", "reward_model", "extra_info", "uid")

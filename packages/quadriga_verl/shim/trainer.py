@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quadriga.algorithms import kl
-from quadriga.compat.verl.algorithms import get_adv_estimator_fn
 from quadriga.protocol import DataProto
 from quadriga.single_controller.dispatch import collect_rows, split_rows
 from quadriga.trainer.metrics import data_metrics, performance_metrics
 from quadriga.user_file import import_file, taken
+from quadriga_verl.shim.algorithms import get_adv_estimator_fn
 
 dispatch_dp_compute_data_proto, collect_dp_compute_data_proto = (
     partial(split_rows, ""),

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quadriga.algorithms import core_algos, masked
+from quadriga.algorithms import masked
 from quadriga.algorithms.aggregate import agg_loss as _agg_loss
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Registry
-from quadriga.compat.verl import is_before
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.user_file import taken
+from quadriga_verl.shim import core_algos, is_before
 
 _LOSS_FIELDS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 _ALWAYS = ("token_level_rewards", "response_mask", "index")

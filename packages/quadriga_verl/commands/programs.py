@@ -17,7 +17,7 @@ from quadriga.config.rollout import SPANNING
 from quadriga.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
-    from quadriga.verl.translate import Line
+    from quadriga_verl.commands.translate import Line
 
 MEGATRON_ENGINES = frozenset({"megatron"})
 OWN_ENGINES = frozenset({"fsdp", "fsdp2"}) | MEGATRON_ENGINES

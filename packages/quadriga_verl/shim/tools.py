@@ -18,7 +18,6 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quadriga.compat.verl import scores
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.code.containment import Limits
@@ -26,6 +25,7 @@ from quadriga.rewards.code.run import Case, run_cases, run_remotely
 from quadriga.rollout.agent_loop.interactions import Interaction, Reply
 from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, WithImages, class_tools, validator_of
 from quadriga.user_file import taken
+from quadriga_verl.shim import scores
 
 
 class Open(BaseModel):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from quadriga.config.root import spelled
 from quadriga.config.trainer import Tracker
-from quadriga.verl import programs
-from quadriga.verl.hydra import VERSIONS
-from quadriga.verl.programs import is_number
+from quadriga_verl.commands import programs
+from quadriga_verl.commands.hydra import VERSIONS
+from quadriga_verl.commands.programs import is_number
 
 if TYPE_CHECKING:
-    from quadriga.verl.translate import Line
+    from quadriga_verl.commands.translate import Line
 
 ACTOR, ROLLOUT, REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward_model"
 ESTIMATORS = frozenset((
