@@ -19,6 +19,8 @@ from quadriga.observe.watchdog import waiting
 
 PACKAGE, FILE = "pkg://", "file://"
 EXTERNAL = "actor_rollout_ref.model.external_lib"
+OTHER_CONTRACT = "Code that is written for verl runs with QUADRIGA_VERL=1."
+"""Advice for an error about a function or class that has the parameters or results of verl's."""
 _OURS = (__file__, contextlib.__file__, importlib.__file__)
 
 _digests: dict[
