@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door for verl's command lines: they are translated into the configuration here, or answered in a sentence.
+"""Translation of verl's command lines into configurations of this framework.
 
-    words, `--config-name`        `hydra.py`      Hydra's words and verl's defaults of a version (`defaults.tsv`)
-        -> verl's whole tree      `translate.py`  each leaf by the first row of `rules.tsv` that fits it
-        -> our keys, notices,     `meaning.py`    functions of values, named in `rules.tsv`
-           refusals               `programs.py`   the programs (`programs.tsv`)
+    shell.py        the command lines of a shell script, without running it
+    hydra.py        Hydra's words, YAML files and references; verl's defaults (defaults.tsv)
+    entries.py      verl's programs (programs.tsv)
+    translate.py    the steps of a translation
+    line.py         the state of a translation, and what becomes of a key
+    rules.py        the rows of rules.tsv: which key becomes what
+    meaning.py      functions of values that rows name, for the RL trainers
+    programs.py     the same, for single programs and features
 
-The head of `rules.tsv` explains its columns. To add a function, write `def name(line: Line, key: str, value: Any)` into
-meaning.py: it calls `line.set`, `line.note` and `line.refuse`, and reads other keys with `line.get`. To add a program,
-add a row to programs.tsv; defaults that its recipe changes are rows of defaults.tsv under a tree of the program's name.
+To translate one more key, add a row to rules.tsv, whose head explains the columns. If its value
+needs thought, write a function under `@rule_function` in meaning.py. To add a program, add a row to
+programs.tsv; defaults that differ from those of its tree are rows of defaults.tsv under its name.
 """

@@ -1,323 +1,454 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of a shell script, with their words filled in; nothing is run.
+"""The commands of a shell script with their variables filled in. Nothing is run.
 
-What scripts that start a training are made of is read: variables and their defaults (`${X:-y}`), arrays, arithmetic,
-quotes, lines that go on, `if [ a = b ]`, `export`, `$(pwd)`, `$(basename x)`, `$(date +x)`. Variables that the script
-does not set come from the environment. A value that is not known keeps the reason, which is told where a command needs
-it: so loops, functions and other programs stand in nobody's way.
+    text ──_statements──> statements ──_Shell.read, one by one──> commands with their words
+
+It reads what scripts that start a training are made of: variables and their defaults (`${X:-y}`),
+arrays, arithmetic, quotes, continued lines, `if [ a = b ]`, `export`, `$(pwd)`, `$(basename x)` and
+`$(date +x)`. Variables that the script does not set come from the environment. A value that cannot
+be determined carries the reason, which is reported only if a command needs the value. So loops,
+functions and other programs do not prevent a script from being read.
 """
 
 import ast
 import operator
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quadriga.errors import ConfigError
 
-_NAME = r"[A-Za-z_]\w*"
-_ASSIGNED = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
-_PARAMETER = re.compile(rf"({_NAME}|[@*0-9])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
-_SEPARATOR = re.compile(r"&&|\|\||;;|[\n;&|()]")
-_REDIRECTION = re.compile(r"&>>?|\d*(?:<<<|<<-?|>>|>\||[<>])(?:&[\d-]+)?")
 LAUNCHERS = ("torchrun", "python", "python3")
-_LAUNCHER = {"nnodes": "trainer.nnodes", "nproc_per_node": "trainer.n_gpus_per_node"}
-_GAP, _KEPT = (
-    "\0",
-    "\1",
-)  # between words that one word becomes; before one that stays though it is empty
+_PROCESS_OPTIONS = {"nnodes": "trainer.nnodes", "nproc_per_node": "trainer.n_gpus_per_node"}
+
+_NAME = r"[A-Za-z_]\w*"
+_ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
+_ARRAY_ASSIGNMENT = re.compile(rf"{_NAME}\+?=")
+_PARAMETER = re.compile(rf"({_NAME}|[@*0-9])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_PLAIN_PARAMETER = re.compile(rf"{_NAME}|[@*0-9#?]")
+_BLANK = re.compile(r"(?:[ \t\r]|\\\n|(?<![^\s;(])#.*)+")
+_SEPARATOR = re.compile(r"&&|\|\||;;|[\n;&|()]")
+_REDIRECTION = re.compile(r"(&>>?|\d*(?:<<<|<<-?|>>|>\||[<>])(?:&[\d-]+)?)[ \t]*")
+
+# Characters that no script contains mark places in a value:
+_GAP = "\0"  # between the words that one word of the script becomes
+_KEPT = "\1"  # before a word that stays although it is empty
+
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
-}  # fmt: skip
-_COMPARED: dict[str, Callable[[Any, Any], bool]] = {
-    "=": operator.eq, "==": operator.eq, "!=": operator.ne, "-eq": operator.eq, "-ne": operator.ne,
-    "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
-}  # fmt: skip
+}
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
 
 
 class _Unknown(Exception):  # noqa: N818
-    """Why the value of a word is not known."""
+    """The value of a word cannot be determined; the message says why."""
 
 
 @dataclass
 class Command:
-    """One command of a script: its line, its words, and why some of them, or whether it is run, is not known."""
+    """A command of a script.
+
+    Attributes:
+        line: line in which it begins.
+        words: its words, without those that cannot be determined.
+        problems: why words cannot be determined, or whether the command is run.
+    """
 
     line: int
     words: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
+def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
+    """Read the commands that a shell would run. Conditions are decided if that is possible.
+
+    Args:
+        text: the script.
+        environment: values of variables that the script does not set.
+
+    Raises:
+        ConfigError: a quote or a bracket is not closed.
+    """
+    shell = _Shell(environment)
+    read_commands = map(shell.read, _statements(text))
+    return [command for command in read_commands if command is not None]
+
+
+# ---- splitting a script -------------------------------------------------------------------------
+
+
+@dataclass
+class _Array:
+    """An assignment of an array: `NAME=` or `NAME+=`, and its elements."""
+
+    prefix: str
+    elements: list[Any]
+
+
 @dataclass
 class _Statement:
-    """A command as it is written, behind the sign `before`; an array that is assigned is a pair."""
+    """A command as it is written.
+
+    Attributes:
+        before: the separator before it.
+        line: line in which it begins.
+        words: its words, as text or `_Array`.
+    """
 
     before: str = "\n"
     line: int = 0
     words: list[Any] = field(default_factory=list)
 
 
-def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
-    """The commands of a script that a shell would run, with conditions decided as far as they can be.
-    Raises ConfigError: a quote or a bracket does not end."""
-    shell = _Shell(environment)
-    return [
-        found for statement in _statements(text) if (found := shell.read(statement)) is not None
-    ]
-
-
-def _end(text: str, at: int) -> int:
-    """Where the piece of a word that begins at `at` ends: a quoted part, an expansion, or one character."""
-    sign = text[at]
-    close = {'"': '"', "${": "}", "$(": ")"}.get(sign if sign == '"' else text[at : at + 2])
-    if close is None:
-        return text.index(sign, at + 1) + 1 if sign in "'`" else at + (2 if sign == "\\" else 1)
-    at, depth = at + (1 if sign == '"' else 2), 1
+def _piece_end(text: str, start: int) -> int:
+    """Position after a piece of a word: a quoted part, an expansion, or one character."""
+    sign = text[start]
+    if sign in "'`":
+        return text.index(sign, start + 1) + 1
+    opening = sign if sign == '"' else text[start : start + 2]
+    closing = {'"': '"', "${": "}", "$(": ")"}.get(opening)
+    if closing is None:
+        return start + (2 if sign == "\\" else 1)
+    position = start + len(opening)
+    depth = 1
     while depth:
-        if text[at] == close or (close == ")" and text[at] == "("):
-            depth += -1 if text[at] == close else 1
-            at += 1
+        if text[position] == closing:
+            depth -= 1
+            position += 1
+        elif closing == ")" and text[position] == "(":
+            depth += 1
+            position += 1
+        elif closing == '"' and text[position] == "'":
+            # Between double quotes, a single one is an ordinary character.
+            position += 1
         else:
-            at = at + 1 if close == '"' and text[at] == "'" else _end(text, at)
-    return at
+            position = _piece_end(text, position)
+    return position
 
 
-def _word_end(text: str, at: int) -> int:
-    start = at
+def _word_end(text: str, start: int) -> int:
+    position = start
     try:
-        while at < len(text) and text[at] not in " \t\r\n;&|<>()":
-            at = _end(text, at)
+        while position < len(text) and text[position] not in " \t\r\n;&|<>()":
+            position = _piece_end(text, position)
     except (IndexError, ValueError) as error:
-        line = text.count("\n", 0, start) + 1
-        raise ConfigError(
-            f"line {line}", got="a quote or bracket without its end", expected="both"
-        ) from error
-    return at
+        where = f"line {text.count(chr(10), 0, start) + 1}"
+        got = "a quote or bracket without its end"
+        raise ConfigError(where, got=got, expected="both") from error
+    return position
 
 
 def _statements(text: str) -> Iterator[_Statement]:
-    at, statement, here = 0, _Statement(), ""
-    while at < len(text):
-        if blank := re.compile(r"(?:[ \t\r]|\\\n|(?<![^\s;(])#.*)+").match(text, at):
-            at = blank.end()
-        elif found := _REDIRECTION.match(text, at):
-            at = re.compile(r"[ \t]*").match(text, found.end()).end()  # type: ignore[union-attr]
-            start, at = at, at if "&" in found[0][1:] else _word_end(text, at)
-            here = (
-                text[start:at].strip("'\"") if "<<" in found[0] and "<<<" not in found[0] else here
-            )
-        elif found := _SEPARATOR.match(text, at):
+    """Split a script into statements. Redirections and the text of here-documents are left out."""
+    statement = _Statement()
+    here_end = ""  # the line that ends a here-document, once its operator was read
+    position = 0
+    while position < len(text):
+        blank = _BLANK.match(text, position)
+        redirection = _REDIRECTION.match(text, position)
+        separator = _SEPARATOR.match(text, position)
+        if blank:
+            position = blank.end()
+        elif redirection:
+            start = position = redirection.end()
+            # `2>&1` has no file behind it.
+            if "&" not in redirection[1][1:]:
+                position = _word_end(text, start)
+            if "<<" in redirection[1] and "<<<" not in redirection[1]:
+                here_end = text[start:position].strip("'\"")
+        elif separator:
             if statement.words:
                 yield statement
-            statement, at = _Statement(found[0]), found.end()
-            if here and found[0] == "\n":
-                last = re.compile(rf"^\t*{re.escape(here)}$", re.MULTILINE).search(text, at)
-                at, here = last.end() if last else len(text), ""
+            statement = _Statement(separator[0])
+            position = separator.end()
+            if here_end and separator[0] == "\n":
+                last_line = re.compile(rf"^\t*{re.escape(here_end)}$", re.MULTILINE)
+                match = last_line.search(text, position)
+                position = match.end() if match else len(text)
+                here_end = ""
         else:
-            statement.line = statement.line or text.count("\n", 0, at) + 1
-            start, at = at, _word_end(text, at)
-            word: Any = text[start:at]
-            if text[at : at + 1] == "(" and re.fullmatch(rf"{_NAME}\+?=", word):
-                closed = _end(f"${text[at:]}", 0) - 1 + at
-                word = (
-                    word,
-                    [one for part in _statements(text[at + 1 : closed - 1]) for one in part.words],
-                )
-                at = closed
+            if not statement.line:
+                statement.line = text.count("\n", 0, position) + 1
+            word, position = _read_word(text, position)
             statement.words.append(word)
     if statement.words:
         yield statement
 
 
+def _read_word(text: str, start: int) -> tuple[Any, int]:
+    """Read a word, or the assignment of an array; returns it and the position after it."""
+    end = _word_end(text, start)
+    word = text[start:end]
+    if text[end : end + 1] != "(" or not _ARRAY_ASSIGNMENT.fullmatch(word):
+        return word, end
+    # The brackets of an array nest as those of `$(...)` do.
+    closed = _piece_end(f"${text[end:]}", 0) - 1 + end
+    elements = []
+    for part in _statements(text[end + 1 : closed - 1]):
+        elements += part.words
+    return _Array(word, elements), closed
+
+
+# ---- following a script -------------------------------------------------------------------------
+
+
+@dataclass
+class _Block:
+    """An open block, such as `if` or `for`. None: not known.
+
+    Attributes:
+        is_run: whether the commands that follow are run.
+        is_done: whether this or an earlier branch is run, so that no later one is.
+    """
+
+    is_run: bool | None
+    is_done: bool | None
+
+
 class _Shell:
-    """Variables and conditions, statement after statement. A condition is true, false, or None: not decided."""
+    """Variables, open blocks and exit status after each statement of a script."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self.variables: dict[str, str | _Unknown] = dict(environment)
-        self.blocks: list[tuple[bool | None, bool | None]] = []
-        """Of each open block: whether what is read now is run, and whether a branch before it or it was."""
-        self.status: bool | None = True
-        self.line, self.ended, self.is_condition = 0, "", False
+        self._variables: dict[str, str | _Unknown] = dict(environment)
+        self._blocks: list[_Block] = []
+        self._status: bool | None = True  # of the last command; None: not known
+        self._line = 0
+        self._end = ""  # why no later command is run, once the script has ended
+        self._is_condition = False  # whether a condition is read, before `then`
 
     def read(self, statement: _Statement) -> Command | None:
-        """The command that a statement is, once what it changes is noted; None: it is none, or is not run."""
-        self.line, words = statement.line, list(statement.words)
-        if not self._within_blocks(words):
+        """Follow a statement; returns the command that it runs, if it may run one."""
+        self._line = statement.line
+        words = list(statement.words)
+        if not self._read_keywords(words) or not words:
             return None
-        runs = _all(state for state, _ in self.blocks)
-        if statement.before in ("&&", "||"):
-            negated = None if self.status is None else not self.status
-            runs = _all((runs, self.status if statement.before == "&&" else negated))
-        if runs is False or not words:
+        is_run = _all(block.is_run for block in self._blocks)
+        if statement.before == "&&":
+            is_run = _all((is_run, self._status))
+        elif statement.before == "||":
+            is_run = _all((is_run, _negated(self._status)))
+        if is_run is False:
             return None
+
         declares = words[0] in ("export", "local", "declare", "readonly", "typeset")
-        while words and (declares or self._is_assignment(words[0])):
-            if self._is_assignment(words[0]):
-                self._assign(words[0], runs)
+        while words and (declares or _is_assignment(words[0])):
+            if _is_assignment(words[0]):
+                self._assign(words[0], is_run)
             del words[0]
         if not words:
             return None
         if words[0] in ("[", "[[", "test"):
-            self.status = self._test(words)
+            self._status = self._test(words)
             return None
-        self.status = True
-        if words[0] in ("exit", "return") and runs:
-            self.ended = self.ended or f"the script ends in line {self.line}, before this command"
-        command = Command(self.line)
+        self._status = True
+        if words[0] in ("exit", "return") and is_run and not self._end:
+            self._end = f"the script ends in line {self._line}, before this command"
+        return self._command(words, is_run)
+
+    def _command(self, words: list[Any], is_run: bool | None) -> Command:
+        command = Command(self._line)
         for word in words:
             try:
-                command.words += self.fields(word)
+                command.words += self._fields(word)
             except _Unknown as unknown:
                 command.problems.append(str(unknown))
-        if runs is None:
+        if is_run is None:
             command.problems.append(
                 "it is in a loop, a function or under a condition that is not decided here"
             )
-        command.problems += [self.ended] * bool(self.ended)
+        if self._end:
+            command.problems.append(self._end)
         return command
 
-    def _within_blocks(self, words: list[Any]) -> bool:
-        """Takes the words of blocks from the front; whether a command may be left."""
+    def _read_keywords(self, words: list[Any]) -> bool:
+        """Remove keywords of blocks from the front; returns whether a command may remain."""
         while words and isinstance(words[0], str):
-            first, blocks = words[0], self.blocks
-            if first in ("if", "elif"):
-                test, taken = (
-                    self._test(words[1:]),
-                    blocks.pop()[1] if first == "elif" and blocks else False,
-                )
-                state = _all((test, None if taken is None else not taken))
-                blocks.append(
-                    (state, True if taken or test else None if None in (taken, test) else False)
-                )
-                self.is_condition = True
+            keyword = words[0]
+            if keyword in ("if", "elif"):
+                self._open_branch(keyword, words[1:])
                 return False
-            if first == "else" and blocks:
-                taken = blocks.pop()[1]
-                blocks.append((None if taken is None else not taken, True))
-            elif first in ("for", "while", "until", "case", "select", "{", "function"):
-                blocks.append((None, None))
+            if keyword == "else" and self._blocks:
+                is_done = self._blocks.pop().is_done
+                self._blocks.append(_Block(_negated(is_done), True))
+            elif keyword in ("for", "while", "until", "case", "select", "{", "function"):
+                self._blocks.append(_Block(None, None))
                 return False
-            elif first in ("fi", "done", "esac", "}"):
-                del blocks[-1:]
+            elif keyword in ("fi", "done", "esac", "}"):
+                del self._blocks[-1:]
                 return False
-            elif first == "then":
-                self.is_condition = False
-            elif first not in ("do", "!", "nohup", "exec", "time", "sudo"):
+            elif keyword == "then":
+                self._is_condition = False
+            elif keyword not in ("do", "!", "nohup", "exec", "time", "sudo"):
                 break
             del words[0]
-        if self.is_condition and words:
-            # A condition of several commands.
-            self.blocks[-1:] = [(None, None)]
+        if self._is_condition and words:
+            # A condition of several commands is not decided.
+            self._blocks[-1:] = [_Block(None, None)]
             return False
         return True
 
+    def _open_branch(self, keyword: str, condition: list[Any]) -> None:
+        """Begin a branch of `if`, given the words of its condition."""
+        result = self._test(condition)
+        is_done: bool | None = False
+        if keyword == "elif" and self._blocks:
+            is_done = self._blocks.pop().is_done
+        is_run = _all((result, _negated(is_done)))
+        # Done if either is true; unknown if either is unknown.
+        is_done = _negated(_all((_negated(is_done), _negated(result))))
+        self._blocks.append(_Block(is_run, is_done))
+        self._is_condition = True
+
     def _test(self, words: list[Any]) -> bool | None:
+        """Result of a condition between brackets; None if it is not decided."""
         try:
-            operands = [
-                self.text(word) for word in words if word not in ("[", "]", "[[", "]]", "test", ";")
-            ]
+            operands = []
+            for word in words:
+                if word not in ("[", "]", "[[", "]]", "test", ";"):
+                    operands.append(self._text(word))
             match operands:
-                case [one, sign, other] if sign in _COMPARED and not (
-                    "[[" in words and set(other) & set("*?[")
-                ):
-                    is_number = sign.startswith("-")
-                    return _COMPARED[sign](*map(int, (one, other)) if is_number else (one, other))
-                case ["-z" | "-n" as sign, one]:
-                    return (one == "") == (sign == "-z")
+                case [first, sign, second] if sign in _COMPARISONS:
+                    is_pattern = "[[" in words and not set(second).isdisjoint("*?[")
+                    if is_pattern:
+                        return None
+                    if sign.startswith("-"):
+                        return _COMPARISONS[sign](int(first), int(second))
+                    return _COMPARISONS[sign](first, second)
+                case ["-z", operand]:
+                    return operand == ""
+                case ["-n", operand]:
+                    return operand != ""
         except (_Unknown, ValueError):
             return None
         return None
 
-    @staticmethod
-    def _is_assignment(word: Any) -> bool:
-        return isinstance(word, tuple) or _ASSIGNED.fullmatch(word) is not None
-
-    def _assign(self, word: Any, runs: bool | None) -> None:
-        prefix, elements = word if isinstance(word, tuple) else (word, None)
-        name, more, text = _ASSIGNED.fullmatch(prefix).groups()  # type: ignore[union-attr]
+    def _assign(self, word: str | _Array, is_run: bool | None) -> None:
+        prefix = word.prefix if isinstance(word, _Array) else word
+        name, appends, text = _ASSIGNMENT.fullmatch(prefix).groups()  # type: ignore[union-attr]
         try:
-            if runs is None:
+            if is_run is None:
                 raise _Unknown(
-                    f"{name} is set in line {self.line}, under a condition that is not decided here"
+                    f"{name} is set in line {self._line}, under a condition that is not decided here"
                 )
-            listed = [_KEPT + one for raw in elements or () for one in self.fields(raw)]
-            value = self.text(text) if elements is None else _GAP.join(listed)
-            self.variables[name] = (
-                self._value(name) + ("" if elements is None else _GAP) + value if more else value
-            )
+            if isinstance(word, _Array):
+                fields = [part for element in word.elements for part in self._fields(element)]
+                value = _GAP.join(_KEPT + part for part in fields)
+                gap = _GAP
+            else:
+                value = self._text(text)
+                gap = ""
+            self._variables[name] = self._value(name) + gap + value if appends else value
         except _Unknown as unknown:
-            self.variables[name] = unknown
+            self._variables[name] = unknown
+
+    # ---- values of words ----
 
     def _value(self, name: str) -> str:
-        value = "" if name in "@*" else self.variables.get(name)
+        """Value of a variable; the arguments of a script are empty."""
+        value = "" if name in "@*" else self._variables.get(name)
         if value is None:
-            value = _Unknown(f"{name} is not set (line {self.line})")
+            raise _Unknown(f"{name} is not set (line {self._line})")
         if isinstance(value, _Unknown):
             raise value
         return value
 
-    def text(self, raw: str) -> str:
-        """A word as one text, as in an assignment."""
-        return " ".join(self._filled(raw).split(_GAP)).replace(_KEPT, "")
+    def _text(self, raw: str) -> str:
+        """Value of a word as one text, as in an assignment."""
+        return self._expand(raw).replace(_GAP, " ").replace(_KEPT, "")
 
-    def fields(self, raw: str) -> list[str]:
-        """The words that one word of the script becomes."""
-        return [
-            part.replace(_KEPT, "") for part in self._filled(raw, splits=True).split(_GAP) if part
-        ]
+    def _fields(self, raw: str) -> list[str]:
+        """The words that a word of the script becomes."""
+        parts = self._expand(raw, splits=True).split(_GAP)
+        return [part.replace(_KEPT, "") for part in parts if part]
 
-    def _filled(self, raw: str, *, quoted: bool = False, splits: bool = False) -> str:
-        """A word with what stands for its parts; with `splits` a `_GAP` for blanks that part words."""
-        found, at = [], 0
-        while at < len(raw):
-            start, at = at, _end(raw, at)
-            piece, is_value = raw[start:at], True
-            if piece == "$" and (name := re.compile(rf"{_NAME}|[@*0-9#?]").match(raw, at)):
-                at, value = name.end(), self._parameter(name[0])
+    def _expand(self, raw: str, *, is_quoted: bool = False, splits: bool = False) -> str:
+        """Expand the pieces of a word.
+
+        Args:
+            raw: the word as it is written.
+            is_quoted: whether it stands between double quotes.
+            splits: whether blanks in expanded values separate words.
+        """
+        values = []
+        position = 0
+        while position < len(raw):
+            start = position
+            position = _piece_end(raw, start)
+            piece = raw[start:position]
+            name = _PLAIN_PARAMETER.match(raw, position) if piece == "$" else None
+            if name is not None:
+                position = name.end()
+                value = self._parameter(name[0])
             elif piece.startswith("$(("):
                 value = self._arithmetic(piece[3:-2])
-            elif piece.startswith(("$(", "`")):
-                value = self._output(piece[2:-1] if piece[0] == "$" else piece[1:-1])
+            elif piece.startswith("$("):
+                value = self._output(piece[2:-1])
+            elif piece.startswith("`"):
+                value = self._output(piece[1:-1])
             elif piece.startswith("${"):
                 value = self._parameter(piece[2:-1])
-            elif piece[0] == "\\":
-                value, is_value = (
-                    piece if quoted and piece[1:] not in '$`"\\\n' else piece[1:].strip("\n"),
-                    False,
-                )
-            elif piece[0] in "'\"" and not quoted and len(piece) > 1:
-                value = piece[1:-1] if piece[0] == "'" else self._filled(piece[1:-1], quoted=True)
-                value, is_value = _KEPT + value, False
             else:
-                value, is_value = piece, False
-            found.append(re.sub(r"\s+", _GAP, value) if is_value and splits else value)
-        return "".join(found)
+                values.append(self._literal(piece, is_quoted))
+                continue
+            values.append(re.sub(r"\s+", _GAP, value) if splits else value)
+        return "".join(values)
+
+    def _literal(self, piece: str, is_quoted: bool) -> str:
+        """Value of a piece that is no expansion: a quoted part, or a character."""
+        if piece.startswith("\\"):
+            is_escape = not is_quoted or piece[1:] in '$`"\\\n'
+            return piece[1:].strip("\n") if is_escape else piece
+        if is_quoted or len(piece) == 1:
+            return piece
+        if piece.startswith("'"):
+            return _KEPT + piece[1:-1]
+        return _KEPT + self._expand(piece[1:-1], is_quoted=True)
 
     def _parameter(self, inner: str) -> str:
-        """What `${inner}` stands for; a list has a `_GAP` between its elements."""
+        """Value of `${inner}`; the elements of an array have a `_GAP` between them."""
         match = _PARAMETER.fullmatch(inner)
         if match is None:
-            raise _Unknown(f"${{{inner}}} is more than is read here (line {self.line})")
-        name, every, sign, word = match.groups()
-        sign, value = sign or "", self.variables.get(name)
-        is_missing = value is None or (sign[:1] == ":" and value == "")
-        if sign[-1:] == "+":
-            return "" if is_missing else self.text(word)
-        if is_missing and sign[-1:] in ("-", "="):
-            value = self.text(word)
-            if sign[-1] == "=":
-                self.variables[name] = value
-            return value
-        if is_missing and sign[-1:] == "?":
-            raise _Unknown(f"{name} is not set (line {self.line})")
-        value = self._value(name)
-        return value if every or name in "@*" else value.partition(_GAP)[0]
+            raise _Unknown(f"${{{inner}}} is more than is read here (line {self._line})")
+        name, all_elements, modifier, word = match.groups()
+        value = self._variables.get(name)
+        is_missing = value is None
+        action = ""
+        if modifier:
+            action = modifier[-1]
+            # With a colon, an empty value counts as missing.
+            is_missing = is_missing or (modifier[0] == ":" and value == "")
+        if action == "+":
+            return "" if is_missing else self._text(word)
+        if is_missing and action in ("-", "="):
+            text = self._text(word)
+            if action == "=":
+                self._variables[name] = text
+            return text
+        if is_missing and action == "?":
+            raise _Unknown(f"{name} is not set (line {self._line})")
+        elements = self._value(name)
+        return elements if all_elements or name in "@*" else elements.partition(_GAP)[0]
 
     def _arithmetic(self, inner: str) -> str:
+        """Value of `$((inner))`, of integers and a few operators."""
+
         def number(node: ast.expr) -> int:
             match node:
                 case ast.Constant(int() as value):
@@ -326,20 +457,20 @@ class _Shell:
                     return _OPERATORS[type(sign)](number(left), number(right))
             raise SyntaxError
 
-        filled = re.sub(rf"(?<!\$)(?<!\{{)\b{_NAME}\b", lambda found: f"${{{found[0]}}}", inner)
+        # A variable needs no `$` there.
+        filled = re.sub(rf"(?<!\$)(?<!\{{)\b{_NAME}\b", r"${\g<0>}", inner)
         try:
-            return str(number(ast.parse(self.text(filled).strip(), mode="eval").body))
+            return str(number(ast.parse(self._text(filled).strip(), mode="eval").body))
         except (SyntaxError, ZeroDivisionError) as error:
-            raise _Unknown(f"$(({inner})) is more than is read here (line {self.line})") from error
+            text = f"$(({inner})) is more than is read here (line {self._line})"
+            raise _Unknown(text) from error
 
     def _output(self, inner: str) -> str:
-        """What a command would print, of the few that scripts make names with."""
-        words = [
-            one
-            for statement in _statements(inner)
-            for raw in statement.words
-            for one in self.fields(raw)
-        ]
+        """Output of a command, for the few by which scripts make names."""
+        words = []
+        for statement in _statements(inner):
+            for raw in statement.words:
+                words += self._fields(raw)
         match words:
             case ["pwd"]:
                 return str(Path.cwd())
@@ -347,24 +478,46 @@ class _Shell:
                 return Path(path).name
             case ["date", form] if form.startswith("+"):
                 return time.strftime(form[1:])
-        raise _Unknown(f"$({inner}) is not run here (line {self.line})")
+        raise _Unknown(f"$({inner}) is not run here (line {self._line})")
 
 
-def _all(states: Any) -> bool | None:
-    """Whether all are true; None where that is not decided."""
-    found = list(states)
-    return False if False in found else None if None in found else True
+def _is_assignment(word: str | _Array) -> bool:
+    return isinstance(word, _Array) or _ASSIGNMENT.fullmatch(word) is not None
+
+
+def _negated(state: bool | None) -> bool | None:
+    return None if state is None else not state
+
+
+def _all(states: Iterable[bool | None]) -> bool | None:
+    """Whether all states are true; None if that is not known."""
+    listed = list(states)
+    if False in listed:
+        return False
+    return None if None in listed else True
+
+
+# ---- launchers ----------------------------------------------------------------------------------
 
 
 def launched(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The program that a command line starts, as a module or a script, and its words; None: it starts none.
-    The processes that torchrun is asked for go before the words, as `trainer.nnodes` and `trainer.n_gpus_per_node`."""
+    """Find the program that a command line starts.
+
+    Args:
+        words: the command line, such as `torchrun --nproc_per_node 8 -m MODULE key=value`.
+
+    Returns:
+        The program, as a module or a script, and its arguments. The processes that torchrun starts
+        precede these, as `trainer.nnodes` and `trainer.n_gpus_per_node`. None: no program.
+    """
     sizes: list[str] = []
     for number, word in enumerate(words):
-        name, _, value = word.partition("=")
+        option, _, value = word.partition("=")
         following = words[number + 1] if number + 1 < len(words) else ""
-        if name.lstrip("-").replace("-", "_") in _LAUNCHER and (value or following).isdigit():
-            sizes.append(f"{_LAUNCHER[name.lstrip('-').replace('-', '_')]}={value or following}")
+        option = option.lstrip("-").replace("-", "_")
+        size = value or following
+        if option in _PROCESS_OPTIONS and size.isdigit():
+            sizes.append(f"{_PROCESS_OPTIONS[option]}={size}")
         elif word == "-m" and not following.startswith("torch.distributed"):
             return following, [*sizes, *words[number + 2 :]]
         elif word.endswith(".py") and not word.startswith("-"):
