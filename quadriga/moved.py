@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
-    "quadriga.algorithms.core_algos": "quadriga_verl.shim.core_algos",
+    "quadriga.algorithms.core_algos": "quadriga_verl.core_algos",
     "quadriga.cli.verl": "quadriga_verl.cli",
     "quadriga.compat": "quadriga_verl",
     "quadriga.compat.verl": "quadriga_verl.shim",

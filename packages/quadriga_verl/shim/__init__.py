@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's import paths, for files that were written for verl: `QUADRIGA_VERL=1`, or `import quadriga.compat.verl` there.
+"""verl's modules for files that import them: `QUADRIGA_VERL=1`, or `import quadriga.compat.verl` there.
 
-    import verl.x.y ──> table.tsv ──> a name of ours, or an adapter of this package between verl's contract and ours
+    import verl.x.y ──> a row of table.tsv ──> a name of ours, or an adapter in this package
 
-`QUADRIGA_VERL=0.6.1` means a version: before 0.7 policy losses return four scalars, since then a scalar and metrics;
-before 0.6 `server_manager.generate` returns token ids alone.
-Modules are filled when a name is read: a grading process loads no torch for `verl.utils.reward_score`.
+Importing this package installs the import hook. `QUADRIGA_VERL=0.6.1` selects a version: before 0.7
+policy losses return four scalars, since then a scalar and metrics; before 0.6
+`server_manager.generate` returns token ids alone.
+
+Modules import a name when it is read, so a grading process loads no torch for
+`verl.utils.reward_score`. To offer one more name, add it to a row of table.tsv; if verl's arguments
+or results differ from ours, write an adapter in the module of its topic.
 """
 
 import os
@@ -22,10 +26,17 @@ from quadriga.errors import did_you_mean
 
 VARIABLE = "QUADRIGA_VERL"
 TABLE = Path(__file__).with_name("table.tsv")
+_WAS_REPORTED = "QUADRIGA_VERL_TOLD"
+"""Environment variable of processes that need not report an installed verl again."""
 
 
 def read_table() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """verl's modules, packages too: name -> `module:attribute` of ours; and what is missing: name -> what to use."""
+    """Read table.tsv.
+
+    Returns:
+        Names by module of verl, parent packages included: name -> `module:attribute` of ours; and
+        names that are missing here -> what to use.
+    """
     modules: dict[str, dict[str, str]] = {}
     missing: dict[str, str] = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines()[1:]:
@@ -47,18 +58,24 @@ MODULES, MISSING = read_table()
 
 def is_before(*version: int) -> bool:
     """Whether `QUADRIGA_VERL` names a version before this one."""
-    asked = os.environ.get(VARIABLE, "1").split(".")
-    return len(asked) > 1 and tuple(map(int, asked[: len(version)])) < version
+    numbers = os.environ.get(VARIABLE, "1").split(".")
+    is_version = len(numbers) > 1
+    return is_version and tuple(map(int, numbers[: len(version)])) < version
 
 
 def missing_name(name: str) -> ModuleNotFoundError:
-    """The error about a name of verl's, with dots, that is not covered: what to use."""
-    parts = name.split(".")
-    parent, _, own = name.rpartition(".")
-    modules = [one.rpartition(".") for one in MODULES]
-    beside = [*MODULES.get(parent, {}), *(last for above, _, last in modules if above == parent)]
-    above = (MISSING.get(".".join(parts[:end]), "") for end in range(len(parts) - 1, 1, -1))
-    advice = MISSING.get(name) or did_you_mean(own, beside) or next(filter(None, above), "")
+    """Error for a dotted name of verl that does not exist here, with what to use."""
+    parent, _, last = name.rpartition(".")
+    known_names = list(MODULES.get(parent, ()))
+    for module in MODULES:
+        module_parent, _, module_name = module.rpartition(".")
+        if module_parent == parent:
+            known_names.append(module_name)
+    advice = MISSING.get(name) or did_you_mean(last, known_names)
+    # Advice for a package holds for what is in it.
+    while not advice and parent.count("."):
+        advice = MISSING.get(parent, "")
+        parent = parent.rpartition(".")[0]
     advice = advice or "docs/from_verl.md says where all names are listed."
     return ModuleNotFoundError(
         f"{name}: quadriga has verl's contracts without this name ({VARIABLE}). {advice}"
@@ -66,28 +83,35 @@ def missing_name(name: str) -> ModuleNotFoundError:
 
 
 class _Module(ModuleType):
+    """A module of verl. A name is imported when it is read for the first time."""
+
     def __getattr__(self, name: str) -> Any:
+        full_name = f"{self.__name__}.{name}"
         place = MODULES[self.__name__].get(name)
         if place is not None:
             home, _, attribute = place.partition(":")
             value = getattr(import_module(home), attribute)
-        elif f"{self.__name__}.{name}" in MODULES:
-            value = import_module(f"{self.__name__}.{name}")
+        elif full_name in MODULES:
+            value = import_module(full_name)
         elif name.startswith("__"):
             raise AttributeError(name)
         else:
-            raise missing_name(f"{self.__name__}.{name}")
+            raise missing_name(full_name)
         setattr(self, name, value)
         return value
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds verl's modules in the table."""
+    """Import hook for the modules of the table."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
     ) -> ModuleSpec | None:
-        """A module of the table; None for what is not verl's, and a ModuleNotFoundError for what is missing."""
+        """Find a module of verl; None for modules of other packages.
+
+        Raises:
+            ModuleNotFoundError: the table does not have the module.
+        """
         if fullname.partition(".")[0] != "verl":
             return None
         if fullname not in MODULES:
@@ -95,25 +119,26 @@ class Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A module without names; they are looked up when they are read."""
+        """Create a module that imports its names when they are read."""
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """`from module import *` takes the names of the table."""
+        """Let `from module import *` take the names of the table."""
         module.__dict__["__all__"] = list(MODULES[module.__name__])
 
 
 def install() -> None:
-    """Have `import verl` find this; processes that are started from here inherit it. Once more does nothing."""
+    """Install the hook in this process and those that it starts; no effect if it is installed."""
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
     os.environ[VARIABLE] = os.environ.get(VARIABLE) or "1"
-    if PathFinder.find_spec("verl") is not None and "QUADRIGA_VERL_TOLD" not in os.environ:
-        os.environ["QUADRIGA_VERL_TOLD"] = "1"
-        asked = f"{VARIABLE}={os.environ[VARIABLE]}"
-        print(f"verl is installed; with {asked} `import verl` takes quadriga's names instead.")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
-        del sys.modules[name]
+    if PathFinder.find_spec("verl") is not None and _WAS_REPORTED not in os.environ:
+        os.environ[_WAS_REPORTED] = "1"
+        setting = f"{VARIABLE}={os.environ[VARIABLE]}"
+        print(f"verl is installed; with {setting} `import verl` takes quadriga's names instead.")
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "verl":
+            del sys.modules[name]
     sys.meta_path.insert(0, Finder())
 
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's contracts of estimators and policy losses, in both directions.
+"""verl's contracts of advantage estimators and policy losses, in both directions.
 
-    a user's estimator   (token_level_rewards, response_mask, index, config, **kwargs)  -> (advantages, returns)
-    a user's loss        (old_log_prob, ..., loss_agg_mode, config)                     -> (scalar, metrics ...)
+    a user's estimator   (token_level_rewards, response_mask, index, config, **kwargs)
+                             -> (advantages, returns)
+    a user's loss        (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)
+                             -> (scalar, metrics ...)
 
-Registered, each becomes a function of our contract; ours appear under verl's names with verl's arguments.
+A user's function that is registered becomes a function of our contract (`our_estimator`,
+`our_loss`). Ours appear under verl's names with verl's arguments (`verl_estimator`, `verl_loss`).
 
-Shapes: B sequences, T response positions.
+Shapes: B sequences, T response positions, V token ids.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from inspect import Parameter, signature
 from typing import Any
@@ -25,106 +28,134 @@ from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Registry
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.user_file import taken
-from quadriga_verl.shim import core_algos, is_before
+from quadriga_verl import core_algos
+from quadriga_verl.shim import is_before
 
 _LOSS_FIELDS = ("old_log_prob", "log_prob", "advantages", "response_mask")
-_ALWAYS = ("token_level_rewards", "response_mask", "index")
-"""What every estimator of verl's may take; other fields of the batch only where it has no default for them."""
-_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_USUAL_FIELDS = ("token_level_rewards", "response_mask", "index")
+"""Fields that each estimator of verl gets if it takes them. Others only if they have no default."""
+_METRICS_BEFORE_0_7 = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+"""Metrics that a loss returns as scalars, in this order."""
+
+
+# ---- functions of users, in our contract --------------------------------------------------------
 
 
 def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An estimator of verl's contract as one of ours: `index` is the column `uid`, `config` the section `algorithm`."""
-    parameters = signature(function).parameters.values()
-    names = [
-        one.name
-        for one in parameters
-        if one.kind not in _VARIADIC and one.default is Parameter.empty
-    ]
-    names += taken(function, dict.fromkeys(_ALWAYS))
-    names = [name for name in dict.fromkeys(names) if name != "config"]
+    """Adapt an estimator of verl's contract to ours.
+
+    `index` becomes the column `uid`, and `config` the section `algorithm`.
+    """
+    required_names = []
+    for parameter in signature(function).parameters.values():
+        is_variadic = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        if not is_variadic and parameter.default is Parameter.empty:
+            required_names.append(parameter.name)
+    usual_names = taken(function, dict.fromkeys(_USUAL_FIELDS))
+    names = list(dict.fromkeys([*required_names, *usual_names]))
+    if "config" in names:
+        names.remove("config")
 
     def estimate(*fields: Any, config: Any) -> Any:
-        return function(
-            **dict(zip(names, fields, strict=True)), **taken(function, {"config": config})
-        )
+        arguments = dict(zip(names, fields, strict=True))
+        return function(**arguments, **taken(function, {"config": config}))
 
     fields = ["uid" if name == "index" else name for name in names]
-    return _like(function, estimate, fields, {"config": Parameter.empty})
+    return _with_signature(estimate, function, fields, {"config": Parameter.empty})
 
 
 def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy loss of verl's contract as one of ours.
+    """Adapt a policy loss of verl's contract to ours.
 
-    Its scalar stands for the rows of a micro-batch. It becomes the same number on each of their tokens, so large that
-    it counts as much as these rows do by `loss_agg_mode`: for a mean of that mode the sum over all micro-batches and
-    ranks is exactly the mean over the mini-batch."""
+    Its scalar stands for the rows of a micro-batch. It becomes a constant per token that is scaled
+    to count as much as these rows do by `loss_agg_mode`: for a mean of that mode, the sum over all
+    micro-batches and ranks is exactly the mean over the mini-batch.
+    """
     name = getattr(function, "__name__", "the policy loss")
 
     def loss(*, config: Any, rollout_is_weights: Tensor | None = None, **fields: Tensor) -> Any:
-        # verl's losses may spread these over the arguments of agg_loss; the counts of the mini-batch come in later.
-        counts = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}
-        counts["loss_scale_factor"] = config.loss_scale_factor
-        offered = {"loss_agg_mode": config.loss_agg_mode, "rollout_is_weights": rollout_is_weights}
-        offered["config"] = config.model_copy(update={"global_batch_info": counts})
-        given = taken(function, offered)
-        if rollout_is_weights is not None and "rollout_is_weights" not in given:
-            fix = "Add the parameter rollout_is_weights=None and multiply the loss of each token by it."
-            raise ConfigError(
-                name, got="importance weights of the rollout, which it does not take", fix=fix
-            )
-        scalar, *rest = function(**fields, **given)
-        mask = fields["response_mask"]
-        if not isinstance(scalar, Tensor) or scalar.numel() != 1:
-            got = (
-                f"a loss of shape {list(scalar.shape)}"
-                if isinstance(scalar, Tensor)
-                else type(scalar).__name__
-            )
-            fix = "Aggregate it by agg_loss; a loss per token is registered by quadriga.algorithms."
-            raise ConfigError(name, got=got, expected="a scalar tensor first, as in verl", fix=fix)
-        ones, scale = torch.ones_like(fields["log_prob"]), config.loss_scale_factor
-        whole = _agg_loss(ones, mask, config.loss_agg_mode, loss_scale_factor=scale)
-        per_token = (scalar.reshape(()) / whole.clamp(min=torch.finfo(whole.dtype).tiny)).expand(
-            mask.shape
-        )
-        return per_token, {
-            key: torch.full_like(fields["log_prob"], value) for key, value in _metrics(rest, name)
+        # A loss may pass these to `agg_loss`. The counts of the mini-batch are applied later.
+        batch_info = {
+            "dp_size": 1,
+            "batch_num_tokens": None,
+            "global_batch_size": None,
+            "loss_scale_factor": config.loss_scale_factor,
         }
+        offered = {
+            "loss_agg_mode": config.loss_agg_mode,
+            "rollout_is_weights": rollout_is_weights,
+            "config": config.model_copy(update={"global_batch_info": batch_info}),
+        }
+        arguments = taken(function, offered)
+        if rollout_is_weights is not None and "rollout_is_weights" not in arguments:
+            got = "importance weights of the rollout, which it does not take"
+            fix = "Add the parameter rollout_is_weights=None and multiply the loss of each token by it."
+            raise ConfigError(name, got=got, fix=fix)
+        scalar, *results = function(**fields, **arguments)
+        _check_scalar(scalar, name)
+        metrics = dict(_metrics(results, name))
 
-    return _like(
-        function, loss, list(_LOSS_FIELDS), {"config": Parameter.empty, "rollout_is_weights": None}
-    )
+        log_prob = fields["log_prob"]
+        mask = fields["response_mask"]
+        # What the aggregation makes of a loss of 1 for each token.
+        unit_loss = _agg_loss(
+            torch.ones_like(log_prob),
+            mask,
+            config.loss_agg_mode,
+            loss_scale_factor=config.loss_scale_factor,
+        )
+        smallest = torch.finfo(unit_loss.dtype).tiny
+        per_token = scalar.reshape(()) / unit_loss.clamp(min=smallest)
+        diagnostics = {key: torch.full_like(log_prob, value) for key, value in metrics.items()}
+        return per_token.expand(mask.shape), diagnostics
+
+    options = {"config": Parameter.empty, "rollout_is_weights": None}
+    return _with_signature(loss, function, _LOSS_FIELDS, options)
 
 
-def _metrics(rest: list[Any], name: str) -> Iterator[tuple[str, float]]:
-    """The metrics behind a loss: a dict, or the three scalars of verl before 0.7."""
-    named = rest[0] if rest and isinstance(rest[0], Mapping) else None
-    if named is None:
-        named = dict(zip(("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"), rest, strict=False))
-    for key, value in named.items():
+def _check_scalar(scalar: Any, name: str) -> None:
+    """Refuse a loss that is no scalar tensor."""
+    if isinstance(scalar, Tensor) and scalar.numel() == 1:
+        return
+    got = type(scalar).__name__
+    if isinstance(scalar, Tensor):
+        got = f"a loss of shape {list(scalar.shape)}"
+    fix = "Aggregate it by agg_loss; a loss per token is registered by quadriga.algorithms."
+    raise ConfigError(name, got=got, expected="a scalar tensor first, as in verl", fix=fix)
+
+
+def _metrics(results: Sequence[Any], name: str) -> Iterator[tuple[str, float]]:
+    """Yield the metrics after a loss: a dictionary, or three scalars before verl 0.7."""
+    if results and isinstance(results[0], Mapping):
+        metrics = results[0]
+    else:
+        metrics = dict(zip(_METRICS_BEFORE_0_7, results, strict=False))
+    for key, value in metrics.items():
+        number = value.detach() if isinstance(value, Tensor) else value
         try:
-            yield (
-                str(key).removeprefix("actor/"),
-                float(value.detach() if isinstance(value, Tensor) else value),
-            )
+            yield str(key).removeprefix("actor/"), float(number)
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{name}, metric {key!r}", got=repr(value)[:80], expected="a number"
-            ) from error
+            where = f"{name}, metric {key!r}"
+            raise ConfigError(where, got=repr(value)[:80], expected="a number") from error
 
 
-def _like(
-    function: Callable[..., Any],
+def _with_signature(
     adapted: Callable[..., Any],
-    fields: list[str],
-    options: dict[str, Any],
+    function: Callable[..., Any],
+    fields: Sequence[str],
+    options: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """The adapted function under the name of the original one, which knows it, with a signature of our contract."""
+    """Give an adapter the name of the function that it calls, and a signature of our contract.
+
+    Args:
+        adapted: the adapter.
+        function: the user's function, which gets the adapter as an attribute.
+        fields: positional parameters of the signature.
+        options: keyword-only parameters with their defaults.
+    """
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in fields]
-    parameters += [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in options.items()
-    ]
+    for name, default in options.items():
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
     adapted.__signature__ = signature(adapted).replace(parameters=parameters)
     for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(adapted, attribute, getattr(function, attribute, None))
@@ -132,31 +163,32 @@ def _like(
     return adapted
 
 
+# ---- functions of ours, in verl's contract ------------------------------------------------------
+
+
 def verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
-    """One of our estimators with verl's arguments: `index`, options by position, and `config` for options not given."""
+    """Give an estimator verl's arguments.
+
+    The groups are called `index`, options may be positional, and `config` has further options.
+    """
     compute = core_algos.in_verls_form(estimator)
-    names = signature(compute).parameters
+    parameters = signature(compute).parameters
 
     def compute_advantage(*args: Any, config: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        given = (
-            signature(compute)
-            .bind_partial(*args, **{key: kwargs[key] for key in kwargs if key in names})
-            .arguments
-        )
-        of_config = (
-            {name: config.get(name) for name in names if name not in given}
-            if config is not None
-            else {}
-        )
-        return compute(
-            **given, **{name: value for name, value in of_config.items() if value is not None}
-        )
+        known = {name: value for name, value in kwargs.items() if name in parameters}
+        arguments = signature(compute).bind_partial(*args, **known).arguments
+        if config is not None:
+            for name in parameters:
+                value = config.get(name)
+                if name not in arguments and value is not None:
+                    arguments[name] = value
+        return compute(**arguments)
 
     return compute_advantage
 
 
 def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of our policy losses with verl's arguments and return: a scalar, and the metrics of the version."""
+    """Give a registered policy loss verl's arguments, and the results of verl's version."""
 
     def compute_policy_loss(
         old_log_prob: Tensor,
@@ -168,39 +200,62 @@ def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         rollout_is_weights: Tensor | None = None,
         **others: Tensor,
     ) -> tuple[Any, ...]:
-        given: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, **dict(config or {})}
-        policy = dict(given.get("policy_loss") or {})
-        shared = {**policy, **(policy.get("options") or {}), **given}
+        settings: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, **dict(config or {})}
+        policy = dict(settings.get("policy_loss") or {})
+        shared = {**policy, **(policy.get("options") or {}), **settings}
         for side in ("clip_ratio_low", "clip_ratio_high"):
-            shared[side] = shared["clip_ratio"] if shared.get(side) is None else shared[side]
-        (name,) = (name for name, one in POLICY_LOSSES.items() if one is function)
-        chosen = POLICY_LOSSES.choose(name, {}, shared)
-        values = (old_log_prob, log_prob, advantages, response_mask)
-        fields = {**dict(zip(_LOSS_FIELDS, values, strict=True)), **others}
-        fields |= chosen.compute_columns(fields)
-        losses, found = chosen.function(**{field: fields[field] for field in chosen.fields})
-        losses = losses if rollout_is_weights is None else losses * rollout_is_weights
+            if shared.get(side) is None:
+                shared[side] = shared["clip_ratio"]
+        (name,) = (name for name, loss in POLICY_LOSSES.items() if loss is function)
+        algorithm = POLICY_LOSSES.choose(name, {}, shared)
+
+        fields = {
+            "old_log_prob": old_log_prob,
+            "log_prob": log_prob,
+            "advantages": advantages,
+            "response_mask": response_mask,
+            **others,
+        }
+        fields |= algorithm.compute_columns(fields)
+        arguments = {field: fields[field] for field in algorithm.fields}
+        losses, diagnostics = algorithm.function(**arguments)
+        if rollout_is_weights is not None:
+            losses = losses * rollout_is_weights
         loss = _agg_loss(losses, response_mask, loss_agg_mode)
-        means = {key: masked.masked_mean(value, response_mask) for key, value in found.items()}
+        means = {}
+        for key, values in diagnostics.items():
+            means[key] = masked.masked_mean(values, response_mask)
         if is_before(0, 7):
-            names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
-            return loss, *(means.get(key, torch.zeros(())) for key in names)
-        return loss, {f"actor/{key}": value.item() for key, value in means.items()}
+            return loss, *(means.get(key, torch.zeros(())) for key in _METRICS_BEFORE_0_7)
+        return loss, {f"actor/{key}": mean.item() for key, mean in means.items()}
 
     return compute_policy_loss
 
 
+# ---- registries ---------------------------------------------------------------------------------
+
+
 class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
-    """verl's dictionaries of functions: what is read has verl's arguments, what is written becomes one of ours."""
+    """A registry of verl, backed by one of ours.
+
+    A function that is read has verl's arguments; one that is written becomes a function of ours.
+
+    Args:
+        registry: our registry.
+        ours: adapts a function of verl's contract to ours.
+        verls: adapts a function of ours to verl's contract.
+    """
 
     def __init__(
         self, registry: Registry, ours: Callable[..., Any], verls: Callable[..., Any]
     ) -> None:
-        self._registry, self._ours, self._verls = registry, ours, verls
+        self._registry = registry
+        self._to_ours = ours
+        self._to_verls = verls
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str) -> Callable[[Any], Any]:
-        """verl's decorator: the function itself comes back."""
+        """Make a decorator that registers a function and returns it unchanged."""
 
         def decorate(function: Any) -> Any:
             self[name] = function
@@ -210,13 +265,14 @@ class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         name = _plain(name)
-        return (
-            self._originals[name] if name in self._originals else self._verls(self._registry[name])
-        )
+        if name in self._originals:
+            return self._originals[name]
+        return self._to_verls(self._registry[name])
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
-        self._registry.register(_plain(name))(self._ours(function))
-        self._originals[_plain(name)] = function
+        name = _plain(name)
+        self._registry.register(name)(self._to_ours(function))
+        self._originals[name] = function
 
     def __delitem__(self, name: str) -> None:
         del self._registry[_plain(name)]
@@ -229,82 +285,103 @@ class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
         return len(self._registry)
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The function with verl's arguments; verl's ValueError where there is none."""
-        if _plain(name) not in self:
-            raise ValueError(
-                f"{self._registry.key}: got {_plain(name)!r}, expected one of {', '.join(self)}"
-            )
+        """Find a function with verl's arguments.
+
+        Raises:
+            ValueError: no function has that name.
+        """
+        name = _plain(name)
+        if name not in self:
+            expected = f"one of {', '.join(self)}"
+            raise ValueError(f"{self._registry.key}: got {name!r}, expected {expected}")
         return self[name]
 
 
 def _plain(name: Any) -> str:
+    """The name as text; verl's names are members of an enum too."""
     return str(name.value if isinstance(name, Enum) else name)
 
 
 ADV_ESTIMATOR_REGISTRY = RegistryOfVerl(ADVANTAGES, our_estimator, verl_estimator)
 POLICY_LOSS_REGISTRY = RegistryOfVerl(POLICY_LOSSES, our_loss, verl_loss)
-register_adv_est, get_adv_estimator_fn = (
-    ADV_ESTIMATOR_REGISTRY.register,
-    ADV_ESTIMATOR_REGISTRY.find,
-)
-register_policy_loss, get_policy_loss_fn = POLICY_LOSS_REGISTRY.register, POLICY_LOSS_REGISTRY.find
+register_adv_est = ADV_ESTIMATOR_REGISTRY.register
+get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.find
+register_policy_loss = POLICY_LOSS_REGISTRY.register
+get_policy_loss_fn = POLICY_LOSS_REGISTRY.find
 
 _ESTIMATOR = re.compile(r"compute_(\w+?)(?:_outcome)?_advantage(?:_return)?")
-_OTHER_NAMES = {"multi_turn_optimal_token_baseline": "tir_optimal_token_baseline"}
+_RENAMED = {"multi_turn_optimal_token_baseline": "tir_optimal_token_baseline"}
 
 
 def __getattr__(name: str) -> Any:
-    """verl's `compute_...` functions, each made of the one implementation."""
-    loss, found = name.removeprefix("compute_policy_loss_"), _ESTIMATOR.fullmatch(name)
+    """Look up one of verl's functions `compute_policy_loss_NAME` and `compute_NAME_advantage`."""
+    loss = name.removeprefix("compute_policy_loss_")
     if loss != name and loss in POLICY_LOSSES:
         return POLICY_LOSS_REGISTRY[loss]
-    estimator = found and _OTHER_NAMES.get(found[1], found[1])
-    if estimator in ADVANTAGES:
-        return ADV_ESTIMATOR_REGISTRY[estimator]
+    match = _ESTIMATOR.fullmatch(name)
+    if match is not None:
+        estimator = _RENAMED.get(match[1], match[1])
+        if estimator in ADVANTAGES:
+            return ADV_ESTIMATOR_REGISTRY[estimator]
     raise AttributeError(name)
+
+
+# ---- functions of tensors -----------------------------------------------------------------------
 
 
 def agg_loss(
     loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1, **counts: Any
 ) -> Tensor:
-    """`aggregate.agg_loss` [], times the number of ranks over which a backend averages gradients."""
+    """`aggregate.agg_loss`, times the ranks over which a backend averages gradients.
+
+    Args:
+        loss_mat: loss of each token, [B, T].
+        loss_mask: tokens that count, [B, T].
+        loss_agg_mode: how to aggregate.
+        dp_size: number of data-parallel ranks.
+        counts: counts of the mini-batch, as for `aggregate.agg_loss`.
+
+    Returns:
+        The loss, [].
+    """
     return dp_size * _agg_loss(loss_mat, loss_mask, loss_agg_mode, **counts)
 
 
 def compute_entropy_loss(
     logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean"
 ) -> Tensor:
-    """The entropy [] of logits [B, T, V], aggregated as a loss is."""
+    """Entropy of logits [B, T, V], aggregated as a loss: []."""
     return _agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
 
 
 def compute_rewards(
     token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float
 ) -> Tensor:
-    """Scores less the estimated divergence (k1) of each token, [B, T]."""
+    """Scores minus the estimated divergence (k1) of each token: [B, T]."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
 def compute_pf_ppo_reweight_data(
     data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0
 ) -> DataProto:
-    """As many rows as there are, drawn by their scores; torch's generator decides which."""
-    scores, seed = data.batch["token_level_scores"].sum(-1), int(torch.randint(2**31, ()))
+    """Draw as many rows as there are by their scores, with torch's random generator."""
+    scores = data.batch["token_level_scores"].sum(-1)
+    seed = int(torch.randint(2**31, ()))
     return data.select_idxs(pf_ppo_rows(scores, reweight_method, weight_pow, seed=seed))
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """The mean where `mask` is set, over everything or along `axis`."""
+    """Mean of the values under a mask, over all dimensions or along `axis`."""
     return masked.masked_mean(values, mask, axis)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """The sum where `mask` is set, over everything or along `axis`."""
+    """Sum of the values under a mask, over all dimensions or along `axis`."""
     return masked.masked_sum(values, mask, axis)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """The variance [] of what stands under the mask."""
+    """Variance of the values under a mask: []."""
     return values[mask.bool()].var(unbiased=unbiased)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quadriga.errors import ConfigError
-from quadriga_verl.shim import core_algos
+from quadriga_verl import core_algos
 
 MASK = torch.tensor([[1, 1], [1, 0]])
 
