@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's data set with its hooks, and the small helpers that data files import."""
+"""verl's data set with its hooks, and the helpers that files about data import.
+
+Shapes: B sequences, P prompt positions, T frames.
+"""
 
 import copy
 import os
@@ -30,14 +33,22 @@ _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
 class RLHFDataset(Dataset):
-    """verl's data set of prompts: rows of `self.dataframe`, with the hooks that subclasses change.
+    """verl's data set of prompts: rows of `self.dataframe`, with hooks that subclasses override.
 
-        _read_files_and_tokenize()             makes `self.dataframe` of `self.data_files`
+        _read_files_and_tokenize()             make `self.dataframe` from `self.data_files`
         maybe_filter_out_long_prompts(rows)    the rows that stay
         _build_messages(row)                   the chat of a row
-        __getitem__(item)                      the row with `raw_prompt`; tokens are added to what it returns
+        __getitem__(item)                      the row with `raw_prompt`; tokens are added to it
 
-    Arguments are those of `quadriga.data.RLHFDataset`."""
+    Args:
+        data_files: as for `quadriga.data.RLHFDataset`, and so are the others.
+        tokenizer: renders and tokenizes prompts.
+        config: the section `data`.
+        processor: of a vision-language model. None: prompts are text.
+        max_samples: use at most so many rows; -1 for all.
+        context: the tools that prompts are measured with.
+        others: arguments of other versions of verl, which are ignored.
+    """
 
     def __init__(
         self,
@@ -49,25 +60,28 @@ class RLHFDataset(Dataset):
         context: PromptContext = NO_CONTEXT,
         **others: Any,
     ) -> None:
+        # Attributes with verl's names, which subclasses read.
         files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
-        self.data_files, self.original_data_files = (
-            [str(file) for file in files],
-            copy.deepcopy(files),
-        )
-        self.tokenizer, self.processor, self.config, self.max_samples = (
-            tokenizer,
-            processor,
-            config,
-            max_samples,
-        )
+        self.data_files = [str(file) for file in files]
+        self.original_data_files = copy.deepcopy(files)
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.config = config
+        self.max_samples = max_samples
         self.prompt_key = config.prompt_key
-        self.image_key, self.video_key = config.image_key or "images", config.video_key or "videos"
-        self.max_prompt_length, self.truncation = config.max_prompt_length, config.truncation
+        self.image_key = config.image_key or "images"
+        self.video_key = config.video_key or "videos"
+        self.max_prompt_length = config.max_prompt_length
+        self.truncation = config.truncation
         self.filter_overlong_prompts = config.filter_overlong_prompts
-        self.shuffle, self.seed = config.shuffle, config.seed
+        self.shuffle = config.shuffle
+        self.seed = config.seed
         self.apply_chat_template_kwargs = dict(config.apply_chat_template_kwargs)
-        self.return_raw_chat, self.cache_dir = True, config.cache_dir
-        self._vision, self._context = as_vision(processor), context
+        self.return_raw_chat = True
+        self.cache_dir = config.cache_dir
+
+        self._vision = as_vision(processor)
+        self._context = context
         self._encoder = ChatEncoder(tokenizer, self.apply_chat_template_kwargs)
         self._download()
         self._read_files_and_tokenize()
@@ -79,102 +93,123 @@ class RLHFDataset(Dataset):
     def _read_files_and_tokenize(self) -> None:
         tables = []
         for file in self.data_files:
-            kind = _READERS.get(Path(file).suffix)
-            if kind is None:
-                raise DataError(
-                    file, got=f"the ending {Path(file).suffix!r}", expected=", ".join(_READERS)
-                )
-            tables.append(datasets.load_dataset(kind, data_files=file, split="train"))
+            ending = Path(file).suffix
+            if ending not in _READERS:
+                raise DataError(file, got=f"the ending {ending!r}", expected=", ".join(_READERS))
+            reader = _READERS[ending]
+            tables.append(datasets.load_dataset(reader, data_files=file, split="train"))
         rows = datasets.concatenate_datasets(tables)
         if 0 < self.max_samples < len(rows):
-            order = np.arange(len(rows))
+            chosen_rows = np.arange(len(rows))
             if self.shuffle:
-                order = np.random.default_rng(self.seed).choice(
-                    len(rows), size=self.max_samples, replace=False
-                )
-            rows = rows.select(order[: self.max_samples].tolist())
+                generator = np.random.default_rng(self.seed)
+                chosen_rows = generator.choice(len(rows), size=self.max_samples, replace=False)
+            rows = rows.select(chosen_rows[: self.max_samples].tolist())
         self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """The rows whose prompt is short enough; all rows without `data.filter_overlong_prompts`.
+        """Drop rows whose prompt is too long; keep all without `data.filter_overlong_prompts`.
 
-        The prompt is measured as text with its tools, without images.
+        A prompt is measured as text with its tools, without images.
         """
         rows = self.dataframe if dataframe is None else dataframe
         if not self.filter_overlong_prompts:
             return rows
         texts: list[str] = []
         for number, row in enumerate(rows):
-            where, tools = f"row {number} of {type(self).__name__}", self._context.tools_of(row)
+            where = f"row {number} of {type(self).__name__}"
+            tools = self._context.tools_of(row)
             texts.append(self._encoder.render(self._messages(dict(row)), where=where, tools=tools))
-        lengths = map(len, self._encoder.encode(texts))
-        return rows.select(
-            [number for number, length in enumerate(lengths) if length <= self.max_prompt_length]
-        )
+        short_rows = []
+        for number, ids in enumerate(self._encoder.encode(texts)):
+            if len(ids) <= self.max_prompt_length:
+                short_rows.append(number)
+        return rows.select(short_rows)
 
     def _build_messages(self, example: dict[str, Any], key: str | None = None) -> Any:
-        return as_messages(
-            example[key or self.prompt_key], where=f"column {key or self.prompt_key!r}"
-        )
+        name = key or self.prompt_key
+        return as_messages(example[name], where=f"column {name!r}")
 
     def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         drop_null_fields(row, [self.prompt_key])
-        return list(
-            self._build_messages(row, **taken(self._build_messages, {"key": self.prompt_key}))
-        )
+        # An override may take the row alone.
+        arguments = taken(self._build_messages, {"key": self.prompt_key})
+        return list(self._build_messages(row, **arguments))
 
     def __len__(self) -> int:
         return len(self.dataframe)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        """The row's columns, `raw_prompt`, and `index`, `tools_kwargs`, `interaction_kwargs` out of `extra_info`."""
+        """Columns of a row with `raw_prompt`.
+
+        `index`, `tools_kwargs` and `interaction_kwargs` are entries of its `extra_info`.
+        """
         row = dict(self.dataframe[item])
         messages = self._messages(row)
         row.pop(self.prompt_key, None)
         row = set_aside(row)
-        extra = row["extra_info"] = row.get("extra_info") or {}
-        kwargs = {name: extra.get(name) or {} for name in ("tools_kwargs", "interaction_kwargs")}
-        return {**row, "raw_prompt": messages, "index": extra.get("index", 0), **kwargs}
+        extra_info = row.get("extra_info") or {}
+        return {
+            **row,
+            "extra_info": extra_info,
+            "raw_prompt": messages,
+            "index": extra_info.get("index", 0),
+            "tools_kwargs": extra_info.get("tools_kwargs") or {},
+            "interaction_kwargs": extra_info.get("interaction_kwargs") or {},
+        }
 
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
-        """The rows of a batch with what the rollout reads, made of each one's `raw_prompt` where it is not there."""
-        return [
-            self._with_tokens(self[item], f"row {item} of {type(self).__name__}") for item in items
-        ]
+        """Rows of a batch, with tokens made from `raw_prompt` where `__getitem__` returns none."""
+        rows = []
+        for item in items:
+            rows.append(self._with_tokens(self[item], f"row {item} of {type(self).__name__}"))
+        return rows
 
     def _with_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        images, videos = (as_list(row.pop(key, None)) for key in (self.image_key, self.video_key))
+        images = as_list(row.pop(self.image_key, None))
+        videos = as_list(row.pop(self.video_key, None))
         if "input_ids" in row:
             return row
-        messages, pictures, clips = as_messages(list(row["raw_prompt"]), where=where), [], []
+        messages = as_messages(list(row["raw_prompt"]), where=where)
+        pictures: list[Any] = []
+        clips: list[Any] = []
         if self._vision is None:
             refuse_media(messages, {"image": images, "video": videos}, self.config, where=where)
         else:
-            messages, *given = with_parts(messages, images, videos, where=where)
+            messages, *media = with_parts(messages, images, videos, where=where)
+            folder = Path.cwd()
             pictures, clips = read_media(
-                given, self._vision, self.config, folder=Path.cwd(), where=where
+                media, self._vision, self.config, folder=folder, where=where
             )
-        text, options = (
-            self._encoder.render(messages, where=where),
-            (self._encoder, self._vision, self.config),
+        text = self._encoder.render(messages, where=where)
+        columns = prompt_columns(
+            text, pictures, clips, self._encoder, self._vision, self.config, where=where
         )
-        return {
-            **row,
-            "raw_prompt": messages,
-            **prompt_columns(text, pictures, clips, *options, where=where),
-        }
+        return {**row, "raw_prompt": messages, **columns}
 
 
 def tokenize_and_postprocess_data(
     prompt: str, tokenizer: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and mask of a rendered prompt, [1, max_length]; `options` are those of `postprocess_data`."""
-    found = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    return postprocess_data(found["input_ids"], found["attention_mask"], **options)
+    """Tokenize a rendered prompt.
+
+    Args:
+        prompt: the text.
+        tokenizer: the tokenizer.
+        options: as for `postprocess_data`.
+
+    Returns:
+        Token ids and mask, [1, max_length] each.
+    """
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    return postprocess_data(encoded["input_ids"], encoded["attention_mask"], **options)
+
+
+# ---- images and videos --------------------------------------------------------------------------
 
 
 def process_image(image: Any) -> Any:
-    """A picture of PIL, in RGB."""
+    """Read an image as a PIL image in RGB."""
     return read_picture(image, folder=Path.cwd(), where="process_image").copy()
 
 
@@ -185,21 +220,32 @@ def process_video(
     fps_min_frames: int = 4,
     fps_max_frames: int = 768,
 ) -> Tensor:
-    """The frames that are taken of a video, [T, 3, H, W] uint8, resized for patches of 14 pixels.
-    `video`: a path, {"video": ...} or a list of images, with `nframes`, `fps`, `min_frames` and `max_frames` beside it.
+    """Sample frames of a video, resized for patches of 14 pixels.
+
+    Args:
+        video: a path, a list of images, or {"video": ...} with `nframes`, `fps`, `min_frames`,
+            `max_frames`, `min_pixels` and `max_pixels` beside it, which take precedence.
+        nframes: number of frames.
+        fps: frames per second of the video, 2 by default.
+        fps_min_frames: least number of frames.
+        fps_max_frames: largest number of frames.
+
+    Returns:
+        Frames [T, 3, H, W], uint8.
     """
-    told = dict(video) if isinstance(video, dict) else {"video": video}
-    count = told.pop("nframes", nframes)
-    least, most = (count, count) if count else (fps_min_frames, fps_max_frames)
+    settings = dict(video) if isinstance(video, dict) else {"video": video}
+    num_frames = settings.pop("nframes", nframes)
     options = {
-        "fps": told.pop("fps", fps) or 2.0,
-        "min_frames": told.pop("min_frames", least),
-        "max_frames": told.pop("max_frames", most),
-    } | {name: told.pop(name) for name in ("min_pixels", "max_pixels") if name in told}
-    rules, where = FrameRules.of({}, "qwen2_5_vl", options), "process_video"
-    frames = rules.read(
-        open_video(told.get("video"), folder=Path.cwd(), where=where), where=where
-    ).frames
+        "fps": settings.pop("fps", fps) or 2.0,
+        "min_frames": settings.pop("min_frames", num_frames or fps_min_frames),
+        "max_frames": settings.pop("max_frames", num_frames or fps_max_frames),
+    }
+    for name in ("min_pixels", "max_pixels"):
+        if name in settings:
+            options[name] = settings.pop(name)
+    where = "process_video"
+    source = open_video(settings.get("video"), folder=Path.cwd(), where=where)
+    frames = FrameRules.of({}, "qwen2_5_vl", options).read(source, where=where).frames
     assert frames is not None
     return frames
 
@@ -212,40 +258,59 @@ def get_rope_index(
     second_per_grid_ts: Tensor | None = None,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """Positions [3, P] of the tokens [P] of a prompt along time, height and width; 1 on padding."""
+    """Rotary positions of a prompt along time, height and width.
+
+    Args:
+        processor: of a vision-language model.
+        input_ids: token ids, [P].
+        image_grid_thw: patches of each image along the three dimensions, [images, 3].
+        video_grid_thw: patches of each video, [videos, 3].
+        second_per_grid_ts: seconds per step along time of each video, [videos].
+        attention_mask: [P]. None: no padding.
+
+    Returns:
+        Positions [3, P], 1 on padding.
+
+    Raises:
+        DataError: there is no such processor.
+    """
     vision = as_vision(processor)
     if vision is None:
-        raise DataError(
-            "get_rope_index", got="no processor", expected="that of a vision-language model"
-        )
-    valid = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
+        expected = "that of a vision-language model"
+        raise DataError("get_rope_index", got="no processor", expected=expected)
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    is_valid = attention_mask.bool()
     positions = torch.ones(3, len(input_ids), dtype=input_ids.dtype)
-    grids = (image_grid_thw, video_grid_thw, second_per_grid_ts)
-    positions[:, valid] = vision.get_rope_index(input_ids[valid].tolist(), *grids)[0].to(
-        positions.dtype
+    valid_positions, *_ = vision.get_rope_index(
+        input_ids[is_valid].tolist(), image_grid_thw, video_grid_thw, second_per_grid_ts
     )
+    positions[:, is_valid] = valid_positions.to(positions.dtype)
     return positions
+
+
+# ---- models and files ---------------------------------------------------------------------------
 
 
 def hf_tokenizer(
     name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
 ) -> Any:
-    """A tokenizer with a pad token."""
+    """Load a tokenizer, which has a pad token; see `load_tokenizer`."""
     return load_tokenizer(name_or_path, **taken(load_tokenizer, kwargs))
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """The processor of a vision-language model; None of a text-only model."""
+    """Load the processor of a vision-language model; None for a text-only model."""
     return load_processor(name_or_path, **taken(load_processor, kwargs))
 
 
 def copy_to_local(src: str, cache_dir: str | None = None, *options: Any, **named: Any) -> str:
-    """A folder, a file or a model's name as it is; DataError for storage that cannot be read."""
-    if str(src).startswith("hdfs://"):
-        raise DataError(
-            str(src), got="a path of HDFS", expected="a local path", fix="Copy it: hdfs dfs -get."
-        )
-    return str(src)
+    """Return a local path or a model's name as it is; DataError for a path of HDFS."""
+    path = str(src)
+    if path.startswith("hdfs://"):
+        fix = "Copy it: hdfs dfs -get."
+        raise DataError(path, got="a path of HDFS", expected="a local path", fix=fix)
+    return path
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = True, **kwargs: Any) -> None:
@@ -254,6 +319,6 @@ def makedirs(name: str, mode: int = 0o777, exist_ok: bool = True, **kwargs: Any)
 
 
 def copy_path(src: str, dst: str, **kwargs: Any) -> str:
-    """Copy a local file or folder."""
+    """Copy a local file or folder; returns the path of the copy."""
     copy_one = shutil.copytree if Path(copy_to_local(src)).is_dir() else shutil.copy
     return str(copy_one(src, copy_to_local(dst)))
