@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's agent loops as ours: an object for each conversation, which keeps the tokens itself.
+"""verl's agent loops: an object per conversation, which keeps the tokens itself.
 
-AgentLoopBase    `run` returns the tokens, and they become those of the `Conversation`
-ToolAgentLoop    PENDING -> GENERATING -> PROCESSING_TOOLS or INTERACTING -> GENERATING ... -> TERMINATED;
-                 each state has a method, which says what the next one is
+    REGISTRY ──> _AdaptedLoop.run(conversation) ──> AgentLoopBase.run(...) ──> AgentLoopOutput
+                     │                                  │ generates by AsyncLLMServerManager
+                     └──> _write: the output's tokens become those of the conversation
+
+`ToolAgentLoop` goes from state to state, and each state has a method that returns the next one:
+
+    PENDING ──> GENERATING ──> PROCESSING_TOOLS or INTERACTING ──> GENERATING ... ──> TERMINATED
 """
 
 import asyncio
@@ -41,13 +45,19 @@ from quadriga_verl.shim.tools import Instance, Open, ToolResponse, simple_timer,
 
 LoopClass = TypeVar("LoopClass", bound=type)
 ParserClass = TypeVar("ParserClass", bound="type[ToolParser]")
-_IGNORED = {"logprobs", "n", "repetition_penalty", "max_tokens", "max_new_tokens"}
+
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}
+"""Sampling parameters that a loop may change."""
+_OTHER_PARAMETERS = {"logprobs", "n", "repetition_penalty", "max_tokens", "max_new_tokens"}
+"""Sampling parameters that are accepted and not passed on."""
 _CALLS = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
+# ---- results ------------------------------------------------------------------------------------
+
+
 class TokenOutput(Open):
-    """What the engine generated."""
+    """A response of the engine."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
@@ -57,14 +67,14 @@ class TokenOutput(Open):
 
 
 class AgentLoopMetrics(Open):
-    """Seconds of a conversation."""
+    """Seconds that a conversation spent."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
 
 
 class AgentLoopOutput(Open):
-    """A conversation that has ended: tokens of prompt and response, and which of these the model wrote."""
+    """A finished conversation: its tokens, and a mask of those that the model wrote."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -78,19 +88,32 @@ class AgentLoopOutput(Open):
 
 
 class DictConfigWrap:
-    """Holds a configuration as `config`."""
+    """A configuration as the attribute `config`."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
 
+# ---- the engine of a conversation ---------------------------------------------------------------
+
+
 class AsyncLLMServerManager:
-    """The engine of one conversation, as verl's loops call it."""
+    """The engine, as verl's loops call it, for one conversation.
+
+    Attributes:
+        chat: the conversation.
+        services: what its loop may use.
+        token_ids: tokens that the engine generated, over all turns.
+        log_probs: their log-probabilities.
+        last: tokens of the last call: the prompt, and what was generated.
+    """
 
     def __init__(self, chat: Conversation, services: Services) -> None:
-        self.chat, self.services = chat, services
-        # Of what the engine wrote; `last` is what it was given last, with what it wrote then.
-        self.token_ids, self.log_probs, self.last = list[int](), list[float](), list[int]()
+        self.chat = chat
+        self.services = services
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.last: list[int] = []
 
     async def generate(
         self,
@@ -100,7 +123,7 @@ class AsyncLLMServerManager:
         sampling_params: Mapping[str, Any],
         **others: Any,
     ) -> Any:
-        """As `complete`; before 0.6 the token ids alone."""
+        """Generate as `complete` does; before verl 0.6 the token ids alone are returned."""
         output = await self.complete(
             request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **others
         )
@@ -114,66 +137,96 @@ class AsyncLLMServerManager:
         sampling_params: Mapping[str, Any],
         **others: Any,
     ) -> TokenOutput:
-        """The engine's response to token ids; `sampling_params` are those of `run`, changed or not.
-        Raises ConversationOver: there is no room behind `prompt_ids`.
-        Raises RolloutError: images that `apply_chat_template` did not render, or a parameter that engines do not have.
+        """Generate a response to token ids.
+
+        Args:
+            request_id: ignored.
+            prompt_ids: the tokens.
+            sampling_params: those of `run`, changed or not.
+            others: images and videos, which `apply_chat_template` has rendered.
+
+        Raises:
+            ConversationOver: there is no room for a response.
+            RolloutError: images were not rendered by `apply_chat_template`, or engines do not have
+                a sampling parameter.
         """
-        where, given = "server_manager.generate", dict(sampling_params)
-        images, is_shown = self.chat.images_in(prompt_ids), self.chat.sample.images is not None
-        if images is None and (
-            is_shown or any(value for name, value in others.items() if name.endswith("_data"))
-        ):
-            got, expected = (
-                "images, and other tokens for them",
-                "those of self.apply_chat_template(messages)",
-            )
-            raise RolloutError(
-                where,
-                got=got,
-                expected=expected,
-                fix="Let what follows stand behind them, unchanged.",
-            )
-        unknown = given.keys() - _SAMPLING - _IGNORED
-        if unknown or given.get("repetition_penalty", 1.0) != 1.0 or given.get("n", 1) != 1:
-            expected = (
-                f"{', '.join(sorted(_SAMPLING))}, max_tokens; no repetition penalty, one response"
-            )
-            raise RolloutError(where, got=str({**given})[:200], expected=expected)
-        wanted = (
-            given.get("max_tokens")
-            or given.get("max_new_tokens")
-            or self.chat.limits.response_tokens
-        )
-        room = min(wanted, self.chat.limits.total_tokens - len(prompt_ids))
+        images = self._images(prompt_ids, others)
+        parameters = dict(sampling_params)
+        _check_sampling(parameters)
+        limits = self.chat.limits
+        max_tokens = parameters.get("max_tokens") or parameters.get("max_new_tokens")
+        max_tokens = max_tokens or limits.response_tokens
+        room = min(max_tokens, limits.total_tokens - len(prompt_ids))
         if room < 1:
             raise ConversationOver("length")
-        changes = {name: given[name] for name in _SAMPLING & given.keys()}
-        changes |= {
-            name: tuple(changes[name]) for name in ("stop", "stop_token_ids") if name in changes
-        }
-        done = await self.chat.complete(prompt_ids, images, max_tokens=room, **changes)
-        self.last = [*prompt_ids, *done.token_ids]
-        self.token_ids += done.token_ids
-        self.log_probs += done.log_probs
-        reason = "aborted" if done.finish_reason == "abort" else "completed"
+
+        changes = {name: parameters[name] for name in _SAMPLING & parameters.keys()}
+        for name in ("stop", "stop_token_ids"):
+            if name in changes:
+                changes[name] = tuple(changes[name])
+        completion = await self.chat.complete(prompt_ids, images, max_tokens=room, **changes)
+        self.last = [*prompt_ids, *completion.token_ids]
+        self.token_ids += completion.token_ids
+        self.log_probs += completion.log_probs
+        is_aborted = completion.finish_reason == "abort"
         return TokenOutput(
-            token_ids=list(done.token_ids), log_probs=list(done.log_probs), stop_reason=reason
+            token_ids=list(completion.token_ids),
+            log_probs=list(completion.log_probs),
+            stop_reason="aborted" if is_aborted else "completed",
         )
 
-    def log_probs_of(self, response_ids: list[int], mask: list[int]) -> list[float]:
-        """Log-probabilities of a response; RolloutError where its tokens are not the engine's, in their order."""
-        own = [token for token, is_own in zip(response_ids, mask, strict=True) if is_own]
-        if own != self.token_ids[: len(own)]:
-            fix = "Return response_logprobs too, or give tokens of other origin the mask 0."
+    def _images(self, prompt_ids: list[int], others: Mapping[str, Any]) -> Any:
+        """Images in a prompt, which must be as `apply_chat_template` rendered them."""
+        images = self.chat.images_in(prompt_ids)
+        has_images = self.chat.sample.images is not None
+        for name, value in others.items():
+            has_images = has_images or (name.endswith("_data") and bool(value))
+        if images is None and has_images:
             raise RolloutError(
-                "AgentLoopOutput", got="tokens under the mask that were not generated", fix=fix
+                "server_manager.generate",
+                got="images, and other tokens for them",
+                expected="those of self.apply_chat_template(messages)",
+                fix="Let what follows stand behind them, unchanged.",
             )
+        return images
+
+    def log_probs_of(self, response_ids: list[int], mask: list[int]) -> list[float]:
+        """Log-probabilities of a response, 0 outside the mask.
+
+        Args:
+            response_ids: tokens of the response.
+            mask: 1 for tokens that were generated.
+
+        Raises:
+            RolloutError: these are not the generated tokens, in their order.
+        """
+        generated = [token for token, is_own in zip(response_ids, mask, strict=True) if is_own]
+        if generated != self.token_ids[: len(generated)]:
+            got = "tokens under the mask that were not generated"
+            fix = "Return response_logprobs too, or give tokens of other origin the mask 0."
+            raise RolloutError("AgentLoopOutput", got=got, fix=fix)
         log_probs = iter(self.log_probs)
         return [next(log_probs) if is_own else 0.0 for is_own in mask]
 
 
-class _Led(AgentLoop):
-    """A loop of verl's class in ours."""
+def _check_sampling(parameters: Mapping[str, Any]) -> None:
+    """Refuse sampling parameters that engines do not have."""
+    unknown_names = parameters.keys() - _SAMPLING - _OTHER_PARAMETERS
+    is_penalized = parameters.get("repetition_penalty", 1.0) != 1.0
+    if unknown_names or is_penalized or parameters.get("n", 1) != 1:
+        names = ", ".join(sorted(_SAMPLING))
+        raise RolloutError(
+            "server_manager.generate",
+            got=str(parameters)[:200],
+            expected=f"{names}, max_tokens; no repetition penalty, one response",
+        )
+
+
+# ---- the adapter --------------------------------------------------------------------------------
+
+
+class _AdaptedLoop(AgentLoop):
+    """An agent loop of ours that runs one of verl's class."""
 
     loop_class: type[Any]
 
@@ -182,64 +235,121 @@ class _Led(AgentLoop):
         self.arguments = arguments
 
     async def run(self, chat: Conversation) -> None:
-        tokenizer, sampling = chat.encoder.tokenizer, chat.sampling
         messages = chat.sample.messages
         if messages is None:
-            where, got = f"agent loop {chat.sample.agent}", "a prompt without its messages"
             raise RolloutError(
-                where, got, "the column raw_prompt", "Set data.return_raw_chat=True."
+                f"agent loop {chat.sample.agent}",
+                got="a prompt without its messages",
+                expected="the column raw_prompt",
+                fix="Set data.return_raw_chat=True.",
             )
-        server, config = AsyncLLMServerManager(chat, self.services), self._config(chat)
-        names = {
+        server = AsyncLLMServerManager(chat, self.services)
+        config = self._config(chat)
+        offered = {
             "trainer_config": DictConfigWrap(config),
             "data_config": DictConfigWrap(config.data),
-        }
-        names |= {
             "server_manager": server,
-            "tokenizer": tokenizer,
+            "tokenizer": chat.encoder.tokenizer,
             "processor": None,
             "dataset_cls": RLHFDataset,
         }
-        loop = self.loop_class(**taken(self.loop_class, names), **self.arguments)
-        given = {
+        loop = self.loop_class(**taken(self.loop_class, offered), **self.arguments)
+        sampling = chat.sampling
+        sampling_params = {
             "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
             "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
         }
-        given |= {"top_k": sampling.top_k, "repetition_penalty": 1.0, "logprobs": True}
         columns = {
             **chat.sample.columns,
             "raw_prompt": messages,
             "messages": messages,
-            "sampling_params": given,
+            "sampling_params": sampling_params,
         }
         output = await loop.run(**taken(loop.run, columns))
         if not isinstance(output, AgentLoopOutput):
-            raise TypeError(
-                f"{self.loop_class.__name__}.run: got {type(output).__name__}, expected an AgentLoopOutput"
-            )
+            name = f"{self.loop_class.__name__}.run"
+            got = type(output).__name__
+            raise TypeError(f"{name}: got {got}, expected an AgentLoopOutput")
         _write(output, server, chat)
 
     def _config(self, chat: Conversation) -> Any:
-        limits, tokenizer = chat.limits, chat.encoder.tokenizer
-        lengths = {"prompt_length": limits.prompt_tokens, "response_length": limits.response_tokens}
+        """The parts of verl's configuration that loops read."""
+        limits = chat.limits
+        template_kwargs = dict(chat.encoder.template_kwargs)
+        template_kwargs.pop("return_dict", None)
+        rollout = self.services.config.model_dump(mode="json")
+        rollout["prompt_length"] = limits.prompt_tokens
+        rollout["response_length"] = limits.response_tokens
+        model = {"path": chat.encoder.tokenizer.name_or_path}
         data = {
             "max_prompt_length": limits.prompt_tokens,
             "max_response_length": limits.response_tokens,
+            "apply_chat_template_kwargs": template_kwargs,
         }
-        kwargs = {
-            name: value
-            for name, value in chat.encoder.template_kwargs.items()
-            if name != "return_dict"
-        }
-        rollout = {**self.services.config.model_dump(mode="json"), **lengths}
-        actor = {"rollout": rollout, "model": {"path": tokenizer.name_or_path}}
-        return OmegaConf.create(
-            {"actor_rollout_ref": actor, "data": {**data, "apply_chat_template_kwargs": kwargs}}
-        )
+        policy = {"rollout": rollout, "model": model}
+        return OmegaConf.create({"actor_rollout_ref": policy, "data": data})
+
+
+def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation) -> None:
+    """Make the tokens that a loop returned those of the conversation, cut to its limits."""
+    limits = chat.limits
+    num_tokens = len(output.response_ids)
+    num_prompt_tokens = len(output.prompt_ids)
+    if num_prompt_tokens > limits.prompt_tokens:
+        chat.failure = f"prompt_length: {num_prompt_tokens} tokens, over {limits.prompt_tokens}"
+        raise ConversationOver(chat.failure)
+    mask = output.response_mask
+    log_probs = output.response_logprobs
+    if log_probs is None:
+        log_probs = server.log_probs_of(output.response_ids, mask)
+    if not len(mask) == len(log_probs) == num_tokens:
+        got = f"{num_tokens} response_ids, {len(mask)} of response_mask, {len(log_probs)} log_probs"
+        raise RolloutError(f"agent loop {chat.sample.agent}", got=got, expected="as many of each")
+
+    chat.prompt_ids = list(output.prompt_ids)
+    rows = list(zip(output.response_ids, mask, log_probs, strict=True))
+    # Each run of tokens with one origin becomes a turn.
+    for is_own, part in groupby(rows[: limits.response_tokens], key=lambda row: row[1]):
+        ids, _, part_log_probs = map(list, zip(*part, strict=True))
+        text = chat.encoder.text(ids, with_special=True)
+        turn = Turn("assistant" if is_own else "tool", ids, text, 0.0)
+        chat.extend(turn, int(is_own), part_log_probs)
+    chat.finish_reason = "length" if num_tokens > limits.response_tokens else "stop"
+    chat.extra_fields = dict(output.extra_fields)
+    chat.turn_scores = list(chat.extra_fields.get("turn_scores") or ())
+    chat.tool_rewards = chat.extra_fields.get("tool_rewards") or {}
+    if output.reward_score is not None:
+        chat.outcome = read_outcome(output.reward_score)
+
+
+def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
+    """Class decorator that names a loop, for the file `rollout.agent.agent_loop_path`."""
+
+    def decorate(cls: LoopClass) -> LoopClass:
+        REGISTRY.register(agent_name)(cls.quadriga_form)
+        return cls
+
+    return decorate
+
+
+# ---- loops --------------------------------------------------------------------------------------
 
 
 class AgentLoopBase(ABC):
-    """verl's agent loop: an object for each conversation."""
+    """Base class of verl's agent loops, which have an object for each conversation.
+
+    Args:
+        trainer_config: the configuration, as `trainer_config.config`.
+        server_manager: the engine.
+        tokenizer: the tokenizer.
+        processor: None; `apply_chat_template` processes images.
+        dataset_cls: verl's data set.
+        data_config: ignored; it is a section of `trainer_config`.
+        kwargs: further arguments of `init_class`.
+    """
 
     _class_initialized = False
     offers_tools = False  # whether prompts name the tools of the configuration
@@ -247,9 +357,13 @@ class AgentLoopBase(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        home = {"loop_class": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        home |= {"offers_tools": cls.offers_tools}
-        cls.quadriga_form = type(cls.__name__, (_Led,), home)
+        members = {
+            "loop_class": cls,
+            "offers_tools": cls.offers_tools,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
+        cls.quadriga_form = type(cls.__name__, (_AdaptedLoop,), members)
 
     def __init__(
         self,
@@ -261,24 +375,37 @@ class AgentLoopBase(ABC):
         data_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.config, self.server_manager = trainer_config.config, server_manager
+        # Attributes with verl's names, which subclasses read.
+        self.config = trainer_config.config
+        self.server_manager = server_manager
         self.rollout_config = self.config.actor_rollout_ref.rollout
-        self.tokenizer, self.processor = tokenizer, processor
-        self.dataset_cls, self.data_config = dataset_cls, self.config.data
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        self.data_config = self.config.data
         self.apply_chat_template_kwargs = self.config.data.apply_chat_template_kwargs
         self.loop = asyncio.get_running_loop()
-        shared = {"config": self.config, "tokenizer": tokenizer, "processor": processor, **kwargs}
-        self.init_class(**taken(self.init_class, shared))
+        offered = {"config": self.config, "tokenizer": tokenizer, "processor": processor, **kwargs}
+        self.init_class(**taken(self.init_class, offered))
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
-        """Prepares what all conversations share; called with each, as in verl."""
+        """Prepare what all conversations share; called for each, as in verl.
+
+        Args:
+            config: the configuration.
+            tokenizer: the tokenizer.
+            processor: None.
+            kwargs: further arguments of the loop.
+        """
         cls._class_initialized = True
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Images of the prompt, whose messages they are. Its videos go with its tokens."""
+        """Images of the prompt, whose messages these are. Its videos stay with its tokens."""
         images = self.server_manager.chat.sample.images
-        return {} if images is None or not images.pictures else {"images": list(images.pictures)}
+        if images is None or not images.pictures:
+            return {}
+        return {"images": list(images.pictures)}
 
     async def apply_chat_template(
         self,
@@ -287,60 +414,88 @@ class AgentLoopBase(ABC):
         remove_system_prompt: bool = False,
         **others: Any,
     ) -> list[int]:
-        """Token ids of a chat, open for the model's turn; with `remove_system_prompt` those of messages that follow
-        what the model has written last, in which no text of a tool can close a turn. `images` are those of these
-        messages, `{"type": "image"}` parts of which show where; a prompt's own need not be given."""
-        server, images = self.server_manager, list(others.get("images") or ())
-        chat, given = server.chat, server.chat.sample.images
-        if others.get("audios") or (
-            others.get("videos") and (remove_system_prompt or given is None)
-        ):
-            raise RolloutError(
-                "apply_chat_template", got="videos or audios", expected="text and images"
-            )
-        kwargs, encoder = self.apply_chat_template_kwargs, chat.encoder
-        if kwargs != self.config.data.apply_chat_template_kwargs:
-            encoder = TurnEncoder(self.tokenizer, dict(kwargs))
+        """Tokenize a chat, up to the start of the model's turn.
+
+        Args:
+            messages: the chat. Parts `{"type": "image"}` show where its images stand.
+            tools: schemas of the tools that the prompt names.
+            remove_system_prompt: whether the messages follow the model's last turn; then no text in
+                them can end a turn.
+            others: `images` of these messages; those of the prompt are known.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            RolloutError: there are audios, or videos outside the prompt.
+        """
+        server = self.server_manager
+        chat = server.chat
+        prompt_images = chat.sample.images
+        has_new_videos = others.get("videos") and (remove_system_prompt or prompt_images is None)
+        if others.get("audios") or has_new_videos:
+            got = "videos or audios"
+            raise RolloutError("apply_chat_template", got=got, expected="text and images")
+        images = list(others.get("images") or ())
+        encoder = chat.encoder
+        if self.apply_chat_template_kwargs != self.config.data.apply_chat_template_kwargs:
+            encoder = TurnEncoder(self.tokenizer, dict(self.apply_chat_template_kwargs))
+
         if not remove_system_prompt:
-            ids, pictures = (
-                encoder.prompt(messages, tools or ()),
-                images or (given.pictures if given else ()),
-            )
-            return chat.show((), ids, pictures) if given or pictures else ids
-        of_role = {"tool": {"name": "unknown", "tool_call_id": "call00000"}}
-        plain, shown = encoder.plain_messages(
-            [{**of_role.get(one["role"], {}), **one} for one in messages]
-        )
-        ids, images = (
-            encoder.following(plain, server.token_ids),
-            images or [one for one in shown if one is not None],
-        )
+            ids = encoder.prompt(messages, tools or ())
+            if not images and prompt_images:
+                images = prompt_images.pictures
+            return chat.show((), ids, images) if prompt_images or images else ids
+
+        complete_messages = []
+        for message in messages:
+            if message["role"] == "tool":
+                message = {"name": "unknown", "tool_call_id": "call00000", **message}
+            complete_messages.append(dict(message))
+        plain_messages, inline_images = encoder.plain_messages(complete_messages)
+        ids = encoder.following(plain_messages, server.token_ids)
+        images = images or [image for image in inline_images if image is not None]
         return chat.show(server.last, ids, images, server.token_ids) if images else ids
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Leads one conversation; `kwargs` are the columns of its row."""
+        """Lead a conversation.
+
+        Args:
+            sampling_params: parameters for the engine.
+            kwargs: columns of the row.
+        """
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
-    """One response to the prompt."""
+    """Agent loop with a single response to the prompt."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         messages = list(kwargs["raw_prompt"])
         ids = await self.apply_chat_template(messages, **await self.process_vision_info(messages))
-        found = await self.server_manager.complete(
+        output = await self.server_manager.complete(
             uuid4().hex, prompt_ids=ids, sampling_params=sampling_params
         )
-        own = {
-            "response_mask": [1] * len(found.token_ids),
-            "response_logprobs": found.log_probs,
-            "num_turns": 2,
-        }
-        return AgentLoopOutput(prompt_ids=ids, response_ids=found.token_ids, **own)
+        return AgentLoopOutput(
+            prompt_ids=ids,
+            response_ids=output.token_ids,
+            response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs,
+            num_turns=2,
+        )
+
+
+# ---- tool calls ---------------------------------------------------------------------------------
 
 
 class FunctionCall(Open):
-    """A call as a parser found it; `arguments` are JSON text, `problem` says why a call cannot be read."""
+    """A tool call in a response.
+
+    Attributes:
+        name: the tool.
+        arguments: the arguments as JSON text.
+        problem: why the call cannot be read, or "".
+    """
 
     name: str
     arguments: str
@@ -348,7 +503,7 @@ class FunctionCall(Open):
 
 
 class ToolParser:
-    """How a model writes tool calls; a subclass of one's own is known as `multi_turn.format` by `register`."""
+    """Reads the tool calls in responses. A subclass is registered as a `multi_turn.format`."""
 
     _registry: ClassVar[dict[str, "type[ToolParser]"]] = {}
     form = "hermes"
@@ -358,18 +513,28 @@ class ToolParser:
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> "ToolParser":
-        """The parser of a form, a registered one or ours; ValueError where there is none."""
+        """Make the parser of a format.
+
+        Args:
+            name: a registered format, or one of ours.
+            tokenizer: decodes responses.
+
+        Raises:
+            ValueError: the format is unknown.
+        """
         if name not in cls._registry and name not in PARSERS:
-            raise ValueError(
-                f"tool parser: got {name!r}, expected one of {', '.join((*PARSERS, *cls._registry))}"
-            )
+            names = ", ".join((*PARSERS, *cls._registry))
+            raise ValueError(f"tool parser: got {name!r}, expected one of {names}")
         parser = cls._registry.get(name, ToolParser)(tokenizer)
         parser.form = name
         return parser
 
     @classmethod
     def register(cls, name: str) -> Callable[[ParserClass], ParserClass]:
-        """verl's class decorator; the loop `tool_agent` is then verl's as well, for it gives parsers their tokens."""
+        """Class decorator that registers a parser.
+
+        From then on the loop `tool_agent` is verl's, which passes tokens to parsers.
+        """
 
         def decorate(subclass: ParserClass) -> ParserClass:
             cls._registry[name] = subclass
@@ -381,29 +546,35 @@ class ToolParser:
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: Any = None, with_unreadable: bool = False
     ) -> tuple[str, list[FunctionCall]]:
-        """The text without its calls, and those of them that can be read, or all; `tools` are schemas."""
+        """Find the tool calls in a response.
+
+        Args:
+            responses_ids: its tokens.
+            tools: schemas of the tools.
+            with_unreadable: also return calls that cannot be read.
+
+        Returns:
+            The text without calls, and the calls.
+        """
         text = str(self.tokenizer.decode(responses_ids, skip_special_tokens=False))
-        functions = [
-            one["function"] if isinstance(one, dict) else one.model_dump()["function"]
-            for one in tools or ()
-        ]
-        calls = PARSERS[self.form](
-            text, {one["name"]: one.get("parameters", {}) for one in functions}
-        )
-        found = [
-            FunctionCall(
-                name=one.name,
-                arguments=json.dumps(one.arguments, ensure_ascii=False),
-                problem=one.problem,
-            )
-            for one in calls
-            if with_unreadable or not one.problem
-        ]
-        return _CALLS.sub("", text), found
+        parameters = {}
+        for tool in tools or ():
+            schema = tool if isinstance(tool, dict) else tool.model_dump()
+            function = schema["function"]
+            parameters[function["name"]] = function.get("parameters", {})
+        calls = []
+        for call in PARSERS[self.form](text, parameters):
+            if with_unreadable or not call.problem:
+                arguments = json.dumps(call.arguments, ensure_ascii=False)
+                function_call = FunctionCall(
+                    name=call.name, arguments=arguments, problem=call.problem
+                )
+                calls.append(function_call)
+        return _CALLS.sub("", text), calls
 
 
 class AgentState(Enum):
-    """Where a tool loop is."""
+    """State of a tool loop."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -413,7 +584,14 @@ class AgentState(Enum):
 
 
 class AgentData:
-    """What a tool loop knows of its conversation; tools may keep things in `extra_fields`."""
+    """A conversation of a tool loop, under verl's names. Tools may store values in `extra_fields`.
+
+    Args:
+        messages: messages of the prompt.
+        request_id: id of the conversation.
+        tools_kwargs: arguments of tools, from the row.
+        given: further attributes.
+    """
 
     def __init__(
         self,
@@ -423,46 +601,42 @@ class AgentData:
         tools_kwargs: Any = None,
         **given: Any,
     ):
-        self.messages, self.request_id, self.tools_kwargs = (
-            messages,
-            request_id,
-            dict(tools_kwargs or {}),
-        )
+        self.messages = messages
+        self.request_id = request_id
+        self.tools_kwargs = dict(tools_kwargs or {})
         self.interaction: Any = None
-        self.image_data = self.video_data = None
-        self.interaction_kwargs, self.metrics, self.extra_fields = (
-            dict[str, Any](),
-            dict[str, Any](),
-            dict[str, Any](),
-        )
-        self.prompt_ids, self.response_ids, self.response_mask = (
-            list[int](),
-            list[int](),
-            list[int](),
-        )
-        self.response_logprobs, self.turn_scores, self.tool_rewards = (
-            list[float](),
-            list[float](),
-            list[float](),
-        )
-        self.tool_calls = list[FunctionCall]()
-        self.user_turns = self.assistant_turns = 0
+        self.interaction_kwargs: dict[str, Any] = {}
+        self.image_data = None
+        self.video_data = None
+        self.metrics: dict[str, Any] = {}
+        self.extra_fields: dict[str, Any] = {}
+        self.prompt_ids: list[int] = []
+        self.response_ids: list[int] = []
+        self.response_mask: list[int] = []
+        self.response_logprobs: list[float] = []
+        self.turn_scores: list[float] = []
+        self.tool_rewards: list[float] = []
+        self.tool_calls: list[FunctionCall] = []
+        self.user_turns = 0
+        self.assistant_turns = 0
         vars(self).update(given)
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """Calls the tools that the model names; where it names none, the user simulator of the row replies. A tool's
-    instance lasts as long as a call."""
+    """Agent loop that calls the tools that the model names.
+
+    If the model calls no tool, the row's user simulator replies. A tool's instance lasts for one
+    call.
+    """
 
     offers_tools = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        turns, specs = self.rollout_config.multi_turn, self.server_manager.services.tools
-        self.max_user_turns, self.max_assistant_turns = (
-            turns.max_user_turns,
-            turns.max_assistant_turns,
-        )
+        turns = self.rollout_config.multi_turn
+        specs = self.server_manager.services.tools
+        self.max_user_turns = turns.max_user_turns
+        self.max_assistant_turns = turns.max_assistant_turns
         self.max_parallel_calls = turns.max_parallel_calls
         self.max_tool_response_length = turns.max_tool_response_length
         self.tool_response_truncate_side = turns.tool_response_truncate_side
@@ -474,35 +648,40 @@ class ToolAgentLoop(AgentLoopBase):
         self.response_length = self.rollout_config.response_length
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        messages, tools, talk = (
-            kwargs["raw_prompt"],
-            kwargs.get("tools_kwargs"),
-            kwargs.get("interaction_kwargs"),
+        data = AgentData(
+            messages=list(kwargs["raw_prompt"]),
+            request_id=uuid4().hex,
+            tools_kwargs=kwargs.get("tools_kwargs"),
+            interaction_kwargs=kwargs.get("interaction_kwargs") or {},
         )
-        own = {"tools_kwargs": tools, "interaction_kwargs": talk or {}}
-        data = AgentData(messages=list(messages), request_id=uuid4().hex, **own)
-        handlers: dict[AgentState, Callable[[], Any]] = {
-            AgentState.PENDING: partial(self._handle_pending_state, data, sampling_params),
-            AgentState.GENERATING: partial(self._handle_generating_state, data, sampling_params),
-            AgentState.PROCESSING_TOOLS: partial(self._handle_processing_tools_state, data),
-            AgentState.INTERACTING: partial(self._handle_interacting_state, data),
-        }
         if data.interaction_kwargs.get("name") is not None:
             services = self.server_manager.services
             limit_s = services.config.multi_turn.tool_timeout_s
             data.interaction = UserSimulator(
                 services.interactions, data.interaction_kwargs, services.thread, limit_s
             )
+        handlers: dict[AgentState, Callable[[], Any]] = {
+            AgentState.PENDING: partial(self._handle_pending_state, data, sampling_params),
+            AgentState.GENERATING: partial(self._handle_generating_state, data, sampling_params),
+            AgentState.PROCESSING_TOOLS: partial(self._handle_processing_tools_state, data),
+            AgentState.INTERACTING: partial(self._handle_interacting_state, data),
+        }
         state = AgentState.PENDING
         async with data.interaction or nullcontext():
             while state in handlers:
                 state = await handlers[state]()
-        start, end = len(data.prompt_ids) - len(data.response_mask), self.response_length
+        return self._output(data)
+
+    def _output(self, data: AgentData) -> AgentLoopOutput:
+        """The finished conversation, cut to the length of responses."""
+        # `prompt_ids` has grown by the tokens of the response.
+        num_prompt_tokens = len(data.prompt_ids) - len(data.response_mask)
+        response_ids = data.prompt_ids[num_prompt_tokens:]
         return AgentLoopOutput(
-            prompt_ids=data.prompt_ids[:start],
-            response_ids=data.prompt_ids[start:][:end],
-            response_mask=data.response_mask[:end],
-            response_logprobs=data.response_logprobs[:end] or None,
+            prompt_ids=data.prompt_ids[:num_prompt_tokens],
+            response_ids=response_ids[: self.response_length],
+            response_mask=data.response_mask[: self.response_length],
+            response_logprobs=data.response_logprobs[: self.response_length] or None,
             num_turns=data.user_turns + data.assistant_turns + 1,
             metrics=data.metrics,
             extra_fields={
@@ -515,7 +694,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_pending_state(
         self, agent_data: AgentData, sampling_params: dict[str, Any]
     ) -> AgentState:
-        """Renders the prompt, with the tools."""
+        """Render the prompt with the tools."""
         agent_data.prompt_ids = await self.apply_chat_template(
             agent_data.messages, tools=self.tool_schemas
         )
@@ -527,26 +706,28 @@ class ToolAgentLoop(AgentLoopBase):
         sampling_params: dict[str, Any],
         ignore_termination: bool = False,
     ) -> AgentState:
-        """The model's turn, and the calls in it."""
+        """Generate a turn of the model, and read its tool calls."""
         room = self.response_length - len(agent_data.response_mask)
-        given = {"max_tokens": room, **sampling_params} if room > 0 else sampling_params
+        if room > 0:
+            sampling_params = {"max_tokens": room, **sampling_params}
         with simple_timer("generate_sequences", agent_data.metrics):
             output = await self.server_manager.complete(
-                agent_data.request_id, prompt_ids=agent_data.prompt_ids, sampling_params=given
+                agent_data.request_id,
+                prompt_ids=agent_data.prompt_ids,
+                sampling_params=sampling_params,
             )
-        ids = agent_data.response_ids = output.token_ids
+        ids = output.token_ids
         agent_data.assistant_turns += 1
+        agent_data.response_ids = ids
         agent_data.prompt_ids += ids
         agent_data.response_mask += [1] * len(ids)
         agent_data.response_logprobs += output.log_probs
-        is_full = not ignore_termination and len(agent_data.response_mask) >= self.response_length
-        counts = (
-            (agent_data.assistant_turns, self.max_assistant_turns),
-            (agent_data.user_turns, self.max_user_turns),
-        )
-        is_last = any(limit and count >= limit for count, limit in counts)
-        if is_full or is_last or output.stop_reason == "aborted":
+        if output.stop_reason == "aborted" or self._has_no_turns(agent_data):
             return AgentState.TERMINATED
+        is_full = len(agent_data.response_mask) >= self.response_length
+        if is_full and not ignore_termination:
+            return AgentState.TERMINATED
+
         extract = self.tool_parser.extract_tool_calls
         offered = {"tools": self.tool_schemas, "with_unreadable": True}
         _, agent_data.tool_calls = await extract(ids, **taken(extract, offered))
@@ -556,45 +737,55 @@ class ToolAgentLoop(AgentLoopBase):
             return AgentState.PROCESSING_TOOLS
         return AgentState.TERMINATED if agent_data.interaction is None else AgentState.INTERACTING
 
+    def _has_no_turns(self, data: AgentData) -> bool:
+        """Whether the model or the other side has had all its turns; None or 0 is no limit."""
+        counts = (
+            (data.assistant_turns, self.max_assistant_turns),
+            (data.user_turns, self.max_user_turns),
+        )
+        return any(limit and count >= limit for count, limit in counts)
+
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
+        """Call the tools, and add their responses."""
         calls = agent_data.tool_calls[: self.max_parallel_calls]
+        kwargs = agent_data.tools_kwargs
         with simple_timer("tool_calls", agent_data.metrics):
-            found = await asyncio.gather(
-                *(self._call_tool(one, agent_data.tools_kwargs, agent_data) for one in calls)
-            )
-        agent_data.tool_rewards += [reward for _, reward, _ in found if reward is not None]
-        messages = list[dict[str, Any]]()
-        for number, (call, (response, *_)) in enumerate(zip(calls, found, strict=True)):
-            parts = [{"type": "image", "image": one} for one in response.image or ()]
-            content = (
-                [*parts, {"type": "text", "text": response.text or ""}]
-                if parts
-                else response.text or ""
-            )
-            messages += [
-                {
-                    "role": "tool",
-                    "name": call.name,
-                    "tool_call_id": f"call{number:05d}",
-                    "content": content,
-                }
-            ]
+            pending = [self._call_tool(call, kwargs, agent_data) for call in calls]
+            results = await asyncio.gather(*pending)
+        messages: list[dict[str, Any]] = []
+        for number, (call, (response, reward, _)) in enumerate(zip(calls, results, strict=True)):
+            if reward is not None:
+                agent_data.tool_rewards.append(reward)
+            content: Any = response.text or ""
+            if response.image:
+                images = [{"type": "image", "image": image} for image in response.image]
+                content = [*images, {"type": "text", "text": content}]
+            message = {
+                "role": "tool",
+                "name": call.name,
+                "tool_call_id": f"call{number:05d}",
+                "content": content,
+            }
+            messages.append(message)
         return await self._follow(agent_data, messages)
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
+        """Let the user simulator reply."""
         reply = await agent_data.interaction.reply(agent_data.messages)
-        agent_data.turn_scores += [] if reply.score is None else [reply.score]
+        if reply.score is not None:
+            agent_data.turn_scores.append(reply.score)
         if reply.is_over:
             return AgentState.TERMINATED
         return await self._follow(agent_data, [{"role": "user", "content": reply.text}])
 
     async def _follow(self, agent_data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
-        """Messages that the model did not write; a turn that leaves it no room is of no use."""
+        """Add messages of others than the model, unless they leave no room for its next turn."""
         agent_data.messages += messages
         ids = await self.apply_chat_template(messages, remove_system_prompt=True)
-        total = self.server_manager.chat.limits.total_tokens
+        max_tokens = self.server_manager.chat.limits.total_tokens
         room = min(
-            self.response_length - len(agent_data.response_mask), total - len(agent_data.prompt_ids)
+            self.response_length - len(agent_data.response_mask),
+            max_tokens - len(agent_data.prompt_ids),
         )
         if len(ids) >= room:
             return AgentState.TERMINATED
@@ -610,79 +801,54 @@ class ToolAgentLoop(AgentLoopBase):
         tools_kwargs: Mapping[str, Any],
         agent_data: AgentData | None = None,
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """What the tool says, what the call earned, and metrics; what is wrong with a call is said to the model."""
-        services, name, instance, earned = self.server_manager.services, tool_call.name, None, None
-        specs = {name: services.tools[name]} if name in services.tools else dict(services.tools)
-        given = {
-            key: value
-            for key, value in dict(tools_kwargs.get(name) or {}).items()
-            if value is not None
-        }
-        if name in specs and (tool := tool_of(specs[name])) is not None:
-            instance, own = Instance(tool), taken(tool.execute, {"agent_data": agent_data})
-            specs[name] = replace(specs[name], make=lambda: instance)
-            given["execute_kwargs"] = {**own, **(given.get("execute_kwargs") or {})}
-        try:
-            call = ToolCall(name, json.loads(tool_call.arguments), tool_call.problem)
-        except ValueError as error:
-            call = ToolCall(
-                name, problem=f"the arguments are not JSON ({error}): {tool_call.arguments[:200]}"
-            )
+        """Call a tool.
+
+        Args:
+            tool_call: the call. The model is told what is wrong with it.
+            tools_kwargs: arguments from the row, by tool.
+            agent_data: the conversation, for tools that take it.
+
+        Returns:
+            The response, the reward of the call, and metrics.
+        """
+        services = self.server_manager.services
+        name = tool_call.name
+        specs = dict(services.tools)
+        kwargs = {}
+        for key, value in dict(tools_kwargs.get(name) or {}).items():
+            if value is not None:
+                kwargs[key] = value
+        is_known = name in services.tools
+        instance = None
+        if is_known:
+            specs = {name: services.tools[name]}
+            tool = tool_of(specs[name])
+            if tool is not None:
+                instance = Instance(tool)
+                specs[name] = replace(specs[name], make=lambda: instance)
+                arguments = taken(tool.execute, {"agent_data": agent_data})
+                kwargs["execute_kwargs"] = {**arguments, **(kwargs.get("execute_kwargs") or {})}
+        call = _parsed_call(tool_call)
         box = ToolBox(
-            specs,
-            {name: given} if name in specs else {},
-            services.config.multi_turn,
-            services.thread,
+            specs, {name: kwargs} if is_known else {}, services.config.multi_turn, services.thread
         )
-        # No tool is made for a call that cannot be made.
-        can_be_made = name in services.tools and not call.problem
-        async with box if can_be_made else nullcontext():
+        # No instance is made for a call that cannot be executed.
+        is_executed = is_known and not call.problem
+        reward = None
+        async with box if is_executed else nullcontext():
             (response,) = await box.call_all([call])
-            if can_be_made:
-                earned = (
-                    (await box.rewards()).get(name)
-                    if instance is None
-                    else sum(instance.earned) or None
-                )
-        return ToolResponse(text=response.text, image=list(response.images) or None), earned, {}
+            if is_executed and instance is not None:
+                reward = sum(instance.earned) or None
+            elif is_executed:
+                reward = (await box.rewards()).get(name)
+        return ToolResponse(text=response.text, image=list(response.images) or None), reward, {}
 
 
-def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation) -> None:
-    """The tokens that a loop returned as the conversation's, cut to its limits."""
-    limits, num_tokens = chat.limits, len(output.response_ids)
-    if len(output.prompt_ids) > limits.prompt_tokens:
-        chat.failure = (
-            f"prompt_length: {len(output.prompt_ids)} tokens, over {limits.prompt_tokens}"
-        )
-        raise ConversationOver(chat.failure)
-    if (log_probs := output.response_logprobs) is None:
-        log_probs = server.log_probs_of(output.response_ids, output.response_mask)
-    if {len(output.response_mask), len(log_probs)} != {num_tokens}:
-        got = f"{num_tokens} response_ids, {len(output.response_mask)} of response_mask, {len(log_probs)} log_probs"
-        raise RolloutError(f"agent loop {chat.sample.agent}", got=got, expected="as many of each")
-    chat.prompt_ids = list(output.prompt_ids)
-    rows = list(zip(output.response_ids, output.response_mask, log_probs, strict=True))[
-        : limits.response_tokens
-    ]
-    for is_own, part in groupby(rows, key=lambda row: row[1]):
-        ids, _, values = map(list, zip(*part, strict=True))
-        turn = Turn(
-            "assistant" if is_own else "tool", ids, chat.encoder.text(ids, with_special=True), 0.0
-        )
-        chat.extend(turn, int(is_own), values)
-    chat.finish_reason = "length" if num_tokens > limits.response_tokens else "stop"
-    chat.extra_fields = dict(output.extra_fields)
-    chat.turn_scores = list(chat.extra_fields.get("turn_scores") or ())
-    chat.tool_rewards = chat.extra_fields.get("tool_rewards") or {}
-    if output.reward_score is not None:
-        chat.outcome = read_outcome(output.reward_score)
-
-
-def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
-    """verl's class decorator: a loop known by a name, in `actor_rollout_ref.rollout.agent.agent_loop_path`."""
-
-    def decorate(cls: LoopClass) -> LoopClass:
-        REGISTRY.register(agent_name)(cls.quadriga_form)
-        return cls
-
-    return decorate
+def _parsed_call(tool_call: FunctionCall) -> ToolCall:
+    """The call with its arguments parsed, or with the problem that they have."""
+    try:
+        arguments = json.loads(tool_call.arguments)
+    except ValueError as error:
+        problem = f"the arguments are not JSON ({error}): {tool_call.arguments[:200]}"
+        return ToolCall(tool_call.name, problem=problem)
+    return ToolCall(tool_call.name, arguments, tool_call.problem)

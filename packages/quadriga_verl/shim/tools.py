@@ -441,19 +441,19 @@ class _Talk(Interaction):
 
     async def start_interaction(self, **kwargs: Any) -> None:
         self.kwargs = {"name": self.shared.name, **kwargs}
-        instance_id = await self._call(self.shared.start_interaction, **self.kwargs)
+        instance_id = await self._call(self.shared.start_interaction, self.kwargs)
         self.instance_id = instance_id or self.instance_id
 
     async def generate_response(self, messages: list[dict[str, Any]]) -> Reply:
         offered = {"messages": messages, **self.kwargs}
-        result = await self._call(self.shared.generate_response, **offered)
+        result = await self._call(self.shared.generate_response, offered)
         is_over, text, score, *_ = result
         return Reply(text or "", score, bool(is_over))
 
     async def finalize_interaction(self) -> None:
-        await self._call(self.shared.finalize_interaction)
+        await self._call(self.shared.finalize_interaction, {})
 
-    async def _call(self, method: Callable[..., Any], **offered: Any) -> Any:
+    async def _call(self, method: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
         """Call a method of the shared object with those of the arguments that it takes."""
         arguments = taken(method, {"instance_id": self.instance_id, **offered})
         return await _awaited(method(**arguments))
