@@ -159,11 +159,8 @@ class Registry(dict[str, Callable[..., Any]]):
         self.key = key
         self.options_key = options_key
         self.needing_advantage: set[str] = set()
+        # Names that this package registers; set once it has registered them.
         self.built_in: frozenset[str] = frozenset()
-
-    def mark_built_in(self) -> None:
-        """Mark the functions that are registered so far as those of this package."""
-        self.built_in = frozenset(self)
 
     def register(
         self, name: str, *, needs_advantage: bool = False, compares_group: bool = False

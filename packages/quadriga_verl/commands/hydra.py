@@ -341,7 +341,7 @@ def _entry_leaves(
     problems: list[ConfigError],
     where: Path,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of an entry of a `defaults` list."""
+    """Yield the settings that an entry of a `defaults` list brings, as pairs."""
     stem = name.removesuffix(".yaml")
     section = package or group.replace("/", ".")
     prefix = f"{section}." if section and section != "_global_" else ""

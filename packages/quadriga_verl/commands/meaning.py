@@ -92,7 +92,7 @@ def frequency(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def device(line: Line, key: str, value: Any) -> None:
-    """Let the machine decide about the device."""
+    """Set the device that the machine has, whatever the line names."""
     line.set(key, "auto")
     if value not in ("cuda", "cpu"):
         line.note(line.sentence)

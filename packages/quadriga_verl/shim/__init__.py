@@ -123,7 +123,7 @@ class Finder(MetaPathFinder, Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let `from module import *` take the names of the table."""
+        """Set `__all__`, so that `from module import *` takes the names of the table."""
         module.__dict__["__all__"] = list(MODULES[module.__name__])
 
 

@@ -770,7 +770,7 @@ class ToolAgentLoop(AgentLoopBase):
         return await self._follow(agent_data, messages)
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
-        """Let the user simulator reply."""
+        """Get a reply of the user simulator."""
         reply = await agent_data.interaction.reply(agent_data.messages)
         if reply.score is not None:
             agent_data.turn_scores.append(reply.score)

@@ -86,7 +86,11 @@ class RayPPOTrainer:
         _check(self.config)
         worker_classes = {}
         for role, cls in (self.role_worker_mapping or {}).items():
-            worker_classes[Role(role)] = _undecorated(cls)
+            decorated = getattr(cls, "__ray_metadata__", None)
+            if decorated is not None:
+                # This is `ray.remote(cls)`.
+                cls = decorated.modified_class.__ray_actor_class__
+            worker_classes[Role(role)] = cls
         self._parts = Parts(
             workers=worker_classes,
             tokenizer=self.tokenizer,
@@ -216,12 +220,6 @@ def _blocking(group: Any) -> Any:
     return view.as_worker()
 
 
-def _undecorated(cls: Any) -> type[Any]:
-    """The class that `ray.remote` wraps, or the class itself."""
-    metadata = getattr(cls, "__ray_metadata__", None)
-    return cls if metadata is None else metadata.modified_class.__ray_actor_class__
-
-
 class Tracking(tracking.Tracking):
     """verl's tracker, which logs metrics of steps to the console, to files or to services.
 
@@ -229,9 +227,9 @@ class Tracking(tracking.Tracking):
 
     Args:
         project_name: name of the project.
-        experiment_name: name of the run.
+        experiment_name: the run's name.
         default_backend: name of a tracker, or a list of names.
-        config: settings of the run, which services store.
+        config: settings to store with the metrics.
     """
 
     def __init__(

@@ -19,4 +19,4 @@ from quadriga.algorithms.losses.value import clipped_value_loss
 from quadriga.algorithms.losses.vanilla import vanilla
 from quadriga.algorithms.registry import POLICY_LOSSES
 
-POLICY_LOSSES.mark_built_in()
+POLICY_LOSSES.built_in = frozenset(POLICY_LOSSES)
