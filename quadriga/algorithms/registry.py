@@ -55,7 +55,9 @@ _SET_BY_SEVERAL_KEYS = {
 
 
 _ESTIMATOR_NAMES = {name.upper(): name for name in declared("register_adv_est")}
-AdvantageEstimator = StrEnum("AdvantageEstimator", _ESTIMATOR_NAMES, module=__name__)
+AdvantageEstimator = StrEnum(  # pyrefly: ignore
+    "AdvantageEstimator", _ESTIMATOR_NAMES, module=__name__
+)
 """Names of the built-in estimators. Each member, such as `AdvantageEstimator.GAE`, equals its name."""
 
 
