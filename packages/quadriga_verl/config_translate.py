@@ -16,8 +16,8 @@ from typing import Any
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
 from quadriga_verl.cli import translated
+from quadriga_verl.commands.entries import find_entry
 from quadriga_verl.commands.hydra import Tree
-from quadriga_verl.commands.programs import find_entry
 from quadriga_verl.commands.shell import commands, launched
 
 _DESCRIPTION = "Convert verl's shell script, command line or YAML file to a commented YAML."

@@ -14,7 +14,7 @@ import pytest
 
 from quadriga.config.root import spelled
 from quadriga_verl.cli import version_of
-from quadriga_verl.commands.programs import find_entry
+from quadriga_verl.commands.entries import find_entry
 from quadriga_verl.commands.translate import translate
 
 HERE = Path(__file__).parent

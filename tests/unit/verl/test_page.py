@@ -17,8 +17,8 @@ from quadriga.config.keys import leaf_keys
 from quadriga.config.loader import load_config
 from quadriga.config.yaml_text import as_text
 from quadriga_verl.cli import RUNS
+from quadriga_verl.commands.entries import ENTRIES, find_entry
 from quadriga_verl.commands.hydra import MISSING, VERSIONS, defaults
-from quadriga_verl.commands.programs import ENTRIES, find_entry
 from quadriga_verl.commands.shell import commands, launched
 from quadriga_verl.commands.translate import translate
 from quadriga_verl.shim import TABLE

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from quadriga_verl.commands.entries import ENTRIES, find_entry
 from quadriga_verl.commands.hydra import MISSING, VERSIONS, defaults
-from quadriga_verl.commands.programs import ENTRIES, find_entry
 from quadriga_verl.commands.translate import Line, translate
 
 MEGATRON = "actor_rollout_ref.actor.megatron"

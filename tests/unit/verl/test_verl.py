@@ -13,9 +13,9 @@ from quadriga.config.keys import leaf_of
 from quadriga.errors import ConfigError
 from quadriga.rewards.registry import BUILT_IN
 from quadriga_verl.cli import main, version_of
+from quadriga_verl.commands.entries import find_entry
 from quadriga_verl.commands.hydra import MISSING, VERSIONS, defaults, parse_word
 from quadriga_verl.commands.meaning import ESTIMATORS, LOSSES, MANAGERS
-from quadriga_verl.commands.programs import find_entry
 from quadriga_verl.commands.translate import Line, translate
 
 PUBLISHED = [
