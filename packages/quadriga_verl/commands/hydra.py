@@ -75,6 +75,7 @@ def parse_value(text: str, key: str = "value") -> Any:
     Raises:
         ConfigError: the text is not a value.
     """
+    # References, and signs that OmegaConf would refuse, are hidden while it parses the rest.
     hidden: list[str] = []
 
     def hide(match: re.Match[str]) -> str:
@@ -175,6 +176,7 @@ class Tree:
             raise ConfigError(key, got=got, expected="a value", fix="Write the value.")
         if key in self.values:
             return self._resolve(self.values[key], key, (*above, key))
+        # The key is a section: resolve what is below it.
         leaves = self.below(key)
         if not leaves:
             raise KeyError(key)
@@ -204,6 +206,7 @@ class Tree:
                 break
             target = self._referenced(match[1].strip(), key, above)
             if match[0] == value:
+                # A value that is one reference has the type of its target.
                 return target
             value = f"{value[: match.start()]}{target}{value[match.end() :]}"
         return value

@@ -137,6 +137,7 @@ class Line:
             self.refuse("a value", _UNSET)
             return
         earlier_source = self.sources.get(key)
+        # Several keys of verl may mean one key here.
         if earlier_source is not None and earlier_source in self.given:
             if is_users and not is_same(self.ours[key], value):
                 earlier_value = as_text(self.ours[key], key)
@@ -146,6 +147,7 @@ class Line:
             return
 
         leaf = leaf_of(key, self.entry.task)
+        # Hydra reads text such as `2024` as a number.
         if is_number(value) and leaf is not None and leaf.is_text and "number" not in leaf.kind:
             value = str(value)
         is_null_allowed = leaf is None or leaf.kind.endswith("null")
@@ -184,6 +186,7 @@ class Line:
         rule, parts = match
         self.sentence = rule.sentence
         if rule.becomes == ">":
+            # The new name may have a row of its own.
             remaining_parts = iter(parts)
             new_key = re.sub(r"\*|<\w+>", lambda _: next(remaining_parts), rule.argument)
             self.take(new_key, value)

@@ -47,7 +47,7 @@ def _size(line: Line, key: str, otherwise: int = 1) -> int:
     return size if isinstance(size, int) else otherwise
 
 
-def shards(line: Line, role: str, num_processes: int) -> None:
+def shards(line: Line, role: str, count: int) -> None:
     """Fit the ranks that shard a copy of a role's weights to the number of processes.
 
     Here they are a multiple of the ranks that share a sequence, and -1 for all ranks.
@@ -55,7 +55,7 @@ def shards(line: Line, role: str, num_processes: int) -> None:
     key = f"{role}.fsdp_config.fsdp_size"
     sequence_size, tensor_size, pipeline_size = (_size(line, f"{role}.{name}") for name in _SIZES)
     size = _size(line, key, -1)
-    num_ranks = num_processes // (tensor_size * pipeline_size)
+    num_ranks = count // (tensor_size * pipeline_size)
     if 0 < size < num_ranks and size % sequence_size:
         line.written = line.sources[key]
         line.note(
@@ -216,6 +216,7 @@ def distillation(line: Line) -> None:
     line.written = "distillation.enabled"
     line.set("distillation.enable", True)
     sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
+    # A single teacher answers for all data sources.
     if len(paths) == 1:
         line.set("distillation.path", *paths.values())
     elif None in sources.values():
@@ -343,6 +344,7 @@ def beside_training(line: Line) -> None:
     if not any(key.startswith("algorithm.rollout_correction.") for key in line.ours):
         line.set("algorithm.rollout_correction.preset", "disabled")
 
+    # Processes that the line gave to other roles, such as teachers, stay theirs.
     placement = {}
     for role, pool in line.ours.get("trainer.placement", {}).items():
         if "rollout" not in role:

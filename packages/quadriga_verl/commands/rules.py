@@ -64,6 +64,7 @@ def rules_of(names: str) -> tuple[Rule, ...]:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
+    # All other characters stand for themselves.
     text = re.escape(pattern).replace(r"\*", "(.*)")
     for name, sections in SECTIONS.items():
         text = text.replace(re.escape(name), sections)

@@ -75,6 +75,7 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
 def _finish(line: Line) -> list[ConfigError]:
     """Read the translated keys as a configuration; returns its problems."""
     line.notices = [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
+    # Problems of a key name verl's key too, if it has another name there.
     places = {}
     for key, source in line.sources.items():
         if source not in (key, ""):
@@ -102,6 +103,7 @@ def _take_all(line: Line) -> None:
             line.rules = f"megatron,{line.entry.rules}"
     for key in list(line.tree.values):
         _take_key(line, key)
+    # Differences from verl on purpose are reported once all keys are known.
     for rule in rules_of(line.rules):
         if rule.becomes == "unlike":
             line.written = rule.pattern.pattern.replace("\\", "")
@@ -187,6 +189,7 @@ def _apply(line: Line, word: Word, problems: list[ConfigError]) -> None:
             problems.append(ConfigError(f"~{key}", got=got, expected="a key that there is"))
         tree.drop(key)
         return
+    # A section may replace a value, or a value a section; keys that are gone are no longer given.
     keys_before = {key, *tree.below(key)}
     tree.put(key, word.value)
     line.given.update(tree.below(key))
@@ -206,6 +209,7 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
     base = {name: defaults(tree, line.version) for name, tree in CONFIG_FILES.items()}
     base[""] = line.default
     for key, value in read_config(file, base, problems).values.items():
+        # Keys of verl's own files that the user's file includes are not the user's.
         if line.tree.values.get(key, MISSING) != value:
             line.tree.put(key, value)
             line.given.add(key)

@@ -136,6 +136,7 @@ def install() -> None:
         os.environ[_WAS_REPORTED] = "1"
         setting = f"{VARIABLE}={os.environ[VARIABLE]}"
         print(f"verl is installed; with {setting} `import verl` takes quadriga's names instead.")
+    # Modules of an installed verl would be found before the hook is asked.
     for name in list(sys.modules):
         if name.partition(".")[0] == "verl":
             del sys.modules[name]

@@ -203,9 +203,11 @@ def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         settings: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, **dict(config or {})}
         policy = dict(settings.get("policy_loss") or {})
         shared = {**policy, **(policy.get("options") or {}), **settings}
+        # `clip_ratio` holds for a side that has no clip of its own.
         for side in ("clip_ratio_low", "clip_ratio_high"):
             if shared.get(side) is None:
                 shared[side] = shared["clip_ratio"]
+        # A registry binds options to a name, not to a function.
         (name,) = (name for name, loss in POLICY_LOSSES.items() if loss is function)
         algorithm = POLICY_LOSSES.choose(name, {}, shared)
 

@@ -169,6 +169,7 @@ class RLHFDataset(Dataset):
         images = as_list(row.pop(self.image_key, None))
         videos = as_list(row.pop(self.video_key, None))
         if "input_ids" in row:
+            # A subclass has tokenized the row itself.
             return row
         messages = as_messages(list(row["raw_prompt"]), where=where)
         pictures: list[Any] = []

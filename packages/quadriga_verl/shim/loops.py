@@ -717,6 +717,7 @@ class ToolAgentLoop(AgentLoopBase):
                 sampling_params=sampling_params,
             )
         ids = output.token_ids
+        # `prompt_ids` has all tokens so far, and `response_ids` those of this turn.
         agent_data.assistant_turns += 1
         agent_data.response_ids = ids
         agent_data.prompt_ids += ids
@@ -824,6 +825,7 @@ class ToolAgentLoop(AgentLoopBase):
             specs = {name: services.tools[name]}
             tool = tool_of(specs[name])
             if tool is not None:
+                # The instance keeps what this call earns.
                 instance = Instance(tool)
                 specs[name] = replace(specs[name], make=lambda: instance)
                 arguments = taken(tool.execute, {"agent_data": agent_data})

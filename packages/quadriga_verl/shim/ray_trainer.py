@@ -115,6 +115,7 @@ class RayPPOTrainer:
         manager = self.resource_pool_manager
         if manager is not None:
             placement = {str(role): pool for role, pool in manager.mapping.items()}
+            # verl's programs map this role whether it is used or not.
             if not Needs.of(self.config).reference:
                 placement.pop(Role.RefPolicy, None)
             settings["backend"] = "ray"

@@ -41,7 +41,7 @@ RawRewardFn = Callable[..., Any]
 # ---- adapters -----------------------------------------------------------------------------------
 
 
-class _AdaptedManager(RewardManager):
+class _Adapted(RewardManager):
     """A manager of verl as one of ours, which grades whole batches in the driver's process."""
 
     manager_class: type[Any]
@@ -112,6 +112,7 @@ class _AdaptedManager(RewardManager):
             if len(values) != len(data):
                 where = f"{name}, reward_extra_info {key!r}"
                 raise RewardError(where, got=f"{len(values)} values", expected=str(len(data)))
+        # The tensor has the scores; a row only needs one to count as graded.
         rows = []
         for row in range(len(data)):
             row_columns = {key: values[row] for key, values in columns.items()}
@@ -133,7 +134,7 @@ def _check_rewards(rewards: Any, shape: torch.Size, name: str) -> None:
     raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
 
 
-class GivenManager(_AdaptedManager):
+class GivenManager(_Adapted):
     """Adapter for an existing manager of batches, or a function with its contract."""
 
     def __init__(self, manager: Any) -> None:
@@ -150,7 +151,7 @@ def adapt(cls: Any) -> type[RewardManager]:
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
         }
-        cls.quadriga_form = type(cls.__name__, (_AdaptedManager,), members)
+        cls.quadriga_form = type(cls.__name__, (_Adapted,), members)
     return vars(cls)["quadriga_form"]
 
 
