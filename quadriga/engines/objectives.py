@@ -253,9 +253,9 @@ class PolicyObjective(Objective):
                 fields["advantages"] = fields["advantages"] - reward
 
         result = self.policy_loss.function(**fields, log_prob=log_prob)
-        if not self.policy_loss.is_built_in:
-            result = check_losses(self.policy_loss.name, result, mask)
-        losses, diagnostics = result
+        name = self.policy_loss.name
+        is_trusted = self.policy_loss.is_built_in
+        losses, diagnostics = result if is_trusted else check_losses(name, result, mask)
         # Importance weights of a correction apply to every loss.
         if weights is not None and not self._takes_weights:
             losses = losses * weights
