@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The estimators and policy losses of `quadriga.algorithms` as their decorators declare them.
 
-Configurations are checked, and verl's command lines translated, before torch is loaded. So the
+Configurations are read and checked before torch is loaded. So the
 declarations are read from the source of the package:
 
     @register_policy_loss("sapo", needs_advantage=True)
