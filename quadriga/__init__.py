@@ -21,4 +21,4 @@ __all__ += ["__version__"]
 
 moved.install()
 if os.environ.get("QUADRIGA_VERL", "0") not in ("", "0"):
-    import_module("quadriga.compat.verl")
+    import_module("quadriga_verl.shim")

@@ -41,17 +41,18 @@ LAYERS: dict[str, frozenset[str]] = {
     "errors": frozenset({"redact"}),
     "partition": frozenset(),
     "moved": frozenset(),
+    "declared_algorithms": frozenset(),
     "background": frozenset(),
     "descendants": frozenset(),
     "streams": frozenset(),
     "programs": frozenset({"descendants", "lazy", "streams"}),
     "http_client": frozenset({"errors", "background"}),
-    "config": frozenset({"errors", "redact"}),
+    "config": frozenset({"errors", "redact", "declared_algorithms"}),
     "observe": frozenset({"errors", "config", "streams"}),
     "user_file": frozenset({"errors", "observe"}),
     "user_function": frozenset({"errors"}),
     "protocol": frozenset({"errors"}),
-    "algorithms": frozenset({"errors", "user_file"}),
+    "algorithms": frozenset({"errors", "user_file", "declared_algorithms"}),
     "rewards": _CORE | {"user_file", "http_client"},
     "data": _CORE | {"user_file", "http_client"},
     "recipes": frozenset({"errors", "config", "observe", "data", "rewards"}),
@@ -62,11 +63,18 @@ LAYERS: dict[str, frozenset[str]] = {
     "rollout": _CORE | {"user_file", "http_client", "models", "rewards", "weight_sync"},
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER,
-    "compat": _BELOW_WORKERS | {"http_client", "trainer"},
-    "verl": frozenset({"errors", "redact", "config"}),
-    "cli": _BELOW_WORKERS | {"workers", "trainer", "verl"},
+    "cli": _BELOW_WORKERS | {"workers", "trainer"},
     "api": _BELOW_TRAINER | {"user_function", "trainer"},
     "__main__": frozenset({"cli"}),
+    "quadriga_verl.commands": frozenset({"errors", "config", "declared_algorithms"}),
+    "quadriga_verl.cli": frozenset(
+        {"errors", "config", "trainer", "cli", "quadriga_verl.commands"}
+    ),
+    "quadriga_verl.config_translate": frozenset(
+        {"errors", "config", "quadriga_verl.cli", "quadriga_verl.commands"}
+    ),
+    "quadriga_verl.core_algos": frozenset({"errors", "algorithms"}),
+    "quadriga_verl.shim": _BELOW_WORKERS | {"http_client", "trainer", "quadriga_verl.core_algos"},
 }
 
 # Old import paths of modules that moved, as import strings.
