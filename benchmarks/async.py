@@ -49,7 +49,7 @@ from async_simulation import Costs, Simulation, colocated, recorded  # noqa: E40
 from drawn_lengths import SETTINGS  # noqa: E402
 from quadriga.config import load_config  # noqa: E402
 from quadriga.single_controller.ray.cluster import OWN_CLUSTER  # noqa: E402
-from quadriga.trainer.async_schedule import Rules  # noqa: E402
+from quadriga.trainer.asynchronous.schedule import Rules  # noqa: E402
 from quadriga.trainer.launch import cluster_of  # noqa: E402
 from quadriga.trainer.task_runner import TaskRunner  # noqa: E402
 from tests.e2e import conftest as tiny  # noqa: E402

@@ -5,8 +5,9 @@
     .venv/bin/python benchmarks/async_simulation.py --gpus 64 --median 2000 --longest 16384 --max-staleness 0 1 2
     .venv/bin/python benchmarks/async_simulation.py --recorded outputs/RUN --gpus 2
 
-Generation and training have GPUs of their own, in every split of a list. quadriga/trainer/async_schedule.py decides
-what starts where and when, with which weights, and which groups a step learns from; here are only the times:
+Generation and training have GPUs of their own, in every split of a list.
+quadriga/trainer/asynchronous/schedule.py decides what starts where and when, with which weights, and which
+groups a step learns from; here are only the times:
 
     a worker      `gpus_per_worker` GPUs that decode all of their sequences together; a decode step takes `decode_s`,
                   and `sequence_s` more for each sequence in it
@@ -36,9 +37,16 @@ from pathlib import Path
 
 import numpy as np
 
-from quadriga.trainer.async_schedule import Rules
+from quadriga.trainer.asynchronous.schedule import Rules
+from quadriga.trainer.asynchronous.simulation import (
+    Costs,
+    Outcome,
+    Simulation,
+    Workload,
+    colocated,
+    recorded,
+)
 from quadriga.trainer.preflight import recorded_run
-from quadriga.trainer.simulation import Costs, Outcome, Simulation, Workload, colocated, recorded
 
 SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Shares of the GPUs that train."""

@@ -8,6 +8,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from quadriga import moved
 from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -18,5 +19,6 @@ __version__ = "0.2.0"
 __all__, __getattr__ = lazy_names(__name__)
 __all__ += ["__version__"]
 
+moved.install()
 if os.environ.get("QUADRIGA_VERL", "0") not in ("", "0"):
-    import_module("quadriga.compat.verl")
+    import_module("quadriga_verl.shim")

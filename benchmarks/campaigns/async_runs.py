@@ -23,7 +23,7 @@ from campaigns import kills
 from campaigns.campaign import Campaign, Outcome
 from campaigns.kills import Attempt, tiny
 from quadriga.rollout.native.generation import Generation
-from quadriga.trainer.async_record import RECORD
+from quadriga.trainer.asynchronous.record import RECORD
 from quadriga.trainer.ray_trainer import RayPPOTrainer
 
 NUM_STEPS, SAVE_FREQ = 9, 2

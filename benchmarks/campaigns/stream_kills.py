@@ -26,7 +26,7 @@ from campaigns import engine_kills  # noqa: E402
 from campaigns.campaign import Campaign, Outcome  # noqa: E402
 from campaigns.engine_kills import NUM_SAMPLES, NUM_STEPS, RESTART_LIMIT_S, differences, read  # noqa: E402
 from quadriga.cli.main import main  # noqa: E402
-from quadriga.trainer.async_batches import AsyncBatches  # noqa: E402
+from quadriga.trainer.asynchronous.batches import AsyncBatches  # noqa: E402
 from tests.e2e import conftest as tiny  # noqa: E402
 
 ON = ("async_training.enable=True", "trainer.placement={actor: training, rollout: generation}")
@@ -54,7 +54,7 @@ class Killer:
 
     def next_batch(self, batches: AsyncBatches, step: int) -> Any:
         """`AsyncBatches.take`, with kills that are due in the time that a step takes from here."""
-        pool = batches._pool
+        pool = batches._workers.pool
         assert pool is not None
         if math.isfinite(self.last):
             self.seconds = min(5.0, time.monotonic() - self.last)
@@ -64,7 +64,7 @@ class Killer:
             pool._restarts.wait(RESTART_LIMIT_S)
             with batches._changed:
                 batches._tend()
-                batches._wait_for(lambda: not batches._joining)
+                batches._wait_for(lambda: not batches._workers.joining)
             ranks = list(pool._rollout.ranks)
             for rank in self.random.sample(ranks, self.random.randint(1, max(1, len(ranks) - 1))):
                 wait_s = self.random.uniform(0.0, 0.9) * self.seconds
@@ -73,7 +73,7 @@ class Killer:
         return self.take(batches, step)
 
     def _kill(self, batches: AsyncBatches, rank: int, step: int, wait_s: float) -> None:
-        pool = batches._pool
+        pool = batches._workers.pool
         assert pool is not None
         with self.lock:
             pids = {

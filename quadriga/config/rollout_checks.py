@@ -11,19 +11,9 @@ from quadriga.config.placement import ACTOR
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
+from quadriga.declared_algorithms import declared
 from quadriga.errors import ConfigError
 
-# Estimators that compare the responses to a prompt. In a group of one they return the bare score.
-_BY_GROUP = (
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gdpo",
-    "reinforce_plus_plus_baseline",
-)
 REPORTS_ROUTES = ("native",)
 """Engines that report which experts each token was routed to."""
 _MULTI_TURN = f"{ROLLOUT}.multi_turn"
@@ -35,7 +25,10 @@ def check_groups(config: Config) -> Findings:
     if not learns_from_rewards(config):
         return
     estimator = config.algorithm.adv_estimator
-    if estimator in _BY_GROUP and config.actor_rollout_ref.rollout.n == 1:
+    if config.actor_rollout_ref.rollout.n > 1:
+        return
+    declaration = declared("register_adv_est").get(estimator)
+    if declaration is not None and "compares_group" in declaration.flags:
         got = f"1, with algorithm.adv_estimator={estimator}"
         fix = f"A single response has no others to compare with: set {ROLLOUT}.n=8, or another estimator."
         yield wrong(f"{ROLLOUT}.n", got, "groups of at least 2 responses", fix)

@@ -29,6 +29,7 @@ from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, WorkerGroups
+from quadriga.trainer.asynchronous.streams import StreamPool
 from quadriga.trainer.checkpoint import start_of
 from quadriga.trainer.launch import cluster_of
 from quadriga.trainer.profiler import Profiler
@@ -37,7 +38,6 @@ from quadriga.trainer.responses import ModelReward
 from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer
-from quadriga.trainer.stream_pool import StreamPool
 from quadriga.workers import (
     ActorRolloutRefWorker,
     CriticWorker,

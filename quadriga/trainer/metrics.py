@@ -14,9 +14,11 @@ import torch
 from quadriga.config import RolloutConfig
 from quadriga.errors import RolloutError
 from quadriga.observe.machine import resident_bytes
-from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.trainer.async_rules import Rules
+
+# Their old place, from which users' files may import them.
+from quadriga.trainer.asynchronous.staleness import measure_staleness as measure_staleness
+from quadriga.trainer.asynchronous.staleness import token_versions as token_versions
 
 logger = logging.getLogger(__name__)
 
@@ -225,60 +227,3 @@ def check_log_probs(
     divergence = metrics["rollout/kl"]
     ratio = math.exp(divergence) if divergence < _LARGEST_EXPONENT else math.inf
     return {"rollout/ppl_ratio": ratio}
-
-
-def measure_staleness(batch: DataProto, step: int, rules: Rules) -> dict[str, Metric]:
-    """Measure how many versions behind the trainer the tokens of a batch were drawn.
-
-    Args:
-        batch: rows with `token_versions` [B, T]; they get `token_staleness` [B, T].
-        step: the step that learns from them.
-        rules: version of the weights at each step, and the bound on the staleness.
-
-    Raises:
-        RolloutError: a token is staler than the rules allow, or from the future.
-    """
-    mask = batch.batch["response_mask"].bool()
-    versions = token_versions(batch)
-    staleness = (rules.version_at(step) - versions).masked_fill(~mask, 0)
-    batch.batch["token_staleness"] = staleness
-    drawn = staleness[mask]
-    if len(drawn):
-        least = int(drawn.min())
-        most = int(drawn.max())
-        if least < 0 or most > rules.max_staleness:
-            raise RolloutError(
-                "async_training",
-                got=f"step {step}: tokens {least} to {most} versions old",
-                expected=f"0 to {rules.max_staleness}",
-            )
-    # A response with tokens of several versions was interrupted by new weights.
-    oldest = versions.masked_fill(~mask, int(versions.max())).amin(-1)
-    num_interrupted = (versions.amax(-1) > oldest).sum()
-    metrics = {"interruptions": Metric(num_interrupted, "sum")}
-    if len(drawn):
-        metrics["staleness_mean"] = Metric(drawn.double().mean(), weight=len(drawn))
-        metrics["staleness_max"] = Metric(drawn.max(), "max")
-        lags = torch.bincount(drawn, minlength=rules.max_staleness + 1) / len(drawn)
-        for lag, share in enumerate(lags):
-            metrics[f"lag_{lag}_share"] = Metric(share, weight=len(drawn))
-    return metrics
-
-
-def token_versions(rows: DataProto) -> torch.Tensor:
-    """Versions of the weights that drew each token [B, T], -1 for tokens of no model.
-
-    Raises:
-        RolloutError: a token of the response mask has no version.
-    """
-    if "token_versions" in rows.batch.keys():
-        versions = rows.batch["token_versions"]
-        mask = rows.batch["response_mask"].bool()
-        if bool((versions[mask] >= 0).all()):
-            return versions
-    raise RolloutError(
-        "async_training",
-        got="responses without the version of each token",
-        expected="one for each",
-        fix="A loop of your own gives them to Conversation.extend; or leave async_training off.",
-    )

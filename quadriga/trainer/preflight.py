@@ -16,6 +16,7 @@ from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
 from quadriga.rewards.samples import OF_CONVERSATION
+from quadriga.trainer.asynchronous.simulation import advice
 from quadriga.trainer.build import (
     build_reward,
     build_tokenizer,
@@ -23,7 +24,6 @@ from quadriga.trainer.build import (
     build_val_loader,
 )
 from quadriga.trainer.roles import configured_estimator
-from quadriga.trainer.simulation import advice
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.generation import prompt_context
 from quadriga.workers.models import sizes_of_models
@@ -217,7 +217,7 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
 
     Returns:
         Its configuration, and per step the lengths of its responses and the seconds of its parts,
-        as `recorded` of trainer/simulation.py reads them.
+        as `recorded` of trainer/asynchronous/simulation.py reads them.
 
     Raises:
         DataError: the run has not recorded them.

@@ -37,7 +37,7 @@ from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.protocol.operations import get_all
 from quadriga.rewards import RewardManager
-from quadriga.trainer.async_batches import AsyncBatches
+from quadriga.trainer.asynchronous.batches import AsyncBatches
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.loop import Step, TrainingLoop

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from arch_tree import Source
+from quadriga.moved import path_today
 
 _CORE = frozenset(
     {
@@ -39,17 +40,19 @@ LAYERS: dict[str, frozenset[str]] = {
     "redact": frozenset(),
     "errors": frozenset({"redact"}),
     "partition": frozenset(),
+    "moved": frozenset(),
+    "declared_algorithms": frozenset(),
     "background": frozenset(),
     "descendants": frozenset(),
     "streams": frozenset(),
     "programs": frozenset({"descendants", "lazy", "streams"}),
     "http_client": frozenset({"errors", "background"}),
-    "config": frozenset({"errors", "redact"}),
+    "config": frozenset({"errors", "redact", "declared_algorithms"}),
     "observe": frozenset({"errors", "config", "streams"}),
     "user_file": frozenset({"errors", "observe"}),
     "user_function": frozenset({"errors"}),
     "protocol": frozenset({"errors"}),
-    "algorithms": frozenset({"errors", "user_file"}),
+    "algorithms": frozenset({"errors", "user_file", "declared_algorithms"}),
     "rewards": _CORE | {"user_file", "http_client"},
     "data": _CORE | {"user_file", "http_client"},
     "recipes": frozenset({"errors", "config", "observe", "data", "rewards"}),
@@ -60,12 +63,22 @@ LAYERS: dict[str, frozenset[str]] = {
     "rollout": _CORE | {"user_file", "http_client", "models", "rewards", "weight_sync"},
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER,
-    "compat": _BELOW_WORKERS | {"http_client", "trainer"},
-    "verl": frozenset({"errors", "redact", "config"}),
-    "cli": _BELOW_WORKERS | {"workers", "trainer", "verl"},
+    "cli": _BELOW_WORKERS | {"workers", "trainer"},
     "api": _BELOW_TRAINER | {"user_function", "trainer"},
     "__main__": frozenset({"cli"}),
+    "quadriga_verl.commands": frozenset({"errors", "config", "declared_algorithms"}),
+    "quadriga_verl.cli": frozenset(
+        {"errors", "config", "trainer", "cli", "quadriga_verl.commands"}
+    ),
+    "quadriga_verl.config_translate": frozenset(
+        {"errors", "config", "quadriga_verl.cli", "quadriga_verl.commands"}
+    ),
+    "quadriga_verl.core_algos": frozenset({"errors", "algorithms"}),
+    "quadriga_verl.shim": _BELOW_WORKERS | {"http_client", "trainer", "quadriga_verl.core_algos"},
 }
+
+# Old import paths of modules that moved, as import strings.
+MOVED = "quadriga/moved.py"
 
 # The one place where a name in the configuration becomes a class, by import string, so that it may name any layer.
 BUILD = "quadriga/trainer/build.py"
@@ -123,7 +136,7 @@ def upward_import(source: Source) -> Iterator[str]:
     mentioned += [
         ("recipes", entry.line) for entry in source.imports() if entry.top == "quadriga_recipes"
     ]
-    if source.name != BUILD:
+    if source.name not in (BUILD, MOVED):
         mentioned += list(_import_strings(source.tree))
     for layer, line in mentioned:
         if layer not in allowed:
@@ -139,6 +152,22 @@ def _import_strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
             and _IMPORT_STRING.fullmatch(node.value)
         ):
             yield node.value.split(".")[1].partition(":")[0], node.lineno
+
+
+def old_import_path(source: Source) -> Iterator[str]:
+    """An import of a module by the path that it had before it moved."""
+    for entry in source.imports():
+        moved = path_today(entry.module)
+        if moved is not None:
+            yield source.at(entry.line, f"imports {entry.module}, which is {moved} now")
+
+
+def file_at_old_path(sources: Iterable[Source]) -> Iterator[str]:
+    """A file where the table of old import paths has one that moved: nothing could import it."""
+    for source in sources:
+        module = source.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        if path_today(module) is not None:
+            yield source.at(1, f"{module} stands in {MOVED} as an old path")
 
 
 def late_import(source: Source) -> Iterator[str]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import arch_imports
-from arch_tree import REPOSITORY, Source, package_sources
+from arch_tree import REPOSITORY, Source, all_sources, package_sources
 
 RULES = [
     arch_imports.unknown_layer,
@@ -59,6 +59,16 @@ BAD = [
         "from quadriga.trainer.build import build",
     ),
     (
+        arch_imports.old_import_path,
+        "quadriga/trainer/fit.py",
+        "from quadriga.trainer.async_rules import Rules",
+    ),
+    (
+        arch_imports.old_import_path,
+        "quadriga/trainer/fit.py",
+        "def f():\n    import_module('quadriga.trainer.stream_pool')",
+    ),
+    (
         arch_imports.late_import,
         "quadriga/data/dataset.py",
         "def f():\n    from quadriga.errors import DataError",
@@ -107,6 +117,11 @@ GOOD = [
         "quadriga/trainer/build.py",
         "from quadriga.single_controller import ray",
     ),
+    (
+        arch_imports.old_import_path,
+        "quadriga/trainer/fit.py",
+        "from quadriga.trainer.asynchronous.rules import Rules",
+    ),
     (arch_imports.compared_engine_name, "quadriga/config/rollout.py", "x = name == 'vllm'"),
     (
         arch_imports.upward_import,
@@ -142,6 +157,16 @@ def test_one_file_owns_each_extra() -> None:
     """vLLM, wandb and the like are each imported in one file."""
     complaints = list(arch_imports.shared_third_party(package_sources()))
     assert not complaints, "\n".join(complaints)
+
+
+def test_old_import_paths_are_free() -> None:
+    """No file stands where a module was before it moved, and our own tests import the new path."""
+    complaints = list(arch_imports.file_at_old_path(package_sources()))
+    for source in all_sources():
+        complaints += arch_imports.old_import_path(source)
+    assert not complaints, "\n".join(complaints)
+    for name in ("quadriga/trainer/simulation.py", "quadriga/trainer/simulation/__init__.py"):
+        assert list(arch_imports.file_at_old_path([Source(name, "")]))
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), BAD)

@@ -20,9 +20,9 @@ from quadriga.protocol import DataProtoFuture
 from quadriga.rollout.native.generation import Generation
 from quadriga.single_controller import LocalWorkerGroup, ResourcePool, WorkerGroups
 from quadriga.trainer import build, launch
-from quadriga.trainer.async_batches import AsyncBatches
-from quadriga.trainer.async_record import RECORD
-from quadriga.trainer.stream_pool import RemoteStream
+from quadriga.trainer.asynchronous.batches import AsyncBatches
+from quadriga.trainer.asynchronous.record import RECORD
+from quadriga.trainer.asynchronous.streams import RemoteStream
 from quadriga.workers.stream import ServedStream
 from tests.limits import ENGINE_RESTARTS_S
 
@@ -118,8 +118,8 @@ def test_a_rank_that_is_lost_changes_no_number(
             tell(stream, kind, group, output)
 
     def late(batches: AsyncBatches, step: int) -> Any:
-        if step == 5 and batches._pool is not None:
-            batches._pool._restarts.wait(ENGINE_RESTARTS_S)
+        if step == 5 and batches._workers.pool is not None:
+            batches._workers.pool._restarts.wait(ENGINE_RESTARTS_S)
         return take(batches, step)
 
     for name in ("both", "one lost"):

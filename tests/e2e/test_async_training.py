@@ -23,8 +23,8 @@ from quadriga.errors import WeightSyncError
 from quadriga.protocol import DataProto
 from quadriga.rollout.native.engine import NativeEngine
 from quadriga.rollout.native.generation import Generation
-from quadriga.trainer.async_batches import AsyncBatches
-from quadriga.trainer.async_schedule import Decision, HandOver, Schedule
+from quadriga.trainer.asynchronous.batches import AsyncBatches
+from quadriga.trainer.asynchronous.schedule import Decision, HandOver, Schedule
 from quadriga.trainer.ray_trainer import RayPPOTrainer
 from quadriga.trainer.saving import RUN_STATE
 from tests.limits import COMMAND_S

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quadriga.config import load_config
-from quadriga.trainer.async_schedule import Rules
-from quadriga.trainer.simulation import advice
+from quadriga.trainer.asynchronous.schedule import Rules
+from quadriga.trainer.asynchronous.simulation import advice
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from async_simulation import Costs, Outcome, Simulation, Workload, colocated, recorded

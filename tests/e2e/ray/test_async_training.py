@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from quadriga.trainer.async_batches import AsyncBatches
-from quadriga.trainer.stream_pool import RemoteStream
+from quadriga.trainer.asynchronous.batches import AsyncBatches
+from quadriga.trainer.asynchronous.streams import RemoteStream
 from tests.e2e.test_async_ranks import num_kept, require_alike, unfinished_in
 from tests.limits import ENGINE_RESTARTS_S
 from watching import assert_nothing_left
@@ -169,7 +169,7 @@ def test_a_lost_rank_costs_no_prompt_and_comes_back(
 
     def late(batches: AsyncBatches, step: int) -> Any:
         if step == 5:
-            batches._pool._restarts.wait(ENGINE_RESTARTS_S)
+            batches._workers.pool._restarts.wait(ENGINE_RESTARTS_S)
         return take(batches, step)
 
     monkeypatch.setattr(RemoteStream, "start", begun)

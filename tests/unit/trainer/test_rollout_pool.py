@@ -27,8 +27,8 @@ from quadriga.single_controller import (
     Worker,
     register,
 )
+from quadriga.trainer.asynchronous.streams import StreamPool
 from quadriga.trainer.rollout_pool import RolloutPool
-from quadriga.trainer.stream_pool import StreamPool
 
 
 class Actor(Worker):

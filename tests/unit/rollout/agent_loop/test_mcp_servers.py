@@ -44,7 +44,7 @@ def die() -> str:
 @server.tool()
 def hang() -> str:
     """Never answers in time."""
-    time.sleep(5)
+    time.sleep(60)
     return "late"
 
 
@@ -85,7 +85,7 @@ def test_tools_of_a_server(converse, make_prompts, recorder, tools_yaml, tokeniz
         }
     )
     prompts = make_prompts(["do sum", "do odd", "do fail", "do hang"])
-    config = {"tool_config_path": tools_yaml(), "tool_timeout_s": 10.0, "max_user_turns": 1}
+    config = {"tool_config_path": tools_yaml(), "tool_timeout_s": 8.0, "max_user_turns": 1}
     output = converse(engine, prompts, config, prompt_length=2000, T=1000)
     texts = [tokenizer.decode(row) for row in output.batch["responses"]]
     assert '"Add two numbers."' in tokenizer.decode(engine.seen[0][0])
@@ -93,7 +93,7 @@ def test_tools_of_a_server(converse, make_prompts, recorder, tools_yaml, tokeniz
     assert "b: Field required" in texts[1]
     assert "Error: fail: " in texts[2] and "no luck" in texts[2]
     assert output.non_tensor_batch["finish_reason"][3].startswith(
-        "tool_error: hang({}): got no response within 2 s"
+        "tool_error: hang({}): got no response within 8 s"
     )
 
 
@@ -101,7 +101,7 @@ def test_tools_of_a_server(converse, make_prompts, recorder, tools_yaml, tokeniz
 def test_a_server_that_dies(converse, make_prompts, recorder, tools_yaml) -> None:
     """The conversation that it served ends with the reason; those without it go on."""
     engine = recorder({"do die": _call("die"), "do say": "42"})
-    config = {"tool_config_path": tools_yaml("    tools: [die]\n"), "tool_timeout_s": 10.0}
+    config = {"tool_config_path": tools_yaml("    tools: [die]\n"), "tool_timeout_s": 8.0}
     output = converse(engine, make_prompts(["do die", "do say"]), config, prompt_length=2000)
     died, said = output.non_tensor_batch["finish_reason"]
     assert "the end is near" in died

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga verl PROGRAM`: run verl's command lines, or explain what is not supported."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+from quadriga.config.yaml_text import combined, to_yaml
+from quadriga.errors import ConfigError
+from quadriga.trainer.keep_alive import OPTION, is_kept_alive, keep_run_alive
+from quadriga_verl.commands.entries import ENTRIES, find_entry
+from quadriga_verl.commands.hydra import VERSIONS, Tree
+from quadriga_verl.commands.shell import LAUNCHERS, launched
+from quadriga_verl.commands.translate import Line, translate
+
+RUNS = {
+    "train": "quadriga.trainer.launch:run_ppo",
+    "generate": "quadriga.cli.generate:answer_rows",
+    "eval": "quadriga.cli.generate:score",
+    "export": "quadriga.cli.export:main",
+}
+"""Function to call with the configuration, if any, and options; imported on demand."""
+_EPILOG = f"programs: {', '.join(entry.name for entry in ENTRIES)}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Translate a command line and run it, or print the translation."""
+    parser = argparse.ArgumentParser(
+        prog="quadriga verl", description=__doc__, epilog=_EPILOG, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--verl", metavar="VERSION", default="", help=f"whose defaults: {', '.join(VERSIONS)}"
+    )
+    parser.add_argument("--check", action="store_true", help="print the translation, and end")
+    parser.add_argument(
+        "--check-file", type=Path, metavar="FILE", help="check each line of a JSONL file"
+    )
+    parser.add_argument(OPTION, action="store_true", help="start a training again after its death")
+    parser.add_argument("program", nargs="?", help="a program of verl, or its module or script")
+    options, words = parser.parse_known_args(list(argv))
+    if options.check_file is not None:
+        return _check_file(options.check_file, options.verl)
+    if options.program is None:
+        parser.error("name one of verl's programs")
+    if options.program in LAUNCHERS:
+        options.program, words = launched([options.program, *words]) or (options.program, words)
+    translation = translated(options.program, words, options.verl)
+    for notice in translation.notices:
+        print(f"notice: {notice}", file=sys.stderr)
+    if options.check:
+        print(to_yaml(Tree(translation.ours).nested()), end="")
+        _print_problems("Cannot be taken", translation.refused)
+        _print_problems("Not on this machine", translation.machine)
+        return 2 if translation.refused else 0
+    problems = translation.refused + translation.machine
+    if problems:
+        raise combined(problems)
+    config = translation.config
+    if options.keep_alive and not is_kept_alive():
+        if translation.entry.run != "train" or config is None:
+            raise ConfigError(OPTION, got=translation.entry.name, expected="a program that trains")
+        return keep_run_alive(config, ["verl", *argv])
+    module, _, name = RUNS[translation.entry.run].partition(":")
+    function = getattr(import_module(module), name)
+    if config is None:
+        function(**translation.options)
+    else:
+        function(config, **translation.options)
+    return 0
+
+
+def _print_problems(title: str, problems: Sequence[ConfigError]) -> None:
+    if problems:
+        print(f"\n{title}:", *problems, sep="\n  ", file=sys.stderr)
+
+
+def translated(program: str, words: Sequence[str], version: str) -> Line:
+    """Translate the arguments of a program.
+
+    An unknown program or version is a problem; the arguments are then read as those of main_ppo, or
+    of the latest version, to find further problems.
+
+    Args:
+        program: name of the program.
+        words: its arguments.
+        version: version of verl, as `version_of` reads it.
+    """
+    entry = find_entry("main_ppo")
+    known_version = VERSIONS[-1]
+    problems: list[ConfigError] = []
+    try:
+        entry = find_entry(program)
+    except ConfigError as problem:
+        problems.append(problem)
+    try:
+        known_version = version_of(version)
+    except ConfigError as problem:
+        problems.append(problem)
+    translation = translate(entry, words, known_version)
+    if problems:
+        return replace(translation, config=None, refused=problems + translation.refused)
+    return translation
+
+
+def version_of(text: str) -> str:
+    """Find the version of a name such as `0.6` or `verl-0.6.1 (2025-11)`.
+
+    A name without a number means the latest version.
+
+    Raises:
+        ConfigError: the version is unknown.
+    """
+    match = re.search(r"\d+\.\d+", text)
+    if match is None and not any(map(str.isdigit, text.partition("(")[0])):
+        return VERSIONS[-1]
+    for version in VERSIONS:
+        if match is not None and version.startswith(f"{match[0]}."):
+            return version
+    expected = f"one of {', '.join(VERSIONS)}"
+    raise ConfigError("--verl", got=f"'{text}'", expected=expected, fix="Name the nearest.")
+
+
+def _check_file(file: Path, version: str) -> int:
+    """Print a result for each line of a file. A line may name its version as `set`."""
+    num_accepted = 0
+    try:
+        texts = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        got = f"'{file}': {getattr(error, 'strerror', None) or error}"
+        raise ConfigError("--check-file", got=got, expected="JSON, one line each") from error
+    for number, text in enumerate(texts, start=1):
+        name = number
+        try:
+            entry = json.loads(text)
+            name = entry.get("id", number)
+            program = entry["entry"]
+            words = [str(word) for word in entry["args"]]
+            line = translated(program, words, version or entry.get("set", ""))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            name = number
+            expected = "JSON with entry and args"
+            problem = ConfigError(f"{file}, line {number}", got=str(error), expected=expected)
+            line = Line(ENTRIES[0], VERSIONS[-1], refused=[problem])
+        num_accepted += not line.refused
+        result = {
+            "id": name,
+            "accepted": not line.refused,
+            "refused": [str(problem) for problem in line.refused],
+            "notices": line.notices,
+            "machine": [str(problem) for problem in line.machine],
+        }
+        print(json.dumps(result, ensure_ascii=False))
+    print(f"accepted {num_accepted} of {len(texts)}")
+    return 0 if num_accepted == len(texts) else 2

@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's tools and user simulators.
+
+verl    one object for all conversations, which tells them apart by an `instance_id`
+ours    one object per conversation; here it calls verl's shared object with an `instance_id`
+"""
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quadriga.errors import ConfigError, RolloutError
+from quadriga.http_client import HTTPClient
+from quadriga.rewards.code.containment import Limits
+from quadriga.rewards.code.run import Case, run_cases, run_remotely
+from quadriga.rollout.agent_loop.interactions import Interaction, Reply
+from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, WithImages, class_tools, validator_of
+from quadriga.user_file import taken
+from quadriga_verl.shim import scores
+
+# ---- schemas ------------------------------------------------------------------------------------
+
+
+class Open(BaseModel):
+    """Base class of models that accept further fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAIFunctionPropertySchema(Open):
+    """An argument of a tool."""
+
+    type: Any = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(Open):
+    """The arguments of a tool."""
+
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
+    required: list[str] = Field(default_factory=list)
+
+
+class OpenAIFunctionSchema(Open):
+    """A tool as the model reads it."""
+
+    name: str
+    description: str
+    parameters: OpenAIFunctionParametersSchema = Field(
+        default_factory=OpenAIFunctionParametersSchema
+    )
+    strict: bool = False
+
+
+class OpenAIFunctionToolSchema(Open):
+    """A tool in the form that chat templates read."""
+
+    type: str = "function"
+    function: OpenAIFunctionSchema
+
+
+class ToolResponse(BaseModel):
+    """Response of a tool to the model."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    def is_empty(self) -> bool:
+        """Whether there is no text, image or video."""
+        return not (self.text or self.image or self.video)
+
+    def is_text_only(self) -> bool:
+        """Whether there is text, and no image or video."""
+        return bool(self.text) and not (self.image or self.video)
+
+
+# ---- tools --------------------------------------------------------------------------------------
+
+
+class BaseTool(Tool):
+    """verl's tool: one object for all conversations.
+
+    Args:
+        config: settings from the file of tools.
+        tool_schema: schema from that file. None: `get_openai_tool_schema` returns it.
+
+    Raises:
+        ConfigError: there is no schema.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        self.config = config
+        schema = tool_schema if tool_schema is not None else self.get_openai_tool_schema()
+        if schema is None:
+            expected = "what the model reads"
+            fix = "Give it a tool_schema in the YAML file, or write get_openai_tool_schema."
+            raise ConfigError(type(self).__name__, got="no schema", expected=expected, fix=fix)
+        self.tool_schema = schema
+        self.name = schema.function.name
+
+    def get_openai_tool_schema(self) -> Any:
+        """The schema, if the file of tools has none."""
+        return getattr(self, "tool_schema", None)
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        """Create an instance; returns its id and its first response."""
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """Execute a call; returns the response, the reward of the call and metrics."""
+        return ToolResponse(text="Updated the tool state."), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        """Reward for the use of an instance."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Free an instance."""
+
+    @classmethod
+    def tool_spec(
+        cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str
+    ) -> ToolSpec:
+        settings = {name: value for name, value in config.items() if name != "type"}
+        if config.get("type") == "mcp":
+            fix = "List MCP servers under `mcp_servers` of the file of tools."
+            raise ConfigError(where, got="config.type='mcp'", expected="native", fix=fix)
+        tool_schema = None
+        if schema is not None:
+            tool_schema = OpenAIFunctionToolSchema.model_validate(schema)
+        tool = cls(settings, tool_schema)
+        described = tool.tool_schema.model_dump(exclude_none=True, exclude_unset=True)
+        no_parameters = {"type": "object", "properties": {}, "required": []}
+        parameters = described["function"].setdefault("parameters", no_parameters)
+        return ToolSpec(partial(Instance, tool), described, validator_of(parameters))
+
+
+class Instance(Tool):
+    """The use of a shared tool by one conversation.
+
+    Rewards of single calls are added up if the tool has no `calc_reward` of its own.
+    """
+
+    def __init__(self, tool: BaseTool) -> None:
+        self.tool = tool
+        self.instance_id = ""
+        self.earned: list[float] = []
+
+    async def create(self, **kwargs: Any) -> None:
+        arguments = taken(self.tool.create, {**kwargs, "create_kwargs": kwargs})
+        result = await _awaited(self.tool.create(**arguments))
+        self.instance_id = result[0] if isinstance(result, tuple) else result
+
+    async def execute(self, **kwargs: Any) -> str | WithImages:
+        known_names = self.tool.tool_schema.function.parameters.properties
+        # Besides the model's arguments there are those of the row, and the loop's `agent_data`.
+        # A schema without arguments accepts any, so those of the row cannot be told apart.
+        parameters = {}
+        other_arguments = {}
+        for name, value in kwargs.items():
+            if name in known_names or (not known_names and name != "agent_data"):
+                parameters[name] = value
+            else:
+                other_arguments[name] = value
+        call = self.tool.execute(self.instance_id, parameters, **other_arguments)
+        result = await _awaited(call)
+        response, *details = result if isinstance(result, tuple) else (result,)
+        if details and details[0] is not None:
+            self.earned.append(float(details[0]))
+        if isinstance(response, str):
+            return response
+        response = ToolResponse.model_validate(response)
+        if response.video:
+            where = f"tool {self.tool.name}"
+            got = "a response with a video"
+            raise RolloutError(where, got=got, expected="text and images")
+        text = response.text or ""
+        return WithImages(response.image, text) if response.image else text
+
+    async def calc_reward(self, **kwargs: Any) -> Any:
+        if type(self.tool).calc_reward is BaseTool.calc_reward:
+            return sum(self.earned) if self.earned else None
+        return await _awaited(self.tool.calc_reward(self.instance_id, **kwargs))
+
+    async def release(self, **kwargs: Any) -> None:
+        await _awaited(self.tool.release(self.instance_id, **kwargs))
+
+
+def tool_of(spec: ToolSpec) -> BaseTool | None:
+    """The shared object behind a tool of verl's class; None for a tool of ours."""
+    make = spec.make
+    is_verls = isinstance(make, partial) and make.func is Instance
+    return make.args[0] if is_verls else None
+
+
+def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
+    """Load the tools of verl's classes from a YAML file."""
+    tools = [tool_of(spec) for spec in class_tools(tools_config_file)]
+    return [tool for tool in tools if tool is not None]
+
+
+class Gsm8kTool(BaseTool):
+    """Grades an answer to GSM8K during a conversation; an answer that is no better costs 0.05."""
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        self._states: dict[str, dict[str, Any]] = {}
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> Any:
+        instance_id = instance_id or str(uuid4())
+        truth = ground_truth or (kwargs.get("create_kwargs") or {}).get("ground_truth")
+        self._states[instance_id] = {"answer": "", "ground_truth": truth, "best": 0.0}
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        state = self._states[instance_id]
+        answer = str(parameters.get("answer", ""))
+        state["answer"] = f"#### {answer.removeprefix('#### ')}"
+        reward = await self.calc_reward(instance_id)
+        earned = 0.0 if reward > state["best"] else -0.05
+        state["best"] = reward
+        return ToolResponse(text=f"The answer {answer!r} scores {reward}"), earned, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        state = self._states[instance_id]
+        return scores.gsm8k_compute_score(state["answer"], state["ground_truth"], method="flexible")
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self._states[instance_id]
+
+
+class _ThreadPool:
+    """Threads for the calls of a tool, used as `await pool.execute.remote(function, *arguments)`.
+
+    Args:
+        config: settings of the tool; `num_workers` and `rate_limit` bound the number of threads.
+        default: value of either setting if it is missing.
+    """
+
+    def __init__(self, config: Mapping[str, Any], default: int) -> None:
+        num_threads = min(int(config.get(name, default)) for name in ("num_workers", "rate_limit"))
+        self._threads = ThreadPoolExecutor(num_threads, "verl-tool")
+        self.execute = self
+
+    def remote(self, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
+        """Call a function in a thread; returns a future of its result."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+
+class SandboxFusionTool(BaseTool):
+    """Runs the program `code` and returns what it prints.
+
+    It runs on the server `sandbox_fusion_url`, or else in a sandbox on this machine. `num_workers`
+    and `rate_limit` hold for each process.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        self.default_timeout = config.get("default_timeout", 30)
+        self.default_language = config.get("default_language", "python")
+        self.sandbox_fusion_url = config.get("sandbox_fusion_url") or ""
+        self.memory_limit_mb = config.get("memory_limit_mb", 1024)
+        self.execution_pool = _ThreadPool(config, 10)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        text = await self.execution_pool.execute.remote(
+            self.execute_code,
+            instance_id,
+            str(parameters.get("code", "")),
+            parameters.get("timeout", self.default_timeout),
+            parameters.get("language") or self.default_language,
+        )
+        return ToolResponse(text=text), None, None
+
+    def execute_code(
+        self, instance_id: str, code: str, timeout: float = 30, language: str = "python"
+    ) -> str:
+        """Run a program.
+
+        Args:
+            instance_id: ignored.
+            code: the program.
+            timeout: limit in seconds.
+            language: its language.
+
+        Returns:
+            Its output, errors at the end, and the limit that ended it.
+
+        Raises:
+            RolloutError: the language needs a server.
+        """
+        limits = Limits(timeout, timeout, self.memory_limit_mb)
+        cases = [Case({"input": ""}, "")]
+        if self.sandbox_fusion_url:
+            url = self.sandbox_fusion_url
+            runs = list(run_remotely(code, cases, limits, url=url, language=language, parallel=1))
+        elif language == "python":
+            runs = list(run_cases(code, cases, limits, total_s=timeout + 1))
+        else:
+            got = f"language {language!r}"
+            raise RolloutError(f"tool {self.name}", got=got, expected="python, or a server")
+        output = "".join(run.stdout + run.stderr for run in runs)
+        status = runs[0].status if runs else "time"
+        if status in ("ok", "error"):
+            return output
+        return f"{output}\nended by its limit: {status}".lstrip()
+
+
+class SearchTool(BaseTool):
+    """Sends `query_list` to the server `retrieval_service_url`; returns `topk` documents for each."""
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        self.retrieval_service_url = config.get("retrieval_service_url") or ""
+        self.topk = config.get("topk", 3)
+        self.default_timeout = config.get("default_timeout", 30)
+        self.execution_pool = _ThreadPool(config, 120)
+        setting = f"tool {self.name}, config.retrieval_service_url"
+        self._server = HTTPClient(self.retrieval_service_url, RolloutError, setting=setting)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        queries = parameters.get("query_list")
+        if not isinstance(queries, list) or not queries:
+            error = {"result": "Error: query_list must be a list of queries."}
+            return ToolResponse(text=json.dumps(error)), 0.0, {}
+        text, metrics = await self.execution_pool.execute.remote(
+            self.execute_search,
+            instance_id,
+            queries,
+            self.retrieval_service_url,
+            self.topk,
+            self.default_timeout,
+        )
+        return ToolResponse(text=text), 0.0, metrics
+
+    def execute_search(
+        self,
+        instance_id: str,
+        query_list: list[str],
+        retrieval_service_url: str,
+        topk: int,
+        timeout: float,
+    ) -> tuple[str, dict[str, Any]]:
+        """Search documents.
+
+        Args:
+            instance_id: ignored.
+            query_list: the queries.
+            retrieval_service_url: ignored; the server is that of the settings.
+            topk: documents per query.
+            timeout: limit in seconds.
+
+        Returns:
+            The documents as JSON text, {"result": ...}, and metrics.
+        """
+        body = {"queries": query_list, "topk": topk, "return_scores": True}
+        results = self._server.call_until(body, timeout_s=timeout).get("result") or []
+        parts = []
+        for documents in results:
+            texts = []
+            for number, document in enumerate(documents, start=1):
+                title, _, text = str(document["document"]["contents"]).partition("\n")
+                texts.append(f"Doc {number} (Title: {title})\n{text}")
+            parts.append("\n\n".join(texts).strip())
+        result = "\n---\n".join(parts) or "No search results found."
+        metrics = {"query_count": len(query_list), "total_results": sum(map(len, results))}
+        return json.dumps({"result": result}, ensure_ascii=False), metrics
+
+
+# ---- user simulators ----------------------------------------------------------------------------
+
+
+class BaseInteraction(Interaction):
+    """verl's user simulator: one object for all conversations."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.name = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        """Begin a conversation; returns its id."""
+        return instance_id or str(uuid4())
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> Any:  # pyrefly: ignore
+        """Reply to the model.
+
+        Args:
+            instance_id: the conversation.
+            messages: its messages so far.
+            kwargs: entries of the row's `interaction_kwargs`.
+
+        Returns:
+            Whether the conversation is over, the user's text, the score of the model's turn, and
+            further facts.
+        """
+        return False, "Your current result seems acceptable.", 0.8, {}
+
+    async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
+        """Score of a conversation; not called here."""
+        return 0.0
+
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+        """End a conversation."""
+
+    @classmethod
+    def maker(cls, name: str, config: Mapping[str, Any]) -> Callable[[], Interaction]:
+        return partial(_Talk, cls({**config, "name": name}))
+
+
+class _Talk(Interaction):
+    """The use of a shared user simulator by one conversation."""
+
+    def __init__(self, shared: BaseInteraction) -> None:
+        self.shared = shared
+        self.instance_id = str(uuid4())
+        self.kwargs: dict[str, Any] = {}
+
+    async def start_interaction(self, **kwargs: Any) -> None:
+        self.kwargs = {"name": self.shared.name, **kwargs}
+        instance_id = await self._call(self.shared.start_interaction, self.kwargs)
+        self.instance_id = instance_id or self.instance_id
+
+    async def generate_response(self, messages: list[dict[str, Any]]) -> Reply:
+        offered = {"messages": messages, **self.kwargs}
+        result = await self._call(self.shared.generate_response, offered)
+        is_over, text, score, *_ = result
+        return Reply(text or "", score, bool(is_over))
+
+    async def finalize_interaction(self) -> None:
+        await self._call(self.shared.finalize_interaction, {})
+
+    async def _call(self, method: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+        """Call a method of the shared object with those of the arguments that it takes."""
+        arguments = taken(method, {"instance_id": self.instance_id, **offered})
+        return await _awaited(method(**arguments))
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """A teacher who says whether the last answer to GSM8K is right, and then ends the talk."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._truths: dict[str, Any] = {}
+
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> str:
+        instance_id = instance_id or str(uuid4())
+        self._truths[instance_id] = ground_truth
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> Any:  # pyrefly: ignore
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        answer = answers[-1] if answers else ""
+        score = scores.gsm8k_compute_score(answer, self._truths[instance_id])
+        reply = "That is not right. Think about it and answer again."
+        if score == 1.0:
+            reply = "That is right."
+        return score == 1.0, reply, score, {}
+
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+        self._truths.pop(instance_id or "", None)
+
+
+async def _awaited(result: Any) -> Any:
+    """The result of a method of a user, which may be a coroutine."""
+    return await result if inspect.isawaitable(result) else result
+
+
+# ---- tracing and timing -------------------------------------------------------------------------
+
+
+def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function unchanged; `actor_rollout_ref.rollout.trace_dir` traces conversations."""
+    return function
+
+
+@contextmanager
+def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
+    """Context manager: add the seconds of a block to `timing_raw[name]`."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - started

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Old import paths of modules that have moved.
+
+Importing an old path gives the module at its new path itself, not a copy: classes, state and
+patches are the same by either name. Nothing is loaded before an old path is imported.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MOVED: dict[str, str] = {
+    "quadriga.algorithms.core_algos": "quadriga_verl.core_algos",
+    "quadriga.cli.verl": "quadriga_verl.cli",
+    "quadriga.compat": "quadriga_verl",
+    "quadriga.compat.verl": "quadriga_verl.shim",
+    "quadriga.verl": "quadriga_verl.commands",
+    "quadriga.trainer.async_batches": "quadriga.trainer.asynchronous.batches",
+    "quadriga.trainer.async_record": "quadriga.trainer.asynchronous.record",
+    "quadriga.trainer.async_rules": "quadriga.trainer.asynchronous.rules",
+    "quadriga.trainer.async_schedule": "quadriga.trainer.asynchronous.schedule",
+    "quadriga.trainer.async_state": "quadriga.trainer.asynchronous.snapshot",
+    "quadriga.trainer.simulation": "quadriga.trainer.asynchronous.simulation",
+    "quadriga.trainer.stream_pool": "quadriga.trainer.asynchronous.streams",
+}
+"""New path of each module by its old path. The row of a package holds for all of its modules."""
+
+
+def path_today(name: str) -> str | None:
+    """Import path of a module today. None: the module has not moved."""
+    moved = name
+    while moved:
+        if moved in MOVED:
+            return MOVED[moved] + name.removeprefix(moved)
+        moved = moved.rpartition(".")[0]
+    return None
+
+
+class MovedModules:
+    """Finder and loader of old import paths, for `sys.meta_path`.
+
+    The classes of `importlib.abc` are not inherited: importing them would slow `import quadriga`.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
+        """Spec of a module that has moved. None: other finders look for the module."""
+        if not fullname.startswith("quadriga.") or path_today(fullname) is None:
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """None: Python creates an empty module, which `exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Replace an empty module under its old path by the one at its new path."""
+        moved = path_today(module.__name__)
+        assert moved is not None, "this loader has found the module"
+        # Python returns what it finds there after this call.
+        sys.modules[module.__name__] = import_module(moved)
+
+
+def install() -> None:
+    """Add the finder of old paths to the import system. A second call does nothing."""
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        # First: by the path of a package that moved, Python's own finder would load a second copy.
+        sys.meta_path.insert(0, MovedModules())

@@ -1,0 +1,611 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of responses that are generated while earlier batches are learned from (`async_training`).
+
+    trainer             take(s) ─── waits ──> batch s ── update ── publish(s) ── take(s + 1) ── ...
+                          │ wants_batch         ^ HandOver            │ a copy of the weights
+    schedule (a lock)  ───┼─────────────────────┼─────────────────────┼───────────────────────────
+                          v Start               │ ended, graded       v Load
+    rollout (threads)     step ─ step ─ step ─ done(group) ─ step ─ newer weights ─ step ─ ...
+
+Events come from three kinds of threads, and `schedule.py` decides what follows from them. This file
+carries the decisions out. With an engine in this process its thread reports ended groups, loads and
+saves; with engines in other processes the listening threads do (`streams.py`). A background thread
+grades a round of dynamic sampling.
+
+    thread       consumes                    waits for                       unblocked by
+    trainer:
+     take        complete groups             the groups of its step          the last group, or an
+                                                                             error of the rollout
+     publish     the actor's weights         their copy                      the copy
+     state_dict  unfinished responses        the decision `Save`, then the   the last report, or an
+                                             next step of each engine        error of the rollout
+    rollout:
+     done        rows of a group             the lock; the graders, if       these
+                                             `deterministic`
+     load        weights                     their publication, if the       `publish`, or the next
+                                             worker pauses for it            `take`; `Resume`, `stop`
+     save        its unfinished responses    the next `take`, if             `take` or `stop`
+                                             `deterministic`
+    grading      a round of groups           the graders                     these
+
+One lock protects the schedule and everything below. It is reentrant: an engine may end a group
+inside the call that starts it. After the first step it is not held while weights are copied, nor
+while a round is graded, unless `deterministic`. Locks of engines and streams are taken inside it,
+never around it. Whatever changes what a thread may wait for calls `notify_all`.
+
+`Prefetcher` has the groups, `StreamWorkers` the engines and their weights, `Snapshot` the state for
+a checkpoint.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Condition
+from typing import Any
+
+import torch
+
+from quadriga.background import in_background
+from quadriga.config import Config
+from quadriga.errors import ConfigError
+from quadriga.observe.metrics import Metric
+from quadriga.observe.watchdog import waiting
+from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.rewards import RewardManager
+from quadriga.trainer.asynchronous.prefetcher import Prefetcher, Round
+from quadriga.trainer.asynchronous.record import (
+    RECORD,
+    RecordedSchedule,
+    RecordedVersions,
+    ScheduleRecord,
+)
+from quadriga.trainer.asynchronous.rules import (
+    Decision,
+    Drop,
+    HandOver,
+    Load,
+    Resume,
+    Rules,
+    Save,
+    Start,
+)
+from quadriga.trainer.asynchronous.schedule import Schedule
+from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, written
+from quadriga.trainer.asynchronous.staleness import measure_staleness, token_versions
+from quadriga.trainer.asynchronous.streams import Pause, Stream, StreamPool, StreamWorkers
+from quadriga.trainer.prompts import PromptStream
+from quadriga.trainer.rollout_pool import WeightPublisher
+from quadriga.workers import ActorRolloutRefWorker
+from quadriga.workers.stream import GenerationStream, UnderWay
+
+TEND_S = 1.0
+"""Seconds between two looks at engines in other processes, while the trainer waits."""
+
+
+class AsyncBatches(WeightPublisher):
+    """Coordinates generation and training: batches come from here, and weights go here.
+
+    Args:
+        weights: publishes the actor's weights for validation.
+        actor: worker group whose weights the rollout gets copies of.
+        prompts: stream of the training prompts. Nobody else may take from it.
+        reward: grades rounds of dynamic sampling.
+        config: configuration.
+        num_steps: the last training step.
+
+    Attributes:
+        rules: rules of the schedule.
+        schedule: its state. None: no batch was taken yet.
+        is_current: whether the batch that was taken last begins with the newest version, and
+            nothing was learned since its publication.
+
+    Raises:
+        ConfigError: a sampler or data set learns from batches, ahead of which prompts are taken.
+    """
+
+    def __init__(
+        self,
+        weights: WeightPublisher,
+        actor: ActorRolloutRefWorker,
+        prompts: PromptStream,
+        reward: RewardManager,
+        config: Config,
+        num_steps: int,
+    ) -> None:
+        self.rules = Rules.of(config, num_steps)
+        sampler = getattr(prompts.loader, "sampler", None)
+        dataset = getattr(prompts.loader, "dataset", None)
+        learns = hasattr(sampler, "update") or hasattr(dataset, "on_batch_end")
+        if self.rules.max_staleness and learns:
+            raise ConfigError(
+                "async_training.enable",
+                got="a sampler or a data set that learns from batches",
+                expected="one whose rows are known ahead",
+                fix="Set async_training.max_staleness=0.",
+            )
+        self.schedule: Schedule | None = None
+        self.is_current = True
+        self._config = config
+        self._validation = weights
+        # Protects everything below; conditions are checked again after each `notify_all`.
+        self._changed = Condition()
+        self._prefetcher = Prefetcher(self.rules, prompts, reward, config)
+        pool = weights if isinstance(weights, StreamPool) else None
+        self._workers = StreamWorkers(actor, pool)
+        self._snapshot = Snapshot()
+        self._schedule_record: ScheduleRecord | None = None
+        self._has_begun = False  # whether there are workers, so that decisions can be carried out
+        self._error: BaseException | None = None  # the first one in another thread
+        self._is_ended = False
+        self._last_taken = 0  # step of the batch that was taken last
+
+    # Called by the training loop.
+
+    def publish(self, version: int) -> None:
+        """Publish weights to validation, and a copy of them to the rollout if a version is due.
+
+        Args:
+            version: step that the weights come from. 0, or the step of the checkpoint: the weights
+                before the first step.
+        """
+        self._validation.publish(version)
+        if self.schedule is None or not self.rules.publishes(version):
+            return
+        # Without the lock, so that groups may end and start meanwhile.
+        copied = self._workers.actor.copy_weights()
+        next_version = self.rules.version_at(version + 1)
+        with self._changed:
+            self._workers.weights[next_version] = copied
+            self._workers.unannounced = next_version
+            # In lockstep prompts are taken after the step, because a sampler may learn from its
+            # batch. In a deterministic run a save must not depend on what starts before it.
+            if self.rules.max_staleness > 0 and not self.rules.deterministic:
+                self._announce()
+                self._act()
+            self._changed.notify_all()
+
+    def take(self, step: int) -> tuple[DataProto, bool]:
+        """Wait for the batch of a step, or for its next mini-batch.
+
+        Returns:
+            The columns of `generate_sequences` with `token_staleness` [B, T], and whether the batch
+            of the step is complete with them.
+
+        Raises:
+            RolloutError: a token is older than allowed.
+            Exception: an error of the rollout.
+        """
+        started = time.perf_counter()
+        with self._changed:
+            if self.schedule is None:
+                self._begin(step)
+            schedule = self._running
+            # The save after the previous step is over: engines that paused for it continue.
+            schedule.release()
+            self._announce()
+            self._tend()
+            schedule.wants_batch()
+            self._act()
+            with waiting(f"the responses of step {step}", self._state):
+                self._wait_for(lambda: self._prefetcher.handed is not None)
+            handed, parts, group_filter = self._prefetcher.pop_batch()
+            assert handed.step == step
+            depth = sum(group.is_kept for group in schedule.groups.values())
+            versions = torch.cat([part.batch["token_versions"] for part in parts])
+            assert self._schedule_record is not None
+            self._schedule_record.add_step(step, handed.groups, versions, self.rules.group_size)
+
+        # Without the lock: the groups belong to this thread now.
+        batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
+        batch.meta_info["global_steps"] = step
+        batch.meta_info["total_training_steps"] = self.rules.num_steps
+        is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
+        # A later part of the batch comes after an update on the parts before it.
+        self.is_current = is_newest and step != self._last_taken
+        self._last_taken = step
+        metrics = {
+            "depth": Metric(depth, "last"),
+            "wait_s": Metric(time.perf_counter() - started, "sum"),
+        }
+        metrics |= measure_staleness(batch, step, self.rules)
+        batch.meta_info["metrics"] |= {f"async/{name}": metric for name, metric in metrics.items()}
+        return batch, handed.is_last
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of generation after a step, for a checkpoint.
+
+        Unfinished responses are saved, or waited for (`Rules.saves_running`). Nothing else starts
+        before the next step, both in this run and in one that resumes.
+        """
+        with self._changed:
+            schedule = self.schedule
+            if schedule is None:
+                return self._snapshot.resumed
+            schedule.hold(self._workers.unannounced)
+            # Engines that are saved where they wait for these weights must not get them yet.
+            if not self.rules.pauses_to_save:
+                self._announce()
+            self._act()
+            with waiting("the rollout, whose state is saved", self._state):
+                self._wait_for(lambda: self._snapshot.state is not None)
+            state = self._snapshot.state
+            self._snapshot.state = None
+        assert state is not None
+        return written(state)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Resume from a state of `state_dict`, with the first step that is taken.
+
+        Args:
+            state: the state. None or empty: the earlier run was in lockstep.
+
+        Raises:
+            CheckpointError: it is not from `state_dict`.
+        """
+        self._snapshot.resumed = state or {}
+        if state:
+            require_state(state)
+
+    def take_counts(self) -> dict[str, Any]:
+        """Metrics of generation and of lost engines since the last call."""
+        with self._changed:
+            counts = self._prefetcher.take_counts()
+        metrics = {f"async/{name}": count for name, count in counts.items()}
+        return self._validation.take_counts() | metrics
+
+    def stop(self) -> None:
+        """Unblock all waiting threads. Unfinished responses are dropped with their workers."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify_all()
+        if self._workers.pool is not None:
+            self._workers.pool.stop()
+
+    def close(self) -> None:
+        """Close the record and what publishes weights for validation."""
+        self._validation.close()
+        if self._schedule_record is not None:
+            self._schedule_record.close()
+
+    # The trainer's thread, with the lock.
+
+    @property
+    def _running(self) -> Schedule:
+        assert self.schedule is not None, "the first step has begun"
+        return self.schedule
+
+    def _begin(self, step: int) -> None:
+        """Begin with the first step that is taken: the rollout gets the current weights."""
+        schedule = self._new_schedule(step)
+        record = self._config.trainer.directory / RECORD
+        if step > 1:
+            record = record.with_name(record.name.replace(".", f"_from_step_{step}.", 1))
+        self._schedule_record = ScheduleRecord(record)
+        self._snapshot.restore(schedule, self._prefetcher)
+        self.schedule = schedule
+
+        workers = self._workers
+        workers.weights[schedule.published] = workers.actor.copy_weights()
+        if workers.pool is None:
+            self._begin_here(schedule)
+        else:
+            self._wait_for_workers()
+        # Nothing was decided until here, so that all workers take part in the first decisions.
+        self._has_begun = True
+        # Rounds of the checkpoint that were complete, but not graded.
+        for batch in self._prefetcher.open_rounds:
+            self._grade_round(batch)
+
+    def _new_schedule(self, step: int) -> Schedule:
+        """Schedule of the run, or of the record that it repeats."""
+        replay = self._config.async_training.replay
+        if replay is None:
+            return Schedule(self.rules, step=step - 1)
+        repetition = RecordedSchedule if self._workers.pool is None else RecordedVersions
+        return repetition(self.rules, Path(replay), step=step - 1)
+
+    def _begin_here(self, schedule: Schedule) -> None:
+        """Open the stream of an engine in this process."""
+        stream = self._workers.actor.open_stream(self._end_group)
+        self._join(stream)
+        self._wait_for_workers()
+        # No other worker joins with these weights.
+        self._workers.weights.clear()
+        engine: Any = stream.engine
+        engine.num_steps = self._snapshot.resumed.get("num_steps", 0)
+        if isinstance(schedule, RecordedSchedule):
+            engine.before_step = self._replay
+            # Nothing is loaded, but the idle engine wakes up and calls `before_step`.
+            stream.load(lambda: None, schedule.published, keeps_cache=True)
+
+    def _wait_for_workers(self) -> None:
+        self._wait_for(lambda: bool(self._workers.streams) and not self._workers.joining)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        """Wait until a condition holds, and look after engines in other processes meanwhile.
+
+        Raises:
+            Exception: an error of the rollout.
+        """
+        timeout_s = None if self._workers.pool is None else TEND_S
+        while self._error is None and not is_there():
+            self._tend()
+            # What is waited for may have come about in `_tend`.
+            if not is_there():
+                self._changed.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+
+    def _tend(self) -> None:
+        """Add new engines in other processes to the workers, and remove lost ones."""
+        pool = self._workers.pool
+        if pool is None:
+            return
+        schedule = self._running
+        new, lost = pool.tend(self._end_group, pauses=self.rules.deterministic)
+        for worker in self._workers.remove(lost):
+            schedule.lost(worker)
+            if worker in self._snapshot.reports:
+                # Its groups start anew, also in a run that resumes from this snapshot.
+                self._snapshot.reports[worker] = ()
+                self._take_snapshot(schedule.step, num_steps=0)
+        if lost:
+            self._act()
+        for stream in new:
+            self._join(stream)
+
+    def _join(self, stream: Stream) -> None:
+        """Load weights on a stream. It is a worker of the schedule once it has them.
+
+        It gets the oldest weights that other workers generate with, so that in a deterministic run
+        the same weights begin a batch.
+        """
+        schedule = self._running
+        number = next(self._workers.numbers)
+        self._workers.joining[number] = stream
+        versions = [worker.version for worker in schedule.workers.values()]
+        version = min(versions, default=schedule.published)
+        copied = self._workers.weights[version]
+
+        def join(loaded: Future[int]) -> None:
+            with self._deciding(), self._changed:
+                loaded.result()
+                self._workers.join(number)
+                schedule.joined(number, version)
+
+        stream.load(lambda: copied, version, keeps_cache=False).add_done_callback(join)
+
+    def _announce(self) -> None:
+        """Tell the schedule about weights that were published."""
+        version = self._workers.unannounced
+        if version is not None:
+            self._workers.unannounced = None
+            self._running.has_published(version)
+        self._changed.notify_all()
+
+    def _state(self) -> str:
+        """Describe what a long wait waits for."""
+        num_complete = len(self._prefetcher.complete)
+        return f"{len(self._running.groups)} groups are started, {num_complete} complete"
+
+    # Other threads.
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Context manager of an event in another thread: carry out what follows from it on exit.
+
+        An error is raised in the trainer's thread instead.
+        """
+        try:
+            yield
+            with self._changed:
+                self._act()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _end_group(self, number: int, output: Callable[[], DataProto]) -> None:
+        """A group has ended: `done` of the streams."""
+        with self._deciding(), self._changed:
+            rows = output()
+            schedule = self._running
+            group = schedule.groups.get(number)
+            if group is None:
+                # It was dropped meanwhile.
+                self._prefetcher.discard(rows)
+                return
+            self._prefetcher.finish(group, rows)
+            # Streams report whole groups, so all of their samples end at once.
+            for sample, versions in enumerate(token_versions(rows)):
+                worker = group.running[sample]
+                drawn = versions[versions >= 0]
+                oldest = int(drawn.min()) if len(drawn) else None
+                schedule.ended(worker, number, sample, oldest)
+                if not self._workers.streams[worker].num_open:
+                    self._workers.idle_since[worker] = time.perf_counter()
+            if self.rules.round_size:
+                self._grade_round(group.batch)
+            else:
+                schedule.graded(number)
+
+    def _grade_round(self, batch: int) -> None:
+        """Grade the round of a batch, if all of its groups are complete."""
+        graded = self._prefetcher.find_round(batch)
+        if graded is None:
+            return
+        if self.rules.deterministic:
+            # The rollout waits for the graders, so that their time decides nothing.
+            self._grade(graded)
+        else:
+            in_background(partial(self._grade, graded), "grading of a round")
+
+    def _grade(self, graded: Round) -> None:
+        with self._deciding():
+            self._prefetcher.grade(graded)
+            with self._changed:
+                for number, verdict in self._prefetcher.close_round(graded).items():
+                    self._running.graded(number, verdict)
+
+    def _replay(self, num_steps: int) -> None:
+        """Carry out the decisions of a record before the next step of the engine."""
+        with self._deciding(), self._changed:
+            schedule = self._running
+            assert isinstance(schedule, RecordedSchedule)
+            (worker,) = self._workers.streams
+            self._carry_out(schedule.at(num_steps, worker))
+
+    # Decisions, in any thread with the lock.
+
+    def _act(self) -> None:
+        """Carry out the decisions of the schedule until it has no more."""
+        if not self._has_begun:
+            return
+        decisions: list[Decision] = []
+        new_decisions = self._running.decide()
+        while new_decisions:
+            decisions += new_decisions
+            new_decisions = self._running.decide()
+        self._carry_out(decisions)
+
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        starts = []
+        for decision in decisions:
+            match decision:
+                case Start():
+                    starts.append(decision)
+                case Load(worker, version):
+                    self._load(worker, version)
+                case Resume(worker):
+                    self._workers.pauses[worker].is_over = True
+                    self._changed.notify_all()
+                case Save(worker, step):
+                    self._save(worker, step)
+                case HandOver():
+                    self._prefetcher.handed = decision
+                case Drop(group, _, running):
+                    for worker in {worker for worker, _ in running}:
+                        self._workers.streams[worker].abort(group)
+                    self._prefetcher.drop(decision)
+        # After the loads that were decided with them: otherwise time would decide which of the two
+        # the engine takes first.
+        self._start(starts)
+
+    def _start(self, starts: Sequence[Start]) -> None:
+        # Prompts are taken in the order of the schedule.
+        rows = {start.group: self._prefetcher.inputs_of(start) for start in starts}
+        # One call for all groups of a worker: the engine begins them with the same step.
+        for worker in dict.fromkeys(start.worker for start in starts):
+            starts_here = [start for start in starts if start.worker == worker]
+            self._start_on(worker, starts_here, rows)
+
+    def _start_on(self, worker: int, starts: Sequence[Start], rows: dict[int, DataProto]) -> None:
+        """Start groups on a worker.
+
+        Args:
+            worker: number of the worker.
+            starts: decisions for this worker.
+            rows: rows of each group, of other workers too.
+        """
+        groups = {start.group: rows[start.group] for start in starts}
+        record = self._schedule_record
+        assert record is not None
+        idle_s = self._workers.end_idleness(worker)
+        if idle_s is not None:
+            self._prefetcher.counts["rollout_wait_s"] += idle_s
+        # Groups of the checkpoint continue; the record of the earlier run has their starts.
+        unfinished = self._prefetcher.pop_unfinished(groups)
+        resumed_groups = {response[0] for response in unfinished}
+        new = [
+            (start.group, start.batch, start.row)
+            for start in starts
+            if start.group not in resumed_groups
+        ]
+        if self._workers.pool is not None:
+            record.add_start(new, version=starts[0].version)
+        self._workers.streams[worker].start(
+            groups, lambda num_steps: record.add_start(new, at=num_steps), unfinished
+        )
+
+    def _load(self, worker: int, version: int) -> None:
+        """Load weights on a worker, which waits for them if they are not published yet."""
+        schedule = self._running
+        pause = Pause()
+        self._workers.pauses[worker] = pause
+
+        def weights() -> DataProtoFuture | None:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: version <= schedule.published or pause.is_over or self._is_ended
+                )
+                return None if pause.is_over else self._workers.weights.get(version)
+
+        keeps_cache = self._config.async_training.kv_on_update == "keep"
+        stream = self._workers.streams[worker]
+        done = stream.load(weights, version, keeps_cache=keeps_cache)
+        done.add_done_callback(partial(self._end_load, worker, version))
+
+    def _end_load(self, worker: int, version: int, done: Future[int]) -> None:
+        """A worker has loaded weights, or has continued without them."""
+        with self._deciding(), self._changed:
+            num_steps = done.result()
+            # The worker may be lost, or have continued without the weights (`Resume`).
+            stream = self._workers.streams.get(worker)
+            if stream is None or stream.weight_version != version:
+                return
+            schedule = self._running
+            # The steps of several engines have no order.
+            if self._workers.pool is None and self._schedule_record is not None:
+                self._schedule_record.add(at=num_steps, load=version)
+            schedule.loaded(worker, version)
+            self._workers.forget_weights(
+                [worker_state.version for worker_state in schedule.workers.values()]
+            )
+
+    def _save(self, worker: int, step: int) -> None:
+        """Take the snapshot of a step, once each worker has reported its unfinished responses."""
+        schedule = self._running
+        stream = self._workers.streams[worker]
+        if not self.rules.saves_running:
+            # There are none. The decision for the first worker suffices.
+            if self._snapshot.state is None:
+                num_steps = 0
+                if isinstance(stream, GenerationStream):
+                    num_steps = stream.engine.num_steps
+                self._take_snapshot(step, num_steps)
+            return
+
+        def report(num_steps: int, under_way: Sequence[UnderWay]) -> None:
+            with self._changed:
+                self._snapshot.reports[worker] = under_way
+                self._take_snapshot(step, num_steps)
+                if self.rules.pauses_to_save and not schedule.is_over:
+                    # The engine makes no step until the trainer takes its next batch.
+                    self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
+
+        def end_save(done: Future[int]) -> None:
+            with self._deciding():
+                done.result()
+
+        self._snapshot.reports[worker] = None
+        stream.save(report).add_done_callback(end_save)
+
+    def _take_snapshot(self, step: int, num_steps: int) -> None:
+        """Take the snapshot if all workers have reported. A repetition only notes it in its record.
+
+        Args:
+            step: step of the checkpoint.
+            num_steps: steps that the engine has made; 0 for engines in other processes.
+        """
+        under_way = self._snapshot.pop_reports()
+        if under_way is None:
+            return
+        assert self._schedule_record is not None
+        self._schedule_record.add(at=num_steps, save=step)
+        if self._config.async_training.replay is None:
+            self._snapshot.take(self._running, self._prefetcher, under_way, num_steps)
+            self._changed.notify_all()

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of responses that are generated ahead of the step that learns from them.
+
+    prompts ── inputs_of ──> started ── finish ──> complete ── pop_batch ──> rows of a step
+                                                      └ dynamic sampling, a round at a time:
+                                                        find_round ── grade ── close_round
+
+Legend: B rows, T response positions.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from quadriga.config import Config
+from quadriga.protocol import DataProto
+from quadriga.rewards import RewardManager
+from quadriga.trainer.asynchronous.rules import Drop, HandOver, Rules, Start
+from quadriga.trainer.asynchronous.schedule import Group, Verdict
+from quadriga.trainer.group_filter import GroupFilter
+from quadriga.trainer.prompts import PromptStream, assign_uids
+from quadriga.trainer.responses import grade, repeat_prompts, rollout_inputs, without_passing
+from quadriga.workers.stream import UnderWay
+
+
+class Round(NamedTuple):
+    """Complete groups that dynamic sampling grades together.
+
+    Attributes:
+        batch: step that they are for.
+        groups: their numbers, in order.
+        rows: their responses, group after group.
+    """
+
+    batch: int
+    groups: list[int]
+    rows: DataProto
+
+
+class Prefetcher:
+    """Takes prompts for groups, and keeps the groups until a step learns from them.
+
+    It has neither threads nor a lock: `AsyncBatches` calls it with its lock, `grade` apart.
+
+    Args:
+        rules: rules of the schedule.
+        prompts: stream of the training prompts.
+        reward: grades rounds of dynamic sampling.
+        config: configuration.
+
+    Attributes:
+        started: prompt of each unfinished group, one row, by number of the group.
+        complete: rows of each complete group, graded or not, by number of the group.
+        handed: groups that are handed over to the trainer, which has not taken them yet.
+        counts: metrics since the last `take_counts`.
+    """
+
+    def __init__(
+        self, rules: Rules, prompts: PromptStream, reward: RewardManager, config: Config
+    ) -> None:
+        self.started: dict[int, DataProto] = {}
+        self.complete: dict[int, DataProto] = {}
+        self.handed: HandOver | None = None
+        self.counts: dict[str, float] = defaultdict(float)
+        self._rules = rules
+        self._prompts = prompts
+        self._reward = reward
+        self._config = config
+        # Prompts are assigned to groups in the order of the groups' numbers.
+        self._unassigned: list[DataProto] = []
+        self._assigned: dict[int, DataProto] = {}
+        self._num_assigned = 0
+        # Unfinished responses of a checkpoint that have not started again.
+        self._under_way: list[UnderWay] = []
+        # Dynamic sampling, by step: complete groups that are not graded, and groups that are.
+        self._rounds: dict[int, list[int]] = {}
+        self._filters: dict[int, GroupFilter] = {}
+
+    def inputs_of(self, start: Start) -> DataProto:
+        """Rows from which the rollout generates a group.
+
+        A new group takes the next prompt. A group whose worker was lost has the same one again.
+        """
+        # Unfinished groups of a checkpoint have their prompt already, and are no restarts.
+        if start.group not in self.started:
+            self.started[start.group] = self._take_prompt(start)
+        elif all(number != start.group for number, *_ in self._under_way):
+            self.counts["restarted_groups"] += 1
+        rows = repeat_prompts(self.started[start.group], self._rules.group_size)
+        return rollout_inputs(rows, self._config)
+
+    def _take_prompt(self, start: Start) -> DataProto:
+        # A repeated schedule with several workers may start a later group first.
+        while start.group not in self._assigned:
+            if not self._unassigned:
+                batch = self._prompts.take()
+                self._unassigned = [batch.slice(row, row + 1) for row in range(len(batch))]
+            self._assigned[self._num_assigned] = self._unassigned.pop(0)
+            self._num_assigned += 1
+        row = self._assigned.pop(start.group)
+        # The names of prompts follow from their place in the batch: a resumed run gives the same.
+        meta_info = dict(row.meta_info)
+        meta_info["global_steps"] = start.batch
+        meta_info["total_training_steps"] = self._rules.num_steps
+        prompt = DataProto(row.batch, dict(row.non_tensor_batch), meta_info)
+        return assign_uids(prompt, str(start.batch), first=start.row)
+
+    def pop_unfinished(self, groups: Mapping[int, Any]) -> list[UnderWay]:
+        """Unfinished responses of some groups in the checkpoint; each is returned once."""
+        chosen = []
+        remaining = []
+        for response in self._under_way:
+            if response[0] in groups:
+                chosen.append(response)
+            else:
+                remaining.append(response)
+        self._under_way = remaining
+        return chosen
+
+    def finish(self, group: Group, rows: DataProto) -> None:
+        """Take the responses of a group that has ended, without the columns of their prompt."""
+        prompt = self.started.pop(group.number)
+        prompts = without_passing(repeat_prompts(prompt, self._rules.group_size))
+        complete = prompts.union(rows)
+        # Everything else may differ between groups, and so cannot be concatenated.
+        complete.meta_info = {"metrics": rows.meta_info["metrics"]}
+        self.complete[group.number] = complete
+        if self._rules.round_size:
+            self._rounds.setdefault(group.batch, []).append(group.number)
+
+    def drop(self, decision: Drop) -> None:
+        """Forget a group, and count it."""
+        self.counts[f"dropped_{decision.reason}"] += 1
+        self.started.pop(decision.group, None)
+        rows = self.complete.pop(decision.group, None)
+        if rows is not None:
+            self.discard(rows)
+
+    def discard(self, rows: DataProto) -> None:
+        """Count the tokens of responses that no step learns from."""
+        self.counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
+
+    def pop_batch(self) -> tuple[HandOver, list[DataProto], GroupFilter | None]:
+        """Take the groups that are handed over.
+
+        Returns:
+            The decision, the rows of each group, and with dynamic sampling the filter of the batch.
+        """
+        handed = self.handed
+        assert handed is not None, "awaited before"
+        self.handed = None
+        parts = [self.complete.pop(number) for number in handed.groups]
+        return handed, parts, self._filters.pop(handed.step, None)
+
+    def take_counts(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        counts = self.counts
+        self.counts = defaultdict(float)
+        return counts
+
+    # Dynamic sampling.
+
+    @property
+    def open_rounds(self) -> tuple[int, ...]:
+        """Steps of complete groups that are not graded."""
+        return tuple(self._rounds)
+
+    def find_round(self, batch: int) -> Round | None:
+        """Copy of the round of a step, if all of its groups are complete."""
+        numbers = sorted(self._rounds[batch])
+        if len(numbers) < self._rules.round_size:
+            return None
+        rows = DataProto.concat([self.complete[number] for number in numbers])
+        return Round(batch, numbers, rows)
+
+    def grade(self, graded: Round) -> None:
+        """Grade a round in place. Called without the lock, unless the run is deterministic."""
+        grade(self._reward, graded.rows)
+
+    def close_round(self, graded: Round) -> dict[int, Verdict]:
+        """Filter a graded round.
+
+        Returns:
+            Whether each of its groups is kept, or left out because its rewards are equal.
+        """
+        # Until here a checkpoint has the round, and a resumed run grades it again.
+        del self._rounds[graded.batch]
+        group_filter = self._filters.setdefault(graded.batch, GroupFilter(self._config))
+        # The filter keeps the rows for the batch; the groups stay complete until it is handed over.
+        kept_uids = group_filter.add(graded.rows)
+        verdicts: dict[int, Verdict] = {}
+        for number in graded.groups:
+            uid = self.complete[number].non_tensor_batch["uid"][0]
+            verdicts[number] = "kept" if uid in kept_uids else "equal"
+        return verdicts
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """Shallow copy of the groups for a checkpoint; see `snapshot.py` for the entries."""
+        return {
+            "begun": dict(self.started),
+            "groups": dict(self.complete),
+            "rows": list(self._unassigned),
+            "counts": dict(self.counts),
+            "rounds": {batch: list(numbers) for batch, numbers in self._rounds.items()},
+            "filters": {batch: each.state_dict() for batch, each in self._filters.items()},
+        }
+
+    def restore(self, state: dict[str, Any], num_groups: int) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            state: entries of `state`, and `under_way`, the unfinished responses.
+            num_groups: groups that were started before it.
+        """
+        self.started = state["begun"]
+        self.complete = state["groups"]
+        self.counts |= state["counts"]
+        self._unassigned = state["rows"]
+        self._num_assigned = num_groups
+        self._under_way = state["under_way"]
+        self._rounds = state["rounds"]
+        for batch, filter_state in state["filters"].items():
+            self._filters[batch] = GroupFilter(self._config)
+            self._filters[batch].load_state_dict(filter_state)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record of the schedule of an asynchronous run, and schedules that repeat it.
+
+DIRECTORY/async_schedule.jsonl has a line for each event. `at` is the number of steps that the
+engine had made before it:
+
+    {"at": 31, "start": [[8, 3, 0], [9, 3, 1]]}     groups that begin with the next step: number,
+                                                    batch, row
+    {"version": 1, "start": [[8, 3, 0]]}            the same for an engine in another process, by
+                                                    the version of its weights
+    {"at": 57, "load": 2}                           later tokens are drawn by weights of this
+                                                    version
+    {"at": 60, "save": 3}                           the KV cache of unfinished samples is
+                                                    recomputed, for the checkpoint of a step
+    {"step": 3, "groups": {"8": [[[1, 0], [2, 14]], ...]}}
+                                                    groups of a training step, or of a mini-batch;
+                                                    for each sample its versions, each with the
+                                                    position of its first token
+
+The native engine, in float32 on a CPU, draws the same tokens if groups start and weights load at
+the same of its steps, whatever took how long. A resumed run continues the count of steps of its
+checkpoint, and its unfinished samples start at once. So the record of the run that wrote the
+checkpoint, from its `save` on, is also that of the resumed run, and the other way round.
+
+Legend: B rows, T response positions.
+"""
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from quadriga.errors import DataError
+from quadriga.trainer.asynchronous.rules import Decision, Load, Rules, Save
+from quadriga.trainer.asynchronous.schedule import Batch, Group, Schedule
+
+RECORD = "async_schedule.jsonl"
+
+
+class ScheduleRecord:
+    """Writes the record of a run, or of a resumed run, to a new file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = path.open("w", encoding="utf-8")
+
+    def add(self, **event: Any) -> None:
+        """Write an event."""
+        self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+
+    def add_start(self, groups: Sequence[tuple[int, int, int]], **where: int) -> None:
+        """Write that groups begin, unless there are none.
+
+        Args:
+            groups: number, batch and row of each group that is not in the checkpoint.
+            where: `at` or `version`, as in the file.
+        """
+        if groups:
+            self.add(**where, start=groups)
+
+    def add_step(
+        self, step: int, groups: Sequence[int], versions: torch.Tensor, group_size: int
+    ) -> None:
+        """Write which tokens a step learns from, and flush the file.
+
+        Args:
+            step: the training step.
+            groups: numbers of its groups.
+            versions: version of each token [B, T], group after group. -1: not a response token.
+            group_size: rows of each group.
+        """
+        spans = []
+        for row in versions:
+            values, counts = torch.unique_consecutive(row, return_counts=True)
+            starts = counts.cumsum(0) - counts
+            pairs = zip(values.tolist(), starts.tolist(), strict=True)
+            spans.append([[version, start] for version, start in pairs if version >= 0])
+        spans_by_group = {}
+        # `versions` has the rows of the first group, then those of the second, and so on.
+        for place, number in enumerate(groups):
+            first = place * group_size
+            spans_by_group[number] = spans[first : first + group_size]
+        self.add(step=step, groups=spans_by_group)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file with everything in it."""
+        self._file.close()
+
+
+class RecordedSchedule(Schedule):
+    """Repeats a record: starts and loads at the same steps of the engine, and hands over the same
+    groups.
+
+    Args:
+        rules: rules of the recorded run, which are those of the repetition.
+        path: file of the record.
+        step: step of the checkpoint that the run resumes from.
+
+    Raises:
+        DataError: the file cannot be read, or has no checkpoint of `step`.
+    """
+
+    def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
+        super().__init__(rules, step=step)
+        self._events: deque[dict[str, Any]] = deque()
+        # Version of the weights with which each group began last.
+        self._versions: dict[int, int] = {}
+        # Groups of each part of a step's batch, by step.
+        self._parts: dict[int, deque[list[int]]] = defaultdict(deque)
+
+        # Starts of a local engine are recorded without a version: it is that of the last load.
+        version = self.published
+        for event in _events_after(path, step):
+            if "step" in event:
+                numbers = [int(number) for number in event["groups"]]
+                self._parts[event["step"]].append(numbers)
+            else:
+                self._events.append(event)
+            version = event.get("load", version)
+            for number, *_ in event.get("start", ()):
+                self._versions[number] = event.get("version", version)
+
+    def at(self, num_steps: int, worker: int) -> list[Decision]:
+        """Decisions of the record before the engine's next step.
+
+        Args:
+            num_steps: steps that the engine has made.
+            worker: the only worker.
+        """
+        decisions: list[Decision] = []
+        # Unfinished samples of the checkpoint.
+        for number in sorted(self._to_start):
+            self._begin(worker, self.groups[number])
+        while self._events and self._events[0]["at"] <= num_steps:
+            event = self._events.popleft()
+            for number, batch, row in event.get("start", ()):
+                self._begin(worker, self._recorded_group(number, batch, row))
+            if "load" in event:
+                decisions.append(Load(worker, event["load"]))
+            if "save" in event:
+                decisions.append(Save(worker, event["save"]))
+        decisions += self._pending
+        self._pending = []
+        return decisions
+
+    def _recorded_group(self, number: int, batch: int, row: int) -> Group:
+        self._batches.setdefault(batch, Batch(self.rules.num_groups))
+        return self._new_group(number, batch, row)
+
+    def _start(self) -> None:
+        """Start nothing: `at` does."""
+
+    def _load(self) -> None:
+        """Load nothing: `at` does."""
+
+    def _ready(self) -> Sequence[int] | None:
+        parts = self._parts[self.step + 1]
+        if not parts:
+            return None
+        for number in parts[0]:
+            group = self.groups.get(number)
+            if group is None or not group.is_kept:
+                return None
+        return parts.popleft()
+
+
+class RecordedVersions(RecordedSchedule):
+    """Repeats a record on any number of engines in other processes.
+
+    Each group starts with weights of its recorded version, on whichever engine has them, and steps
+    get the same groups. If samples end with the weights that they began with
+    (`in_flight="finish"`), this determines the numbers, up to rounding in batches of other sizes.
+    """
+
+    def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
+        super().__init__(rules, path, step=step)
+        # Engines in other processes have no common count of steps: only the starts are used.
+        starts = []
+        for event in self._events:
+            starts += event.get("start", ())
+        # Number, batch and row of the groups that have not started, in the order of their numbers.
+        self._coming: dict[int, list[int]] = {start[0]: start for start in sorted(starts)}
+
+    def _start(self) -> None:
+        for number in sorted(self._to_start):
+            worker = self._worker_with(self._versions[number])
+            if worker is not None:
+                self._begin(worker, self.groups[number])
+        for number, batch, row in tuple(self._coming.values()):
+            worker = self._worker_with(self._versions[number])
+            if worker is not None and self._is_round_due(batch, row):
+                del self._coming[number]
+                self._begin(worker, self._recorded_group(number, batch, row))
+
+    def _is_round_due(self, batch: int, row: int) -> bool:
+        """Whether the rounds before that of a row are graded, with dynamic sampling."""
+        size = self.rules.round_size
+        if not size:
+            return True
+        started = self._batches.get(batch, Batch(0))
+        return started.num_rows - started.num_open >= row // size * size
+
+    def _worker_with(self, version: int) -> int | None:
+        """The least loaded worker with weights of a version. None: no worker has them."""
+        loads = []
+        for number, worker in self.workers.items():
+            if worker.version == version:
+                loads.append((len(worker.running), number))
+        return min(loads)[1] if loads else None
+
+    def _load(self) -> None:
+        """Load the next version on workers whose version no group needs any more."""
+        incomplete = list(self._coming)
+        for number, group in self.groups.items():
+            if not group.is_complete:
+                incomplete.append(number)
+        oldest = min((self._versions[number] for number in incomplete), default=self.published)
+        for number in sorted(self.workers.behind):
+            version = self.workers[number].version
+            if version < oldest:
+                self._load_version(number, version + 1)
+
+
+def _events_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Events of a record after the save of a step, or all if the record begins later.
+
+    Raises:
+        DataError: the file cannot be read, or has no checkpoint of the step.
+    """
+    where = f"async_training.replay={path}"
+    try:
+        events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(where, got=str(error), expected=f"the {RECORD} of a run") from error
+    for place, event in enumerate(events):
+        if event.get("save") == step:
+            return events[place + 1 :]
+    if any(event.get("step", step + 1) <= step for event in events):
+        raise DataError(
+            where,
+            got=f"no checkpoint of step {step}",
+            expected="the record of the run that wrote it, or went on from it",
+        )
+    return events

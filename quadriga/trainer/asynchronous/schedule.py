@@ -1,0 +1,665 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule of asynchronous training: which group of samples starts where and when, with which
+weights, and which step learns from it. It decides without tensors, threads or a clock.
+
+    events in                                          decisions out
+    joined, lost (a worker)                            Start     samples of a group, on a worker
+    has_published, loaded (weights)              ──>   Load      newer weights, by a worker
+    ended (a sample), graded (a group)                 Resume    without them, by a worker
+    wants_batch (the trainer)                          HandOver  groups, to a training step
+    hold, release (before and after a save)            Drop      a group, with the reason
+                                                       Save      what a worker has under way
+
+Staleness. Weights have a *version*, the number of publications before them. Step s begins with
+version V(s), which follows from s alone (`Rules.version_at`). In step s a token of version w is
+V(s) - w versions old, and a sample is as old as its oldest token.
+
+    the gate    a group for step s starts only with weights of a version w for which
+                V(s) - w <= max_staleness
+
+Later tokens of a sample have the same version or a newer one, so the bound holds whatever is slow,
+late or lost. It is checked again at each hand-over.
+
+Batches. With `on_stale="wait"` a group belongs to the step that it was started for, and that step
+waits for it. With "drop" a step takes the oldest groups that are ready, and a group that would be
+too old for the next step is dropped. With `part_size` a batch is handed over in parts, each as soon
+as it is complete: in the order of the prompts if `deterministic`, else the first groups that are
+ready. With dynamic sampling (`round_size`) a batch starts in rounds, until enough of its groups are
+kept.
+
+Weights. A worker loads newer weights at once (`in_flight="continue"`: unfinished samples continue
+with them), or when its samples have ended, until which it starts no others ("finish").
+`deterministic` ties loads to batches instead of to time: a worker pauses for version w + 1 when all
+batches that version w may begin are generated, or with "continue" all that version w - 1 may begin.
+What is generated with which weights then follows from the rules.
+
+Saves. `hold` comes before a save. Once `is_quiet`, each worker gets the decision `Save`. With
+`saves_running` the schedule is quiet when all workers have the newest weights, or if deterministic,
+when all pause for the next ones. Otherwise it is quiet when all samples have ended. Nothing starts
+until `release`, both in the schedule that continues and in one that resumes from `state`.
+"""
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quadriga.errors import RolloutError
+from quadriga.trainer.asynchronous.rules import (
+    Decision,
+    Drop,
+    HandOver,
+    Load,
+    Reason,
+    Resume,
+    Rules,
+    Save,
+    Start,
+)
+
+Verdict = Literal["kept", "equal", "failed"]
+
+
+@dataclass
+class Group:
+    """Samples of one prompt.
+
+    Attributes:
+        number: number of the group, in the order of starts.
+        batch: step that the group was started for.
+        row: number of its prompt in this batch.
+        waiting: samples without a worker.
+        oldest: version of the oldest token of its samples.
+        running: worker of each unfinished sample.
+        starts: version of the first token of each sample that has begun, and of the oldest token
+            of each sample that has ended.
+        is_complete: whether all samples have ended.
+        is_kept: whether the group is graded and a step may learn from it.
+    """
+
+    number: int
+    batch: int
+    row: int
+    waiting: list[int]
+    oldest: int = 0
+    running: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
+    is_complete: bool = False
+    is_kept: bool = False
+
+
+@dataclass
+class Batch:
+    """Groups that are started for one step.
+
+    Attributes:
+        num_wanted: groups to start.
+        num_rows: groups that were started.
+        num_open: groups that are not graded.
+        num_handed: groups that were handed over.
+        kept: groups that may be handed over, by number; with `on_stale="wait"`.
+    """
+
+    num_wanted: int
+    num_rows: int = 0
+    num_open: int = 0
+    num_handed: int = 0
+    kept: list[int] = field(default_factory=list)
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether all groups are complete and graded."""
+        return not self.num_open and self.num_rows >= self.num_wanted
+
+
+@dataclass
+class _WorkerState:
+    """Weights and samples of a worker.
+
+    Attributes:
+        version: version of its weights.
+        capacity: most samples at a time. None: no limit.
+        running: group and number of each unfinished sample.
+        loading: version that it loads or waits for. None: no load is under way.
+    """
+
+    version: int
+    capacity: int | None
+    running: set[tuple[int, int]] = field(default_factory=set)
+    loading: int | None = None
+
+
+class _Workers(dict[int, _WorkerState]):
+    """Workers by number, and which of them can take samples or weights.
+
+    The sets keep decisions cheap for many workers. `Schedule._refresh` updates them.
+
+    Attributes:
+        free: workers that take samples.
+        behind: workers that may load newer weights.
+        loading: workers that load weights which are published.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free: set[int] = set()
+        self.behind: set[int] = set()
+        self.loading: set[int] = set()
+
+    def remove(self, number: int) -> _WorkerState:
+        """Remove a worker and return it."""
+        for members in (self.free, self.behind, self.loading):
+            members.discard(number)
+        return self.pop(number)
+
+
+class Schedule:
+    """Takes events by its methods, and answers with decisions by `decide`.
+
+    Args:
+        rules: rules to follow.
+        step: the last step whose batch was handed over earlier.
+
+    Attributes:
+        step: the last step whose batch was handed over.
+        published: the newest version that workers can load.
+        groups: groups that are started and neither handed over nor dropped, by number.
+        num_groups: number of groups that were started.
+        workers: workers by number.
+        hold_after: only batches up to this step may start groups. None: all.
+    """
+
+    def __init__(self, rules: Rules, *, step: int = 0) -> None:
+        self.rules = rules
+        self.step = step
+        self.published = rules.version_at(step + 1)
+        self.groups: dict[int, Group] = {}
+        self.num_groups = 0
+        self.workers = _Workers()
+        self.hold_after: int | None = None
+        self._batches: dict[int, Batch] = {}  # by step
+        self._kept: list[int] = []  # kept groups of all batches, with on_stale="drop"
+        self._to_start: set[int] = set()  # groups with samples that have no worker
+        self._generated = step  # all batches up to this step are generated
+        self._wants = False  # whether the trainer waits for a batch
+        self._awaits_save = False
+        self._pending: list[Decision] = []
+
+    # Events.
+
+    def joined(self, worker: int, version: int, capacity: int | None = None) -> None:
+        """A worker is ready to generate.
+
+        Args:
+            worker: number that no other worker has had.
+            version: version of its weights.
+            capacity: most samples at a time. None: no limit.
+        """
+        self.workers[worker] = _WorkerState(version, capacity)
+        self._refresh(worker)
+
+    def lost(self, worker: int) -> None:
+        """A worker is lost. Its unfinished samples start anew on other workers."""
+        state = self.workers.remove(worker)
+        # Samples of the same groups that have ended, here or elsewhere, stay as they are.
+        for number, sample in sorted(state.running):
+            group = self.groups[number]
+            del group.running[sample]
+            del group.starts[sample]
+            group.waiting.append(sample)
+            self._to_start.add(number)
+
+    def has_published(self, version: int) -> None:
+        """Weights of this version can be loaded."""
+        self.published = version
+        self._refresh_all()
+
+    def loaded(self, worker: int, version: int) -> None:
+        """A worker has loaded weights."""
+        # The worker may have been lost meanwhile.
+        if worker in self.workers:
+            self.workers[worker].version = version
+            self.workers[worker].loading = None
+            self._refresh(worker)
+
+    def ended(self, worker: int, group: int, sample: int, oldest: int | None = None) -> bool:
+        """A sample has ended.
+
+        Args:
+            worker: worker that generated it.
+            group: number of its group.
+            sample: number of the sample in the group.
+            oldest: version of its oldest token, as the engine reports it. None: unknown.
+
+        Returns:
+            Whether this completes the group. False also if the sample is not expected from this
+            worker.
+
+        Raises:
+            RolloutError: the engine used older weights than the worker had.
+        """
+        state = self.groups.get(group)
+        if state is None or state.running.get(sample) != worker:
+            return False
+        started = state.starts[sample]
+        if oldest is not None and oldest < started:
+            got = (
+                f"a token of version {oldest} from worker {worker}, in a sample that it began with "
+                f"version {started}"
+            )
+            raise RolloutError("async_training", got=got, expected=f"version {started} or newer")
+
+        # Without tokens of its own, a sample counts as old as the weights that it began with.
+        if oldest is not None:
+            state.starts[sample] = oldest
+        del state.running[sample]
+        self.workers[worker].running.remove((group, sample))
+        self._refresh(worker)
+        state.is_complete = not state.running and not state.waiting
+        state.oldest = min(state.starts.values())
+        return state.is_complete
+
+    def graded(self, group: int, verdict: Verdict = "kept") -> None:
+        """A complete group is graded.
+
+        Args:
+            group: number of the group.
+            verdict: "kept", or why it is left out: its rewards are equal, or grading failed.
+        """
+        state = self.groups.get(group)
+        # It may have been dropped while it was graded.
+        if state is None or state.is_kept:
+            return
+        rules = self.rules
+        batch = self._batches[state.batch]
+        batch.num_open -= 1
+        if verdict == "kept":
+            state.is_kept = True
+            insort(self._kept if self._drops else batch.kept, group)
+        else:
+            self._drop(state, verdict)
+            # Another prompt takes its place; with dynamic sampling in a later round.
+            if not rules.round_size:
+                batch.num_wanted += 1
+        # The next round of dynamic sampling starts if this one did not fill the batch.
+        is_round_over = not batch.num_open and batch.num_rows == batch.num_wanted
+        lacks_groups = not self._drops and len(batch.kept) < rules.num_groups
+        if rules.round_size and is_round_over and lacks_groups:
+            batch.num_wanted += rules.round_size
+
+    def wants_batch(self) -> None:
+        """The trainer waits for its next batch, or for the next part of it."""
+        self._wants = True
+
+    def hold(self, published: int | None = None) -> None:
+        """A step is over, and will be saved.
+
+        If the schedule is deterministic, everything that may start before the next publication
+        starts before the save.
+
+        Args:
+            published: version that the step publishes. Ignored if the rules pause to save: then it
+                is published after `release`.
+        """
+        self._awaits_save = True
+        if not self.rules.pauses_to_save:
+            if published is not None:
+                self.published = published
+            self._stop_starts()
+
+    def release(self) -> None:
+        """The save is over: `hold` ends."""
+        self.hold_after = None
+        self._refresh_all()
+
+    # What the caller reads.
+
+    def decide(self) -> list[Decision]:
+        """Decisions that follow from the events so far. Each is returned once."""
+        # A batch that is handed over makes room for starts.
+        self._hand_over()
+        # What starts before a load must not depend on when the load is due.
+        if self.rules.deterministic:
+            self._start()
+        self._load()
+        self._start()
+        if self._awaits_save and self.is_quiet:
+            self._awaits_save = False
+            for number in sorted(self.workers):
+                self._pending.append(Save(number, self.step))
+            if self.rules.pauses_to_save:
+                self._stop_starts()
+        decisions = self._pending
+        self._pending = []
+        return decisions
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every step has its batch."""
+        return self.step >= self.rules.num_steps
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether everything that a save waits for has happened."""
+        rules = self.rules
+        workers = self.workers.values()
+        if rules.pauses_to_save:
+            next_version = rules.version_at(self.step) + 1
+            if all(worker.loading == next_version for worker in workers):
+                return True
+            # Near the end there are no further weights to pause for.
+            return self._all_generated(rules.num_steps)
+        if any(worker.version < self.published for worker in workers):
+            return False
+        if rules.saves_running:
+            return True
+        # Otherwise samples end first; a deterministic schedule has also started all that it may.
+        if not all(group.is_complete for group in self.groups.values()):
+            return False
+        if not rules.deterministic:
+            return True
+        return self._all_generated(min(self.hold_after or 0, rules.num_steps))
+
+    def may_start(self, version: int, batch: int) -> bool:
+        """The gate: whether weights of this version may begin a sample for a batch."""
+        return self.rules.version_at(batch) - version <= self.rules.max_staleness
+
+    def state(self) -> dict[str, Any]:
+        """State of the schedule for a checkpoint, in numbers."""
+        groups = []
+        for group in self.groups.values():
+            starts = [*group.starts.items()]
+            unfinished = sorted([*group.running, *group.waiting])
+            groups.append([group.number, group.batch, group.row, starts, unfinished, group.is_kept])
+        batches = {
+            number: [batch.num_wanted, batch.num_rows] for number, batch in self._batches.items()
+        }
+        return {"num_groups": self.num_groups, "groups": groups, "batches": batches}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state, in a new schedule with the step of the state.
+
+        Unfinished samples start first, on any worker.
+        """
+        self.num_groups = state["num_groups"]
+        # What is kept and open follows from the groups below.
+        self._batches = {number: Batch(*counts) for number, counts in state["batches"].items()}
+        for number, batch, row, starts, waiting, is_kept in state["groups"]:
+            group = Group(number, batch, row, waiting, starts=dict(starts))
+            group.is_complete = not waiting
+            group.is_kept = is_kept
+            group.oldest = min(group.starts.values(), default=0)
+            self.groups[number] = group
+            if waiting:
+                self._to_start.add(number)
+            if not is_kept:
+                self._batches[batch].num_open += 1
+            elif self._drops:
+                self._kept.append(number)
+            else:
+                self._batches[batch].kept.append(number)
+
+    # Decisions: starts.
+
+    @property
+    def _drops(self) -> bool:
+        return self.rules.on_stale == "drop"
+
+    def _start(self) -> None:
+        """Start samples that have no worker, then new groups, as long as workers are free."""
+        # Groups of lost workers and of the checkpoint come first: they are the oldest.
+        unfinished = sorted(self._to_start) if self.workers.free else []
+        for number in unfinished:
+            group = self.groups[number]
+            worker = self._worker_for(group.batch, len(group.waiting))
+            if worker is not None:
+                self._begin(worker, group)
+        while self.workers.free:
+            batch = self._next_batch()
+            if batch is None:
+                break
+            worker = self._worker_for(batch, self.rules.group_size)
+            if worker is None:
+                break
+            num_wanted = self.rules.round_size or self.rules.num_groups
+            row = self._batches.setdefault(batch, Batch(num_wanted)).num_rows
+            self._begin(worker, self._new_group(self.num_groups, batch, row))
+            self.num_groups += 1
+
+    def _new_group(self, number: int, batch: int, row: int) -> Group:
+        """Group of a batch, none of whose samples has a worker yet."""
+        group = Group(number, batch, row, list(range(self.rules.group_size)))
+        self.groups[number] = group
+        self._batches[batch].num_rows += 1
+        self._batches[batch].num_open += 1
+        return group
+
+    def _next_batch(self) -> int | None:
+        """The first batch that lacks groups. None: no step that may start lacks any."""
+        last_step = self.rules.num_steps
+        if self.hold_after is not None:
+            last_step = min(last_step, self.hold_after)
+        if self._drops:
+            # Groups belong to no step: with the present ones, this is the next that lacks any.
+            step = self.step + 1 + len(self.groups) // self.rules.num_groups
+            return step if step <= last_step else None
+        for step in range(self.step + 1, last_step + 1):
+            batch = self._batches.get(step)
+            if batch is None or batch.num_rows < batch.num_wanted:
+                return step
+        return None
+
+    def _worker_for(self, batch: int, size: int) -> int | None:
+        """The least loaded worker that may begin samples of a batch now.
+
+        None also if a worker that is loading published weights has less to do: it gets its share
+        when it has them.
+
+        Args:
+            batch: step that the samples are for.
+            size: number of samples.
+        """
+        best = None
+        for number in self.workers.free | self.workers.loading:
+            worker = self.workers[number]
+            load = len(worker.running)
+            # A worker without samples takes a group that is larger than its capacity.
+            fits = worker.capacity is None or load + size <= worker.capacity or not load
+            # A worker that loads weights is judged by those that it will have.
+            version = worker.version if worker.loading is None else worker.loading
+            if fits and self.may_start(version, batch) and (best is None or (load, number) < best):
+                best = (load, number)
+        if best is None or best[1] in self.workers.loading:
+            return None
+        return best[1]
+
+    def _begin(self, worker: int, group: Group) -> None:
+        state = self.workers[worker]
+        samples = tuple(sorted(group.waiting))
+        for sample in samples:
+            group.running[sample] = worker
+            # A sample that continues from a checkpoint has its first token already.
+            group.starts.setdefault(sample, state.version)
+            state.running.add((group.number, sample))
+        group.waiting.clear()
+        group.oldest = min(group.starts.values())
+        self._to_start.discard(group.number)
+        self._refresh(worker)
+        self._pending.append(
+            Start(worker, group.number, group.batch, group.row, samples, state.version)
+        )
+
+    def _stop_starts(self) -> None:
+        """Start nothing until `release`, and end all waits for weights.
+
+        A deterministic schedule still starts what it would have started by now.
+        """
+        rules = self.rules
+        self.hold_after = 0
+        if rules.deterministic and self.step:
+            newest = rules.version_at(self.step) + rules.max_staleness
+            self.hold_after = rules.last_step_with(newest)
+        for number, worker in self.workers.items():
+            if worker.loading is not None and worker.loading > self.published:
+                worker.loading = None
+                self._pending.append(Resume(number))
+            self._refresh(number)
+
+    # Decisions: weights.
+
+    def _refresh_all(self) -> None:
+        for worker in self.workers:
+            self._refresh(worker)
+
+    def _refresh(self, number: int) -> None:
+        """Update whether a worker can take samples, and whether there are newer weights for it."""
+        rules = self.rules
+        workers = self.workers
+        worker = workers[number]
+        loads = worker.loading is not None
+        # A deterministic worker also waits for weights that are not published yet.
+        newest = self.published
+        if rules.deterministic and self.hold_after is None:
+            newest = rules.version_at(rules.num_steps)
+        finishes = rules.in_flight == "finish" and not rules.deterministic
+        is_draining = finishes and worker.version < self.published
+        has_room = worker.capacity is None or len(worker.running) < worker.capacity
+        loads_published = worker.loading is not None and worker.loading <= self.published
+        _set_member(workers.free, number, has_room and not loads and not is_draining)
+        _set_member(workers.behind, number, not loads and worker.version < newest)
+        _set_member(workers.loading, number, loads_published)
+
+    def _load(self) -> None:
+        for number in sorted(self.workers.behind):
+            worker = self.workers[number]
+            if self._may_load(worker):
+                is_next = self.rules.deterministic
+                self._load_version(number, worker.version + 1 if is_next else self.published)
+
+    def _load_version(self, number: int, version: int) -> None:
+        self.workers[number].loading = version
+        self._refresh(number)
+        self._pending.append(Load(number, version))
+
+    def _may_load(self, worker: _WorkerState) -> bool:
+        rules = self.rules
+        if not rules.deterministic:
+            return not (rules.in_flight == "finish" and worker.running)
+        # With "continue" the last batches that the version may begin are still under way.
+        ahead = rules.max_staleness - (rules.in_flight == "continue")
+        last_step = rules.last_step_with(worker.version + max(ahead, 0))
+        return self._all_generated(min(last_step, rules.num_steps))
+
+    def _all_generated(self, last: int) -> bool:
+        """Whether all groups of every batch up to a step are complete and graded."""
+        # Batches stay generated, so each is looked at once.
+        self._generated = max(self._generated, self.step)
+        while self._generated < last:
+            batch = self._batches.get(self._generated + 1)
+            if batch is None or not batch.is_generated:
+                return False
+            self._generated += 1
+        return True
+
+    # Decisions: batches.
+
+    def _hand_over(self) -> None:
+        if not self._wants or self.is_over:
+            return
+        numbers = self._ready()
+        if numbers is None:
+            return
+        self._wants = False
+        step = self.step + 1
+        self._check_bound(step, numbers)
+        for number in numbers:
+            del self.groups[number]
+        is_last = True
+        if not self._drops:
+            batch = self._batches[step]
+            # Parts of a batch are handed over one by one, and the step ends with the last.
+            batch.num_handed += len(numbers)
+            batch.kept = [number for number in batch.kept if number in self.groups]
+            is_last = batch.num_handed == self.rules.num_groups
+        self._pending.append(HandOver(step, tuple(numbers), is_last))
+        if is_last:
+            self.step = step
+            self._drop_leftovers()
+
+    def _drop_leftovers(self) -> None:
+        """Drop the groups that no later step can learn from."""
+        # Dynamic sampling may keep more groups than a batch has.
+        if not self._drops:
+            for number in self._batches.pop(self.step).kept:
+                self._drop(self.groups[number], "surplus")
+        oldest = self.rules.version_at(self.step + 1) - self.rules.max_staleness
+        for group in list(self.groups.values()):
+            if self.is_over:
+                self._drop(group, "end")
+            elif self._drops and group.oldest < oldest:
+                self._drop(group, "stale")
+
+    def _drop(self, group: Group, reason: Reason) -> None:
+        del self.groups[group.number]
+        if group.is_kept and self._drops:
+            self._kept.remove(group.number)
+        self._to_start.discard(group.number)
+        running = []
+        for sample, worker in sorted(group.running.items()):
+            running.append((worker, sample))
+            self.workers[worker].running.remove((group.number, sample))
+            self._refresh(worker)
+        self._pending.append(Drop(group.number, reason, tuple(running)))
+
+    def _ready(self) -> Sequence[int] | None:
+        """Groups of the next step, or of its next part. None: they are not all ready."""
+        rules = self.rules
+        if self._drops:
+            if len(self._kept) < rules.num_groups:
+                return None
+            chosen = self._kept[: rules.num_groups]
+            self._kept = self._kept[rules.num_groups :]
+            return chosen
+
+        batch = self._batches.get(self.step + 1)
+        if batch is None:
+            return None
+        size = min(rules.part_size or rules.num_groups, rules.num_groups - batch.num_handed)
+        chosen = batch.kept[:size]
+        if len(chosen) < size:
+            return None
+        # A whole batch waits for its other groups too: which of them are kept must not depend on
+        # which are graded first.
+        if not rules.part_size:
+            return chosen if batch.is_generated else None
+        if rules.deterministic:
+            # In the order of the prompts: no earlier group of the batch may be missing.
+            for group in self.groups.values():
+                is_earlier = group.batch == self.step + 1 and group.number < chosen[-1]
+                if is_earlier and not group.is_kept:
+                    return None
+        return chosen
+
+    def _check_bound(self, step: int, numbers: Iterable[int]) -> None:
+        """Check the bound on staleness for the groups of a step.
+
+        Raises:
+            RolloutError: a group is too old.
+        """
+        version = self.rules.version_at(step)
+        for number in numbers:
+            staleness = version - self.groups[number].oldest
+            if not 0 <= staleness <= self.rules.max_staleness:
+                got = (
+                    f"group {number} with a token {staleness} versions older than step {step} "
+                    "begins with"
+                )
+                expected = f"0 to {self.rules.max_staleness}"
+                raise RolloutError("async_training", got=got, expected=expected)
+
+
+def _set_member(members: set[int], number: int, is_member: bool) -> None:
+    if is_member:
+        members.add(number)
+    else:
+        members.discard(number)

@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulation of asynchronous training: the schedule of real runs, driven by discrete events.
+
+Generation and training have ranks of their own. `schedule.py` decides what starts where and when,
+with which weights, and which groups a step learns from. Only the times are simulated:
+
+    a worker      decodes all of its sequences together; a decode step takes `decode_s`, and
+                  `sequence_s` more for each sequence in it
+    a step        takes `step_s`, and for each token `token_s` over the number of training ranks
+    weights       can be loaded `publish_s` after a step, which the trainer does not wait for; a
+                  worker generates nothing for `load_s` while it loads them
+    a reward      is ready some seconds after the last response of its group
+
+Left out: prompts are computed in no time, all groups are kept, and machines do not fail.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from quadriga.config import Config
+from quadriga.config.placement import engine_ranks, role_pools, rollout_ranks
+from quadriga.trainer.asynchronous.rules import Drop, HandOver, Load, Resume, Rules, Start
+from quadriga.trainer.asynchronous.schedule import Schedule
+
+NUM_STEPS = 6
+BOUNDS = (0, 1, 2, 4)
+"""Values of `max_staleness` that are compared."""
+NEAR = 1.03
+"""Runs within this factor of the fastest count as equally fast: the least staleness wins."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of what is done. The simulation finds the waits.
+
+    Attributes:
+        decode_s: seconds of a decode step.
+        sequence_s: seconds of a decode step for each sequence in it.
+        step_s: seconds of a training step.
+        token_s: seconds of a training step for each token, on one rank.
+        publish_s: seconds from a step until its weights can be loaded.
+        load_s: seconds in which a worker loads weights.
+        recomputes: whether a load also takes `sequence_s` for each unfinished token, whose KV cache
+            is recomputed.
+        switch_s: seconds in which colocated ranks switch between generation and training.
+        capacity: most sequences of a worker.
+    """
+
+    decode_s: float = 0.02
+    sequence_s: float = 1e-4
+    step_s: float = 2.0
+    token_s: float = 4e-4
+    publish_s: float = 2.0
+    load_s: float = 1.0
+    recomputes: bool = False
+    switch_s: float = 10.0
+    capacity: int = 256
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Responses and rewards of a run.
+
+    Attributes:
+        lengths: tokens of each response [steps, prompts, n].
+        reward_s: seconds of each group's reward [steps, prompts].
+    """
+
+    lengths: np.ndarray
+    reward_s: np.ndarray
+
+
+@dataclass
+class Outcome:
+    """Times of a simulated run.
+
+    Attributes:
+        seconds: duration.
+        train_idle: share of them in which training ranks wait.
+        rollout_idle: share of them in which rollout ranks wait.
+        ages: number of tokens by their staleness.
+    """
+
+    seconds: float = 0.0
+    train_idle: float = 0.0
+    rollout_idle: float = 0.0
+    ages: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def age_shares(self) -> str:
+        """Share of the tokens of each staleness."""
+        total = sum(self.ages.values())
+        return " ".join(f"{age}: {self.ages[age] / total:.2f}" for age in sorted(self.ages))
+
+
+class Worker:
+    """Sequences that are decoded together. All have made the same decode steps since they began.
+
+    Attributes:
+        position: decode steps so far; a fraction within a step.
+        now: time up to which it has decoded, in seconds.
+        busy_s: seconds in which it has decoded.
+        ends: heap of the position at which each sample ends, its group and its number.
+        begins: position at which each sample began, by group and number.
+        versions: position from which on each version was used.
+        is_paused: whether it generates nothing.
+        stamp: number of the last event that was planned; earlier ones are no longer valid.
+    """
+
+    def __init__(self, costs: Costs, version: int) -> None:
+        self.costs = costs
+        self.position = 0.0
+        self.now = 0.0
+        self.busy_s = 0.0
+        self.ends: list[tuple[float, int, int]] = []
+        self.begins: dict[tuple[int, int], float] = {}
+        self.versions = [(0.0, version)]
+        self.is_paused = False
+        self.stamp = 0
+
+    @property
+    def seconds_each(self) -> float:
+        """Seconds of a decode step."""
+        return self.costs.decode_s + self.costs.sequence_s * len(self.begins)
+
+    def advance(self, now: float) -> None:
+        """Decode up to a time."""
+        if self.begins and not self.is_paused:
+            self.position += (now - self.now) / self.seconds_each
+            self.busy_s += now - self.now
+        self.now = now
+
+    def next_end(self) -> float | None:
+        """Time at which the next sample ends, if nothing else happens. None: none will end."""
+        # Aborted samples are left in the heap until here.
+        while self.ends and self.ends[0][1:] not in self.begins:
+            heapq.heappop(self.ends)
+        if not self.ends or self.is_paused:
+            return None
+        return self.now + max(0.0, self.ends[0][0] - self.position) * self.seconds_each
+
+    def tokens_by_version(self, begin: float, end: float) -> Counter[int]:
+        """Tokens of each version in a sample that was decoded between two positions."""
+        tokens: Counter[int] = Counter()
+        stops = [start for start, _ in self.versions[1:]]
+        stops.append(float("inf"))
+        for (start, version), stop in zip(self.versions, stops, strict=True):
+            overlap = min(end, stop) - max(begin, start)
+            if overlap > 0:
+                tokens[version] += overlap
+        return tokens
+
+
+class Simulation:
+    """Run of `rules.num_steps` steps.
+
+    Args:
+        rules: rules of the schedule.
+        workload: responses and rewards.
+        costs: times.
+        num_workers: number of rollout engines.
+        train_gpus: number of training ranks.
+    """
+
+    def __init__(
+        self, rules: Rules, workload: Workload, costs: Costs, num_workers: int, train_gpus: int
+    ) -> None:
+        self.rules = rules
+        self.workload = workload
+        self.costs = costs
+        self.train_gpus = train_gpus
+        self.schedule = Schedule(rules)
+        self.workers = {number: Worker(costs, 0) for number in range(num_workers)}
+        # Heap of time, order, and what happens then.
+        self.events: list[tuple[float, int, Callable[[], Any]]] = []
+        self.order = count()
+        self.now = 0.0
+        self.train_s = 0.0
+        self.published = 0
+        self.places: dict[int, tuple[int, int]] = {}  # batch and row of each group, from 0 on
+        self.tokens: dict[int, Counter[int]] = {}  # tokens of each group by version
+        self.awaited: dict[int, list[int]] = {}  # workers that wait for a version
+        self.ages: Counter[int] = Counter()
+
+    def run(self) -> Outcome:
+        """Simulate up to the end of the last step."""
+        for number in self.workers:
+            self.schedule.joined(number, 0, self.costs.capacity)
+        self.schedule.wants_batch()
+        self.act()
+        while self.events:
+            self.now, _, happen = heapq.heappop(self.events)
+            happen()
+            # Events at the same time are decided on together.
+            if not self.events or self.events[0][0] > self.now:
+                self.act()
+        for worker in self.workers.values():
+            worker.advance(self.now)
+        busy_s = sum(worker.busy_s for worker in self.workers.values()) / len(self.workers)
+        return Outcome(self.now, 1 - self.train_s / self.now, 1 - busy_s / self.now, self.ages)
+
+    def after(self, seconds: float, happen: Callable[[], Any]) -> None:
+        """Plan an event after so many seconds."""
+        heapq.heappush(self.events, (self.now + seconds, next(self.order), happen))
+
+    def act(self) -> None:
+        """Carry out what the schedule decides."""
+        for decision in self.schedule.decide():
+            match decision:
+                case Start():
+                    self.start(decision)
+                case Load(worker, version):
+                    self.pause(worker, True)
+                    if version <= self.published:
+                        self.after(self.load_s(worker), partial(self.loaded, worker, version))
+                    else:
+                        self.awaited.setdefault(version, []).append(worker)
+                case Resume(worker):
+                    for waiting in self.awaited.values():
+                        waiting[:] = [number for number in waiting if number != worker]
+                    self.pause(worker, False)
+                case HandOver():
+                    self.train(decision)
+                case Drop(group, _, running):
+                    for number, sample in running:
+                        self.workers[number].advance(self.now)
+                        del self.workers[number].begins[group, sample]
+                        self.await_end(number)
+
+    def start(self, start: Start) -> None:
+        """Start samples of a group on a worker."""
+        batch = start.batch - 1
+        self.places[start.group] = (batch, start.row)
+        worker = self.workers[start.worker]
+        worker.advance(self.now)
+        # A batch of more prompts than recorded repeats them.
+        lengths = self.workload.lengths[batch, start.row % self.workload.lengths.shape[1]]
+        for sample in start.samples:
+            worker.begins[start.group, sample] = worker.position
+            end = worker.position + float(lengths[sample])
+            heapq.heappush(worker.ends, (end, start.group, sample))
+        self.await_end(start.worker)
+
+    def await_end(self, number: int) -> None:
+        """Plan the end of a worker's next sample, in place of what was planned before."""
+        worker = self.workers[number]
+        worker.stamp += 1
+        end = worker.next_end()
+        if end is not None:
+            self.after(end - self.now, partial(self.ended, number, worker.stamp))
+
+    def ended(self, number: int, stamp: int) -> None:
+        """The next sample of a worker is complete, if `stamp` is still its latest event."""
+        worker = self.workers[number]
+        if stamp != worker.stamp:
+            return
+        worker.advance(self.now)
+        end, group, sample = heapq.heappop(worker.ends)
+        worker.position = max(worker.position, end)
+        tokens = worker.tokens_by_version(worker.begins.pop((group, sample)), end)
+        self.tokens.setdefault(group, Counter()).update(tokens)
+        self.await_end(number)
+        if self.schedule.ended(number, group, sample, min(tokens)):
+            batch, row = self.places[group]
+            rewards_s = self.workload.reward_s[batch]
+            seconds = float(rewards_s[row % len(rewards_s)])
+            self.after(seconds, partial(self.schedule.graded, group))
+
+    def load_s(self, number: int) -> float:
+        """Seconds in which a worker loads weights now."""
+        worker = self.workers[number]
+        num_tokens = sum(worker.position - begin for begin in worker.begins.values())
+        return self.costs.load_s + self.costs.sequence_s * num_tokens * self.costs.recomputes
+
+    def pause(self, number: int, is_paused: bool) -> None:
+        """Begin or end a pause of a worker."""
+        self.workers[number].advance(self.now)
+        self.workers[number].is_paused = is_paused
+        self.await_end(number)
+
+    def loaded(self, number: int, version: int) -> None:
+        """A worker has loaded weights."""
+        worker = self.workers[number]
+        self.pause(number, False)
+        worker.versions.append((worker.position, version))
+        self.schedule.loaded(number, version)
+
+    def train(self, batch: HandOver) -> None:
+        """Begin a training step on its groups, or continue it with them."""
+        num_tokens = 0.0
+        current = self.rules.version_at(batch.step)
+        for group in batch.groups:
+            for version, tokens in self.tokens.pop(group).items():
+                self.ages[current - version] += tokens
+                num_tokens += tokens
+        share = len(batch.groups) / self.rules.num_groups
+        seconds = self.costs.step_s * share + num_tokens * self.costs.token_s / self.train_gpus
+        self.train_s += seconds
+        is_last = batch.is_last
+        end = partial(self.trained, batch.step) if is_last else self.schedule.wants_batch
+        self.after(seconds, end)
+
+    def trained(self, step: int) -> None:
+        """A step is done: publish its weights, and ask for the next batch."""
+        if step == self.rules.num_steps:
+            self.events.clear()
+            return
+        if self.rules.publishes(step):
+            self.after(self.costs.publish_s, partial(self.publish, self.rules.version_at(step + 1)))
+        self.schedule.wants_batch()
+
+    def publish(self, version: int) -> None:
+        """Weights can be loaded from now on."""
+        self.published = version
+        self.schedule.has_published(version)
+        for worker in self.awaited.pop(version, []):
+            self.after(self.load_s(worker), partial(self.loaded, worker, version))
+
+
+def colocated(
+    rules: Rules, workload: Workload, costs: Costs, num_workers: int, gpus: int
+) -> Outcome:
+    """Simulate lockstep on the same ranks: generation and training take turns on all of them.
+
+    Args:
+        rules: rules of a schedule, with any `max_staleness`.
+        workload: responses and rewards.
+        costs: times. Weights need no time, and each step `switch_s` more.
+        num_workers: number of rollout engines on all ranks.
+        gpus: number of ranks.
+    """
+    step_s = costs.step_s + costs.switch_s
+    in_turns = replace(costs, step_s=step_s, publish_s=0.0, load_s=0.0)
+    return Simulation(replace(rules, max_staleness=0), workload, in_turns, num_workers, gpus).run()
+
+
+def recorded(
+    lines: Sequence[Mapping[str, Any]], num_steps: int, costs: Costs, num_workers: int, gpus: int
+) -> tuple[Workload, Costs]:
+    """Workload and costs of a recorded run in lockstep.
+
+    Args:
+        lines: a line for each step: `lengths` (tokens of the responses of each prompt), `gen_s`,
+            `train_s`, and `reward_s` if rewards took any time.
+        num_steps: steps of the workload, which repeats the recorded ones.
+        costs: costs that cannot be read from the record.
+        num_workers: number of rollout engines that the run had.
+        gpus: number of training ranks that the run had.
+
+    Returns:
+        The workload, and `costs` with the times that fit the recorded seconds best.
+    """
+    lengths = np.array([line["lengths"] for line in lines], dtype=float)
+    longest = lengths.max((1, 2))
+    num_tokens = lengths.sum((1, 2))
+    gen_s = [line["gen_s"] for line in lines]
+    train_s = [line["train_s"] for line in lines]
+    # The worker with the longest response decodes about an equal share of all tokens.
+    decode_s, sequence_s = _fit(longest, num_tokens / num_workers, gen_s)
+    step_s, token_s = _fit(np.ones(len(lines)), num_tokens / gpus, train_s)
+    fitted = replace(
+        costs, decode_s=decode_s, sequence_s=sequence_s, step_s=step_s, token_s=token_s
+    )
+    repeated = [step % len(lines) for step in range(num_steps)]
+    rewards_s = np.repeat([[line.get("reward_s", 0.0)] for line in lines], lengths.shape[1], 1)
+    return Workload(lengths[repeated], rewards_s[repeated]), fitted
+
+
+def _fit(first: np.ndarray, second: np.ndarray, seconds: Sequence[float]) -> tuple[float, float]:
+    """Factors a, b >= 0 for which `first * a + second * b` is closest to the seconds."""
+    target = np.array(seconds)
+    best, *_ = np.linalg.lstsq(np.stack([first, second], 1), target, rcond=None)
+    if best.min() >= 0:
+        return float(best[0]), float(best[1])
+    # On the boundary one of the factors is 0.
+    first_alone = float(first @ target / (first @ first))
+    second_alone = float(second @ target / (second @ second))
+    first_error = float(((first * first_alone - target) ** 2).sum())
+    second_error = float(((second * second_alone - target) ** 2).sum())
+    if first_error <= second_error:
+        return first_alone, 0.0
+    return 0.0, second_alone
+
+
+def advice(
+    config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | None = None
+) -> Iterator[str]:
+    """Recommended `max_staleness` and split of the ranks, in lines for people.
+
+    Args:
+        config: configuration to advise on.
+        run: configuration and recorded lines (see `recorded`) of a run in lockstep. None: lengths
+            and seconds are assumed.
+    """
+    num_rollout = sum(rollout_ranks(config))
+    num_train = _training_ranks(config)
+    size = engine_ranks(config)
+    costs = Costs()
+    if run is not None:
+        recorded_config, lines = run
+        num_engines = sum(rollout_ranks(recorded_config)) // engine_ranks(recorded_config)
+        workload, costs = recorded(
+            lines, NUM_STEPS, costs, num_engines, _training_ranks(recorded_config)
+        )
+        directory = recorded_config.trainer.directory
+        yield f"by lengths and seconds of {len(lines)} steps of {directory}"
+    else:
+        longest = config.data.max_response_length
+        median = longest / 8
+        shape = (NUM_STEPS, config.data.train_batch_size, config.actor_rollout_ref.rollout.n)
+        logarithms = np.random.default_rng(0).normal(np.log(median), 1.0, shape)
+        workload = Workload(np.exp(logarithms).clip(1, longest).round(), np.ones(shape[:2]))
+        yield f"assumed, not measured: log-normal lengths, median {median:g} tokens, sigma 1; rewards of 1 s;"
+        yield f"decode steps of {costs.decode_s:g} s + {costs.sequence_s:g} s a sequence; updates of {costs.step_s:g} s"
+        yield f"+ {costs.token_s:g} s a token over the training ranks. `--recorded RUN` has those of a run in lockstep"
+    if config.trainer.backend == "local":
+        yield "as if training and rollout had processors of their own, which they share in one process"
+
+    _, num_groups, group_size = workload.lengths.shape
+    rules = replace(
+        Rules.of(config, NUM_STEPS),
+        num_groups=num_groups,
+        group_size=group_size,
+        warmup_steps=0,
+        round_size=0,
+    )
+    total = num_rollout + num_train
+    configured = (rules.max_staleness, num_train)
+    choices = [(bound, train) for bound in BOUNDS for train in _splits(num_train, total, size)]
+    choices.append(configured)
+    outcomes = {}
+    for bound, train in choices:
+        bounded = replace(rules, max_staleness=bound)
+        # In lockstep a step waits for the whole batch of its own.
+        if bound == 0:
+            bounded = replace(bounded, on_stale="wait", part_size=0)
+        num_workers = (total - train) // size
+        outcomes[bound, train] = Simulation(bounded, workload, costs, num_workers, train).run()
+
+    lockstep_s = outcomes[0, num_train].seconds
+    for name, choice in {"this": configured, "recommended": _recommended(outcomes)}.items():
+        bound, train = choice
+        outcome = outcomes[choice]
+        yield (
+            f"{name}: max_staleness={bound}, {train} training + {total - train} rollout ranks: "
+            f"{outcome.seconds / NUM_STEPS:.3g} s a step, {lockstep_s / outcome.seconds:.2f} times "
+            f"the speed of lockstep on {num_train} + {num_rollout}; training waits {outcome.train_idle:.0%}, rollout"
+            f" {outcome.rollout_idle:.0%} of the time"
+        )
+
+
+def _splits(num_train: int, total: int, size: int) -> set[int]:
+    """Numbers of training ranks to compare: the configured one, and a quarter, half and three
+    quarters of all ranks if engines of `size` ranks fill the others.
+    """
+    splits = {num_train}
+    for share in (1 / 4, 1 / 2, 3 / 4):
+        train = min(max(1, round(total * share)), total - 1)
+        if (total - train) % size == 0:
+            splits.add(train)
+    return splits
+
+
+def _recommended(outcomes: Mapping[tuple[int, int], Outcome]) -> tuple[int, int]:
+    """Choice with the least staleness among the fastest ones."""
+    fastest_s = min(outcome.seconds for outcome in outcomes.values())
+    candidates = []
+    for (bound, train), outcome in outcomes.items():
+        if outcome.seconds <= NEAR * fastest_s:
+            candidates.append((bound, outcome.seconds, train))
+    bound, _, train = min(candidates)
+    return bound, train
+
+
+def _training_ranks(config: Config) -> int:
+    if config.trainer.backend != "ray":
+        return 1
+    roles = role_pools(config.trainer)
+    names = ("actor_rollout_ref", "actor_rollout", "actor")
+    pool = next(roles[name] for name in names if name in roles)
+    return sum(config.trainer.processes_of(pool))
