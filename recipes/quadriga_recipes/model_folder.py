@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import transformers
@@ -219,7 +219,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 def _build_from_gguf(file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Build a model from a GGUF file, without the marks of a quantised model."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = _read_tokenizer(file.parent, gguf_file=file.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
@@ -236,9 +236,15 @@ def _build_from_gguf(file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerB
     return model, tokenizer
 
 
+def _read_tokenizer(path: str | Path, **options: str) -> PreTrainedTokenizerBase:
+    # `quadriga.data.tokenizing` has the same function, and imports much that is not needed here.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
 def _load_pretrained(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name_or_path)
+        tokenizer = _read_tokenizer(name_or_path)
         model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
     except (OSError, ValueError) as error:
         known = ", ".join(PACKAGED_MODELS)
