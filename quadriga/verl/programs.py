@@ -13,7 +13,7 @@ from math import ceil, lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quadriga.config.rollout import SPANNING
+from quadriga.engine_traits import ENGINES
 from quadriga.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
@@ -306,7 +306,8 @@ def async_key(line: "Line", key: str, value: Any) -> None:
 
 def beside_training(line: "Line") -> None:
     """Generation on processes of its own, while the policy is trained."""
-    if line.ours.get("actor_rollout_ref.rollout.name") not in SPANNING:
+    traits = ENGINES.get(line.ours.get("actor_rollout_ref.rollout.name", ""))
+    if traits is None or not traits.streams:
         for name, value in {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}.items():
             line.written = f"actor_rollout_ref.rollout.{name}"
             line.note(

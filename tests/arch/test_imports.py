@@ -83,6 +83,17 @@ BAD = [
         "quadriga/trainer/ray_trainer.py",
         "x = name in ('native', 'hf')",
     ),
+    (arch_imports.compared_engine_name, "quadriga/config/rollout.py", "x = name == 'http'"),
+    (
+        arch_imports.compared_engine_name,
+        "quadriga/config/rollout.py",
+        "match name:\n    case 'vllm':\n        pass",
+    ),
+    (
+        arch_imports.compared_engine_name,
+        "quadriga/workers/stream.py",
+        "isinstance(engine, NativeEngine | VLLMEngine)",
+    ),
     (arch_imports.strayed_third_party, "quadriga/single_controller/worker_group.py", "import ray"),
     (
         arch_imports.strayed_third_party,
@@ -107,7 +118,7 @@ GOOD = [
         "quadriga/trainer/build.py",
         "from quadriga.single_controller import ray",
     ),
-    (arch_imports.compared_engine_name, "quadriga/config/rollout.py", "x = name == 'vllm'"),
+    (arch_imports.compared_engine_name, "quadriga/config/actor.py", "x = name == 'megatron'"),
     (
         arch_imports.upward_import,
         "quadriga/data/dataset.py",

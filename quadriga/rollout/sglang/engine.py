@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from quadriga.config.placement import sglang_problem
+from quadriga.config.placement import devices_problem
+from quadriga.engine_traits.sglang import TRAITS
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.models.load import stop_token_ids
 from quadriga.partition import buckets
@@ -69,6 +70,7 @@ class SGLangEngine(ThirdPartyEngine):
     """
 
     name, title = "sglang", "SGLang"
+    traits = TRAITS
     takes_images = True
 
     def __init__(
@@ -109,7 +111,7 @@ class SGLangEngine(ThirdPartyEngine):
             eos_token_ids=stop_token_ids(skeleton, setup.tokenizer.eos_token_id),
             can_sleep=can_sleep,
         )
-        if not is_on_cpu and (problem := sglang_problem(setup.config)):
+        if not is_on_cpu and (problem := devices_problem(setup.config)):
             raise problem
         if not options.keys() & {"url", "urls"}:
             gigabytes = (

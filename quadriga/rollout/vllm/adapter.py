@@ -26,7 +26,7 @@ from quadriga.weight_sync.publish import name_some
 
 _MERGE = "With actor_rollout_ref.model.lora_merge=true the adapter travels merged."
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Room that vLLM can make for an adapter; the last one is `MAX_RANK` of the configuration."""
+"""Room that vLLM can make for an adapter; the last one is vLLM's trait `max_adapter_rank`."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from quadriga.config.adapter import adapter_route, read_adapter
 from quadriga.config.placement import experts_problem
+from quadriga.engine_traits.vllm import TRAITS
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.models.adapter_files import AdapterFiles, is_factor
 from quadriga.models.load import stop_token_ids
@@ -81,8 +82,8 @@ class VLLMEngine(ThirdPartyEngine):
     Raises RolloutError: vLLM is missing, too old, or refuses the model or the options."""
 
     name, title = "vllm", "vLLM"
+    traits = TRAITS
     takes_images = cuts_images = True
-    num_steps = 0  # they are not counted
 
     def __init__(
         self,
@@ -196,7 +197,9 @@ class VLLMEngine(ThirdPartyEngine):
         every = zip(prompts, sampling, images or [None] * len(prompts), strict=True)
         return [self.core.start(self._complete(self.core, *one)) for one in every]
 
-    def between_steps(self, work: Callable[[], None], *, keeps_cache: bool) -> Future[int]:
+    def between_steps(
+        self, work: Callable[[], None], *, keeps_cache: bool, recomputes: bool = False
+    ) -> Future[int]:
         """As of `NativeEngine`, for `work` that loads weights."""
 
         def load() -> int:
