@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from arch_tree import Source, is_text
 
 # The packages that keep these rules so far.
-PLAIN_PACKAGES = frozenset({"models", "protocol", "single_controller", "weight_sync", "workers"})
+PLAIN_PACKAGES = frozenset(
+    {"engine_traits", "models", "protocol", "single_controller", "weight_sync", "workers"}
+)
 
 MAX_ATTRIBUTES = 15
 VAGUE_NAMES = frozenset(
