@@ -11,7 +11,7 @@ from math import ceil, lcm, prod
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.rollout import SPANNING
+from quadriga.engine_traits import ENGINES
 from quadriga.errors import ConfigError, MachineError
 from quadriga_verl.commands.entries import (
     CONFIG_FILES,
@@ -329,7 +329,8 @@ def async_key(line: Line, key: str, value: Any) -> None:
 
 def beside_training(line: Line) -> None:
     """Set generation on processes of its own, while the policy is trained."""
-    if line.ours.get(f"{_ROLLOUT}.name") not in SPANNING:
+    traits = ENGINES.get(line.ours.get(f"{_ROLLOUT}.name", ""))
+    if traits is None or not traits.streams:
         replaced = {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}
         for name, value in replaced.items():
             line.written = f"{_ROLLOUT}.{name}"
