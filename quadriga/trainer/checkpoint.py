@@ -27,10 +27,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from quadriga.config.actor import HF_FOLDER
 from quadriga.config.loader import as_override
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import CheckpointError, DamagedCheckpointError
-from quadriga.workers.checkpoint import HF_FOLDER
 
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quadriga.config import Config, saves_by_time, writes_checkpoints
+from quadriga.config.actor import HF_FOLDER
 from quadriga.data.files import written_aside
 from quadriga.observe.progress import Progress, step_fields
 from quadriga.observe.stopping import expiry, stop_requested
@@ -30,7 +31,6 @@ from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.quarantine import Quarantine
 from quadriga.trainer.settings import Settings, keep_settings, say_nothing_to_do
 from quadriga.trainer.timed_saving import NUM_KEPT, TimedSaver
-from quadriga.workers.checkpoint import HF_FOLDER
 
 logger = logging.getLogger(__name__)
 

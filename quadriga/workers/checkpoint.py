@@ -21,6 +21,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from quadriga.config.actor import HF_FOLDER
 from quadriga.config.adapter import ADAPTER_CONFIG, AdapterShape, is_adapter, read_adapter
 from quadriga.engines.checkpoint import StateWriter, explained, load_state
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
@@ -31,7 +32,6 @@ from quadriga.models.vision import copy_processor
 from quadriga.models.weight_files import MODEL, DistributedFiles, open_weights, write_safetensors
 from quadriga.models.weight_names import ConvertedFiles
 
-HF_FOLDER = "huggingface"  # folder of `hf_model` in a role's checkpoint
 OPTIMIZER = "optimizer"
 FROZEN = "frozen"
 

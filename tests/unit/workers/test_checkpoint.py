@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quadriga.config.actor import HF_FOLDER
 from quadriga.engines.process_group import ALONE
 from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import open_weights
-from quadriga.workers.checkpoint import HF_FOLDER, RoleCheckpoint
+from quadriga.workers.checkpoint import RoleCheckpoint
 
 MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json"]
 
