@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.run_report import report
 
-_ABOUT = """Show what a run has done, whether it has ended or goes on: the reward over steps, where the time went, and
-the best and worst responses of a step with the parts of their reward. Nothing is loaded or changed."""
+_ABOUT = """Show what a run has done, whether it has ended or goes on: the reward over steps, where
+the time went, and the best and worst responses of a step with the parts of their reward. Nothing is
+loaded or changed."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ Files of a run that goes on are complete up to its last step: a line or a file i
 at all.
 """
 
+import math
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -92,14 +93,15 @@ class RunFolder:
         path = self.directory / METRICS_FILE
         return read_metrics(path) if self.has_metrics and path.is_file() else {}
 
-    @property
+    @cached_property
     def responses(self) -> dict[int, Callable[[], list[Sample]]]:
         """Functions that read the written responses of a step, by step; empty if there are none."""
         for name in ("rollout_data_dir", "validation_data_dir"):
             folder = self._folder(name)
             readers = {}
             for path in folder.glob("*.jsonl") if folder else ():
-                if path.stem.isdecimal():
+                # Later steps are those of another run that wrote there.
+                if path.stem.isdecimal() and int(path.stem) <= (self.last_step or math.inf):
                     readers[int(path.stem)] = partial(_read_samples, path)
             if readers:
                 return dict(sorted(readers.items()))

@@ -84,9 +84,7 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
     responses = run.responses
     known_steps = sorted({*run.metrics, *responses})
     if step is not None and step not in known_steps:
-        expected = "a step of the run"
-        if known_steps:
-            expected = f"a step from {known_steps[0]} to {known_steps[-1]}"
+        expected = f"one of {_named(known_steps)}" if known_steps else "a step that was written"
         fix = " ".join(_missing(run))
         raise DataError("--step", got=str(step), expected=expected, fix=fix)
 
@@ -110,15 +108,22 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
             yield f"\nStep {step}: {numbers}"
     if step in responses:
         yield from _sample_lines(run, step, responses[step]())
+    elif responses:
+        yield f"\nNo responses of step {step} were written, only those of {_named([*responses])}"
     missing = _missing(run)
     if missing:
         yield ""
         yield from missing
 
 
+def _named(steps: Sequence[int]) -> str:
+    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+
+
 def headline_curve(metrics: Mapping[int, Mapping[str, float]]) -> tuple[str, Curve]:
     """The mean reward of each step, or without rewards the loss; with its name."""
-    for headline in HEADLINES[:2]:
+    reward_and_loss = HEADLINES[:2]
+    for headline in reward_and_loss:
         for source in headline.sources:
             curve = [(step, values[source]) for step, values in metrics.items() if source in values]
             if curve:
@@ -158,9 +163,7 @@ def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample],
         return _of_distinct_prompts(ranked, count), []
     above_worst = [sample for sample in ranked if _score(sample) > scores[-1]]
     best = _of_distinct_prompts(above_worst, count)
-    below_best = [
-        sample for sample in reversed(ranked) if _score(sample) < _score(best[-1])
-    ]
+    below_best = [sample for sample in reversed(ranked) if _score(sample) < _score(best[-1])]
     return best, _of_distinct_prompts(below_best, count)
 
 

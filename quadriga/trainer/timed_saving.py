@@ -2,8 +2,8 @@
 """Checkpoints by the clock, of runs that were not told when to write them: `trainer.save_minutes`.
 
 Nobody asked for these checkpoints, so they must not cost a run much, and never end it. One is put
-off while the disk has no room for it, or while checkpoints would have taken more than
-`MAX_SHARE_OF_TIME` of the run. One that cannot be written is reported, and the run goes on.
+off while the disk has no room for it, or while checkpoints would take more than a small share of
+the time so far (`MAX_SHARE_OF_TIME`). One that cannot be written is reported, and the run goes on.
 
     begun ──── workers write ──── last file       complete: list, sync, read back, rename ──── done
           <─────── counted ──────>          ....  <─────────────────── counted ──────────────>
@@ -107,7 +107,7 @@ class TimedSaver(CheckpointSaver):
         run_s = self._clock() - self._run_start_s
         if not is_last and self._spent_s + expected_s > MAX_SHARE_OF_TIME * run_s:
             return "time", (
-                f"it takes about {expected_s:.0f} s, and checkpoints may take "
+                f"it takes about {expected_s:.1f} s, and checkpoints may take "
                 f"{MAX_SHARE_OF_TIME:.0%} of the run, which is {run_s:.0f} s old. "
                 "trainer.save_freq=N writes one every N steps regardless."
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is shown of a run's directory: of a whole run, of one that goes on or wrote little, and of no run."""
+"""What is shown of a run that has ended, of one that goes on or wrote little, and of no run."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -127,7 +127,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
 
 def test_no_run_and_no_such_step(make: Make, tmp_path: Path) -> None:
     run = make(*WRITTEN)
-    with pytest.raises(DataError, match="got 21, expected a step from 1 to 20"):
+    with pytest.raises(DataError, match="got 21, expected one of 20 steps, 1 to 20"):
         list(report(run, 21))
     for path, got in ((tmp_path, "without config.yaml"), (tmp_path / "none", "no such folder")):
         with pytest.raises(DataError, match=f"{got}.*the directory of a run.*default_local_dir"):
