@@ -13,6 +13,7 @@ from typing import Any
 from quadriga.errors import DataError
 from quadriga.observe.progress import (
     HEADLINES,
+    clock_text,
     join_field,
     step_fields,
     validation_results,
@@ -56,7 +57,7 @@ def summary(run: RunFolder) -> list[str]:
     phases = _longest_phases(seconds, seconds.keys() - _ALL_PARTS)
     if phases:
         shares = [f"{phase} {seconds[phase] / total_s:.0%}" for phase in phases[:MAX_PHASES]]
-        lines.append(f"time in steps: {_duration(total_s)}, of which {', '.join(shares)}")
+        lines.append(f"time in steps: {clock_text(total_s)}, of which {', '.join(shares)}")
     if run.responses:
         step, read = list(run.responses.items())[-1]
         best, worst = best_and_worst(read(), 1)
@@ -243,7 +244,7 @@ def _phase_rows(run: RunFolder) -> Iterator[str]:
     seconds, total_s = phase_seconds(run.metrics)
     if not seconds:
         return
-    yield f"\nTime: {_duration(total_s)} in steps"
+    yield f"\nTime: {clock_text(total_s)} in steps"
     width = 2 + max(map(len, seconds))
     for phase in _longest_phases(seconds, seconds.keys() - _ALL_PARTS):
         names = {phase: phase}
@@ -295,7 +296,9 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     texts = {"prompt": sample["input"], "response": output}
     if sample.get("ground_truth") is not None:
         texts["ground truth"] = _value_text(sample["ground_truth"])
-    for name, value in (sample.get("row") or {}).items():
+    row = sample.get("row")
+    # A grader may give this name to a number.
+    for name, value in row.items() if isinstance(row, Mapping) else ():
         texts[f"row.{name}"] = _value_text(value)
     for name, text in texts.items():
         first, *further = _shortened(str(text), MAX_CHARACTERS).splitlines() or [""]
@@ -319,12 +322,3 @@ def _shortened(text: str, limit: int) -> str:
         character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
         for character in text
     )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 120:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"

@@ -95,7 +95,7 @@ def test_a_report_has_rewards_time_and_responses(make: Make) -> None:
 def test_the_summary_is_short_and_one_line_each(make: Make) -> None:
     lines = summary(make(*WRITTEN))
     assert lines[0] == "reward: 0.050 at step 1, 1.000 at step 20"
-    assert lines[2] == "time in steps: 3 min 20 s, of which gen 60%, prepare 30%"
+    assert lines[2] == "time in steps: 3:20, of which gen 60%, prepare 30%"
     assert lines[3] == "best of step 20, score 1.000: '1+1' -> '2'"
     assert lines[4].startswith("worst of step 20, score 0.000: '1+1' -> '777")
     assert len(lines) == 5 <= MAX_SUMMARY_LINES and not any("\n" in line for line in lines)
