@@ -90,6 +90,12 @@ def test_parts(
     for place in ("", HF_FOLDER):
         found = [name for name in MODEL_FILES if (tmp_path / "actor" / place / name).is_file()]
         assert found == (MODEL_FILES if place in with_model_files else [])
+    sizes = checkpoint.sizes(frozenset(contents))
+    for folder in folders:
+        files = (tmp_path / "actor" / folder).rglob("*")
+        num_written = sum(path.stat().st_size for path in files if path.is_file())
+        num_expected = sum(sizes[name] for name in sizes if name.startswith(f"{folder}/"))
+        assert 0 < num_expected <= num_written
 
 
 def test_hugging_face_folder_is_the_model(tmp_path: Path) -> None:
