@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from quadriga.config import Config, load_config
 from quadriga.config.root import respell
+from quadriga.config.trainer import AT_THE_END
 from quadriga.data.files import (
     drop_null_fields,
     make_directory,
@@ -51,8 +52,6 @@ from quadriga.trainer.settings import CONFIGURATION
 from quadriga.trainer.validate import first_samples
 from quadriga.user_function import NAME, write_function
 
-AT_THE_END = 1_000_000_000
-"""Value of `trainer.save_freq` that saves after the last step only."""
 RESPONSES_OF_A_CORE = 16
 """Responses of a step for each CPU core, if no batch size is set."""
 RESPONSES_OF_A_GPU = 256
@@ -734,7 +733,8 @@ class _Draft:
         config = self.config
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
-        if "save_freq" not in trainer.model_fields_set:
+        # Runs in lockstep save by time: trainer.save_minutes.
+        if "save_freq" not in trainer.model_fields_set and config.async_training.enable:
             self.values["trainer.save_freq"] = AT_THE_END
         if self.task != "rl":
             return
