@@ -147,5 +147,7 @@ def test_a_guardian_does_not_load_the_names_of_verl(
 ) -> None:
     """It runs without site, so an editable installation of another package is not found there."""
     monkeypatch.setenv("QUADRIGA_VERL", "1")
+    folders = [path for path in sys.path if not path.endswith("packages")]
+    monkeypatch.setattr(sys, "path", folders)
     Guardian().close()
     assert capfd.readouterr().err == ""
