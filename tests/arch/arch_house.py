@@ -16,22 +16,22 @@ MAX_SHORT_LINES = 3
 # number freely. Raise one only for what the package can do now that it could not.
 SIZES: dict[str, int] = {
     "algorithms": 12580,
-    "cli": 7680,
-    "config": 28320,
+    "cli": 7810,
+    "config": 28550,
     "data": 35410,
     "engine_traits": 1250,
     "engines": 34800,
     "models": 32140,
     "observe": 12650,
     "protocol": 13130,
-    "quadriga_verl": 38590,
-    "rewards": 28940,
+    "quadriga_verl": 38660,
+    "rewards": 28950,
     "rollout": 78320,
     "single_controller": 24860,
-    "trainer": 53990,
+    "trainer": 58470,
     "weight_sync": 7230,
-    "workers": 19720,
-    "": 15980,
+    "workers": 19900,
+    "": 16010,
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.
