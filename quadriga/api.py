@@ -17,7 +17,9 @@ import shlex
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from html import escape
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -29,7 +31,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from quadriga.config import Config, load_config
+from quadriga.config import Config, load_config, with_groups
 from quadriga.config.root import respell
 from quadriga.data.files import (
     drop_null_fields,
@@ -40,7 +42,12 @@ from quadriga.data.files import (
 )
 from quadriga.descendants import own_folder
 from quadriga.errors import CheckpointError, ConfigError, DataError, QuadrigaError
-from quadriga.observe.progress import HEADLINES, VALIDATION_PREFIX, Picture
+from quadriga.observe.progress import (
+    HEADLINES,
+    VALIDATION_PREFIXES,
+    Picture,
+    summary_lines,
+)
 from quadriga.observe.tracking.jsonl import METRICS_FILE, jsonable, read_metrics
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
 from quadriga.trainer import evaluate as frozen
@@ -49,7 +56,7 @@ from quadriga.trainer.checkpoint import Checkpoints, model_folder
 from quadriga.trainer.loop import MODEL_FOLDER, Step, TrainingLoop
 from quadriga.trainer.settings import CONFIGURATION
 from quadriga.trainer.validate import first_samples
-from quadriga.user_function import NAME, write_function
+from quadriga.user_function import NAME, source_of, write_function
 
 AT_THE_END = 1_000_000_000
 """Value of `trainer.save_freq` that saves after the last step only."""
@@ -76,6 +83,33 @@ Reward = (
 """A function, several functions, each alone or as `(function, weight)`, or `file.py:function`."""
 ConfigFiles = str | Path | Sequence[str | Path]
 """A YAML file, or several; later files override earlier ones."""
+
+
+@contextmanager
+def _quiet_interrupt(*, is_reported: bool = False) -> Iterator[None]:
+    """Context manager: Ctrl-C ends a script with status 130 and a sentence, not with a traceback.
+
+    Interactive sessions get the usual KeyboardInterrupt.
+
+    Args:
+        is_reported: whether the sentence has been printed when KeyboardInterrupt arrives.
+    """
+    try:
+        yield
+    except _Interrupted:
+        raise
+    except KeyboardInterrupt:
+        if hasattr(sys, "ps1"):
+            raise
+        if not is_reported:
+            print("quadriga: interrupted", file=sys.stderr)
+        raise _Interrupted from None
+
+
+class _Interrupted(KeyboardInterrupt, SystemExit):
+    """A KeyboardInterrupt that ends the interpreter like `sys.exit(130)` if nothing catches it."""
+
+    code = 130
 
 
 class Settings(TypedDict, total=False):
@@ -112,7 +146,8 @@ class Trainer:
     """A run whose steps are taken one at a time: `for step in trainer` yields each finished step.
 
     Args:
-        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        model: Hugging Face folder or name, directory or checkpoint of a run, a `Run`, or its
+            `model`. None: the one that `config` or `options` name.
         data: training rows. A text in the column `prompt` becomes a user message. The columns
             `data_source` and `reward_model` are optional; a column `ground_truth` can replace
             the second.
@@ -180,7 +215,7 @@ class Trainer:
     def _begin(self, config: Config, callbacks: Sequence[Callable[[Step], Any]]) -> None:
         self.config = config
         self.callbacks = list(callbacks)
-        self._steps = launch.steps(config)
+        self._steps = launch.steps(config, in_python=True)
         self._loop: TrainingLoop | None = None
         # If `close` is never called, the run's processes end with the interpreter.
         self._finalizer = weakref.finalize(self, self._steps.close)
@@ -233,13 +268,18 @@ class Trainer:
             for callback in callbacks:
                 callback(step)
         except BaseException as error:
-            # Raised inside the run as well, so that it ends as after an error of its own.
-            self._steps.throw(error)
+            self._throw(error)
             raise
+
+    def _throw(self, error: BaseException) -> None:
+        """Raise an error inside the run, so that it ends as after an error of its own."""
+        with _quiet_interrupt(is_reported=True):
+            self._steps.throw(error)
 
     def _next(self) -> Step:
         try:
-            return next(self._steps)
+            with _quiet_interrupt(is_reported=True):
+                return next(self._steps)
         except QuadrigaError as error:
             raise respell(error, self.config.task) from error.__cause__
 
@@ -256,17 +296,22 @@ class Trainer:
     def __enter__(self) -> "Trainer":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, _Interrupted):
+            self._throw(error)
         self.close()
 
 
 class Run:
-    """Results of a run, read from its directory.
+    """Results of a run, read from its directory. `print(run)` shows the metrics of the last steps.
 
     Args:
         directory: where the run wrote its files.
         callbacks: functions that `resume` calls with the `Step` after each step.
         config: its configuration. None: the one in the directory.
+
+    Raises:
+        ConfigError: the directory is not that of a run.
     """
 
     def __init__(
@@ -275,12 +320,36 @@ class Run:
         callbacks: Sequence[Callable[[Step], Any]] = (),
         config: Config | None = None,
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(directory).expanduser()
         self.callbacks = list(callbacks)
-        self.config = config or load_config(files=[self.directory / CONFIGURATION]).config
+        if config is not None:
+            self.config = config
+        elif not (self.directory / CONFIGURATION).is_file():
+            got = f"a folder without {CONFIGURATION}" if self.directory.is_dir() else "no folder"
+            raise ConfigError(str(self.directory), got=got, expected="the directory of a run")
+
+    @cached_property
+    def config(self) -> Config:
+        """Configuration of the run's last steps."""
+        return load_config(files=[self.directory / CONFIGURATION]).config
 
     def __repr__(self) -> str:
         return f"quadriga.Run({str(self.directory)!r})"
+
+    def __str__(self) -> str:
+        file = self.directory / METRICS_FILE
+        metrics_of_steps = read_metrics(file) if file.is_file() else {}
+        num_steps = max(metrics_of_steps, default=0)
+        lines = summary_lines(metrics_of_steps)
+        return "\n".join([f"{self.directory}: {num_steps} steps", *lines])
+
+    def _repr_html_(self) -> str:
+        """Show the metrics of the last steps in a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the metrics of the last steps in IPython."""
+        printer.text(str(self))
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -314,7 +383,8 @@ class Run:
             names: names of metrics. Default: reward (or loss) and the validation metrics.
 
         Returns:
-            A picture for notebooks, which `save(path)` writes to a file.
+            A picture for notebooks, which `save(path)` writes to a file: `.svg`, or `.png` with
+            matplotlib.
 
         Raises:
             ConfigError: the run has no metric of that name.
@@ -324,8 +394,8 @@ class Run:
         if not names:
             headlines = (name for line in HEADLINES for name in line.sources)
             headline = next(name for name in headlines if name in known_names)
-            prefixes = (VALIDATION_PREFIX, "val/")
-            names = (headline, *(name for name in known_names if name.startswith(prefixes)))
+            validations = [name for name in known_names if name.startswith(VALIDATION_PREFIXES)]
+            names = (headline, *validations)
         for name in names:
             if name not in known_names:
                 expected = f"one of {', '.join(sorted(known_names))}"
@@ -338,7 +408,9 @@ class Run:
         kind = AutoModelForCausalLM
         if self.config.task == "reward_model":
             kind = AutoModelForSequenceClassification
-        return kind.from_pretrained(self.model_folder)
+        model = kind.from_pretrained(self.model_folder)
+        _loaded_models[model] = (self.model_folder, _num_changes(model))
+        return model
 
     @property
     def model_folder(self) -> Path:
@@ -350,7 +422,7 @@ class Run:
                 str(folder),
                 got="nothing",
                 expected="a run that came to its last step",
-                fix=f"Go on with it, or make a model: {command}",
+                fix=f"Continue it with run.resume(steps=N), or make a model: {command}",
             )
         return folder
 
@@ -361,25 +433,72 @@ class Run:
                 str(self.directory),
                 got="no checkpoint",
                 expected="one to go on from",
-                fix="Train with a trainer.save_freq above 0.",
+                fix='Train with options={"trainer.save_freq": N}, which writes one every N steps.',
             )
         changes = {
             "trainer.total_training_steps": steps,
             "trainer.total_epochs": None,
             "trainer.resume_mode": "auto",
         }
+        if self.config.trainer.directory.resolve() != self.directory.resolve():
+            # The folder was moved, or the path is relative to another working directory.
+            changes["trainer.default_local_dir"] = str(self.directory)
         values = self.config.model_dump(mode="json", exclude_unset=True) | changes
         loaded = load_config(for_training=True, values=values, task=self.config.task)
         return Trainer.of(loaded.config, self.callbacks).run()
 
 
+_loaded_models: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Path, int]]"
+_loaded_models = weakref.WeakKeyDictionary()
+"""Models of runs, with their folder and `_num_changes` after loading."""
+
+
+def _num_changes(model: PreTrainedModel) -> int:
+    """Number of changes in place that the weights of a model have had."""
+    return sum(tensor._version for tensor in model.state_dict().values())
+
+
+def _find_model(model: Any) -> str | Path:
+    """Find the folder or name of a model that is given as an argument.
+
+    Raises:
+        ConfigError: it is an object other than a `Run` or its unchanged model.
+        CheckpointError: there is no model in the folder or run.
+    """
+    if isinstance(model, str | Path):
+        return model_folder(model)
+    if isinstance(model, Run):
+        has_checkpoint = Checkpoints(model.directory).newest() is not None
+        if has_checkpoint and not (model.directory / MODEL_FOLDER).is_dir():
+            return model_folder(model.directory)
+        return model.model_folder
+    if isinstance(model, PreTrainedModel) and model in _loaded_models:
+        folder, num_changes = _loaded_models[model]
+        if _num_changes(model) == num_changes:
+            return folder
+    fix = ""
+    if hasattr(model, "save_pretrained"):
+        fix = "Call save_pretrained(DIR) of the model and of its tokenizer, and give DIR."
+    raise ConfigError(
+        "model",
+        got=f"an object of the class {type(model).__name__}",
+        expected="a folder or name of a model, or a quadriga.Run",
+        fix=fix,
+    )
+
+
 class Evaluation(NamedTuple):
-    """Validation metrics by name, and a row for each prompt: input, output, ground truth, score."""
+    """Validation metrics by name, and a table of graded responses with a row for each prompt.
+
+    The table has `input`, `output`, `ground_truth` and `score`, what the reward returns beside the
+    score, and the columns of the row.
+    """
 
     metrics: dict[str, float]
     samples: pd.DataFrame
 
 
+@_quiet_interrupt()
 def train(
     model: "str | Path | Run | None" = None,
     data: Rows | None = None,
@@ -389,21 +508,23 @@ def train(
     """Train a policy with rewards, as `quadriga train` does.
 
     Args:
-        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        model: Hugging Face folder or name, directory or checkpoint of a run, a `Run`, or its
+            `model`. Default: the one that `config` or `options` name.
         data: training rows: a file, a list of files, dictionaries, a data frame or a data set.
+            Default: the files that `config` or `options` name.
         reward: function that is called by the names of its arguments, a list of functions, each
-            alone or as `(function, weight)`, or `file.py:function`. None: the built-in graders.
+            alone or as `(function, weight)`, or `file.py:function`. Default: the built-in graders.
         settings: further arguments of `Trainer`:
 
-            - `steps`: training steps in total.
-            - `eval_data`: validation rows.
-            - `algorithm`: name of the advantage estimator.
-            - `estimator`: advantage estimator as a function, instead of `algorithm`.
-            - `loss`: policy loss, by name or as a function.
-            - `config`: configuration file, or several.
-            - `name`: name of the run's directory; a run in it is continued.
-            - `options`: configuration keys with their values.
-            - `callbacks`: functions that are called with the `Step` after each step.
+            - `steps`: training steps in total. Default: as many as one epoch has.
+            - `eval_data`: validation rows. Default: none.
+            - `algorithm`: name of the advantage estimator. Default: "grpo".
+            - `estimator`: advantage estimator as a function, instead of `algorithm`. Default: none.
+            - `loss`: policy loss, by name or as a function. Default: "vanilla".
+            - `config`: configuration file, or several. Default: none.
+            - `name`: name of the run's directory; a run in it is continued. Default: a new one.
+            - `options`: configuration keys with their values. Default: none.
+            - `callbacks`: functions that are called with the `Step` after each step. Default: none.
             - `task`: "rl" (default), "sft" or "reward_model".
 
     Returns:
@@ -415,6 +536,7 @@ def train(
     return Trainer(model, data, reward, **settings).run()
 
 
+@_quiet_interrupt()
 def sft(
     model: "str | Path | Run | None" = None,
     data: Rows | None = None,
@@ -438,6 +560,7 @@ def sft(
     return Trainer(model, data, **settings).run()
 
 
+@_quiet_interrupt()
 def generate(
     model: "str | Path | Run",
     prompts: str | Sequence[str | list[dict[str, str]]],
@@ -475,6 +598,7 @@ def generate(
     return frozen.answer(resolved, chats, images)
 
 
+@_quiet_interrupt()
 def evaluate(
     model: "str | Path | Run",
     data: Rows | None = None,
@@ -534,8 +658,7 @@ class _Draft:
         self.files = [config] if isinstance(config, str | Path) else list(config)
         self.values = {key: value for key, value in (values or {}).items() if value is not None}
         if model is not None:
-            path = model.model_folder if isinstance(model, Run) else model_folder(model)
-            self.values["actor_rollout_ref.model.path"] = path
+            self.values["actor_rollout_ref.model.path"] = _find_model(model)
         for key, value in (options or {}).items():
             self.values[key] = list(value) if isinstance(value, tuple) else value
         if "trainer.total_training_steps" in self.values:
@@ -598,7 +721,8 @@ class _Draft:
         self.reward = reward_of(reward)
         is_batch = any(part.is_batch for part in self.reward.parts)
         names = ", ".join(part.name for part in self.reward.parts)
-        file, obstacle = write_function(self.reward, self.directory / "functions", "reward")
+        source = source_of(*(part.function for part in self.reward.parts))
+        file, obstacle = write_function(self.reward, self.directory / "functions", "reward", source)
         self.values["custom_reward_function.path"] = file
         self.values["custom_reward_function.name"] = NAME
         if obstacle:
@@ -731,29 +855,33 @@ class _Draft:
         Args:
             num_rows: number of training rows; 0 if unknown.
         """
-        config = self.config
+        # Arguments such as the estimator are among the values by now.
+        loaded = load_config(files=self.files, values=self.values, task=self.task)
+        config, choice = with_groups(loaded.config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
         if "save_freq" not in trainer.model_fields_set:
             self.values["trainer.save_freq"] = AT_THE_END
         if self.task != "rl":
             return
+        num_responses = config.actor_rollout_ref.rollout.n
+        if choice:
+            self.values["actor_rollout_ref.rollout.n"] = num_responses
+            print(choice)
         size = config.data.train_batch_size
         if "train_batch_size" not in config.data.model_fields_set and num_rows:
-            size = self._choose_batch_size(num_rows)
+            size = self._choose_batch_size(num_rows, num_responses)
             self.values["data.train_batch_size"] = size
         if "ppo_mini_batch_size" not in config.actor_rollout_ref.actor.model_fields_set:
             self.values["actor_rollout_ref.actor.ppo_mini_batch_size"] = size
-        has_validation = self.values.get("data.val_files", config.data.val_files)
-        if not has_validation and "val_before_train" not in trainer.model_fields_set:
+        if not config.data.val_files and "val_before_train" not in trainer.model_fields_set:
             self.values["trainer.val_before_train"] = False
         if trainer.rollout_data_dir is None:
             self.values["trainer.rollout_data_dir"] = self.directory / "rollouts"
 
-    def _choose_batch_size(self, num_rows: int) -> int:
+    def _choose_batch_size(self, num_rows: int, num_responses: int) -> int:
         """Choose and print the prompts of a step, for the rows and the processors of this machine."""
         trainer = self.config.trainer
-        num_responses = self.config.actor_rollout_ref.rollout.n
         num_processes = trainer.nnodes * trainer.n_gpus_per_node
         if torch.cuda.is_available():
             max_responses = RESPONSES_OF_A_GPU * num_processes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.cli.verl import translated
-from quadriga.config import Config, explain, keys_text, load_config, show
+from quadriga.config import Config, explain, keys_text, load_config, show, with_groups
 from quadriga.config.root import respell
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
@@ -66,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
     if options.action == "keys":
         _print_keys(options.overrides)
         return 0
-    config = load_from(options)
+    config, choice = with_groups(load_from(options))
+    if choice:
+        print(f"notice: {choice}", file=sys.stderr)
     if options.action == "show":
         print(show(config), end="")
         return 0

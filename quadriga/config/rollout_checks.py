@@ -24,21 +24,48 @@ _BY_GROUP = (
     "gdpo",
     "reinforce_plus_plus_baseline",
 )
+DEFAULT_GROUP_SIZE = 8
+"""Responses to a prompt if the estimator compares them and `rollout.n` is not given."""
 REPORTS_ROUTES = ("native",)
 """Engines that report which experts each token was routed to."""
 _MULTI_TURN = f"{ROLLOUT}.multi_turn"
 _AGENT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
+def _lacks_groups(config: Config) -> bool:
+    """Whether responses are compared with their group, but groups have one response."""
+    if not learns_from_rewards(config) or config.algorithm.adv_estimator not in _BY_GROUP:
+        return False
+    return config.actor_rollout_ref.rollout.n == 1
+
+
 def check_groups(config: Config) -> Findings:
     """Yield an error if responses are compared with their group, but groups have one response."""
-    if not learns_from_rewards(config):
-        return
-    estimator = config.algorithm.adv_estimator
-    if estimator in _BY_GROUP and config.actor_rollout_ref.rollout.n == 1:
-        got = f"1, with algorithm.adv_estimator={estimator}"
-        fix = f"A single response has no others to compare with: set {ROLLOUT}.n=8, or another estimator."
+    if _lacks_groups(config):
+        got = f"1, with algorithm.adv_estimator={config.algorithm.adv_estimator}"
+        fix = (
+            "A single response has no others to compare with: "
+            f"set {ROLLOUT}.n={DEFAULT_GROUP_SIZE}, or another estimator."
+        )
         yield wrong(f"{ROLLOUT}.n", got, "groups of at least 2 responses", fix)
+
+
+def with_groups(config: Config) -> tuple[Config, str]:
+    """Choose the responses to a prompt of a training run if they are compared and no number is given.
+
+    Returns:
+        The configuration, and the choice in words; "" if there was nothing to choose.
+    """
+    policy = config.actor_rollout_ref
+    if config.task != "rl" or "n" in policy.rollout.model_fields_set or not _lacks_groups(config):
+        return config, ""
+    rollout = policy.rollout.model_copy(update={"n": DEFAULT_GROUP_SIZE})
+    policy = policy.model_copy(update={"rollout": rollout})
+    choice = (
+        f"{ROLLOUT}.n: {DEFAULT_GROUP_SIZE} responses to each prompt, because "
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares them."
+    )
+    return config.model_copy(update={"actor_rollout_ref": policy}), choice
 
 
 def check_rollout(config: Config) -> Findings:

@@ -340,11 +340,15 @@ def create_dataloader(
     # A sampler of a mixture draws more rows, or fewer, than there are.
     num_rows = len(sampler) if isinstance(sampler, MixtureSampler) else len(dataset)
     if num_rows == 0:
+        fix = "Check the files."
+        if config.custom_cls.path is not None:
+            limit = f"data.max_prompt_length={config.max_prompt_length}"
+            fix = f"Check the files. Raise {limit} if the class leaves longer prompts out."
         raise DataError(
             "data",
-            got="a data set without rows",
+            got=f"a data set without rows ({type(dataset).__name__})",
             expected="at least one row",
-            fix="Check the files.",
+            fix=fix,
         )
     size = num_rows if batch_size is None else batch_size
     if drop_last and size > num_rows:

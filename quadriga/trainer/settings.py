@@ -36,6 +36,7 @@ CONFIGURATION = "config.yaml"
 CONTENT = ": its content"  # end of a line about a file that has changed
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 _FILE = re.compile(r"^# ([0-9a-f]{64})  (.+)$", re.MULTILINE)
+_SOURCE = re.compile(r"^# source: (.+)$", re.MULTILINE)  # line of files by `write_function`
 # Keys that say where a run resumes, not how it continues.
 _RESUMING = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.resume_fallback")
 # Sections that may name files.
@@ -95,7 +96,13 @@ class Settings:
             if key not in self.values or key in _RESUMING or value == "after_each_epoch":
                 continue
             if value != self.values[key]:
-                lines.append(f"{key}: {_shown(self.values[key], key)} -> {_shown(value, key)}")
+                before = _shown(self.values[key], key)
+                after = _shown(value, key)
+                # The versions of a function have files of different names.
+                change = (
+                    f"{before} -> {after}" if before != after else f"another version of {after}"
+                )
+                lines.append(f"{key}: {change}")
         for name, digest in now.files.items():
             if self.files.get(name, digest) != digest:
                 lines.append(f"{name}{CONTENT}")
@@ -309,5 +316,17 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _shown(value: Any, key: str) -> str:
-    text = as_text(value, key)
+    return _source(value) or _shortened(as_text(value, key))
+
+
+def _source(value: Any) -> str:
+    """Name and file of a function of a Python program, if a key's value is the file written for it."""
+    file = Path(str(value).rpartition(":")[0] if ".py:" in str(value) else str(value))
+    if file.suffix != ".py" or not file.with_suffix(".pickle").is_file():
+        return ""
+    source = _SOURCE.search(file.read_text(encoding="utf-8"))
+    return source[1] if source else ""
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
