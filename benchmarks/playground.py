@@ -78,7 +78,7 @@ def run(words: Sequence[object], log: Path, threads: int) -> float:
     busy, start = _busy_seconds(), (time.perf_counter(), _seconds_of_children())
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}",
+        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}:{REPOSITORY / 'packages'}",
     }
     command = [sys.executable, "-m", "quadriga.cli.main", *map(str, words)]
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -27,4 +27,4 @@ def __dir__() -> list[str]:
 
 moved.install()
 if os.environ.get("QUADRIGA_VERL", "0") not in ("", "0"):
-    import_module("quadriga.compat.verl")
+    import_module("quadriga_verl.shim")

@@ -55,7 +55,6 @@ from quadriga.trainer import launch
 from quadriga.trainer.checkpoint import Checkpoints, model_folder
 from quadriga.trainer.loop import MODEL_FOLDER, Step, TrainingLoop
 from quadriga.trainer.settings import CONFIGURATION
-from quadriga.trainer.validate import first_samples
 from quadriga.user_function import NAME, source_of, write_function
 
 AT_THE_END = 1_000_000_000
@@ -632,7 +631,18 @@ def evaluate(
     num_samples = len(grades.rows)
     if "log_val_generations" in trainer.model_fields_set:
         num_samples = trainer.log_val_generations
-    return Evaluation(grades.metrics, pd.DataFrame(first_samples(grades.rows, num_samples)))
+    samples: dict[str, dict[str, Any]] = {}
+    for response in grades.rows:
+        samples.setdefault(response["uid"], _sample(response))
+    return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())[:num_samples]))
+
+
+def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
+    """A graded response as a row of a table, with the columns of its data row."""
+    hidden = ("uid", "output_with_special_tokens", "row")
+    sample = {name: value for name, value in response.items() if name not in hidden}
+    columns = response.get("row") or {}
+    return sample | {name: value for name, value in columns.items() if name not in sample}
 
 
 class _Draft:

@@ -13,6 +13,11 @@ from types import ModuleType
 from typing import Any
 
 MOVED: dict[str, str] = {
+    "quadriga.algorithms.core_algos": "quadriga_verl.core_algos",
+    "quadriga.cli.verl": "quadriga_verl.cli",
+    "quadriga.compat": "quadriga_verl",
+    "quadriga.compat.verl": "quadriga_verl.shim",
+    "quadriga.verl": "quadriga_verl.commands",
     "quadriga.trainer.async_batches": "quadriga.trainer.asynchronous.batches",
     "quadriga.trainer.async_record": "quadriga.trainer.asynchronous.record",
     "quadriga.trainer.async_rules": "quadriga.trainer.asynchronous.rules",

@@ -20,6 +20,8 @@ from quadriga.observe.watchdog import waiting
 PACKAGE = "pkg://"
 FILE = "file://"
 EXTERNAL = "actor_rollout_ref.model.external_lib"
+OTHER_CONTRACT = "Code that is written for verl runs with QUADRIGA_VERL=1."
+"""Advice for an error about a function or class that has the parameters or results of verl's."""
 # Files whose frames are left out at the top of a user's traceback.
 _OUR_FILES = (__file__, contextlib.__file__, importlib.__file__, "<frozen importlib")
 

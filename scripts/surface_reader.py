@@ -31,6 +31,8 @@ Snapshot = dict[str, Section]
 
 SUBCOMMANDS = (("config", "translate"),)
 """Commands below another one that have a parser of their own."""
+VERL_SHIM = "quadriga.compat.verl"
+"""What stands in for verl; the path that earlier checkouts know too."""
 
 # ---- packages of a checkout ---------------------------------------------------------------------
 
@@ -98,7 +100,7 @@ class NameReader:
 
     def _read_verl(self) -> None:
         """Read the names that `import verl` finds with `quadriga.compat.verl`."""
-        modules = importlib.import_module("quadriga.compat.verl").MODULES
+        modules = importlib.import_module(VERL_SHIM).MODULES
         for module_name, names in modules.items():
             module, state = import_state(module_name)
             self.sections["modules"][module_name] = state

@@ -137,7 +137,7 @@ def _algorithms_as_before() -> Iterator[None]:
 
 def _registries() -> tuple[dict[str, Any], ...]:
     # Not imported for this: tests of what needs no torch run without it.
-    if "quadriga.algorithms.core_algos" not in sys.modules:
+    if "quadriga.algorithms.registry" not in sys.modules:
         return ()
     registry = sys.modules["quadriga.algorithms.registry"]
     return registry.ADVANTAGES, registry.POLICY_LOSSES
@@ -162,7 +162,7 @@ def verl_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`import verl` finds our names."""
     monkeypatch.setenv("QUADRIGA_VERL", "1")
     # Its import alone would leave them on.
-    verl = import_module("quadriga.compat.verl")
+    verl = import_module("quadriga_verl.shim")
     verl.install()
     yield
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, verl.Finder)]

@@ -30,15 +30,15 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.masked import zero_outside
+from quadriga.declared_algorithms import declared
 from quadriga.errors import ConfigError, did_you_mean
-from quadriga.user_file import is_reference, referred
+from quadriga.user_file import OTHER_CONTRACT, is_reference, referred
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Kinds of parameters that are fields of the batch.
 _FIELD_KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _ESTIMATOR = "algorithm.adv_estimator"
-_VERL_HINT = "A loss by verl's contract, which returns a scalar, runs with QUADRIGA_VERL=1."
 _CLIPPED_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"
 
 # Algorithms that have one name in the literature and are set by several keys here.
@@ -54,33 +54,18 @@ _SET_BY_SEVERAL_KEYS = {
 }
 
 
-class AdvantageEstimator(StrEnum):
-    """Names of the estimators as verl's users write them.
-
-    Each member equals its name as a string. Other registered names work as plain strings.
-    """
-
-    GAE = "gae"
-    GRPO = "grpo"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    OPO = "opo"
-    GRPO_PASSK = "grpo_passk"
-    GPG = "gpg"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
-    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
-    GDPO = "gdpo"
+_ESTIMATOR_NAMES = {name.upper(): name for name in declared("register_adv_est")}
+AdvantageEstimator = StrEnum(  # pyrefly: ignore
+    "AdvantageEstimator", _ESTIMATOR_NAMES, module=__name__
+)
+"""Names of the built-in estimators. Each member, such as `AdvantageEstimator.GAE`, equals its name."""
 
 
 def required_fields(function: Callable[..., Any]) -> tuple[str, ...]:
     """Batch fields that an algorithm reads: its positional parameters, in order.
 
-    A parameter called `index` reads `uid`, the group of a response, as in verl. The batch's own
-    `index` would not do: it is unique within one data file at best.
+    A parameter called `index` reads `uid`, the group of a response. The batch's own `index` would
+    not do: it is unique within one data file at best.
     """
     names = []
     for name, parameter in signature(function).parameters.items():
@@ -144,6 +129,7 @@ class Algorithm:
     columns: Mapping[str, Callable[..., Tensor]]
     # Whether a sequence whose advantages are all 0 has no loss, so that an engine may skip it.
     needs_advantage: bool
+    is_built_in: bool  # False for users' functions, whose results are checked
 
     @property
     def column_fields(self) -> frozenset[str]:
@@ -175,9 +161,11 @@ class Registry(dict[str, Callable[..., Any]]):
         self.key = key
         self.options_key = options_key
         self.needing_advantage: set[str] = set()
+        # Names that this package registers; set once it has registered them.
+        self.built_in: frozenset[str] = frozenset()
 
     def register(
-        self, name: str, *, needs_advantage: bool = False
+        self, name: str, *, needs_advantage: bool = False, compares_group: bool = False
     ) -> Callable[[Function], Function]:
         """Decorator that registers an advantage estimator or a policy loss under a name.
 
@@ -186,6 +174,9 @@ class Registry(dict[str, Callable[..., Any]]):
             needs_advantage: True for a policy loss that is 0, with a gradient of 0, wherever all
                 advantages of a sequence are 0; an engine then skips such sequences. False is
                 always correct.
+            compares_group: True for an estimator that compares the responses to a prompt with one
+                another, so that groups of one are refused. Of built-in estimators only, because the
+                check reads it from the source (`declared_algorithms`).
 
         Returns:
             A decorator that returns the function unchanged.
@@ -195,7 +186,7 @@ class Registry(dict[str, Callable[..., Any]]):
                 field. Raised by the decorator.
         """
 
-        # str() of a member of `class E(str, Enum)`, such as verl's own, would be "E.NAME".
+        # str() of a member of `class E(str, Enum)` would be "E.NAME".
         key = str(name.value) if isinstance(name, Enum) else name
 
         def decorate(function: Function) -> Function:
@@ -282,6 +273,7 @@ class Registry(dict[str, Callable[..., Any]]):
             function=bind(function),
             columns={field: bind(column) for field, column in columns.items()},
             needs_advantage=name in self.needing_advantage,
+            is_built_in=name in self.built_in,
         )
 
 
@@ -297,7 +289,7 @@ register_policy_loss = POLICY_LOSSES.register
 """Register a policy loss: batch fields in, (losses, diagnostics) out, [B, T] each."""
 register_batch_column = BATCH_COLUMNS.register
 """Register a field computed from fields [B, T] of the whole batch: one tensor [B, T] out."""
-# verl's names for looking up a function.
+# Names by which users look up a function.
 get_adv_estimator_fn = ADVANTAGES.find
 get_policy_loss_fn = POLICY_LOSSES.find
 choose_estimator = ADVANTAGES.choose
@@ -387,7 +379,7 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
     if not (is_tuple and len(result) == 2 and isinstance(result[1], Mapping)):
         got = f"a tuple of {len(result)}" if is_tuple else f"a {type(result).__name__}"
         expected = "(losses, diagnostics): a tensor, and a dict of tensors"
-        raise ConfigError(where, got=got, expected=expected, fix=_VERL_HINT)
+        raise ConfigError(where, got=got, expected=expected, fix=OTHER_CONTRACT)
     # Losses and diagnostics must both be per token: the engine aggregates them alike.
     for part, values in {"losses": result[0], **result[1]}.items():
         is_tensor = isinstance(values, Tensor)
@@ -399,7 +391,7 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
             got=f"{part}, a {type(values).__name__}{shape}",
             expected=f"a tensor of shape {list(mask.shape)}, one value per token of the response",
             fix="Leave the mean to the engine, which counts over all micro-batches and ranks. "
-            f"{_VERL_HINT}",
+            f"{OTHER_CONTRACT}",
         )
     return result
 
@@ -422,7 +414,7 @@ def _check_signature(function: Callable[..., Any], where: str) -> None:
                 got=f"a function with {parameter}",
                 expected="named parameters only",
                 fix="Make the batch fields it reads positional parameters, and put its options "
-                "after a `*`. A function by verl's contract runs with QUADRIGA_VERL=1.",
+                f"after a `*`. {OTHER_CONTRACT}",
             )
         if parameter.kind in _FIELD_KINDS and parameter.default is not Parameter.empty:
             raise ConfigError(

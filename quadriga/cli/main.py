@@ -18,6 +18,7 @@ from codecs import lookup
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 
 from quadriga import __version__, streams
 from quadriga.descendants import Guardian
@@ -39,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("quadriga.cli.generate:grade", "grade a model or a checkpoint on a dataset"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "data": ("quadriga.cli.data", "show a data file, and how a run would read it"),
-    "verl": ("quadriga.cli.verl", "run a command line of verl, or translate it"),
+    "verl": ("quadriga_verl.cli", "run a command line of verl, or translate it"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),
     "doctor": (
         "quadriga.cli.doctor",
@@ -48,6 +49,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("quadriga.cli.export", "convert a checkpoint to a Hugging Face folder"),
 }
 """Function of each command (`main` of a module, or `module:function`), and its summary."""
+if find_spec("quadriga_verl") is None:
+    # The package is part of the wheel, but not of every installation.
+    del COMMANDS["verl"]
 
 GUARDED = ("train", "generate", "sft", "eval", "verl")
 """Commands that start processes and run users' code. All their processes end with the command."""

@@ -117,7 +117,7 @@ class OptimConfig(Section):
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and of AdamW's moments between steps; bfloat16 loses updates of less than a 256th."""
     zero_indexed_step: bool = False
-    """Whether schedules count steps from 0, as in verl: the first step of a warm-up then has a rate of 0."""
+    """Whether schedules count steps from 0: the first step of a warm-up then has a rate of 0."""
 
 
 class CriticOptimConfig(OptimConfig):

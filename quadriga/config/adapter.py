@@ -14,13 +14,12 @@ from pathlib import Path
 from quadriga.config.actor import ADAPTER_DETAILS, ModelConfig
 from quadriga.config.base import Findings, absent, wrong
 from quadriga.config.root import Config
+from quadriga.engine_traits import engines_with
 from quadriga.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-MAX_RANK = 512
-"""Largest rank that vLLM applies without merging."""
 
 # Other initializations (such as pissa) also change the weights that the adapter is added to.
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
@@ -43,12 +42,6 @@ _NOT_PLAIN = (
     "exclude_parameters",
 )
 _MODEL = "actor_rollout_ref.model"
-_DECIDES = {
-    "native": "the actor's own modules compute with the adapter, a copy of them with merged weights",
-    "http": "its servers keep their weights",
-    "scripted": "it has no weights",
-}
-"""Engines for which `lora_merge` has no effect, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -161,38 +154,42 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
             from cannot be read.
     """
     model = config.actor_rollout_ref.model
-    engine = config.actor_rollout_ref.rollout.name
+    rollout = config.actor_rollout_ref.rollout
     key = f"{_MODEL}.lora_merge"
-    got = f"{str(model.lora_merge).lower()}, with actor_rollout_ref.rollout.name={engine}"
-    if model.lora_merge is not None and engine in _DECIDES:
-        fix = "Leave the key out, or generate with vllm."
-        raise wrong(key, got, f"null: {_DECIDES[engine]}", fix)
+    got = f"{str(model.lora_merge).lower()}, with actor_rollout_ref.rollout.name={rollout.name}"
+    engines = engines_with("max_adapter_rank")
+    if model.lora_merge is not None and rollout.traits.ignores_lora_merge:
+        expected = f"null: {rollout.traits.ignores_lora_merge}"
+        raise wrong(key, got, expected, f"Leave the key out, or generate with {engines}.")
     if model.lora_merge:
         return AdapterRoute(False, "lora_merge=true")
 
     reason = _reason_to_merge(config, is_wide_on_accelerator)
     if not reason:
-        return AdapterRoute(True, "vLLM applies it beside the weights")
+        return AdapterRoute(True, f"{rollout.engine_title} applies it beside the weights")
     if model.lora_merge is not None:
         fix = "Leave the key out, and the adapter is merged before weight sync"
-        if engine != "vllm":
-            fix += "; vllm applies it beside the weights"
+        if not rollout.traits.max_adapter_rank:
+            fix += f"; {engines} applies it beside the weights"
         raise wrong(key, got, f"null or true: {reason}", f"{fix}.")
     return AdapterRoute(False, reason)
 
 
 def _reason_to_merge(config: Config, is_wide_on_accelerator: bool) -> str:
     """Reason why the engine needs merged weights; "" if it can apply the adapter itself."""
-    engine = config.actor_rollout_ref.rollout.name
-    if engine != "vllm":
-        return f"{engine} needs merged weights"
+    rollout = config.actor_rollout_ref.rollout
+    max_rank = rollout.traits.max_adapter_rank
+    if not max_rank:
+        return f"{rollout.name} needs merged weights"
     if config.async_training.enable:
         return "in asynchronous training sequences in flight get weights with the adapter merged"
     rank = adapter_shape(config.actor_rollout_ref.model).rank
-    if rank > MAX_RANK:
-        return f"vLLM applies ranks up to {MAX_RANK} beside the weights, and this one is {rank}"
+    title = rollout.engine_title
+    if rank > max_rank:
+        return f"{title} applies ranks up to {max_rank} beside the weights, and this one is {rank}"
     if is_wide_on_accelerator:
-        return "on an accelerator vLLM applies 16-bit adapters only, and these weights are float32"
+        applies = f"on an accelerator {title} applies 16-bit adapters only"
+        return f"{applies}, and these weights are float32"
     return ""
 
 

@@ -47,10 +47,10 @@ _PRESETS: dict[str, dict[str, Any]] = {
     **{f"bypass_pg_{name}": _POLICY_GRADIENT | _CORRECTIONS[name] for name in _IN_POLICY_GRADIENT},
     "disabled": {},
 }
-"""Presets with verl's names and numbers.
+"""Presets with the names and numbers that the field uses.
 
-In verl `disabled` still logs `rollout_corr/` metrics, from a pass for old log-probabilities. Here it
-makes no pass; the `rollout/` metrics show the mismatch in every step.
+`disabled` makes no pass for old log-probabilities, so it logs no `rollout_corr/` metrics; the
+`rollout/` metrics show the mismatch in every step.
 """
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ _EARLIER = {
     "pg_rs": "bypass_pg_geo_rs",
     "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
 }
-"""Nearest present preset for names of earlier versions of verl. They are refused, because some of
-them also had a veto on single tokens."""
+"""Nearest present preset for earlier names. They are refused, because some of them also had a veto
+on single tokens."""
 
 
 def _names(text: float | str | None) -> list[str]:
@@ -124,7 +124,7 @@ class RolloutCorrectionConfig(Section):
     @field_validator("preset", mode="before")
     @classmethod
     def _present_name(cls, value: Any) -> Any:
-        """Refuse names of presets that verl has renamed, and suggest the present name.
+        """Refuse earlier names of presets, and suggest the present name.
 
         k1 within 0.001 is the geometric mean of ratios within 0.999_1.001: such presets are called
         `geo_rs`.

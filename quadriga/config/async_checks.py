@@ -15,6 +15,7 @@ from quadriga.config.placement import (
 )
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
+from quadriga.engine_traits import engines_with
 from quadriga.errors import ConfigError
 
 _KEY = "async_training"
@@ -77,16 +78,18 @@ def _check_generating_ranks(config: Config) -> Findings:
 def _check_engine(config: Config) -> Findings:
     settings = config.async_training
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in ("native", "vllm"):
-        expected = "native or vllm, which can take weights between two tokens and record versions"
+    if not rollout.traits.streams:
+        expected = engines_with("streams")
+        expected += ", which can take weights between two tokens and record versions"
         yield _refused(f"{ROLLOUT}.name", rollout.name, expected)
-    if rollout.name == "vllm" and (settings.deterministic or settings.replay):
-        expected = f"native, with {_KEY}.deterministic or replay"
-        fix = "vLLM's numbers depend on which requests it computes together."
-        yield _refused(f"{ROLLOUT}.name", "vllm", expected, fix)
-    if rollout.name == "vllm" and rollout.data_parallel_size > 1:
-        got = str(rollout.data_parallel_size)
-        yield _refused(f"{ROLLOUT}.data_parallel_size", got, "1", "Use one rank per vLLM engine.")
+    elif not rollout.traits.is_deterministic and (settings.deterministic or settings.replay):
+        expected = f"{engines_with('is_deterministic')}, with {_KEY}.deterministic or replay"
+        fix = f"{rollout.engine_title}'s numbers depend on which requests it computes together."
+        yield _refused(f"{ROLLOUT}.name", rollout.name, expected, fix)
+    num_replicas = rollout.data_parallel_size
+    if num_replicas > 1 and rollout.traits.computes_in != "caller":
+        fix = f"Use one rank per {rollout.engine_title} engine."
+        yield _refused(f"{ROLLOUT}.data_parallel_size", str(num_replicas), "1", fix)
     if rollout.skip.enable:
         fix = "Cached responses have no weight versions."
         yield _refused(f"{ROLLOUT}.skip.enable", "true", "false", fix)

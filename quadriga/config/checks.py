@@ -25,7 +25,6 @@ from quadriga.config.placement import (
 )
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.rollout_checks import (
-    REPORTS_ROUTES,  # noqa: F401
     check_groups,
     check_multi_turn,
     check_replay,

@@ -351,7 +351,7 @@ def _pool(config: Config, pool: str, roles: dict[str, str]) -> str:
     text = f"pool {pool}: {_count(sum(counts), 'process', 'processes')} {machines}{sharing}"
     text += f", with {' and '.join(names)}"
     if num_devices > 1:
-        text += f", each on {num_devices} devices, where vLLM starts {num_devices} processes"
+        text += f", each on {num_devices} devices, where the engine starts {num_devices} processes"
     return text
 
 

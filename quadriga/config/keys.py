@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
@@ -40,7 +41,6 @@ _LIMITS = {
     Lt: "below {0.lt}",
     MinLen: "not empty",
 }
-_VERL_KEYS = Path(__file__).parents[1] / "verl" / "defaults.tsv"
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,12 @@ def aliases() -> Mapping[str, tuple[str, ...]]:
 
 def is_key_of_verl(key: str, task: str) -> bool:
     """Whether verl's program for a task has this key, or one below it."""
+    package = find_spec("quadriga_verl")
+    if package is None or package.origin is None:
+        return False
     program = "ppo" if task == "rl" else "sft"
-    for line in _VERL_KEYS.read_text(encoding="utf-8").splitlines():
+    file = Path(package.origin).with_name("commands") / "defaults.tsv"
+    for line in file.read_text(encoding="utf-8").splitlines():
         row = line.split("\t")
         if row[0].startswith(program) and f"{row[1]}.".startswith(f"{key}."):
             return True

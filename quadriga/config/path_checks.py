@@ -29,21 +29,18 @@ def _check_inputs(config: Config) -> Findings:
     """Yield files and directories to read that do not exist."""
     data = config.data
     rollout = config.actor_rollout_ref.rollout
-    responses_key = f"{ROLLOUT}.engine_kwargs.responses_file"
-    responses = rollout.engine_kwargs.get("responses_file")
-    if rollout.name != "scripted":
-        responses = None
-    elif not isinstance(responses, str):
-        fix = "The scripted engine reads its responses from it."
-        yield absent(responses_key, "nothing", "a file", fix)
-
     functions = config.custom_reward_function.path
     yield from check_exists("custom_reward_function.path", functions, "a Python file")
     yield from check_exists("async_training.replay", config.async_training.replay, "a file")
     yield from check_exists("data.custom_cls.path", data.custom_cls.path, "a Python file")
     yield from check_exists("data.sampler.class_path", data.sampler.class_path, "a Python file")
-    if isinstance(responses, str):
-        yield from check_exists(responses_key, responses, "a file")
+    for option in rollout.traits.file_options:
+        key = f"{ROLLOUT}.engine_kwargs.{option}"
+        path = rollout.engine_kwargs.get(option)
+        if isinstance(path, str):
+            yield from check_exists(key, path, "a file")
+        else:
+            yield absent(key, "nothing", "a file", f"The engine {rollout.name} reads it.")
     template = config.actor_rollout_ref.model.custom_chat_template
     # A template with a brace is Jinja text; another one is the name of a file.
     if template and "{" not in template:

@@ -19,9 +19,10 @@ from quadriga.config.actor import (
     ParallelConfig,
 )
 from quadriga.config.base import Findings, absent, unused, wrong
-from quadriga.config.rollout import ROLLOUT, SPANNING, has_servers
+from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
+from quadriga.engine_traits import engines_with
 from quadriga.errors import ConfigError
 
 ROLES = (
@@ -218,11 +219,13 @@ def _rollout_pool(config: Config) -> str | None:
 def rollout_devices(config: Config) -> int:
     """Devices of each rollout process.
 
-    During asynchronous training on Ray, vLLM starts processes of its own on several devices.
+    During asynchronous training on Ray, an engine such as vLLM starts processes of its own on
+    several devices.
     """
     rollout = config.actor_rollout_ref.rollout
+    starts_processes = rollout.traits.computes_in == "own_if_async"
     is_on_ray = config.trainer.backend == "ray"
-    if is_on_ray and config.async_training.enable and rollout.name == "vllm":
+    if is_on_ray and config.async_training.enable and starts_processes:
         return rollout.tensor_model_parallel_size
     return 1
 
@@ -230,7 +233,7 @@ def rollout_devices(config: Config) -> int:
 def engine_ranks(config: Config) -> int:
     """Ranks of a rollout engine."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name in SPANNING and config.trainer.backend == "ray":
+    if rollout.traits.spans_ranks and config.trainer.backend == "ray":
         return rollout.tensor_model_parallel_size
     return 1
 
@@ -240,31 +243,34 @@ def rollout_group_size(config: Config) -> int:
     return engine_ranks(config) // rollout_devices(config)
 
 
-def sglang_problem(config: Config) -> ConfigError | None:
-    """Reason why SGLang cannot generate on the GPUs of Ray; None if it can."""
+def devices_problem(config: Config) -> ConfigError | None:
+    """Reason why an engine like SGLang cannot generate on the GPUs of Ray; None if it can."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
-    starts_processes = rollout.name == "sglang" and not has_servers(rollout)
-    if not starts_processes or size == 1 or config.trainer.backend != "ray":
+    if size == 1 or config.trainer.backend != "ray":
         return None
+    if rollout.traits.computes_in != "own" or rollout.has_servers:
+        return None
+    title = rollout.engine_title
     return wrong(
         f"{ROLLOUT}.tensor_model_parallel_size",
-        got=f"{size} on GPUs, with Ray and SGLang",
-        expected="1: SGLang starts processes of its own, for which Ray gives no devices",
-        fix="Generate with vllm, or name servers in engine_kwargs.sglang.",
+        got=f"{size} on GPUs, with Ray and {title}",
+        expected=f"1: {title} starts processes of its own, for which Ray gives no devices",
+        fix=f"Generate with {engines_with('spans_ranks')}, or name servers in engine_kwargs.",
     )
 
 
 def experts_problem(config: Config) -> ConfigError | None:
-    """Reason why vLLM cannot divide experts on a CPU; None if it is not configured to."""
+    """Reason why the engine cannot divide experts on a CPU; None if it need not."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.expert_parallel_size
-    if size == 1 or rollout.name != "vllm":
+    devices = rollout.traits.expert_parallel_devices
+    if size == 1 or not devices or "cpu" in devices:
         return None
     return wrong(
         f"{ROLLOUT}.expert_parallel_size",
         got=f"{size}, on a CPU",
-        expected="1: with more, the process of vLLM's build for CPUs ends",
+        expected=f"1: {rollout.engine_title} divides experts on {' and '.join(devices)} only",
         fix="Set it to 1: the results are the same.",
     )
 
@@ -274,7 +280,7 @@ def has_shards(config: Config) -> bool:
 
     Otherwise it receives full tensors and cuts them.
     """
-    return rollout_group_size(config) > 1 and config.actor_rollout_ref.rollout.name == "native"
+    return rollout_group_size(config) > 1 and config.actor_rollout_ref.rollout.traits.takes_shards
 
 
 def sends_parts(config: Config) -> bool:
@@ -290,7 +296,7 @@ def sends_parts(config: Config) -> bool:
 def _check_groups(config: Config) -> Findings:
     """Yield what does not fit rollout groups and the devices of a rollout engine."""
     device = config.trainer.device
-    yield from _on_device(sglang_problem(config), device, "cuda", "with GPUs")
+    yield from _on_device(devices_problem(config), device, "cuda", "with GPUs")
     yield from _on_device(experts_problem(config), device, "cpu", "without GPUs")
     yield from _check_group_sizes(config)
     size = rollout_group_size(config)
@@ -303,7 +309,7 @@ def _check_groups(config: Config) -> Findings:
         fix = "Set it to true, or tensor_model_parallel_size to 1."
         yield wrong(f"{ROLLOUT}.request_seeds", f"false, {in_groups}", expected, fix)
     num_replicas = rollout.data_parallel_size
-    if rollout.name == "vllm" and num_replicas > 1:
+    if num_replicas > 1 and rollout.traits.computes_in != "caller":
         fix = "Set it to 1: each group is an engine."
         yield wrong(f"{ROLLOUT}.data_parallel_size", f"{num_replicas}, {in_groups}", "1", fix)
 
@@ -327,8 +333,8 @@ def _check_group_sizes(config: Config) -> Findings:
     num_devices = rollout_devices(config)
     counts = rollout_ranks(config)
     size = rollout_group_size(config)
-    # Without Ray vLLM and SGLang start processes of their own.
-    if rollout.name == "native":
+    # Without Ray other engines start processes of their own.
+    if rollout.traits.spans_ranks and rollout.traits.computes_in == "caller":
         size = rollout.tensor_model_parallel_size
     if sum(counts) % size == 0 and not any(count % num_devices for count in counts):
         return
@@ -515,10 +521,9 @@ def _check_local(config: Config) -> Findings:
 def _starts_processes(config: Config) -> bool:
     """Whether the rollout engine of a local run computes in processes of its own."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "sglang":
-        return not has_servers(rollout)
-    if rollout.name != "vllm":
-        return False
+    processes = rollout.traits.computes_in
+    if processes != "own_if_async":
+        return processes == "own" and not rollout.has_servers
     is_async = rollout.mode == "async" or config.async_training.enable
     return is_async or rollout.tensor_model_parallel_size > 1
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.rollout`: the rollout engine, its sampling, and the limits of each engine."""
 
-from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
@@ -11,33 +10,41 @@ from quadriga.config.actor import LogProbConfig
 from quadriga.config.base import Findings, ReadIf, Section, absent, refuse, unused, wrong
 from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
 from quadriga.config.types import Count, Meaning, MinusOneOrCount, Name, PathText, Share, TopShare
+from quadriga.engine_traits import (
+    DEFAULT_ENGINE,
+    ENGINES,
+    EngineTraits,
+    engines_with,
+    traits_of,
+)
 from quadriga.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
-ENGINES = ["native", "hf", "vllm", "sglang", "http", "scripted"]
-"""Names of rollout engines. `workers/rollout_engines.py` has their classes."""
-SPANNING = ("native", "vllm")
-"""Engines that span the ranks of a rollout group on Ray. Others start their own processes."""
-_OF_LIBRARIES = ReadIf("name", ("vllm", "sglang"))
-_OF_GRAPHS = ReadIf("name", ("native", "vllm", "sglang"))
-_NOT_OF_SERVERS = ReadIf("name", ("http",), is_one=False)
-_WITHOUT_GPU = "on a machine without an accelerator: "
 _MORE_PROCESSES = (
     "Set it to 1. For more engines, use more processes that generate, by trainer.n_gpus_per_node, "
-    "or with trainer.backend=ray by a pool of their own in trainer.placement; or generate with vllm "
-    "and mode=async."
+    "or with trainer.backend=ray by a pool of their own in trainer.placement; or generate with "
+    f"{engines_with('package')}, and mode=async."
+)
+
+# Keys that only some engines read, as their traits say, and keys that servers do not read.
+_OPTIONAL_KEYS = ("gpu_memory_utilization", "request_seeds", "enforce_eager")
+_NOT_OF_SERVERS = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "cache_gigabytes",
+    "tensor_model_parallel_size",
 )
 
 
 def _known_engine(name: str) -> str:
-    if name in ENGINES:
-        return name
-    close_names = get_close_matches(name, ENGINES, 1, cutoff=0.7)
-    suggestion = close_names[0] if close_names else "native"
-    reason = "the nearest name"
-    if suggestion == "native":
-        reason = "it generates in the trainer's process and shares its weights"
-    raise refuse(f"one of {', '.join(ENGINES)}", f"Set {ROLLOUT}.name={suggestion}: {reason}.")
+    """Find problems of a user's engine here, so that no later check has to expect them."""
+    # The file may have changed since it was read for another configuration.
+    traits_of.cache_clear()
+    try:
+        traits_of(name)
+    except ConfigError as error:
+        raise refuse(error.expected, error.fix) from error
+    return name
 
 
 class SamplingConfig(Section):
@@ -87,11 +94,13 @@ class SkipConfig(Section):
 class RolloutConfig(LogProbConfig):
     """Generation in training."""
 
-    name: Annotated[str, Meaning(f"one of {', '.join(ENGINES)}"), AfterValidator(_known_engine)] = (
-        "native"
-    )
+    name: Annotated[
+        str,
+        Meaning(f"one of {', '.join(ENGINES)}, or path/to/engine.py:Class"),
+        AfterValidator(_known_engine),
+    ] = DEFAULT_ENGINE
     """Rollout engine: `native` is ours and fast, `hf` is transformers' generate, `vllm` and `sglang` are those, `http`
-    a server that runs already, `scripted` gives canned responses."""
+    a server that runs already, `scripted` gives canned responses; `path/to/engine.py:Class` is your own."""
     mode: Literal["sync", "async"] = "sync"
     """`sync` generates the batch as one; `async` makes each sequence a task of its own, which may take several turns
     and is graded while others are still being generated."""
@@ -116,16 +125,16 @@ class RolloutConfig(LogProbConfig):
     """Token ids that end a response, besides the model's own."""
     stop: list[Name] = Field(default_factory=list)
     """Stop strings: texts that end a response; the token that completes one is kept."""
-    max_model_len: Annotated[Count | None, _NOT_OF_SERVERS] = None
+    max_model_len: Count | None = None
     """Longest sequence of the engine, in tokens. null: `data.max_prompt_length + data.max_response_length`."""
-    max_num_batched_tokens: Annotated[Count, _NOT_OF_SERVERS] = 8192
+    max_num_batched_tokens: Count = 8192
     """Largest number of tokens in one forward pass of the engine."""
-    cache_gigabytes: Annotated[PositiveFloat | None, _NOT_OF_SERVERS] = None
+    cache_gigabytes: PositiveFloat | None = None
     """Memory of the KV cache, in GiB, of each engine. null: `native` takes what the running sequences need, on a GPU at
     most 70 % of what is free; `vllm` and `sglang` what `gpu_memory_utilization` leaves on a GPU, 1 GiB on a CPU."""
-    gpu_memory_utilization: Annotated[TopShare, _OF_LIBRARIES] = 0.5
+    gpu_memory_utilization: TopShare = 0.5
     """Share of an accelerator's memory for all engines of a process, weights included; `vllm` and `sglang`."""
-    tensor_model_parallel_size: Annotated[Count, _NOT_OF_SERVERS] = 1
+    tensor_model_parallel_size: Count = 1
     """Tensor parallelism of generation: ranks that hold one engine together, a rollout group, each a shard of it; of n
     ranks there are n/k groups. `sglang`, and `vllm` without Ray or beside training, start k processes instead."""
     expert_parallel_size: Count = 1
@@ -134,11 +143,11 @@ class RolloutConfig(LogProbConfig):
     data_parallel_size: Count = 1
     """Data parallelism of generation: engine replicas of each process that generates; a request goes to the one with
     the fewest tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
-    request_seeds: Annotated[bool, ReadIf("name", ("vllm",))] = True
+    request_seeds: bool = True
     """Whether each response is sampled with its own seed, independent of its batch. false: `vllm` samples all from one
     generator, which is faster on an accelerator; responses then depend on what they are generated with.
     Rollout groups need true."""
-    enforce_eager: Annotated[bool, _OF_GRAPHS] = False
+    enforce_eager: bool = False
     """Whether `native`, `vllm` and `sglang` capture no CUDA graph on a GPU, and `vllm` compiles nothing: a faster
     start, slower steps."""
     free_cache_engine: bool = True
@@ -160,32 +169,58 @@ class RolloutConfig(LogProbConfig):
     `responses_file`, for `http` the `urls` and the `model`, for servers of SGLang the `url` or the `urls`."""
 
     @property
+    def traits(self) -> EngineTraits:
+        """Traits of the engine."""
+        return traits_of(self.name)
+
+    @property
+    def engine_title(self) -> str:
+        """The engine in messages."""
+        package = self.traits.package
+        return self.name if package is None else package.title
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether the engine can hand over sequences in flight, which another engine can continue."""
-        return self.name == "native" and self.mode == "sync"
+        return self.traits.continues_unfinished and self.mode == "sync"
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether running servers generate, which the configuration names."""
+        traits = self.traits
+        options = self.engine_kwargs | dict(self.engine_kwargs.get(self.name) or {})
+        has_option = not options.keys().isdisjoint(traits.server_options)
+        return traits.computes_in == "servers" or has_option
 
     def findings(self, at: str) -> Findings:
+        yield from self._unread_keys(at)
         yield from self._sampling_findings(at)
         stop = self.log_prob_diff_stop
         warn = self.log_prob_diff_warn
         if stop is not None and stop < warn:
             end = f"the run stops at {stop:g} before it would warn at {warn:g}"
             yield f"{at}.log_prob_diff_warn: {end}."
-        if self.name == "http":
-            got = "http, whose servers keep their weights"
-            fix = f"Train with {at}.name=native or vllm; http is for generate and eval."
+        if self.traits.takes_weights == "never":
+            got = f"{self.name}, which keeps its weights"
+            fix = f"Train with {engines_with('streams')}; {self.name} is for generate and eval."
             yield wrong(f"{at}.name", got, "an engine that takes new weights after each step", fix)
-        if self.name == "vllm":
-            yield from self._vllm_findings(at)
-        if self.name == "sglang":
-            yield from self._sglang_findings(at)
-        for engine in ENGINES:
-            if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):
-                yield from unused([f"{at}.engine_kwargs.{engine}"], f"{at}.name is '{self.name}'")
+        yield from self._library_findings(at)
         problem = problem_of_several_engines(self)
         if problem:
             yield problem
         yield from self._size_findings(at)
+
+    def _unread_keys(self, at: str) -> Findings:
+        """Notices about keys, and options of other engines, that the engine does not read."""
+        unread_keys = [key for key in _OPTIONAL_KEYS if key not in self.traits.reads_keys]
+        if self.traits.computes_in == "servers":
+            unread_keys += _NOT_OF_SERVERS
+        changed_keys = self.changed(at)
+        keys = [f"{at}.{key}" for key in unread_keys if f"{at}.{key}" in changed_keys]
+        for engine in ENGINES:
+            if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):
+                keys.append(f"{at}.engine_kwargs.{engine}")
+        yield from unused(keys, f"{at}.name is '{self.name}'")
 
     def _sampling_findings(self, at: str) -> Findings:
         greedy = "Training learns from the differences between responses: let it sample."
@@ -205,62 +240,66 @@ class RolloutConfig(LogProbConfig):
     def _size_findings(self, at: str) -> Findings:
         """Problems with tensor and expert parallelism of the engine."""
         size = self.tensor_model_parallel_size
-        if size > 1 and self.name not in ("native", "vllm", "sglang", "http"):
+        if size > 1 and not self.traits.supports_tensor_parallel:
             got = f"{size}, with {at}.name={self.name}"
             expected = "1: each process generates with the full model"
-            fix = "Set it to 1, or generate with native or vllm."
+            fix = f"Set it to 1, or generate with {engines_with('spans_ranks')}."
             yield wrong(f"{at}.tensor_model_parallel_size", got, expected, fix)
         num_expert_ranks = self.expert_parallel_size
-        if num_expert_ranks > 1 and (self.name != "vllm" or num_expert_ranks != size):
+        divides_experts = self.traits.expert_parallel_devices and num_expert_ranks == size
+        if num_expert_ranks > 1 and not divides_experts:
             engine = f"{at}.name={self.name} and tensor_model_parallel_size={size}"
             expected = (
-                "1, or with vllm tensor_model_parallel_size: "
+                f"1, or with {engines_with('expert_parallel_devices')} tensor_model_parallel_size: "
                 "the ranks of an engine divide its experts"
             )
             fix = "Set it to 1: the results are the same."
             got = f"{num_expert_ranks}, with {engine}"
             yield wrong(f"{at}.expert_parallel_size", got, expected, fix)
 
-    def _vllm_findings(self, at: str) -> Findings:
-        """Problems with vLLM in training."""
-        if find_spec("vllm") is None:
-            fix = f"pip install 'vllm>=0.30'; {_WITHOUT_GPU}scripts/install-vllm."
-            yield absent(f"{at}.name", "vllm, which is not installed", "vLLM 0.30 or newer", fix)
-        # vLLM reports log-probabilities either before temperature and filter, or after both.
-        needs_division = _filters(self) and self.temperature != 1
-        if needs_division:
+    def _library_findings(self, at: str) -> Findings:
+        """A missing package of the engine, and sampling in training that it does not support."""
+        package = self.traits.package
+        if package and not self.has_servers and find_spec(package.module) is None:
+            got = f"{self.name}, which is not installed"
+            expected = f"{package.title} {package.least_version} or newer"
+            yield absent(f"{at}.name", got, expected, package.install)
+        lacks = self.traits.lacks
+        if "unfiltered_log_probs" in lacks:
+            yield from self._filter_findings(at)
+        if "min_p" in lacks:
+            for key, sampling in ((at, self), (f"{at}.val_kwargs", self.val_kwargs)):
+                if sampling.min_p > 0:
+                    got = f"{sampling.min_p:g}, with {at}.name={self.name}"
+                    expected = f"0: {self.engine_title} cannot sample with it and a seed"
+                    fix = f"Use top_p or top_k, or {engines_with('streams')}."
+                    yield wrong(f"{key}.min_p", got, expected, fix)
+        if "stop_token_ids" in lacks and self.ignore_eos and self.stop_token_ids:
+            got = f"{self.stop_token_ids}, with ignore_eos=true"
+            fix = (
+                f"{self.engine_title} ignores either both or none of them: leave one out, "
+                f"or generate with {engines_with('streams')}."
+            )
+            yield wrong(f"{at}.stop_token_ids", got, "one of the two", fix)
+
+    def _filter_findings(self, at: str) -> Findings:
+        """Filters for which the engine does not report the log-probabilities that training needs."""
+        if _filters(self) and self.temperature != 1:
             got = f"{self.temperature:g}, with {_filters(self)}"
             fix = (
-                "vLLM cannot report log-probabilities after the temperature and before the filter, "
-                "which training needs: change one of them, or generate with native."
+                f"{self.engine_title} cannot report log-probabilities after the temperature and "
+                "before the filter, which training needs: change one of them, "
+                f"or generate with {DEFAULT_ENGINE}."
             )
             yield wrong(f"{at}.temperature", got, "1, or no filter", fix)
         validation = self.val_kwargs
         is_filtered = _filters(validation) or (_filters(self) and validation.temperature != 1)
         if validation.do_sample and validation.temperature > 0 and is_filtered:
             yield (
-                f"{at}.val_kwargs: vLLM does not report log-probabilities without the filter: "
-                "rollout/log_prob of validation is nan; its responses and scores are not affected."
+                f"{at}.val_kwargs: {self.engine_title} does not report log-probabilities without "
+                "the filter: rollout/log_prob of validation is nan; "
+                "its responses and scores are not affected."
             )
-
-    def _sglang_findings(self, at: str) -> Findings:
-        """Problems with SGLang in training."""
-        if not has_servers(self) and find_spec("sglang") is None:
-            got = "sglang, which is not installed"
-            fix = f"pip install 'sglang>=0.5.23'; {_WITHOUT_GPU}scripts/install-sglang."
-            yield absent(f"{at}.name", got, "SGLang 0.5.23 or newer", fix)
-        for key, sampling in ((at, self), (f"{at}.val_kwargs", self.val_kwargs)):
-            if sampling.min_p > 0:
-                got = f"{sampling.min_p:g}, with {at}.name=sglang"
-                expected = "0: SGLang cannot sample with it and a seed"
-                yield wrong(f"{key}.min_p", got, expected, "Use top_p or top_k, or native or vllm.")
-        if self.ignore_eos and self.stop_token_ids:
-            got = f"{self.stop_token_ids}, with ignore_eos=true"
-            fix = (
-                "SGLang ignores either both or none of them: leave one out, "
-                "or generate with native or vllm."
-            )
-            yield wrong(f"{at}.stop_token_ids", got, "one of the two", fix)
 
 
 def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
@@ -268,36 +307,25 @@ def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
     count = rollout.data_parallel_size
     if count == 1:
         return None
-    match rollout.name:
-        case "sglang" if has_servers(rollout):
-            expected = f"1: {ROLLOUT}.engine_kwargs.sglang names the servers"
-            fix = "Name one server as url, several as urls: requests are balanced over them."
-        case "sglang":
-            return None
-        case "vllm" if rollout.mode == "async":
-            return None
-        case "vllm":
-            expected = f"1, or {ROLLOUT}.mode=async"
-            fix = (
-                "With mode=sync vLLM computes in the actor's process, "
-                "where two engines would take turns: set mode=async."
-            )
-        case "http":
-            expected = "1: a request goes to the server with the fewest in flight anyway"
-            fix = f"Name all servers in {ROLLOUT}.engine_kwargs.urls."
-        case _:
-            expected = "1: the engine computes in the calling process, one call after the other"
-            fix = _MORE_PROCESSES
+    traits = rollout.traits
     got = f"{count}, with {ROLLOUT}.name={rollout.name}"
-    if rollout.name == "vllm":
+    if rollout.has_servers:
+        key = ".".join((f"{ROLLOUT}.engine_kwargs", *traits.server_options[-1:]))
+        expected = "1: a request goes to the server with the fewest in flight"
+        fix = f"Name all servers in {key}."
+    elif traits.computes_in == "caller":
+        expected = "1: the engine computes in the calling process, one call after the other"
+        fix = _MORE_PROCESSES
+    elif traits.computes_in == "own_if_async" and rollout.mode == "sync":
         got += ", mode=sync"
+        expected = f"1, or {ROLLOUT}.mode=async"
+        fix = (
+            f"With mode=sync {rollout.engine_title} computes in the actor's process, "
+            "where two engines would take turns: set mode=async."
+        )
+    else:
+        return None
     return wrong(f"{ROLLOUT}.data_parallel_size", got, expected, fix)
-
-
-def has_servers(rollout: RolloutConfig) -> bool:
-    """Whether the configuration names running servers of SGLang."""
-    options = rollout.engine_kwargs | dict(rollout.engine_kwargs.get("sglang") or {})
-    return not options.keys().isdisjoint({"url", "urls"})
 
 
 def _filters(sampling: RolloutConfig | SamplingConfig) -> str:

@@ -11,32 +11,22 @@ from quadriga.config.placement import ACTOR
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
+from quadriga.declared_algorithms import declared
+from quadriga.engine_traits import engines_with
 from quadriga.errors import ConfigError
 
-# Estimators that compare the responses to a prompt. In a group of one they return the bare score.
-_BY_GROUP = (
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gdpo",
-    "reinforce_plus_plus_baseline",
-)
 DEFAULT_GROUP_SIZE = 8
 """Responses to a prompt if the estimator compares them and `rollout.n` is not given."""
-REPORTS_ROUTES = ("native",)
-"""Engines that report which experts each token was routed to."""
 _MULTI_TURN = f"{ROLLOUT}.multi_turn"
 _AGENT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
 def _lacks_groups(config: Config) -> bool:
     """Whether responses are compared with their group, but groups have one response."""
-    if not learns_from_rewards(config) or config.algorithm.adv_estimator not in _BY_GROUP:
+    if not learns_from_rewards(config) or config.actor_rollout_ref.rollout.n > 1:
         return False
-    return config.actor_rollout_ref.rollout.n == 1
+    declaration = declared("register_adv_est").get(config.algorithm.adv_estimator)
+    return declaration is not None and "compares_group" in declaration.flags
 
 
 def check_groups(config: Config) -> Findings:
@@ -112,12 +102,13 @@ def _check_filter(config: Config) -> Findings:
 def check_replay(config: Config) -> Findings:
     """Yield what keeps an update from repeating the choices of routers."""
     actor = config.actor_rollout_ref.actor
-    engine = config.actor_rollout_ref.rollout.name
+    rollout = config.actor_rollout_ref.rollout
     key = f"{ACTOR}.router_replay"
-    if actor.router_replay == "rollout" and engine not in REPORTS_ROUTES:
-        expected = f"an engine that reports its choices: {' or '.join(REPORTS_ROUTES)}"
-        fix = f"Set {ROLLOUT}.name={REPORTS_ROUTES[0]}, or {key}=old_log_prob."
-        yield wrong(key, f"rollout, with {ROLLOUT}.name={engine}", expected, fix)
+    if actor.router_replay == "rollout" and not rollout.traits.reports_routes:
+        engines = engines_with("reports_routes")
+        expected = f"an engine that reports its choices: {engines}"
+        fix = f"Set {ROLLOUT}.name={engines}, or {key}=old_log_prob."
+        yield wrong(key, f"rollout, with {ROLLOUT}.name={rollout.name}", expected, fix)
     if actor.router_replay != "old_log_prob":
         return
     num_stages = actor.pipeline_model_parallel_size

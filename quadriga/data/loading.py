@@ -104,7 +104,7 @@ class RowLoader(StatefulDataLoader):
         super().load_state_dict(state)
 
 
-_VERL_HOOKS = frozenset(
+_UNCALLED_HOOKS = frozenset(
     {
         "_download",
         "_read_files_and_tokenize",
@@ -115,7 +115,7 @@ _VERL_HOOKS = frozenset(
         "split",
     }
 )
-"""Methods of verl's `RLHFDataset` that its users override or call."""
+"""Methods of verl's `RLHFDataset` that its users override, and that ours does not call."""
 
 
 def create_rl_dataset(
@@ -217,12 +217,7 @@ def _check_hooks(cls: type, where: str) -> None:
     if not issubclass(cls, RLHFDataset):
         return
     # A hook that is never called would change nothing, in silence.
-    overridden_hooks: set[str] = set()
-    for base in cls.__mro__:
-        if base.__module__.startswith("quadriga.compat."):
-            return  # verl's class as the compatibility layer offers it: it calls them
-        if not base.__module__.startswith("quadriga."):
-            overridden_hooks |= _VERL_HOOKS & vars(base).keys()
+    overridden_hooks = {name for name in _UNCALLED_HOOKS if hasattr(cls, name)}
     if overridden_hooks:
         raise ConfigError(
             where,

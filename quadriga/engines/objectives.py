@@ -149,9 +149,6 @@ class PolicyObjective(Objective):
         function = self.policy_loss.function
         # Whether the loss itself applies the importance weights of the rollout.
         self._takes_weights = "rollout_is_weights" in options(function)
-        # The results of users' functions are checked.
-        module = getattr(function, "func", function).__module__
-        self._is_users = not module.startswith("quadriga.algorithms.")
         # `log_prob` comes from the model, and so does `old_log_prob` if the batch has none.
         self._fields = set(self.policy_loss.fields) - {"log_prob"}
 
@@ -257,7 +254,8 @@ class PolicyObjective(Objective):
 
         result = self.policy_loss.function(**fields, log_prob=log_prob)
         name = self.policy_loss.name
-        losses, diagnostics = check_losses(name, result, mask) if self._is_users else result
+        is_trusted = self.policy_loss.is_built_in
+        losses, diagnostics = result if is_trusted else check_losses(name, result, mask)
         # Importance weights of a correction apply to every loss.
         if weights is not None and not self._takes_weights:
             losses = losses * weights

@@ -142,7 +142,7 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # None is accepted for both dictionaries, as in verl.
+        # None is accepted for both dictionaries.
         if self.non_tensor_batch is None:
             self.non_tensor_batch = {}
         if self.meta_info is None:

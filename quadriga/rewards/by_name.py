@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions that are called by the names of their arguments.
 
-The names are ours and verl's, TRL's, and those of the columns of the data row:
+The names are ours, TRL's, and those of the columns of the data row:
 
     solution_str, ground_truth, data_source, extra_info      one response: a number, or a dict
     response (same as solution_str), completion, prompt,     likewise

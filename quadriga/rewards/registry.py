@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.errors import RewardError
 from quadriga.rewards.outcome import Outcome
-from quadriga.user_file import is_reference, referred
+from quadriga.user_file import OTHER_CONTRACT, is_reference, referred
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,16 +113,28 @@ class RewardManager:
         """Free what the manager holds, its processes above all."""
 
 
-def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
-    """Class decorator that makes a manager available as `reward_model.reward_manager=NAME`."""
+def register(name: str, *, is_built_in: bool = False) -> Callable[[ManagerClass], ManagerClass]:
+    """Class decorator that makes a manager available as `reward_model.reward_manager=NAME`.
+
+    Args:
+        name: the name of the manager.
+        is_built_in: whether the name is one of `BUILT_IN`, which no other class may have.
+
+    Returns:
+        A decorator that returns the class unchanged.
+
+    Raises:
+        RewardError: another class has the name. Raised by the decorator.
+    """
 
     def add(cls: ManagerClass) -> ManagerClass:
         registered = _classes.get(name, cls)
         # When a file is loaded again, its classes are new objects of the same full name.
         is_same = _full_name(registered) == _full_name(cls)
-        module = BUILT_IN.get(name, cls.__module__)
-        if not is_same or module != cls.__module__:
-            owner = module if registered is cls else _full_name(registered)
+        is_reserved = name in BUILT_IN and not is_built_in
+        if not is_same or is_reserved:
+            # A built-in manager is registered when it is first used.
+            owner = BUILT_IN[name] if registered is cls else _full_name(registered)
             raise RewardError(
                 f"register({name!r})",
                 got=cls.__qualname__,
@@ -186,13 +198,13 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
         ConfigError: its file cannot be imported, or its options are wrong.
     """
     cls = get_reward_manager_cls(config.reward_model.reward_manager)
-    # verl's managers take the tokenizer first.
+    # Managers of another contract take the tokenizer first.
     if next(iter(signature(cls).parameters), "") == "tokenizer":
         raise RewardError(
             f"reward manager {cls.__qualname__}",
             got=f"{cls.__name__}{signature(cls)}",
             expected=f"{cls.__name__}(config, tokenizer)",
-            fix="Change its parameters. A manager written for verl runs with QUADRIGA_VERL=1.",
+            fix=f"Change its parameters. {OTHER_CONTRACT}",
         )
     manager = cls(config, tokenizer)
     return manager if isinstance(manager, RewardManager) else _CallableManager(manager)

@@ -236,10 +236,10 @@ class ScoreFunction:
             signature.bind(**arguments)
         except TypeError as error:
             names = list(signature.parameters)
-            is_like_verl = names[:1] == ["data_source"] and names[2:] == ["ground_truth"]
-            if self.is_batch or not is_like_verl:
+            takes_positions = names[:1] == ["data_source"] and names[2:] == ["ground_truth"]
+            if self.is_batch or not takes_positions:
                 raise self._signature_error(signature, error) from error
-            # verl's main_eval passes three arguments by position, whatever the second is called.
+            # Such functions get three arguments by position, whatever the second is called.
             return lambda data_source, solution_str, ground_truth, **_: loaded(
                 data_source, solution_str, ground_truth
             )

@@ -107,6 +107,7 @@ class Balancer(RolloutEngine):
         if not engines:
             raise RolloutError("Balancer", got="no engines", expected="at least one")
         self.engines = list(engines)
+        self.traits = engines[0].traits
         count = len(engines)
         default = f"requests balanced over {count} engines, each: {engines[0].description}"
         self.description = description or default

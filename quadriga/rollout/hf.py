@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
+from quadriga.engine_traits.hf import TRAITS
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.vision import ONE_TOKEN, PIXELS
@@ -43,6 +44,7 @@ class HFEngine(CausalModelEngine):
     """
 
     name = "hf"
+    traits = TRAITS
     description = "hf, transformers' generate on a copy of the weights"
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:

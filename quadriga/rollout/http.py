@@ -26,6 +26,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.background import EventLoopThread
+from quadriga.engine_traits.http import TRAITS
 from quadriga.errors import ConfigError, RolloutError, WeightSyncError
 from quadriga.http_client import HTTPClient, ServerLostError
 from quadriga.models.load import stop_token_ids
@@ -212,6 +213,7 @@ class HTTPEngine(RolloutEngine):
     """
 
     name = "http"
+    traits = TRAITS
 
     def __init__(
         self,

@@ -8,17 +8,20 @@ An engine knows nothing of texts, templates, turns or `DataProto`s. A new engine
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from quadriga.engine_traits import EngineTraits
 from quadriga.errors import RolloutError
 from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.fingerprint import Fingerprint
 from quadriga.weight_sync.publish import WeightTarget
+from quadriga.weight_sync.reshard import Wanted
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -215,22 +218,28 @@ class RolloutEngine(WeightTarget, ABC):
 
     Attributes:
         name: name in configurations and errors.
+        traits: declares what the engine can do.
         takes_images: whether prompts may have images.
         cuts_images: whether the engine preprocesses images itself, by the model's files.
         needs_packed_rows: whether it only computes architectures whose rows training can pack.
-        reports_routes: whether it can report the experts of each token.
         shares_weights: whether it computes with the actor's own parameters.
         description: what was chosen at its start, for people to read.
         is_load_stable: whether the sender leaves the tensors of a load unchanged until its end;
             else each only until the next one.
-        reserves_memory: whether on an accelerator it reserves the configured share of the memory.
         counts: events since they were last read, such as restarts, by the name of the metric.
+        num_steps: steps since the engine was made; 0 if it does not count them.
+        before_step: called with `num_steps` before each step, if the engine is deterministic.
+        take_weights: set on a group's members; called with the version that the leader has loaded.
     """
 
     name = "rollout"
-    takes_images = cuts_images = needs_packed_rows = reports_routes = False
-    shares_weights = is_load_stable = reserves_memory = False
+    traits = EngineTraits()
+    takes_images = cuts_images = needs_packed_rows = False
+    shares_weights = is_load_stable = False
     description = ""
+    num_steps = 0
+    before_step: Callable[[int], None] | None = None
+    take_weights: Callable[[int], None] | None = None
 
     def __init__(self) -> None:
         self.weight_version = 0
@@ -243,7 +252,7 @@ class RolloutEngine(WeightTarget, ABC):
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "RolloutEngine":
         """Make the engine of a configuration, for engines that `rollout.name` can name."""
-        raise NotImplementedError(f"{cls.__name__}.from_config")
+        raise NotImplementedError
 
     @property
     def has_frozen_weights(self) -> bool:
@@ -303,6 +312,69 @@ class RolloutEngine(WeightTarget, ABC):
             if not request.future.done():
                 request.future.set_result(Completion([], [], "abort", self.weight_version))
 
+    def begin(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        images: BatchImages = None,
+        joined: Callable[[int], None] | None = None,
+        earlier: Sequence[Completion] = (),
+    ) -> list[Future[Completion]]:
+        """Start requests without waiting for them; for engines that take weights between tokens.
+
+        Args:
+            prompts: token ids of each request.
+            sampling: how each response is sampled.
+            images: images of each prompt.
+            joined: called when all have joined the batch, with the number of steps before that, if
+                the engine counts its steps.
+            earlier: aborted responses, which the first requests continue.
+
+        Returns:
+            The completion of each request.
+        """
+        raise NotImplementedError
+
+    def between_steps(
+        self, work: Callable[[], None], *, keeps_cache: bool, recomputes: bool = False
+    ) -> Future[int]:
+        """Run a function between two steps; for engines that take weights between tokens.
+
+        It may load weights; unfinished responses then go on with these.
+
+        Args:
+            work: the function.
+            keeps_cache: whether they go on with the KV cache of the older weights.
+            recomputes: whether the KV cache is computed anew even if the weights stay the same.
+
+        Returns:
+            The number of steps before it, or its error. Unfinished responses get the same error.
+        """
+        raise NotImplementedError
+
+    def unfinished(self) -> dict[Future[Completion], Completion]:
+        """The unfinished responses so far; only to be called between two steps.
+
+        They are in the order in which they go on once the KV cache is computed anew. For engines
+        whose unfinished responses another engine can continue.
+        """
+        raise NotImplementedError
+
+    def wanted_shards(self) -> Wanted:
+        """Shards of the weights for this rank of a group, by the trainer's names."""
+        raise NotImplementedError
+
+    def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these tensors from now on; for engines that take shards.
+
+        They are written to while the engine is at rest.
+
+        Args:
+            shards: tensors of the engine's own, or the trainer's. Those in `merged_shards` must be
+                the engine's own, because it changes them after they have arrived.
+        """
+        raise NotImplementedError
+
     def follow(self) -> None:
         """Make the leader's steps until the batch is over; for a member of a rollout group.
 
@@ -311,7 +383,7 @@ class RolloutEngine(WeightTarget, ABC):
         Raises:
             PeerLostError: the leader is gone.
         """
-        raise NotImplementedError(f"{type(self).__name__}.follow")
+        raise NotImplementedError
 
     def release(self) -> None:
         """Abort unfinished responses and end the batch; for the leader of a rollout group."""

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from quadriga.engine_traits.scripted import TRAITS
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.interface import (
     BatchImages,
@@ -57,6 +58,7 @@ class ScriptedEngine(RolloutEngine):
     """
 
     name = "scripted"
+    traits = TRAITS
     takes_images = True
 
     def __init__(self, responses: Script, *, tokenizer: Any = None) -> None:

@@ -114,7 +114,6 @@ class ThirdPartyEngine(RolloutEngine):
     """
 
     title: str
-    reserves_memory = True
 
     def __init__(self, manifest: Manifest, max_model_len: int) -> None:
         super().__init__()

@@ -152,6 +152,21 @@ class ReshardedWeights:
             target.load_weights(self._shards.items(), version)
             self._published = target.fingerprint()
 
+    def receive(self, target: WeightTarget, version: int) -> None:
+        """Fill the shards of a rollout engine, on a rank that holds none of the trainer's.
+
+        Args:
+            target: the rollout engine of this rank.
+            version: the version that was announced.
+
+        Raises:
+            WeightSyncError, PeerLostError: see `publish`.
+        """
+        self.publish({}, target, version)
+
+    def close(self) -> None:
+        """Keep the connections, which end with the processes."""
+
     def verify(self, target: WeightTarget, version: int) -> None:
         """Check that no shard was written to since `publish`.
 

@@ -42,7 +42,6 @@ from quadriga.weight_sync import (
 from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, timed
 from quadriga.workers.generation import Generation
 from quadriga.workers.models import load_policy
-from quadriga.workers.rollout_engines import rollout_engine_class
 from quadriga.workers.stream import Done, GenerationStream, WeightCopy
 
 
@@ -89,7 +88,9 @@ class ActorRolloutRefWorker(Learner):
         self.has_adapter = self.parts.actor and config.actor_rollout_ref.model.has_adapter
         self.reference: FSDPEngine | None = None
         self.weight_version = 0
-        self.sender: WeightSender | ReshardedWeights | None = None
+        # Weights go as shards to the rollout's ranks, in this process or others, or else whole.
+        self.resharding: ReshardedWeights | None = None
+        self.sender: WeightSender | None = None
         self.stream: GenerationStream | None = None
         # Whether an adapter is sent without being merged, and whether its frozen weights were sent.
         self.sends_adapter_alone = False
@@ -113,8 +114,8 @@ class ActorRolloutRefWorker(Learner):
         reserves_memory = False
         if self.parts.rollout:
             device = self.engine.device
-            is_gpu = device.type == "cuda"
-            reserves_memory = is_gpu and rollout_engine_class(self.config).reserves_memory
+            reads_keys = self.rollout_config.traits.reads_keys
+            reserves_memory = device.type == "cuda" and "gpu_memory_utilization" in reads_keys
             if reserves_memory:
                 # The engine has its own weights, and at its start takes the memory that is free.
                 choices["weights"] += self.offload_training()
@@ -129,9 +130,9 @@ class ActorRolloutRefWorker(Learner):
             choices["adapter"] += f"; {self._choose_route()}"
         if self.parts.rollout:
             self.publish_weights(self.weight_version)
-            if isinstance(self.weight_sync, ReshardedWeights):
-                self.generation.engine.shares_weights = self.weight_sync.num_shared > 0
-                choices["rollout"] += f"; {self.weight_sync.describe()}"
+            if self.resharding is not None:
+                self.generation.engine.shares_weights = self.resharding.num_shared > 0
+                choices["rollout"] += f"; {self.resharding.describe()}"
 
         # Offloaded last: only now it is known whether the rollout shares the weights.
         if self.parts.actor and not reserves_memory:
@@ -161,7 +162,8 @@ class ActorRolloutRefWorker(Learner):
         engine = self.generation.engine
         if has_shards(self.config):
             bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
-            self.weight_sync = ReshardedWeights(self.rank, self.world_size, device, bucket_bytes)
+            self.resharding = ReshardedWeights(self.rank, self.world_size, device, bucket_bytes)
+            self.weight_sync = self.resharding
             return
         self.weight_sync = SharedWeights() if engine.shares_weights else CopiedWeights()
         # Published tensors are gathered one by one, or belong to the actor: none is written to.
@@ -294,9 +296,9 @@ class ActorRolloutRefWorker(Learner):
         """Publish the actor's weights to the rollout, which refuses to generate with any others."""
         self.weight_version = version
         rollout = self.generation.engine
-        if isinstance(self.weight_sync, ReshardedWeights):
+        if self.resharding is not None:
             with self.engine.awake("weights"):
-                self.weight_sync.publish(self.pieces(), rollout, version)
+                self.resharding.publish(self.pieces(), rollout, version)
             return
         with self.weights(has_frozen=rollout.has_frozen_weights) as weights:
             self.weight_sync.publish(weights, rollout, version)
@@ -357,12 +359,12 @@ class ActorRolloutRefWorker(Learner):
             meeting = partial(meet, address, self.rank, device, store)
             sync = ReshardedWeights if has_shards(self.config) else StreamedWeights
             size = self.world_size + len(ranks)
-            self.sender = sync(self.rank, size, device, bucket_bytes, meeting)
+            self.resharding = sync(self.rank, size, device, bucket_bytes, meeting)
             return address if self.rank == 0 else None
         if self.rank != 0:
             return None
         # A restarted rollout needs a new connection.
-        if isinstance(self.sender, WeightSender):
+        if self.sender is not None:
             self.sender.close()
         self.sender = WeightSender(self.place.master_addr, ranks, device, bucket_bytes)
         return self.sender.address
@@ -375,9 +377,9 @@ class ActorRolloutRefWorker(Learner):
             version: version of the weights.
             has_frozen: whether the rollout still has the frozen weights that were sent to it.
         """
-        if isinstance(self.sender, ReshardedWeights):
+        if self.resharding is not None:
             with self.engine.awake("weights"):
-                self.sender.publish(self.pieces(), None, version)
+                self.resharding.publish(self.pieces(), None, version)
             return
         with self.weights(has_frozen=has_frozen) as weights:
             try:
@@ -401,6 +403,6 @@ class ActorRolloutRefWorker(Learner):
             self.stream.close()
         if self.parts.rollout:
             self.generation.close()
-        if isinstance(self.sender, WeightSender):
+        if self.sender is not None:
             self.sender.close()
         super().close()

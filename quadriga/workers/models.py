@@ -49,7 +49,7 @@ from quadriga.models.vision import ONE_TOKEN, is_vision, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
 from quadriga.models.weight_names import ConvertedFiles, weight_buffers
 from quadriga.observe.machine import choose_dtype
-from quadriga.workers.rollout_engines import ENGINES
+from quadriga.workers.rollout_engines import rollout_engine_class
 
 _VALUE_HEAD = re.compile(r"(?:value_head\.linear|v_head\.summary|score|classifier)\.(weight|bias)")
 """Value heads of Quadriga, TRL, and transformers' token and sequence classifiers."""
@@ -305,7 +305,7 @@ def _num_heads(text: Any) -> tuple[int, int]:
 
 def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
     """Check architectures whose rows cannot be packed."""
-    rollout = ENGINES[config.actor_rollout_ref.rollout.name]
+    rollout = rollout_engine_class(config)
     code = config.actor_rollout_ref.model.trust_remote_code
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         way = PACKED if where == "reward_model" else way_of(model, trust_remote_code=code)
@@ -479,7 +479,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
     sizes = config.data.mm_processor_kwargs.model_dump(
         include={"min_pixels", "max_pixels"}, exclude_none=True
     )
-    rollout = ENGINES[config.actor_rollout_ref.rollout.name]
+    rollout = rollout_engine_class(config)
     is_cut_by_rollout = policy.model_type in ONE_TOKEN and rollout.cuts_images
     if is_cut_by_rollout and (sizes or not policy.text_config.attention_bias):
         raise ConfigError(

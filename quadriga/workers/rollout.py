@@ -104,7 +104,7 @@ class RolloutWorker(Worker):
             # No received tensor is written to again.
             self.generation.engine.is_load_stable = True
             return
-        if isinstance(self._receiver, WeightReceiver):
+        if self._receiver is not None:
             self._receiver.close()
         self._receiver = WeightReceiver(address, self.rank, self.device)
 
@@ -115,10 +115,7 @@ class RolloutWorker(Worker):
         Returns:
             Whether the frozen weights below an adapter need not be sent the next time.
         """
-        if isinstance(self.receiver, ReshardedWeights):
-            self.receiver.publish({}, self.generation.engine, version)
-        else:
-            self.receiver.receive(self.generation.engine, version)
+        self.receiver.receive(self.generation.engine, version)
         self.weight_version = version
         return self.generation.engine.has_frozen_weights
 
@@ -137,7 +134,7 @@ class RolloutWorker(Worker):
         # Do not build the engine only to close it.
         if "generation" in vars(self):
             self.generation.close()
-        if isinstance(self._receiver, WeightReceiver):
+        if self._receiver is not None:
             self._receiver.close()
         if rollout_group_size(self.config) > 1:
             process_group.leave(self.world)

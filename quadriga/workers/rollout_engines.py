@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of the rollout engines, by their names in the configuration."""
+"""Classes of the rollout engines, by their names in the configuration, and users' own."""
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config import Config, problem_of_several_engines
+from quadriga.config.rollout import ROLLOUT
+from quadriga.errors import ConfigError
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.hf import HFEngine
 from quadriga.rollout.http import HTTPEngine
@@ -14,24 +16,38 @@ from quadriga.rollout.scripted import ScriptedEngine
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.vllm.engine import VLLMEngine
+from quadriga.user_file import referred
 
 ENGINES: dict[str, type[RolloutEngine]] = {
     engine.name: engine
     for engine in (NativeEngine, VLLMEngine, SGLangEngine, HFEngine, HTTPEngine, ScriptedEngine)
 }
+"""Classes of our engines. `quadriga.engine_traits` has their traits."""
 
 
 def rollout_engine_class(config: Config) -> type[RolloutEngine]:
-    """The class of the configured engine.
+    """The class of the configured engine. A user's file is imported.
 
     Raises:
-        ConfigError: the engine does not support `rollout.data_parallel_size`.
+        ConfigError: the engine does not support `rollout.data_parallel_size`, or a user's class is
+            no rollout engine.
     """
     rollout = config.actor_rollout_ref.rollout
     problem = problem_of_several_engines(rollout)
     if problem:
         raise problem
-    return ENGINES[rollout.name]
+    if rollout.name in ENGINES:
+        return ENGINES[rollout.name]
+    where = f"{ROLLOUT}.name"
+    engine: type[RolloutEngine] = referred(rollout.name, where, base=RolloutEngine)
+    missing_methods = sorted(engine.__abstractmethods__)
+    if engine.from_config.__qualname__ == RolloutEngine.from_config.__qualname__:
+        missing_methods.append("from_config")
+    if missing_methods:
+        got = f"{rollout.name}, without {' and '.join(missing_methods)}"
+        fix = f"Write them in the class {engine.__name__}, as in examples/custom/engine.py."
+        raise ConfigError(where, got=got, expected="all methods of a rollout engine", fix=fix)
+    return engine
 
 
 def make_rollout_engine(
@@ -47,6 +63,7 @@ def make_rollout_engine(
     engine = rollout_engine_class(config)
     engine_kwargs = config.actor_rollout_ref.rollout.engine_kwargs
     # Options for all engines, and those below the name of this one.
-    options = {name: value for name, value in engine_kwargs.items() if name not in ENGINES}
+    section_names = {*ENGINES, engine.name}
+    options = {name: value for name, value in engine_kwargs.items() if name not in section_names}
     options.update(engine_kwargs.get(engine.name) or {})
     return engine.from_config(EngineSetup(config, tokenizer, options, device, dtype, actor, group))

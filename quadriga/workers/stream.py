@@ -30,12 +30,11 @@ import numpy as np
 import torch
 
 from quadriga.background import EventLoopThread, in_background
+from quadriga.engine_traits import engines_with
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout.interface import Completion
-from quadriga.rollout.native.engine import NativeEngine
 from quadriga.rollout.sequences import completed, images_of, requests_of
-from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights, Piece, tensor_fingerprint
 from quadriga.weight_sync.publish import name_some
 from quadriga.workers.generation import Generation
@@ -68,14 +67,14 @@ class GenerationStream:
 
     def __init__(self, generation: Generation, done: Done) -> None:
         engine = generation.engine
-        assert isinstance(engine, NativeEngine | VLLMEngine), "checked with the configuration"
+        assert engine.traits.streams, "checked with the configuration"
         self.generation = generation
         self.engine = engine
         self.done = done
         self._weights = CopiedWeights()
         self.group = generation.group
         if self.group is not None:
-            assert isinstance(engine, NativeEngine), "checked with the configuration"
+            assert engine.traits.takes_shards, "checked with the configuration"
             self._shards = engine.wanted_shards()
             device = self.group.device
             memory: dict[str, torch.Tensor] = {}
@@ -116,12 +115,12 @@ class GenerationStream:
                 requests[group, row] = request
         earlier = {(group, row): _response(fields) for group, row, *fields in under_way}
         begun = [key for key, response in earlier.items() if response.finish_reason == "abort"]
-        if begun and isinstance(self.engine, VLLMEngine):
+        if begun and not self.engine.traits.continues_unfinished:
             raise RolloutError(
-                "rollout.name=vllm",
+                f"rollout.name={rollout.name}",
                 got=f"{len(begun)} responses that another engine has begun",
                 expected="a checkpoint without",
-                fix="Resume with rollout.name=native.",
+                fix=f"Resume with rollout.name={engines_with('continues_unfinished')}.",
             )
         order = [*begun, *(key for key in requests if key not in earlier)]
         prompts, sampling, images = map(list, zip(*(requests[key] for key in order), strict=True))
@@ -206,7 +205,7 @@ class GenerationStream:
             A future of the number of the engine's steps before it, or of its error.
         """
         engine = self.engine
-        assert isinstance(engine, NativeEngine), "other engines finish their responses first"
+        assert engine.traits.continues_unfinished, "others finish their responses first"
 
         def collect() -> None:
             # Groups that another thread starts from here on are not saved, and start again later.
@@ -302,7 +301,7 @@ class ServedStream(GenerationStream):
         # The batch of each group whose end the driver does not know yet.
         self._batches: dict[int, int] = {}
         if waits:
-            assert isinstance(self.engine, NativeEngine), "checked with the configuration"
+            assert self.engine.traits.is_deterministic, "checked with the configuration"
             self.engine.before_step = lambda _: self._wait_for_driver()
         # The thread in which a rank follows the leader of its rollout group.
         self._following: Future[None] | None = None

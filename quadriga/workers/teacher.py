@@ -47,19 +47,19 @@ class TeacherWorker(EngineWorker):
         self.section = self.config.distillation
         fsdp = self.section.fsdp_config
         self.join(self.section, fsdp, DISTILLATION)
-        self.teachers: dict[str, FSDPEngine | ServedScorer] = {}
+        # By folder and by address; a teacher is in one of the two.
+        self.engines: dict[str, FSDPEngine] = {}
+        self.servers: dict[str, ServedScorer] = {}
         descriptions: list[str] = []
         for path in self.section.all_teachers:
             if is_served(path):
-                served = _served(self.config, path)
-                self.teachers[path] = served
-                descriptions.append(f"{served.model} at {path}")
+                self.servers[path] = _served(self.config, path)
+                descriptions.append(f"{self.servers[path].model} at {path}")
                 continue
             loaded = load_model(
                 self.config, path, PolicyScorer, self.dtype.value, self.processes, is_teacher=True
             )
-            engine, size = self.build_frozen(loaded, fsdp, f"teacher {path}")
-            self.teachers[path] = engine
+            self.engines[path], size = self.build_frozen(loaded, fsdp, f"teacher {path}")
             descriptions.append(f"{path}, {size}")
         return {"teacher": "; ".join(descriptions)}
 
@@ -87,15 +87,16 @@ class TeacherWorker(EngineWorker):
         if num_top is not None:
             columns[TEACHER_TOP_LOG_PROBS] = torch.zeros(*shape, num_top)
             columns[TEACHER_TOP_IDS] = torch.zeros(*shape, num_top, dtype=torch.int32)
-        for path, teacher in self.teachers.items():
+        for path in self.section.all_teachers:
             # Also without rows: the ranks may share the teacher's weights, so all must take part.
             rows = [number for number, owner in enumerate(owners) if owner == path]
             part = data if len(rows) == len(data) else data.select_idxs(rows)
-            if isinstance(teacher, FSDPEngine):
-                scores = self._infer(teacher, part)
-            else:
+            scores: dict[str, torch.Tensor] = {}
+            if path in self.engines:
+                scores = self._infer(self.engines[path], part)
+            elif self.processes.place.is_collected:
                 # One of the ranks with the same rows asks the server.
-                scores = teacher.scores(part) if self.processes.place.is_collected else {}
+                scores = self.servers[path].scores(part)
             for name, values in scores.items():
                 columns[_OUTPUTS[name]][rows] = values
         release_free_memory()
@@ -133,9 +134,8 @@ class TeacherWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Close the connections to servers, and leave the process group of the role."""
-        for teacher in self.teachers.values():
-            if isinstance(teacher, ServedScorer):
-                teacher.close()
+        for server in self.servers.values():
+            server.close()
         super().close()
 
 

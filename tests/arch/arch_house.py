@@ -17,7 +17,6 @@ MAX_SHORT_LINES = 3
 SIZES: dict[str, int] = {
     "algorithms": 13200,
     "cli": 9450,
-    "compat": 19150,
     "config": 27420,
     "data": 35120,
     "engines": 34810,
@@ -28,7 +27,7 @@ SIZES: dict[str, int] = {
     "rollout": 76670,
     "single_controller": 24550,
     "trainer": 52820,
-    "verl": 15850,
+    "quadriga_verl": 38600,
     "weight_sync": 7200,
     "workers": 19540,
     "": 15090,
@@ -43,13 +42,10 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/data/loading.py:_begin_worker": "what torch calls in each process of a loader",
     "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
     "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",
-    "quadriga/compat/verl/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
-    "quadriga/compat/verl/ray_trainer.py:RayPPOTrainer._update_actor": "stands in for a method of a worker group",
+    "packages/quadriga_verl/shim/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
+    "packages/quadriga_verl/shim/ray_trainer.py:RayPPOTrainer._update_actor": "replaces a method of a worker group",
     "quadriga/data/generated.py:DynamicGenDataset.on_batch_end": "what the loop calls",
-    "quadriga/compat/verl/loops.py:AgentLoopBase.process_vision_info": "verl's, which people's loops call",
-    "quadriga/compat/verl/data.py:RLHFDataset._download": "verl's, which people's datasets override",
-    "quadriga/compat/verl/rewards.py:_Adapted._made": "a coroutine that runs in another thread's loop",
-    "quadriga/compat/verl/rewards.py:_Adapted._run_all": "a coroutine that runs in another thread's loop",
+    "packages/quadriga_verl/shim/data.py:RLHFDataset._download": "verl's, which people's datasets override",
     "quadriga/config/yaml_text.py:_Loader.construct_yaml_int": "what PyYAML calls",
     "quadriga/models/weight_files.py:_member": "stands in for getattr in an unpickler",
     "quadriga/observe/tracking/base.py:RecordedSteps.has": "half of a pair with `add`",
@@ -103,7 +99,8 @@ PRIVATE_NAMES = re.compile(
 
 
 def package_of(source: Source) -> str:
-    """`data` for `quadriga/data/loading.py`, empty for a module directly under quadriga/."""
+    """`data` for `quadriga/data/loading.py`, empty for a module directly under quadriga/, `quadriga_verl` for the
+    package of that name."""
     parts = source.name.split("/")
     return parts[1] if len(parts) > 2 else ""
 
@@ -112,7 +109,7 @@ def sizes(sources: Iterable[Source]) -> dict[str, int]:
     """Tokens of each package of `quadriga`, and under an empty name those of the modules beside them."""
     totals: Counter[str] = Counter()
     for source in sources:
-        if source.name.startswith("quadriga/"):  # recipes/ is a package of its own
+        if source.name.startswith(("quadriga/", "packages/")):  # recipes/ is a package of its own
             totals[package_of(source)] += source.num_tokens
     return dict(totals)
 

@@ -13,6 +13,7 @@ _CORE = frozenset(
     {
         "lazy",
         "errors",
+        "engine_traits",
         "redact",
         "partition",
         "background",
@@ -41,17 +42,19 @@ LAYERS: dict[str, frozenset[str]] = {
     "errors": frozenset({"redact"}),
     "partition": frozenset(),
     "moved": frozenset(),
+    "declared_algorithms": frozenset(),
     "background": frozenset(),
     "descendants": frozenset(),
     "streams": frozenset(),
     "programs": frozenset({"descendants", "lazy", "streams"}),
     "http_client": frozenset({"errors", "background"}),
-    "config": frozenset({"errors", "redact"}),
+    "engine_traits": frozenset({"errors"}),
+    "config": frozenset({"errors", "redact", "declared_algorithms", "engine_traits"}),
     "observe": frozenset({"errors", "config", "streams"}),
     "user_file": frozenset({"errors", "observe"}),
     "user_function": frozenset({"errors"}),
     "protocol": frozenset({"errors"}),
-    "algorithms": frozenset({"errors", "user_file"}),
+    "algorithms": frozenset({"errors", "user_file", "declared_algorithms"}),
     "rewards": _CORE | {"user_file", "http_client"},
     "data": _CORE | {"user_file", "http_client"},
     "recipes": frozenset({"errors", "config", "observe", "data", "rewards"}),
@@ -62,11 +65,20 @@ LAYERS: dict[str, frozenset[str]] = {
     "rollout": _CORE | {"user_file", "http_client", "models", "rewards", "weight_sync"},
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER,
-    "compat": _BELOW_WORKERS | {"http_client", "trainer"},
-    "verl": frozenset({"errors", "redact", "config"}),
-    "cli": _BELOW_WORKERS | {"workers", "trainer", "verl"},
+    "cli": _BELOW_WORKERS | {"workers", "trainer"},
     "api": _BELOW_TRAINER | {"user_function", "trainer"},
     "__main__": frozenset({"cli"}),
+    "quadriga_verl.commands": frozenset(
+        {"errors", "config", "declared_algorithms", "engine_traits"}
+    ),
+    "quadriga_verl.cli": frozenset(
+        {"errors", "config", "trainer", "cli", "quadriga_verl.commands"}
+    ),
+    "quadriga_verl.config_translate": frozenset(
+        {"errors", "config", "quadriga_verl.cli", "quadriga_verl.commands"}
+    ),
+    "quadriga_verl.core_algos": frozenset({"errors", "algorithms"}),
+    "quadriga_verl.shim": _BELOW_WORKERS | {"http_client", "trainer", "quadriga_verl.core_algos"},
 }
 
 # Old import paths of modules that moved, as import strings.
@@ -103,8 +115,13 @@ ONE_FOLDER_EACH = {
 }
 _ALSO = {"torch.utils.tensorboard": "tensorboard"}
 
-# Engines are told apart by their class, not by their name; config checks names, and BUILD looks them up.
-ENGINES = frozenset({"native", "vllm", "sglang", "scripted", "fsdp", "fsdp2", "megatron"})
+# Engines are told apart by what they declare (quadriga/engine_traits), not by their names or classes. Config may
+# compare names of training engines, and BUILD looks them up.
+ROLLOUT_ENGINES = frozenset({"native", "hf", "vllm", "sglang", "http", "scripted"})
+TRAINING_ENGINES = frozenset({"fsdp", "fsdp2", "megatron"})
+ENGINE_CLASSES = frozenset(
+    {"NativeEngine", "HFEngine", "VLLMEngine", "SGLangEngine", "HTTPEngine", "ScriptedEngine"}
+)
 
 _IMPORT_STRING = re.compile(r"quadriga(\.\w+)+(:\w+)?")
 
@@ -174,16 +191,24 @@ def late_import(source: Source) -> Iterator[str]:
 
 
 def compared_engine_name(source: Source) -> Iterator[str]:
-    """A comparison with the name of an engine: the branch belongs into the engine."""
-    if source.name == BUILD or source.layer == "config":
+    """A comparison with the name or class of an engine, whose traits say what it can do."""
+    if source.name == BUILD:
         return
+    names = ROLLOUT_ENGINES
+    if source.layer != "config":
+        # "hf" and "http" have other meanings, too.
+        names = names - {"hf", "http"} | TRAINING_ENGINES
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Compare):
-            constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-            for name in sorted(ENGINES & {value for value in constants if isinstance(value, str)}):
-                yield source.at(
-                    node.lineno, f"compares with the engine name {name!r}; ask the engine instead"
-                )
+        compared: set[str] = set()
+        if isinstance(node, ast.Compare | ast.MatchValue):
+            constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            compared = names & {value for value in constants if isinstance(value, str)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+            classes = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            compared = ENGINE_CLASSES & classes
+        for name in sorted(compared):
+            line = getattr(node, "lineno", 0)
+            yield source.at(line, f"compares with the engine {name}; read its traits instead")
 
 
 def shared_third_party(sources: Iterable[Source]) -> Iterator[str]:

@@ -15,7 +15,17 @@ from arch_tree import Source, is_text
 PLAIN_PACKAGES = frozenset(
     {
         "",  # modules directly under quadriga/
-        *("algorithms", "cli", "config", "data", "engines", "models", "observe", "protocol"),
+        *(
+            "algorithms",
+            "cli",
+            "config",
+            "data",
+            "engine_traits",
+            "engines",
+            "models",
+            "observe",
+            "protocol",
+        ),
         *("quadriga_recipes", "rewards", "rollout", "single_controller", "weight_sync", "workers"),
     }
 )

@@ -22,7 +22,7 @@ LARGE_FILES: dict[str, str] = {
 }
 LARGE_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
-    "quadriga/algorithms/core_algos.py:compute_policy_loss": "the signature is verl's, which people's own code calls",
+    "packages/quadriga_verl/core_algos.py:compute_policy_loss": "the signature is verl's, for users' code",
     "quadriga/models/heads.py:token_scores": "one pass over the vocabulary: what it reads, and what it is asked for",
     "quadriga/models/fused_triton.py:_norm_kernel": "a kernel takes pointers and sizes one by one",
     "quadriga/models/fused_triton.py:_norm_gradients_kernel": "a kernel takes pointers and sizes one by one",

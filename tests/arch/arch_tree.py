@@ -44,8 +44,13 @@ class Import:
 
     @property
     def layer(self) -> str | None:
-        """`data` of `quadriga.data.files`, an empty string for `quadriga` itself, None for the work of others."""
+        """`data` of `quadriga.data.files`, an empty string for `quadriga` itself, None for the work of others.
+
+        `quadriga_verl.shim` of `quadriga_verl.shim.data`.
+        """
         package, _, rest = self.module.partition(".")
+        if package == "quadriga_verl":
+            return ".".join(self.module.split(".")[:2])
         return rest.partition(".")[0] if package == "quadriga" else None
 
 
@@ -63,8 +68,11 @@ class Source:
 
     @property
     def layer(self) -> str:
-        """`data` for `quadriga/data/tables.py`, `errors` for `quadriga/errors.py`, `recipes` for the second package."""
+        """`data` for `quadriga/data/tables.py`, `errors` for `quadriga/errors.py`, `recipes` for the second package,
+        `quadriga_verl.shim` for `packages/quadriga_verl/shim/data.py`."""
         parts = self.name.removeprefix("quadriga/").removesuffix(".py").split("/")
+        if parts[0] == "packages":
+            return "" if parts[2] == "__init__" else ".".join(parts[1:3])
         return "" if parts[0] == "__init__" else parts[0]
 
     @cached_property
@@ -128,9 +136,9 @@ def _imported_from(source: Source, node: ast.ImportFrom, function: str | None) -
     if node.level:
         parents = source.name.removesuffix(".py").split("/")[: -node.level]
         module = ".".join([*parents, module]).strip(".")
-    if module == "quadriga":
+    if module in ("quadriga", "quadriga_verl"):
         yield from (
-            Import(f"quadriga.{alias.name}", node.lineno, function, True) for alias in node.names
+            Import(f"{module}.{alias.name}", node.lineno, function, True) for alias in node.names
         )
     else:
         yield Import(module, node.lineno, function, True)
@@ -150,14 +158,14 @@ def _imported_by_call(call: ast.Call, function: str | None) -> Iterator[Import]:
 
 @cache
 def package_sources() -> tuple[Source, ...]:
-    """Every file of the wheel: the package, and the recipes beside it."""
-    return _sources("quadriga", "recipes")
+    """Every file of the wheel: the package, the recipes and the support of verl beside it."""
+    return _sources("quadriga", "recipes", "packages")
 
 
 @cache
 def all_sources() -> tuple[Source, ...]:
-    """Every Python file that we write: the two packages, the tests, the benchmarks, the examples."""
-    return _sources("quadriga", "recipes", "tests", "benchmarks", "examples", "scripts")
+    """Every Python file that we write: the three packages, the tests, the benchmarks, the examples."""
+    return _sources("quadriga", "recipes", "packages", "tests", "benchmarks", "examples", "scripts")
 
 
 def _sources(*folders: str) -> tuple[Source, ...]:

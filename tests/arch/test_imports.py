@@ -93,6 +93,17 @@ BAD = [
         "quadriga/trainer/ray_trainer.py",
         "x = name in ('native', 'hf')",
     ),
+    (arch_imports.compared_engine_name, "quadriga/config/rollout.py", "x = name == 'http'"),
+    (
+        arch_imports.compared_engine_name,
+        "quadriga/config/rollout.py",
+        "match name:\n    case 'vllm':\n        pass",
+    ),
+    (
+        arch_imports.compared_engine_name,
+        "quadriga/workers/stream.py",
+        "isinstance(engine, NativeEngine | VLLMEngine)",
+    ),
     (arch_imports.strayed_third_party, "quadriga/single_controller/worker_group.py", "import ray"),
     (
         arch_imports.strayed_third_party,
@@ -122,7 +133,7 @@ GOOD = [
         "quadriga/trainer/fit.py",
         "from quadriga.trainer.asynchronous.rules import Rules",
     ),
-    (arch_imports.compared_engine_name, "quadriga/config/rollout.py", "x = name == 'vllm'"),
+    (arch_imports.compared_engine_name, "quadriga/config/actor.py", "x = name == 'megatron'"),
     (
         arch_imports.upward_import,
         "quadriga/data/dataset.py",

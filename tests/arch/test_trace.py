@@ -24,7 +24,9 @@ def test_the_way_of_an_update(tmp_path: Path) -> None:
     """
     program = Path(__file__).with_name("trace_update.py")
     environment = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'recipes'}"
+    environment["PYTHONPATH"] = (
+        f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'recipes'}{os.pathsep}{REPOSITORY / 'packages'}"
+    )
     command = [sys.executable, str(program), str(tmp_path)]
     run = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=PROGRAM_S

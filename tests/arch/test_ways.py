@@ -81,7 +81,7 @@ def test_the_way_of_an_update_on_ray_is_short() -> None:
 
 def test_every_layer_is_on_the_page() -> None:
     """In the order of the table that the rules about imports hold."""
-    assert re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE) == list(LAYERS)
+    assert re.findall(r"^\| `([\w.]+)` \|", PAGE, flags=re.MULTILINE) == list(LAYERS)
 
 
 def test_what_is_gone_is_found() -> None:

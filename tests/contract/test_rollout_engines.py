@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from quadriga.rollout import (
     SamplingParams,
     ScriptedEngine,
 )
+from quadriga.user_file import referred
 from quadriga.weight_sync import CopiedWeights, SharedWeights
 from quadriga.weight_sync.fingerprint import fingerprint
 
 EOS = 1
+EXAMPLE = f"{Path(__file__).parents[2] / 'examples/custom/engine.py'}:BruteForceEngine"
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7], [9, 10, 11, 12, 13]]
 
 
@@ -62,6 +65,7 @@ ENGINES: dict[str, Callable[[], RolloutEngine]] = {
     "native": lambda: NativeEngine(_model(ATTENTION_NAME), tokenizer=Pairs()),
     "hf": lambda: HFEngine(_model("sdpa"), tokenizer=Pairs()),
     "scripted": lambda: ScriptedEngine(_script, tokenizer=Pairs()),
+    "example": lambda: referred(EXAMPLE, "test")(_model("sdpa"), tokenizer=Pairs()),
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import quadriga.compat.verl.loops as verl
+import quadriga_verl.shim.loops as verl
 from quadriga.config import RolloutConfig
 from quadriga.data.videos import APART, FrameRules, open_video
 from quadriga.data.vision import VisionProcessor, load_processor

@@ -18,7 +18,12 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason=reason)
     pytest.importorskip("ipykernel", reason=reason)
     nbformat = pytest.importorskip("nbformat", reason=reason)
-    paths = [str(REPOSITORY), str(REPOSITORY / "recipes"), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(REPOSITORY),
+        str(REPOSITORY / "recipes"),
+        str(REPOSITORY / "packages"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
     book = nbformat.read(REPOSITORY / "examples" / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(

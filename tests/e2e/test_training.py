@@ -146,6 +146,15 @@ def test_hf_rollout_trains(train: Train, metric_lines: Lines) -> None:
     assert all(line["rollout/log_prob_diff_max"] < 1e-4 for line in lines)
 
 
+def test_a_users_engine_trains(train: Train, metric_lines: Lines) -> None:
+    """The engine of examples/custom has the weights of each step: its log-probs are the trainer's."""
+    file = Path(__file__).parents[2] / "examples" / "custom" / "engine.py"
+    lines = metric_lines(train(f"actor_rollout_ref.rollout.name={file}:BruteForceEngine"))
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["rollout/log_prob_diff_max"] < 1e-4 for line in lines)
+    assert lines[1]["actor/grad_norm"] > 0
+
+
 def test_hf_rollout_trains_in_float16(train: Train, metric_lines: Lines) -> None:
     """Both round logits and states on their own; the weights are the trainer's."""
     dtype = "actor_rollout_ref.actor.fsdp_config.model_dtype=float16"

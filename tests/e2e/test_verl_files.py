@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.compat.verl import VARIABLE
+from quadriga_verl.shim import VARIABLE
 
 pytestmark = pytest.mark.usefixtures("verl_names")
 Lines = Callable[[Path], list[dict[str, Any]]]

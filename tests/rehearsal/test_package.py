@@ -38,10 +38,10 @@ from quadriga.rollout.vllm.library import executor, forget_packed_experts, repac
 from quadriga.single_controller import WorkerPlace
 from quadriga.single_controller.ray.transport import stamp_of
 from quadriga.trainer.saving import random_states, restore_random_states
-from quadriga.verl.meaning import device
 from quadriga.weight_sync import CopiedWeights, WeightReceiver, WeightSender, fingerprint
 from quadriga.workers.base import choose_device
 from quadriga.workers.models import sizes_of_models
+from quadriga_verl.commands.meaning import device
 from tests.gpu.test_cuda import make_model
 from tests.limits import SOON_S
 from tests.rehearsal.in_worker import FINDINGS, STARTED

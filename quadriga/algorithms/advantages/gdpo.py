@@ -32,7 +32,7 @@ _KEYS = "algorithm.adv_options.gdpo_reward_keys"
 SCORE = "score"
 
 
-@register_adv_est("gdpo")
+@register_adv_est("gdpo", compares_group=True)
 def gdpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,

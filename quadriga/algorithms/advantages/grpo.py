@@ -9,7 +9,7 @@ standard deviation:
 Without the division it is the advantage of Dr. GRPO (arXiv:2503.20783), which does not favour
 prompts that are nearly always or nearly never solved.
 
-`grpo_vectorized` is a second name for verl's users; neither name loops over groups.
+`grpo_vectorized` is a second name; neither name loops over groups.
 
 Groups may have any size and order; a group of one keeps its score. A group whose scores are all
 equal gets exactly 0.
@@ -26,8 +26,8 @@ from quadriga.algorithms.masked import spread
 from quadriga.algorithms.registry import register_adv_est
 
 
-@register_adv_est("grpo_vectorized")
-@register_adv_est("grpo")
+@register_adv_est("grpo_vectorized", compares_group=True)
+@register_adv_est("grpo", compares_group=True)
 def grpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -19,7 +19,7 @@ from quadriga.algorithms.masked import spread
 from quadriga.algorithms.registry import register_adv_est
 
 
-@register_adv_est("grpo_passk")
+@register_adv_est("grpo_passk", compares_group=True)
 def grpo_passk(
     token_level_rewards: Tensor,
     response_mask: Tensor,

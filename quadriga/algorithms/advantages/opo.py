@@ -19,7 +19,7 @@ from quadriga.algorithms.masked import spread
 from quadriga.algorithms.registry import register_adv_est
 
 
-@register_adv_est("opo")
+@register_adv_est("opo", compares_group=True)
 def opo(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
 ) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from quadriga.algorithms.masked import masked_whiten, spread
 from quadriga.algorithms.registry import register_adv_est
 
 
-@register_adv_est("reinforce_plus_plus_baseline")
+@register_adv_est("reinforce_plus_plus_baseline", compares_group=True)
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
 ) -> tuple[Tensor, Tensor]:

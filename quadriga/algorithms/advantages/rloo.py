@@ -5,7 +5,7 @@ The score of a response minus the mean score of the *other* responses to the sam
 baseline that does not depend on the response itself leaves the gradient unbiased. With n responses
 this equals n / (n - 1) times the distance from the mean of all n.
 
-`rloo_vectorized` is a second name for verl's users; neither name loops over groups.
+`rloo_vectorized` is a second name; neither name loops over groups.
 
 Groups may have any size and order; a group of one keeps its score.
 
@@ -21,8 +21,8 @@ from quadriga.algorithms.masked import spread
 from quadriga.algorithms.registry import register_adv_est
 
 
-@register_adv_est("rloo_vectorized")
-@register_adv_est("rloo")
+@register_adv_est("rloo_vectorized", compares_group=True)
+@register_adv_est("rloo", compares_group=True)
 def rloo(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
 ) -> tuple[Tensor, Tensor]:

@@ -17,3 +17,6 @@ from quadriga.algorithms.losses.gspo import gspo
 from quadriga.algorithms.losses.sapo import sapo
 from quadriga.algorithms.losses.value import clipped_value_loss
 from quadriga.algorithms.losses.vanilla import vanilla
+from quadriga.algorithms.registry import POLICY_LOSSES
+
+POLICY_LOSSES.built_in = frozenset(POLICY_LOSSES)

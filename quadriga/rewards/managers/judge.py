@@ -274,7 +274,7 @@ class Question(NamedTuple):
         return score
 
 
-@register("judge")
+@register("judge", is_built_in=True)
 class JudgeRewardManager(SampleManager):
     """Grades each sample by a model on another server, within that server's limits.
 

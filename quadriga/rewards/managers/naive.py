@@ -62,7 +62,7 @@ def special_token_notice(tokenizer: Any, accepted: Collection[str]) -> tuple[str
     )
 
 
-@register("naive")
+@register("naive", is_built_in=True)
 class NaiveRewardManager(SampleManager):
     """Grades each sample on its own, in a pool of processes.
 
@@ -124,7 +124,7 @@ class NaiveRewardManager(SampleManager):
         self._pool.close()
 
 
-@register("batch")
+@register("batch", is_built_in=True)
 class BatchRewardManager(NaiveRewardManager):
     """Grades all samples of a batch in one call of the user's function, in a single process.
 
@@ -148,7 +148,7 @@ class BatchRewardManager(NaiveRewardManager):
         super().__init__(config, tokenizer)
 
 
-@register("prime")
+@register("prime", is_built_in=True)
 class PrimeRewardManager(NaiveRewardManager):
     """Grades each sample on its own, many at the same time, and adds the score as "acc".
 
@@ -244,7 +244,7 @@ def punishment_of(
     return penalty, {"overlong_reward": penalty, "overlong": penalty < 0}
 
 
-@register("dapo")
+@register("dapo", is_built_in=True)
 class DapoRewardManager(NaiveRewardManager):
     """Grades each sample on its own, with a soft penalty for over-long responses.
 
@@ -290,7 +290,7 @@ class DapoRewardManager(NaiveRewardManager):
         return shaped
 
 
-@register("in_process")
+@register("in_process", is_built_in=True)
 class InProcessRewardManager(SampleManager):
     """Grades in the trainer's process, when the rewards are needed, without a time limit.
 

@@ -136,7 +136,7 @@ def load_loops(path: str) -> None:
     for entry in entries:
         place = f"{where}, {entry.name}"
         user_class = class_named(entry.target, file.parent, object, place)
-        # A loop class of verl has an `AgentLoop` that wraps it.
+        # A class with another contract names the `AgentLoop` that wraps it.
         cls = getattr(user_class, "quadriga_form", user_class)
         if not issubclass(cls, AgentLoop):
             raise ConfigError(place, got=entry.target, expected="a subclass of AgentLoop")

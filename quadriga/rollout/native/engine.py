@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from quadriga.engine_traits.native import TRAITS
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.experts import RouteRecorder, mixtures
@@ -106,7 +107,8 @@ class NativeEngine(CausalModelEngine):
     """
 
     name = "native"
-    needs_packed_rows = reports_routes = True
+    traits = TRAITS
+    needs_packed_rows = True
 
     def __init__(
         self,
@@ -140,7 +142,6 @@ class NativeEngine(CausalModelEngine):
 
         self._shards: GroupShards | None = None
         self._steps: GroupSteps | None = None
-        self.take_weights: Callable[[int], None] | None = None
         device = model.device if group is None else group.device
         self.token_bytes = cache_bytes_per_token(model.config, cache_dtype(self.dtype, device))
         if group is not None:
@@ -166,7 +167,6 @@ class NativeEngine(CausalModelEngine):
         self._is_running = False
         self._is_between_steps = False
         self.num_steps = 0
-        self.before_step: Callable[[int], None] | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from quadriga.config.placement import sglang_problem
+from quadriga.config.placement import devices_problem
+from quadriga.engine_traits.sglang import TRAITS
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.models.load import stop_token_ids
 from quadriga.partition import buckets
@@ -75,6 +76,7 @@ class SGLangEngine(ThirdPartyEngine):
 
     name = "sglang"
     title = "SGLang"
+    traits = TRAITS
     takes_images = True
 
     def __init__(
@@ -108,7 +110,7 @@ class SGLangEngine(ThirdPartyEngine):
         skeleton = setup.skeleton()
         require_known_experts(cls.name, skeleton)
         if setup.device.type != "cpu":
-            problem = sglang_problem(setup.config)
+            problem = devices_problem(setup.config)
             if problem:
                 raise problem
         make = partial(

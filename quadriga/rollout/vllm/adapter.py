@@ -25,7 +25,7 @@ from quadriga.rollout.vllm.library import WHERE, Library
 from quadriga.weight_sync.publish import name_some
 
 _MERGE = "With actor_rollout_ref.model.lora_merge=true the adapter travels merged."
-# Ranks that vLLM can make room for. The last one is `MAX_RANK` of the configuration.
+# Ranks that vLLM can make room for. The last one is its trait `max_adapter_rank`.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from quadriga.config.adapter import adapter_route, read_adapter
 from quadriga.config.placement import experts_problem
+from quadriga.engine_traits.vllm import TRAITS
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.models.adapter_files import AdapterFiles, is_factor
 from quadriga.models.load import stop_token_ids
@@ -94,8 +95,8 @@ class VLLMEngine(ThirdPartyEngine):
 
     name = "vllm"
     title = "vLLM"
+    traits = TRAITS
     takes_images = cuts_images = True
-    num_steps = 0  # vLLM does not count them
 
     def __init__(
         self,
@@ -245,12 +246,15 @@ class VLLMEngine(ThirdPartyEngine):
             futures.append(self.core.start(self._complete(self.core, *request)))
         return futures
 
-    def between_steps(self, work: Callable[[], None], *, keeps_cache: bool) -> Future[int]:
+    def between_steps(
+        self, work: Callable[[], None], *, keeps_cache: bool, recomputes: bool = False
+    ) -> Future[int]:
         """Run a function that loads weights between two steps.
 
         Args:
             work: the function.
             keeps_cache: whether unfinished responses go on with the KV cache of the older weights.
+            recomputes: not read: `work` loads weights.
 
         Returns:
             `num_steps`, or the error of `work`.

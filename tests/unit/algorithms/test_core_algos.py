@@ -6,8 +6,8 @@ import inspect
 import pytest
 import torch
 
-from quadriga.algorithms import core_algos
 from quadriga.errors import ConfigError
+from quadriga_verl import core_algos
 
 MASK = torch.tensor([[1, 1], [1, 0]])
 

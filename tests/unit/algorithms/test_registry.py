@@ -22,6 +22,7 @@ from quadriga.algorithms.registry import (
     options,
     required_fields,
 )
+from quadriga.declared_algorithms import declared, loss_options
 from quadriga.errors import ConfigError
 from quadriga.user_file import import_external
 
@@ -77,6 +78,24 @@ def test_names_of_the_enum_are_registered() -> None:
     assert {member.value for member in AdvantageEstimator} <= set(ADVANTAGES)
     assert get_adv_estimator_fn(AdvantageEstimator.GRPO) is get_adv_estimator_fn("grpo")
     assert "vanilla" in set(POLICY_LOSSES)
+
+
+def test_declarations_are_what_is_registered() -> None:
+    """The source says the same as the registries, which need torch."""
+    registries = {
+        "register_adv_est": ADVANTAGES,
+        "register_policy_loss": POLICY_LOSSES,
+        "register_batch_column": BATCH_COLUMNS,
+    }
+    for decorator, registry in registries.items():
+        for name, declaration in declared(decorator).items():
+            assert declaration.fields == required_fields(registry[name])
+            assert set(declaration.options) <= set(options(registry[name]))
+    losses = declared("register_policy_loss")
+    assert losses.keys() == POLICY_LOSSES.built_in
+    flagged = {name for name, loss in losses.items() if "needs_advantage" in loss.flags}
+    assert flagged == POLICY_LOSSES.needing_advantage
+    assert loss_options()["clip_cov"] == ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")
 
 
 def test_function_of_a_file(tmp_path: Path) -> None:

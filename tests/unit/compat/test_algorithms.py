@@ -16,11 +16,11 @@ from quadriga.algorithms.registry import (
     choose_estimator,
     choose_policy_loss,
 )
-from quadriga.compat.verl import VARIABLE
-from quadriga.compat.verl import algorithms as ours
 from quadriga.config import ActorConfig
 from quadriga.config.algorithm import AlgorithmConfig
 from quadriga.errors import ConfigError
+from quadriga_verl.shim import VARIABLE
+from quadriga_verl.shim import algorithms as ours
 
 pytestmark = pytest.mark.usefixtures("verl_names")
 

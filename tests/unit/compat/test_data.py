@@ -13,9 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from quadriga.compat.verl.loops import AsyncLLMServerManager
 from quadriga.config import DataConfig
 from quadriga.data import load_processor
+from quadriga_verl.shim.loops import AsyncLLMServerManager
 from tests.vision_folder import IMAGE, tiny_tokenizer, write_vision_folder
 
 pytestmark = pytest.mark.usefixtures("verl_names")

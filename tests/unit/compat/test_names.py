@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.compat import verl
 from quadriga.errors import ConfigError
 from quadriga.user_file import import_file
+from quadriga_verl import shim as verl
 from tests.limits import PROGRAM_S
 
 

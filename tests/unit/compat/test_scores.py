@@ -3,7 +3,7 @@
 
 import pytest
 
-from quadriga.compat.verl import scores
+from quadriga_verl.shim import scores
 
 
 @pytest.mark.parametrize(

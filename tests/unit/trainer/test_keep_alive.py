@@ -179,7 +179,7 @@ def test_the_command_is_that_of_the_command_line(monkeypatch: pytest.MonkeyPatch
 
 def test_the_parent_stays_small() -> None:
     """Neither torch nor Ray is loaded by the modules of the command."""
-    program = "import sys, quadriga.cli.train, quadriga.cli.verl; print({'torch', 'ray'} & sys.modules.keys())"
+    program = "import sys, quadriga.cli.train, quadriga_verl.cli; print({'torch', 'ray'} & sys.modules.keys())"
     assert (
         module.subprocess.check_output([sys.executable, "-c", program], text=True).strip()
         == "set()"

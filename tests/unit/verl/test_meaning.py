@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from quadriga.cli.verl import version_of
 from quadriga.config.root import spelled
-from quadriga.verl.programs import find_entry
-from quadriga.verl.translate import translate
+from quadriga_verl.cli import version_of
+from quadriga_verl.commands.entries import find_entry
+from quadriga_verl.commands.translate import translate
 
 HERE = Path(__file__).parent
 SCRIPTS = {

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from quadriga.cli.verl import RUNS
-from quadriga.compat.verl import TABLE
 from quadriga.config.keys import leaf_keys
 from quadriga.config.loader import load_config
 from quadriga.config.yaml_text import as_text
-from quadriga.verl.hydra import MISSING, VERSIONS, defaults
-from quadriga.verl.programs import ENTRIES, find_entry
-from quadriga.verl.shell import commands, launched
-from quadriga.verl.translate import translate
+from quadriga_verl.cli import RUNS
+from quadriga_verl.commands.entries import ENTRIES, find_entry
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, defaults
+from quadriga_verl.commands.shell import commands, launched
+from quadriga_verl.commands.translate import translate
+from quadriga_verl.shim import TABLE
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "from_verl.md"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quadriga.verl.hydra import MISSING, VERSIONS, defaults
-from quadriga.verl.programs import ENTRIES, find_entry
-from quadriga.verl.translate import Line, translate
+from quadriga_verl.commands.entries import ENTRIES, find_entry
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, defaults
+from quadriga_verl.commands.translate import Line, translate
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 FIELDS = f"{MEGATRON}.override_transformer_config"

@@ -7,7 +7,7 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.errors import ConfigError
-from quadriga.verl.shell import commands, launched
+from quadriga_verl.commands.shell import commands, launched
 
 SCRIPT = r"""
 set -xeuo pipefail

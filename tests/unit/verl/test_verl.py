@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from quadriga.cli.verl import main, version_of
 from quadriga.config.keys import leaf_of
 from quadriga.errors import ConfigError
 from quadriga.rewards.registry import BUILT_IN
-from quadriga.verl.hydra import MISSING, VERSIONS, defaults, parse_word
-from quadriga.verl.meaning import ESTIMATORS, LOSSES, MANAGERS
-from quadriga.verl.programs import find_entry
-from quadriga.verl.translate import Line, translate
+from quadriga_verl.cli import main, version_of
+from quadriga_verl.commands.entries import find_entry
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, defaults, parse_word
+from quadriga_verl.commands.meaning import ESTIMATORS, LOSSES, MANAGERS
+from quadriga_verl.commands.translate import Line, translate
 
 PUBLISHED = [
     tuple(line.split("\t"))

@@ -6,13 +6,15 @@ The engines repeat the prompt: vLLM and SGLang themselves are in tests/vllm and 
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from quadriga.config import Config, RolloutConfig, load_config, problem_of_several_engines
-from quadriga.config.checks import REPORTS_ROUTES, check_replay
+from quadriga.config.checks import check_replay
+from quadriga.engine_traits import ENGINES
 from quadriga.errors import ConfigError
 from quadriga.models.load import load_causal_lm
 from quadriga.rollout import Balancer, Completion, SamplingParams, ScriptedEngine
@@ -22,9 +24,10 @@ from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
 from quadriga.workers import rollout_engines
-from quadriga.workers.rollout_engines import make_rollout_engine
+from quadriga.workers.rollout_engines import make_rollout_engine, rollout_engine_class
 
 MIB = 1 << 20
+EXAMPLE = f"{Path(__file__).parents[3] / 'examples/custom/engine.py'}:BruteForceEngine"
 
 
 class Echo(ScriptedEngine):
@@ -245,8 +248,8 @@ def test_addresses_that_are_none(make: Callable[..., Any], options: dict[str, An
         ({"name": "scripted"}, "computes in the calling process"),
         ({"name": "vllm"}, "1, or actor_rollout_ref.rollout.mode=async"),
         ({"name": "http"}, "Name all servers in actor_rollout_ref.rollout.engine_kwargs.urls"),
-        ({"name": "sglang", "engine_kwargs": {"sglang": {"url": "http://a:1"}}}, "several as urls"),
-        ({"name": "sglang", "engine_kwargs": {"urls": ["http://a:1"]}}, "several as urls"),
+        ({"name": "sglang", "engine_kwargs": {"sglang": {"url": "http://a:1"}}}, "all servers in"),
+        ({"name": "sglang", "engine_kwargs": {"urls": ["http://a:1"]}}, "all servers in"),
     ],
 )
 def test_one_only(make: Callable[..., Any], changes: dict[str, Any], words: str) -> None:
@@ -269,12 +272,57 @@ def test_the_key_is_verl_s() -> None:
 @pytest.mark.parametrize("name", ["hf", "vllm", "sglang", "http"])
 def test_engines_that_report_no_routes(name: str) -> None:
     """Refused by the configuration alone."""
-    assert {name for name, one in rollout_engines.ENGINES.items() if one.reports_routes} == {
-        *REPORTS_ROUTES
-    }
     for replay in ("rollout", "old_log_prob"):
         section = {"rollout": {"name": name}, "actor": {"router_replay": replay}}
         found = [str(one) for one in check_replay(Config(actor_rollout_ref=section))]
         assert ["an engine that reports its choices: native" in one for one in found] == [True] * (
             replay == "rollout"
         )
+
+
+def test_each_name_has_a_class_with_its_traits() -> None:
+    """What the configuration checks is what the classes declare, and the other way round."""
+    declared = {name: engine.traits for name, engine in rollout_engines.ENGINES.items()}
+    assert declared == ENGINES
+
+
+def test_an_engine_from_a_users_file(config: Config, tokenizer: Any) -> None:
+    """The example draws the tokens that the reference draws with the same seeds."""
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    sampling = [SamplingParams(max_tokens=4, seed=7)] * 2
+    responses = []
+    for name in (EXAMPLE, "hf"):
+        policy = config.actor_rollout_ref.model_copy(update={"rollout": RolloutConfig(name=name)})
+        changed = config.model_copy(update={"actor_rollout_ref": policy})
+        engine = make_rollout_engine(changed, tokenizer, **place)
+        responses.append(engine.generate_batch([[3, 4], [5]], sampling))
+        assert engine.traits == policy.rollout.traits
+    assert [one.token_ids for one in responses[0]] == [one.token_ids for one in responses[1]]
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("object", "got Mine, a subclass of object, expected a subclass of quadriga.rollout"),
+        ("RolloutEngine", "without generate_batch and load_weights and from_config"),
+        ("ScriptedEngine", ""),
+    ],
+)
+def test_a_class_that_is_no_engine(base: str, words: str, config: Config, tmp_path: Path) -> None:
+    """Such a class is refused where it is loaded, before processes start."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from quadriga.engine_traits import EngineTraits\n"
+        "from quadriga.rollout import RolloutEngine, ScriptedEngine\n"
+        f"class Mine({base}):\n    traits = EngineTraits()\n"
+    )
+    policy = {"rollout": RolloutConfig(name=f"{file}:Mine")}
+    changed = config.model_copy(
+        update={"actor_rollout_ref": config.actor_rollout_ref.model_copy(update=policy)}
+    )
+    if not words:
+        assert rollout_engine_class(changed).__name__ == "Mine"
+        return
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.name: ") as caught:
+        rollout_engine_class(changed)
+    assert words in str(caught.value) and str(file) in str(caught.value)

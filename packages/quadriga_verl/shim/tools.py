@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's tools and user simulators as ours.
+"""verl's tools and user simulators.
 
 verl    one object for all conversations, which tells them apart by an `instance_id`
-ours    an object for each conversation: it calls the shared one with its own `instance_id`
+ours    one object per conversation; here it calls verl's shared object with an `instance_id`
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quadriga.compat.verl import scores
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.code.containment import Limits
@@ -26,10 +25,13 @@ from quadriga.rewards.code.run import Case, run_cases, run_remotely
 from quadriga.rollout.agent_loop.interactions import Interaction, Reply
 from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, WithImages, class_tools, validator_of
 from quadriga.user_file import taken
+from quadriga_verl.shim import scores
+
+# ---- schemas ------------------------------------------------------------------------------------
 
 
 class Open(BaseModel):
-    """What may hold fields that are not named here."""
+    """Base class of models that accept further fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -62,28 +64,41 @@ class OpenAIFunctionSchema(Open):
 
 
 class OpenAIFunctionToolSchema(Open):
-    """A tool in the form that chat templates take."""
+    """A tool in the form that chat templates read."""
 
     type: str = "function"
     function: OpenAIFunctionSchema
 
 
 class ToolResponse(BaseModel):
-    """What a tool says to the model."""
+    """Response of a tool to the model."""
 
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
+        """Whether there is no text, image or video."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
+        """Whether there is text, and no image or video."""
         return bool(self.text) and not (self.image or self.video)
 
 
+# ---- tools --------------------------------------------------------------------------------------
+
+
 class BaseTool(Tool):
-    """verl's tool: one object for all conversations."""
+    """verl's tool: one object for all conversations.
+
+    Args:
+        config: settings from the file of tools.
+        tool_schema: schema from that file. None: `get_openai_tool_schema` returns it.
+
+    Raises:
+        ConfigError: there is no schema.
+    """
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
@@ -91,85 +106,90 @@ class BaseTool(Tool):
         self.config = config
         schema = tool_schema if tool_schema is not None else self.get_openai_tool_schema()
         if schema is None:
+            expected = "what the model reads"
             fix = "Give it a tool_schema in the YAML file, or write get_openai_tool_schema."
-            raise ConfigError(
-                type(self).__name__, got="no schema", expected="what the model reads", fix=fix
-            )
+            raise ConfigError(type(self).__name__, got="no schema", expected=expected, fix=fix)
         self.tool_schema = schema
         self.name = schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """The schema, where the YAML file has none."""
+        """The schema, if the file of tools has none."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """The instance's id, and what it says at first."""
+        """Create an instance; returns its id and its first response."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """What the tool says, the reward of this call, and metrics."""
+        """Execute a call; returns the response, the reward of the call and metrics."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
-        """What the use of the instance earned."""
+        """Reward for the use of an instance."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Frees the instance."""
+        """Free an instance."""
 
     @classmethod
     def tool_spec(
         cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str
     ) -> ToolSpec:
-        own = {name: value for name, value in config.items() if name != "type"}
+        settings = {name: value for name, value in config.items() if name != "type"}
         if config.get("type") == "mcp":
             fix = "List MCP servers under `mcp_servers` of the file of tools."
             raise ConfigError(where, got="config.type='mcp'", expected="native", fix=fix)
-        tool = cls(own, None if schema is None else OpenAIFunctionToolSchema.model_validate(schema))
+        tool_schema = None
+        if schema is not None:
+            tool_schema = OpenAIFunctionToolSchema.model_validate(schema)
+        tool = cls(settings, tool_schema)
         described = tool.tool_schema.model_dump(exclude_none=True, exclude_unset=True)
-        described["function"].setdefault(
-            "parameters", {"type": "object", "properties": {}, "required": []}
-        )
-        return ToolSpec(
-            partial(Instance, tool), described, validator_of(described["function"]["parameters"])
-        )
+        no_parameters = {"type": "object", "properties": {}, "required": []}
+        parameters = described["function"].setdefault("parameters", no_parameters)
+        return ToolSpec(partial(Instance, tool), described, validator_of(parameters))
 
 
 class Instance(Tool):
-    """A conversation's use of a shared tool; what single calls earn adds up where `calc_reward` is left as it is."""
+    """The use of a shared tool by one conversation.
+
+    Rewards of single calls are added up if the tool has no `calc_reward` of its own.
+    """
 
     def __init__(self, tool: BaseTool) -> None:
-        self.tool, self.instance_id, self.earned = tool, "", list[float]()
+        self.tool = tool
+        self.instance_id = ""
+        self.earned: list[float] = []
 
     async def create(self, **kwargs: Any) -> None:
-        made = await _awaited(
-            self.tool.create(**taken(self.tool.create, {**kwargs, "create_kwargs": kwargs}))
-        )
-        self.instance_id = made[0] if isinstance(made, tuple) else made
+        arguments = taken(self.tool.create, {**kwargs, "create_kwargs": kwargs})
+        result = await _awaited(self.tool.create(**arguments))
+        self.instance_id = result[0] if isinstance(result, tuple) else result
 
     async def execute(self, **kwargs: Any) -> str | WithImages:
-        known = self.tool.tool_schema.function.parameters.properties
-        # Beside the model's arguments: those of the row, and the loop's `agent_data`.
-        own = {
-            name: value
-            for name, value in kwargs.items()
-            if name not in known and (known or name == "agent_data")
-        }
-        parameters = {name: value for name, value in kwargs.items() if name not in own}
-        found = await _awaited(self.tool.execute(self.instance_id, parameters, **own))
-        response, *rest = found if isinstance(found, tuple) else (found,)
-        if rest and rest[0] is not None:
-            self.earned.append(float(rest[0]))
-        said = (
-            ToolResponse(text=response)
-            if isinstance(response, str)
-            else ToolResponse.model_validate(response)
-        )
-        if said.video:
-            raise RolloutError(
-                f"tool {self.tool.name}", got="a response with a video", expected="text and images"
-            )
-        return WithImages(said.image, said.text or "") if said.image else said.text or ""
+        known_names = self.tool.tool_schema.function.parameters.properties
+        # Besides the model's arguments there are those of the row, and the loop's `agent_data`.
+        # A schema without arguments accepts any, so those of the row cannot be told apart.
+        parameters = {}
+        other_arguments = {}
+        for name, value in kwargs.items():
+            if name in known_names or (not known_names and name != "agent_data"):
+                parameters[name] = value
+            else:
+                other_arguments[name] = value
+        call = self.tool.execute(self.instance_id, parameters, **other_arguments)
+        result = await _awaited(call)
+        response, *details = result if isinstance(result, tuple) else (result,)
+        if details and details[0] is not None:
+            self.earned.append(float(details[0]))
+        if isinstance(response, str):
+            return response
+        response = ToolResponse.model_validate(response)
+        if response.video:
+            where = f"tool {self.tool.name}"
+            got = "a response with a video"
+            raise RolloutError(where, got=got, expected="text and images")
+        text = response.text or ""
+        return WithImages(response.image, text) if response.image else text
 
     async def calc_reward(self, **kwargs: Any) -> Any:
         if type(self.tool).calc_reward is BaseTool.calc_reward:
@@ -181,18 +201,20 @@ class Instance(Tool):
 
 
 def tool_of(spec: ToolSpec) -> BaseTool | None:
-    """The shared object behind a tool of verl's class; None of a tool of ours."""
-    made = spec.make
-    return made.args[0] if isinstance(made, partial) and made.func is Instance else None
+    """The shared object behind a tool of verl's class; None for a tool of ours."""
+    make = spec.make
+    is_verls = isinstance(make, partial) and make.func is Instance
+    return make.args[0] if is_verls else None
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
-    """The tools of a YAML file, those of verl's classes."""
-    return [tool for spec in class_tools(tools_config_file) if (tool := tool_of(spec)) is not None]
+    """Load the tools of verl's classes from a YAML file."""
+    tools = [tool_of(spec) for spec in class_tools(tools_config_file)]
+    return [tool for tool in tools if tool is not None]
 
 
 class Gsm8kTool(BaseTool):
-    """Grades an answer by the rule of GSM8K while the conversation goes on; an answer that is no better costs 0.05."""
+    """Grades an answer to GSM8K during a conversation; an answer that is no better costs 0.05."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
@@ -209,10 +231,12 @@ class Gsm8kTool(BaseTool):
         return instance_id, ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        state, answer = self._states[instance_id], str(parameters.get("answer", ""))
+        state = self._states[instance_id]
+        answer = str(parameters.get("answer", ""))
         state["answer"] = f"#### {answer.removeprefix('#### ')}"
         reward = await self.calc_reward(instance_id)
-        earned, state["best"] = (0.0 if reward > state["best"] else -0.05), reward
+        earned = 0.0 if reward > state["best"] else -0.05
+        state["best"] = reward
         return ToolResponse(text=f"The answer {answer!r} scores {reward}"), earned, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
@@ -223,21 +247,30 @@ class Gsm8kTool(BaseTool):
         del self._states[instance_id]
 
 
-class _Workers:
-    """What stands behind a tool that waits: `await pool.execute.remote(function, *arguments)`, so many at a time."""
+class _ThreadPool:
+    """Threads for the calls of a tool, used as `await pool.execute.remote(function, *arguments)`.
+
+    Args:
+        config: settings of the tool; `num_workers` and `rate_limit` bound the number of threads.
+        default: value of either setting if it is missing.
+    """
 
     def __init__(self, config: Mapping[str, Any], default: int) -> None:
-        number = min(int(config.get(name, default)) for name in ("num_workers", "rate_limit"))
-        self._threads, self.execute = ThreadPoolExecutor(number, "verl-tool"), self
+        num_threads = min(int(config.get(name, default)) for name in ("num_workers", "rate_limit"))
+        self._threads = ThreadPoolExecutor(num_threads, "verl-tool")
+        self.execute = self
 
     def remote(self, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
-        """The result of a plain function, in a thread."""
+        """Call a function in a thread; returns a future of its result."""
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
 
 class SandboxFusionTool(BaseTool):
-    """Runs the program `code` and says what it prints: on the server `sandbox_fusion_url`, or without one on this
-    machine, contained. `num_workers` and `rate_limit` are those of a process."""
+    """Runs the program `code` and returns what it prints.
+
+    It runs on the server `sandbox_fusion_url`, or else in a sandbox on this machine. `num_workers`
+    and `rate_limit` hold for each process.
+    """
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
@@ -247,87 +280,79 @@ class SandboxFusionTool(BaseTool):
         self.default_language = config.get("default_language", "python")
         self.sandbox_fusion_url = config.get("sandbox_fusion_url") or ""
         self.memory_limit_mb = config.get("memory_limit_mb", 1024)
-        self.execution_pool = _Workers(config, 10)
+        self.execution_pool = _ThreadPool(config, 10)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        limit_s, language = (
-            parameters.get("timeout", self.default_timeout),
-            parameters.get("language"),
-        )
-        arguments = (
+        text = await self.execution_pool.execute.remote(
+            self.execute_code,
             instance_id,
             str(parameters.get("code", "")),
-            limit_s,
-            language or self.default_language,
+            parameters.get("timeout", self.default_timeout),
+            parameters.get("language") or self.default_language,
         )
-        return (
-            ToolResponse(
-                text=await self.execution_pool.execute.remote(self.execute_code, *arguments)
-            ),
-            None,
-            None,
-        )
+        return ToolResponse(text=text), None, None
 
     def execute_code(
         self, instance_id: str, code: str, timeout: float = 30, language: str = "python"
     ) -> str:
-        """What the program prints, errors behind; or what ended it."""
-        limits, case = Limits(timeout, timeout, self.memory_limit_mb), [Case({"input": ""}, "")]
+        """Run a program.
+
+        Args:
+            instance_id: ignored.
+            code: the program.
+            timeout: limit in seconds.
+            language: its language.
+
+        Returns:
+            Its output, errors at the end, and the limit that ended it.
+
+        Raises:
+            RolloutError: the language needs a server.
+        """
+        limits = Limits(timeout, timeout, self.memory_limit_mb)
+        cases = [Case({"input": ""}, "")]
         if self.sandbox_fusion_url:
-            runs = list(
-                run_remotely(
-                    code, case, limits, url=self.sandbox_fusion_url, language=language, parallel=1
-                )
-            )
+            url = self.sandbox_fusion_url
+            runs = list(run_remotely(code, cases, limits, url=url, language=language, parallel=1))
         elif language == "python":
-            runs = list(run_cases(code, case, limits, total_s=timeout + 1))
+            runs = list(run_cases(code, cases, limits, total_s=timeout + 1))
         else:
-            raise RolloutError(
-                f"tool {self.name}", got=f"language {language!r}", expected="python, or a server"
-            )
-        said = "".join(run.stdout + run.stderr for run in runs)
+            got = f"language {language!r}"
+            raise RolloutError(f"tool {self.name}", got=got, expected="python, or a server")
+        output = "".join(run.stdout + run.stderr for run in runs)
         status = runs[0].status if runs else "time"
-        return (
-            said if status in ("ok", "error") else f"{said}\nended by its limit: {status}".lstrip()
-        )
+        if status in ("ok", "error"):
+            return output
+        return f"{output}\nended by its limit: {status}".lstrip()
 
 
 class SearchTool(BaseTool):
-    """Sends `query_list` to the server `retrieval_service_url`, and says the `topk` documents of each query."""
+    """Sends `query_list` to the server `retrieval_service_url`; returns `topk` documents for each."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        self.retrieval_service_url, self.topk = (
-            config.get("retrieval_service_url") or "",
-            config.get("topk", 3),
-        )
-        self.default_timeout, self.execution_pool = (
-            config.get("default_timeout", 30),
-            _Workers(config, 120),
-        )
+        self.retrieval_service_url = config.get("retrieval_service_url") or ""
+        self.topk = config.get("topk", 3)
+        self.default_timeout = config.get("default_timeout", 30)
+        self.execution_pool = _ThreadPool(config, 120)
         setting = f"tool {self.name}, config.retrieval_service_url"
         self._server = HTTPClient(self.retrieval_service_url, RolloutError, setting=setting)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         queries = parameters.get("query_list")
         if not isinstance(queries, list) or not queries:
-            return (
-                ToolResponse(
-                    text=json.dumps({"result": "Error: query_list must be a list of queries."})
-                ),
-                0.0,
-                {},
-            )
-        arguments = (
+            error = {"result": "Error: query_list must be a list of queries."}
+            return ToolResponse(text=json.dumps(error)), 0.0, {}
+        text, metrics = await self.execution_pool.execute.remote(
+            self.execute_search,
             instance_id,
             queries,
             self.retrieval_service_url,
             self.topk,
             self.default_timeout,
         )
-        text, metrics = await self.execution_pool.execute.remote(self.execute_search, *arguments)
         return ToolResponse(text=text), 0.0, metrics
 
     def execute_search(
@@ -338,43 +363,68 @@ class SearchTool(BaseTool):
         topk: int,
         timeout: float,
     ) -> tuple[str, dict[str, Any]]:
-        """The documents as JSON text, {"result": ...}, and metrics."""
+        """Search documents.
+
+        Args:
+            instance_id: ignored.
+            query_list: the queries.
+            retrieval_service_url: ignored; the server is that of the settings.
+            topk: documents per query.
+            timeout: limit in seconds.
+
+        Returns:
+            The documents as JSON text, {"result": ...}, and metrics.
+        """
         body = {"queries": query_list, "topk": topk, "return_scores": True}
-        found = self._server.call_until(body, timeout_s=timeout).get("result") or []
+        results = self._server.call_until(body, timeout_s=timeout).get("result") or []
         parts = []
-        for documents in found:
-            pairs = [str(one["document"]["contents"]).partition("\n") for one in documents]
-            texts = [
-                f"Doc {number} (Title: {title})\n{text}"
-                for number, (title, _, text) in enumerate(pairs, start=1)
-            ]
+        for documents in results:
+            texts = []
+            for number, document in enumerate(documents, start=1):
+                title, _, text = str(document["document"]["contents"]).partition("\n")
+                texts.append(f"Doc {number} (Title: {title})\n{text}")
             parts.append("\n\n".join(texts).strip())
         result = "\n---\n".join(parts) or "No search results found."
-        metrics = {"query_count": len(query_list), "total_results": sum(map(len, found))}
+        metrics = {"query_count": len(query_list), "total_results": sum(map(len, results))}
         return json.dumps({"result": result}, ensure_ascii=False), metrics
+
+
+# ---- user simulators ----------------------------------------------------------------------------
 
 
 class BaseInteraction(Interaction):
     """verl's user simulator: one object for all conversations."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.config, self.name = config, config.get("name", "interaction_agent")
+        self.config = config
+        self.name = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """The instance's id."""
+        """Begin a conversation; returns its id."""
         return instance_id or str(uuid4())
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> Any:  # pyrefly: ignore
-        """Whether the conversation is over, what the user says, the score of the model's turn, and more."""
+        """Reply to the model.
+
+        Args:
+            instance_id: the conversation.
+            messages: its messages so far.
+            kwargs: entries of the row's `interaction_kwargs`.
+
+        Returns:
+            Whether the conversation is over, the user's text, the score of the model's turn, and
+            further facts.
+        """
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
+        """Score of a conversation; not called here."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Frees the instance."""
+        """End a conversation."""
 
     @classmethod
     def maker(cls, name: str, config: Mapping[str, Any]) -> Callable[[], Interaction]:
@@ -382,33 +432,35 @@ class BaseInteraction(Interaction):
 
 
 class _Talk(Interaction):
-    """A conversation with a shared user simulator."""
+    """The use of a shared user simulator by one conversation."""
 
     def __init__(self, shared: BaseInteraction) -> None:
-        self.shared, self.instance_id, self.kwargs = shared, str(uuid4()), dict[str, Any]()
+        self.shared = shared
+        self.instance_id = str(uuid4())
+        self.kwargs: dict[str, Any] = {}
 
     async def start_interaction(self, **kwargs: Any) -> None:
         self.kwargs = {"name": self.shared.name, **kwargs}
-        given = taken(
-            self.shared.start_interaction, {"instance_id": self.instance_id, **self.kwargs}
-        )
-        self.instance_id = (
-            await _awaited(self.shared.start_interaction(**given)) or self.instance_id
-        )
+        instance_id = await self._call(self.shared.start_interaction, self.kwargs)
+        self.instance_id = instance_id or self.instance_id
 
     async def generate_response(self, messages: list[dict[str, Any]]) -> Reply:
-        offered = {"instance_id": self.instance_id, "messages": messages, **self.kwargs}
-        given = taken(self.shared.generate_response, offered)
-        is_over, text, score, *_ = await _awaited(self.shared.generate_response(**given))
+        offered = {"messages": messages, **self.kwargs}
+        result = await self._call(self.shared.generate_response, offered)
+        is_over, text, score, *_ = result
         return Reply(text or "", score, bool(is_over))
 
     async def finalize_interaction(self) -> None:
-        given = taken(self.shared.finalize_interaction, {"instance_id": self.instance_id})
-        await _awaited(self.shared.finalize_interaction(**given))
+        await self._call(self.shared.finalize_interaction, {})
+
+    async def _call(self, method: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+        """Call a method of the shared object with those of the arguments that it takes."""
+        arguments = taken(method, {"instance_id": self.instance_id, **offered})
+        return await _awaited(method(**arguments))
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """A teacher who says whether the last answer is right by the rule of GSM8K, and ends the talk when it is."""
+    """A teacher who says whether the last answer to GSM8K is right, and then ends the talk."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -424,15 +476,12 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> Any:  # pyrefly: ignore
-        said = next(
-            (one["content"] for one in reversed(messages) if one["role"] == "assistant"), ""
-        )
-        score = scores.gsm8k_compute_score(said, self._truths[instance_id])
-        reply = (
-            "That is right."
-            if score == 1.0
-            else "That is not right. Think about it and answer again."
-        )
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        answer = answers[-1] if answers else ""
+        score = scores.gsm8k_compute_score(answer, self._truths[instance_id])
+        reply = "That is not right. Think about it and answer again."
+        if score == 1.0:
+            reply = "That is right."
         return score == 1.0, reply, score, {}
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
@@ -440,17 +489,21 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 async def _awaited(result: Any) -> Any:
+    """The result of a method of a user, which may be a coroutine."""
     return await result if inspect.isawaitable(result) else result
 
 
+# ---- tracing and timing -------------------------------------------------------------------------
+
+
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as it is: conversations are traced by `actor_rollout_ref.rollout.trace_dir`."""
+    """Return a function unchanged; `actor_rollout_ref.rollout.trace_dir` traces conversations."""
     return function
 
 
 @contextmanager
 def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
-    """Adds the seconds of a block to `timing_raw[name]`."""
+    """Context manager: add the seconds of a block to `timing_raw[name]`."""
     started = time.perf_counter()
     try:
         yield

@@ -13,10 +13,10 @@ from pathlib import Path
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
 from quadriga.trainer.keep_alive import OPTION, is_kept_alive, keep_run_alive
-from quadriga.verl.hydra import VERSIONS, Tree
-from quadriga.verl.programs import ENTRIES, find_entry
-from quadriga.verl.shell import LAUNCHERS, launched
-from quadriga.verl.translate import Line, translate
+from quadriga_verl.commands.entries import ENTRIES, find_entry
+from quadriga_verl.commands.hydra import VERSIONS, Tree
+from quadriga_verl.commands.shell import LAUNCHERS, launched
+from quadriga_verl.commands.translate import Line, translate
 
 RUNS = {
     "train": "quadriga.trainer.launch:run_ppo",

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hydra's command lines and configuration files, and the defaults of verl's programs.
+
+key=value, +key=value, ++key=value, ~key    `parse_word`
+defaults: [...] in a YAML file              `read_config`
+${key}, ${oc.env:NAME}, ${oc.select:key}    `Tree.resolved`
+verl's own configuration of a version       `defaults`, from defaults.tsv
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quadriga.config.yaml_text import as_text, read_yaml
+from quadriga.errors import ConfigError
+
+VERSIONS = ("0.5.0", "0.6.1", "0.8.0", "0.10.0")
+"""Versions of verl whose defaults are known. The last one is the default."""
+MISSING = "???"  # Hydra's mark for a value that the user has to give
+
+_WORD = re.compile(
+    r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w./@:\-]*)(?:=(?P<value>.*))?", re.DOTALL
+)
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*)?(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
+_CONSTANTS = {"null": None, "true": True, "false": False}
+# Characters of a value that is a list, a dictionary or quoted text.
+_STRUCTURED = re.compile(r"""[\[\]{},'"\\]""")
+# Characters that Hydra allows in a word, but OmegaConf refuses or interprets.
+_OPAQUE = re.compile(r"[=$]")
+_PLACEHOLDER = re.compile(r"@reference(\d+)@")
+
+
+# ---- words of a command line --------------------------------------------------------------------
+
+
+class Word(NamedTuple):
+    """A parsed word of a command line."""
+
+    sign: str  # "+", "++", "~" or ""
+    key: str
+    value: Any
+
+
+def parse_word(argument: str) -> Word:
+    """Parse `key=value` by Hydra's rules.
+
+    Raises:
+        ConfigError: the word has another form, or its value cannot be parsed.
+    """
+    match = _WORD.fullmatch(argument.strip())
+    if match is None or (match["value"] is None and match["sign"] != "~"):
+        fix = "Write key=value, without spaces around the sign."
+        raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
+    key = match["key"]
+    text = match["value"] or ""
+    if re.search(r"\$[A-Za-z_]", text):
+        fix = "The shell has not filled it in: run the script, or write the value."
+        raise ConfigError(key, got=f"'{text}', a variable of a shell", expected="a value", fix=fix)
+    return Word(match["sign"], key, parse_value(text, key))
+
+
+def parse_value(text: str, key: str = "value") -> Any:
+    """Parse a value by Hydra's grammar, which is that of OmegaConf's `oc.decode`.
+
+    Args:
+        text: quoted or plain text, a list, a dictionary, a number, true, false or null. References
+            (`${...}`) stay as they are.
+        key: the key to name in an error.
+
+    Raises:
+        ConfigError: the text is not a value.
+    """
+    # References, and signs that OmegaConf would refuse, are hidden while it parses the rest.
+    hidden: list[str] = []
+
+    def hide(match: re.Match[str]) -> str:
+        hidden.append(match[0])
+        return f"@reference{len(hidden) - 1}@"
+
+    def restore(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(name): restore(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [restore(inner) for inner in value]
+        if isinstance(value, str):
+            # A reference may have been hidden inside another one.
+            return _PLACEHOLDER.sub(lambda match: restore(hidden[int(match[1])]), value)
+        return value
+
+    encoded = text.strip()
+    for pattern in (_REFERENCE, _OPAQUE):
+        while pattern.search(encoded):
+            encoded = pattern.sub(hide, encoded)
+    if not _STRUCTURED.search(encoded):
+        return restore(plain(encoded))
+
+    # Imported here, because most command lines have no lists, dictionaries or quotes.
+    import omegaconf
+
+    try:
+        tree = omegaconf.OmegaConf.create({"text": encoded, "value": "${oc.decode:${text}}"})
+        decoded = omegaconf.OmegaConf.to_container(tree, resolve=True)
+    except omegaconf.errors.OmegaConfBaseException as error:
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        got = f"{as_text(text, key)}: {reason}"
+        fix = "Put text with special signs in quotes, and a list in brackets; a sweep over several values is not run."
+        raise ConfigError(key, got=got, expected="one value", fix=fix) from error
+    return restore(decoded["value"])
+
+
+def plain(text: str) -> Any:
+    """Convert text without quotes: a constant, a number, or the text itself."""
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    if text.endswith(".") and text[:-1].isdigit():
+        return float(text)
+    has_digit = re.search(r"\d", text) is not None
+    if has_digit and text[-1] not in "._" and _NUMBER.fullmatch(text):
+        return float(text) if re.search(r"[.eE]", text) else int(text)
+    return text
+
+
+# ---- trees of keys ------------------------------------------------------------------------------
+
+
+class Tree:
+    """Values by dotted key. References are resolved when a value is read."""
+
+    def __init__(self, values: dict[str, Any] | None = None) -> None:
+        self.values = dict(values or {})
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a key. A dictionary is merged into the keys below."""
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                self.put(f"{key}.{name}" if key else str(name), inner)
+            return
+        is_empty_section = value == {}
+        if not is_empty_section:
+            self.drop(key)
+        # A section takes the place of a value above it.
+        names = key.split(".")
+        for depth in range(1, len(names)):
+            self.values.pop(".".join(names[:depth]), None)
+        if not is_empty_section or not self.below(key):
+            self.values[key] = value
+
+    def drop(self, key: str) -> None:
+        """Remove a key and all keys below it."""
+        for name in (key, *self.below(key)):
+            self.values.pop(name, None)
+
+    def below(self, key: str) -> list[str]:
+        """The keys below a section."""
+        return [name for name in self.values if name.startswith(f"{key}.")]
+
+    def resolved(self, key: str, above: tuple[str, ...] = ()) -> Any:
+        """Value of a key, or dictionary of a section, with references resolved.
+
+        Args:
+            key: the key.
+            above: keys whose references are being resolved.
+
+        Raises:
+            KeyError: there is no such key.
+            ConfigError: a reference cannot be resolved.
+        """
+        if key in above:
+            circle = " -> ".join((*above[above.index(key) :], key))
+            got = f"references in a circle, {circle}"
+            raise ConfigError(key, got=got, expected="a value", fix="Write the value.")
+        if key in self.values:
+            return self._resolve(self.values[key], key, (*above, key))
+        # The key is a section: resolve what is below it.
+        leaves = self.below(key)
+        if not leaves:
+            raise KeyError(key)
+        section = Tree()
+        for leaf in leaves:
+            section.put(leaf.removeprefix(f"{key}."), self.resolved(leaf, above))
+        return section.nested()
+
+    def nested(self) -> dict[str, Any]:
+        """The values as nested dictionaries."""
+        root: dict[str, Any] = {}
+        for key, value in self.values.items():
+            *path, last = key.split(".")
+            node = root
+            for name in path:
+                node = node.setdefault(name, {})
+            node[last] = value
+        return root
+
+    def _resolve(self, value: Any, key: str, above: tuple[str, ...]) -> Any:
+        """Resolve the references in the value of a key."""
+        if isinstance(value, list):
+            return [self._resolve(element, key, above) for element in value]
+        while isinstance(value, str):
+            match = _REFERENCE.search(value)
+            if match is None:
+                break
+            target = self._referenced(match[1].strip(), key, above)
+            if match[0] == value:
+                # A value that is one reference has the type of its target.
+                return target
+            value = f"{value[: match.start()]}{target}{value[match.end() :]}"
+        return value
+
+    def _referenced(self, reference: str, key: str, above: tuple[str, ...]) -> Any:
+        """Value of a reference: the text between `${` and `}`, in the value of a key."""
+        function, is_function, arguments = reference.partition(":")
+        target, has_default, default = (arguments if is_function else reference).partition(",")
+        target = target.strip()
+        default = default.strip()
+        if function == "oc.env" and (target in os.environ or has_default):
+            return plain(os.environ.get(target, default))
+        if is_function and function != "oc.select":
+            expected = "a reference that can be filled in"
+            fix = "Write the value: of functions oc.select and oc.env are filled in."
+            raise ConfigError(key, got=f"${{{reference}}}", expected=expected, fix=fix)
+        if target.startswith("."):
+            # One dot means the section of the key, each further dot a section above.
+            name = target.lstrip(".")
+            num_dots = len(target) - len(name)
+            target = ".".join((*key.split(".")[:-num_dots], name))
+        try:
+            return self.resolved(target, above)
+        except KeyError:
+            if is_function:
+                return parse_value(default, key) if has_default else None
+            fix = "Write the value, or name a key that there is; a variable of a shell is filled in by the shell."
+            got = f"${{{reference}}}"
+            raise ConfigError(key, got=got, expected="a key that there is", fix=fix) from None
+
+
+# ---- verl's defaults ----------------------------------------------------------------------------
+
+
+class _DefaultRow(NamedTuple):
+    """A row of defaults.tsv: the default of a key, for some trees."""
+
+    trees: list[str]
+    key: str
+    cells: list[str]  # one per version: JSON, "^" for the cell to the left, "-" for no such key
+
+
+@cache
+def _default_rows() -> list[_DefaultRow]:
+    lines = Path(__file__).with_name("defaults.tsv").read_text(encoding="utf-8").splitlines()
+    rows = []
+    for line in lines:
+        if not line.startswith("#"):
+            trees, key, *cells = line.split("\t")
+            rows.append(_DefaultRow(trees.split(","), key, cells))
+    return rows
+
+
+@cache
+def _known_trees() -> frozenset[str]:
+    return frozenset(tree for row in _default_rows() for tree in row.trees)
+
+
+@cache
+def defaults(tree: str, version: str) -> dict[str, Any]:
+    """verl's defaults of a tree in a version, by key.
+
+    A version without the tree has the defaults of the version before; the first one those of the
+    next.
+    """
+    position = VERSIONS.index(version)
+    values: dict[str, Any] = {}
+    for row in _default_rows():
+        if tree not in row.trees:
+            continue
+        column = position
+        while row.cells[column] == "^":
+            column -= 1
+        if row.cells[column] != "-":
+            values[row.key] = json.loads(row.cells[column])
+    if values or tree not in _known_trees():
+        return values
+    return defaults(tree, VERSIONS[position - 1 if position else 1])
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """The keys of all trees and versions."""
+    return frozenset(row.key for row in _default_rows())
+
+
+# ---- configuration files ------------------------------------------------------------------------
+
+
+def read_config(path: Path, base: dict[str, dict[str, Any]], problems: list[ConfigError]) -> Tree:
+    """Read a user's YAML file and the files or trees that its `defaults` list names.
+
+    Args:
+        path: the file.
+        base: verl's trees, by the names of their files; the program's own tree under "".
+        problems: a list to which problems are added.
+    """
+    content, _ = read_yaml(path, problems)
+    entries = content.get("defaults") or []
+    if "_self_" not in entries:
+        entries = [*entries, "_self_"]
+
+    folders = [path.parent]
+    for folder in (content.get("hydra") or {}).get("searchpath") or []:
+        if not str(folder).startswith("pkg://"):
+            folders.append(Path(str(folder).removeprefix("file://")))
+
+    tree = Tree()
+    for entry in entries:
+        if entry == "_self_":
+            settings = dict(content)
+            settings.pop("defaults", None)
+            settings.pop("hydra", None)
+            tree.put("", settings)
+            continue
+        # An entry is NAME, or {GROUP: NAME}, or {GROUP@PACKAGE: NAME}.
+        group, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
+        group = str(group).removeprefix("override ").removeprefix("optional ")
+        group, _, package = group.partition("@")
+        leaves = _entry_leaves(
+            str(name), group, package, folders=folders, base=base, problems=problems, where=path
+        )
+        for key, value in leaves:
+            tree.put(key, value)
+    return tree
+
+
+def _entry_leaves(
+    name: str,
+    group: str,
+    package: str,
+    *,
+    folders: Sequence[Path],
+    base: dict[str, dict[str, Any]],
+    problems: list[ConfigError],
+    where: Path,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that an entry of a `defaults` list brings, as pairs."""
+    stem = name.removesuffix(".yaml")
+    section = package or group.replace("/", ".")
+    prefix = f"{section}." if section and section != "_global_" else ""
+    for folder in folders:
+        file = folder / group / f"{stem}.yaml"
+        if file.is_file():
+            for key, value in read_config(file, base, problems).values.items():
+                yield prefix + key, value
+            return
+    if not group and stem in base:
+        yield from base[stem].items()
+    elif group and package:
+        # A section of verl's own tree.
+        for key, value in base[""].items():
+            if key.startswith(prefix):
+                yield key, value
+    elif stem not in ("null", "None"):
+        fix = "Write it beside this file, or name its folder in hydra.searchpath."
+        expected = "a file that exists"
+        problem = ConfigError(f"{where}: defaults", got=f"'{name}'", expected=expected, fix=fix)
+        problems.append(problem)

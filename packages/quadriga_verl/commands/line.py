@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command line of verl while it is translated.
+
+`translate.py` fills `Line.tree` with verl's keys and calls `take` for each of them. `take` follows the
+key's row in rules.tsv, and so do the functions that rows name. They write the result by `set`, and
+report by `note` (the key has no effect), `refuse` (its value is impossible) and `stop` (the whole
+line is).
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quadriga.config import Config
+from quadriga.config.keys import leaf_of
+from quadriga.config.root import spelled
+from quadriga.config.yaml_text import as_text
+from quadriga.errors import ConfigError
+from quadriga_verl.commands.entries import Entry
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, Tree, defaults, known_keys
+from quadriga_verl.commands.rules import FUNCTIONS, Rule, find_rule
+
+WORDS = ("after_each_epoch",)
+"""Text that is allowed for keys whose default in verl is a number."""
+_UNSET = "Is a variable of the script unset? For the default leave the key out."
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; booleans are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_same(value: Any, other_value: Any) -> bool:
+    """Whether two values are equal; 1 and True are not."""
+    has_same_kind = isinstance(value, bool) == isinstance(other_value, bool)
+    return value == other_value and has_same_kind
+
+
+def is_among(value: Any, accepted: Sequence[Any]) -> bool:
+    """Whether a value is the same as one of the accepted values."""
+    return any(is_same(value, accepted_value) for accepted_value in accepted)
+
+
+@dataclass
+class Line:
+    """A command line of verl: its tree of keys, and the translation so far.
+
+    Attributes:
+        entry: the program.
+        version: the version of verl.
+        tree: verl's keys: defaults, with the user's values in their place.
+        default: verl's defaults of this program and version.
+        given: keys of `tree` that the command line or a user's file sets.
+        ours: the translation, by key of the configuration.
+        sources: key of verl that a key in `ours` was set from.
+        noted: reason why keys have no effect -> these keys.
+        config: the configuration of `ours`. None if something is refused.
+        notices: sentences for the user.
+        refused: problems with the line.
+        machine: problems with this machine: files, models, packages or devices that it lacks.
+        options: arguments, which are not keys, of the command that runs.
+        rules: names of the rows that hold: those of the program, after "megatron" if it trains.
+        stopped: reason why the whole line is refused; "" if it is not.
+        written: key that is being translated, as the user wrote it.
+        sentence: sentence of its row.
+    """
+
+    entry: Entry
+    version: str
+    tree: Tree = field(default_factory=Tree)
+    default: dict[str, Any] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
+    ours: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    noted: dict[str, list[str]] = field(default_factory=dict)
+    config: Config | None = None
+    notices: list[str] = field(default_factory=list)
+    refused: list[ConfigError] = field(default_factory=list)
+    machine: list[ConfigError] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    rules: str = ""
+    stopped: str = ""
+    written: str = ""
+    sentence: str = ""
+
+    # ---- verl's keys ----
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """Value of a key of verl, or `otherwise` if the key is missing, null or not yet set."""
+        try:
+            value = self.tree.resolved(key)
+        except (KeyError, ConfigError):
+            # A reference that cannot be resolved is reported when its own key is translated.
+            return otherwise
+        return otherwise if value is None or value == MISSING else value
+
+    def is_changed(self, key: str) -> bool:
+        """Whether the user gave a key another value than verl's default."""
+        return key in self.given and not is_same(self.get(key), self._default_of(key))
+
+    def _default_of(self, key: str) -> Any:
+        """verl's default of a key, of this version or of the nearest one that has the key."""
+        if key in self.default:
+            return self._with_references(key, self.default[key])
+        if key not in known_keys():
+            return None
+        for tree in (self.entry.tree, "ppo_megatron"):
+            for version in reversed(VERSIONS):
+                values = defaults(tree, version)
+                if key in values:
+                    return self._with_references(key, values[key])
+        return None
+
+    def _with_references(self, key: str, value: Any) -> Any:
+        """A value of a key with its references resolved."""
+        return Tree(self.tree.values | {key: value}).resolved(key)
+
+    # ---- the translation ----
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key of the configuration.
+
+        What the user wrote takes precedence over defaults; two different values of the user are
+        refused.
+        """
+        key = spelled(key, self.entry.task)
+        source = self.written
+        is_users = source in self.given
+        if value == {}:
+            return
+        if key.startswith("critic.") and self.entry.task == "rl" and not has_critic(self):
+            self.note("No critic is trained: algorithm.adv_estimator takes no values.")
+            return
+        if value == "" and is_users and self._default_of(source) != "":
+            self.refuse("a value", _UNSET)
+            return
+        earlier_source = self.sources.get(key)
+        # Several keys of verl may mean one key here.
+        if earlier_source is not None and earlier_source in self.given:
+            if is_users and not is_same(self.ours[key], value):
+                earlier_value = as_text(self.ours[key], key)
+                got = f"{earlier_value} by {earlier_source} and {as_text(value, key)} by {source}"
+                fix = "Leave one of the two out."
+                self.refused.append(ConfigError(key, got=got, expected="one value", fix=fix))
+            return
+
+        leaf = leaf_of(key, self.entry.task)
+        # Hydra reads text such as `2024` as a number.
+        if is_number(value) and leaf is not None and leaf.is_text and "number" not in leaf.kind:
+            value = str(value)
+        is_null_allowed = leaf is None or leaf.kind.endswith("null")
+        # If null is verl's own default and not allowed here, both have their defaults.
+        if value is not None or is_null_allowed or self._default_of(source) is not None:
+            self.ours[key] = value
+            self.sources[key] = source
+
+    def note(self, sentence: str) -> None:
+        """Report why the key that is being translated has no effect, if the user changed it."""
+        if self.is_changed(self.written):
+            self.noted.setdefault(sentence, []).append(self.written)
+
+    def refuse(self, expected: str, fix: str) -> None:
+        """Report that the value of the key that is being translated is impossible."""
+        got = as_text(self.get(self.written), self.written)
+        self.refused.append(ConfigError(self.written, got=got, expected=expected, fix=fix))
+
+    def stop(self, sentence: str) -> None:
+        """Refuse the whole line; only the first reason is reported."""
+        self.stopped = self.stopped or sentence
+
+    # ---- keys by their rows ----
+
+    def take(self, key: str, value: Any) -> None:
+        """Translate a key.
+
+        Args:
+            key: as verl spells it, or as a row has renamed it.
+            value: its value.
+        """
+        match = find_rule(self.rules, self.entry.task, key)
+        if match is None:
+            self.take_ours(key, value)
+            return
+        rule, parts = match
+        self.sentence = rule.sentence
+        if rule.becomes == ">":
+            # The new name may have a row of its own.
+            remaining_parts = iter(parts)
+            new_key = re.sub(r"\*|<\w+>", lambda _: next(remaining_parts), rule.argument)
+            self.take(new_key, value)
+        elif rule.becomes == "@":
+            self._take_by_function(rule, key, value)
+        elif rule.becomes == "given":
+            if self.written in self.given:
+                self.take_ours(key, value)
+        elif rule.becomes in ("any", "note"):
+            self.note(rule.sentence)
+        elif rule.becomes == "stop":
+            if not is_among(value, json.loads(rule.argument)):
+                self.stop(rule.sentence)
+        elif self.is_changed(self.written) and not is_among(value, rule.argument):
+            named_values = [
+                as_text(item) for item in rule.argument if item not in (None, "", [], {})
+            ]
+            expected = named_values[0] if named_values else "the key left out"
+            self.refuse(expected, rule.sentence)
+
+    def _take_by_function(self, rule: Rule, key: str, value: Any) -> None:
+        """Call the function of a row, unless the value is text in place of a number."""
+        is_text = isinstance(value, str) and value not in WORDS
+        if is_text and is_number(self._default_of(self.written)):
+            leaf = leaf_of(key, self.entry.task)
+            if leaf is None or not leaf.is_text:
+                self.refuse("a number", rule.sentence.strip("-") if value else _UNSET)
+                return
+        FUNCTIONS[rule.argument](self, key, value)
+
+    def take_ours(self, key: str, value: Any) -> None:
+        """Take over a key that exists here under the same name; refuse an unknown key."""
+        key = spelled(key, self.entry.task)
+        section, _, name = key.rpartition(".")
+        is_verls = key in known_keys()
+        if leaf_of(key, self.entry.task) is not None:
+            self.set(key, value)
+        elif section == "data" and not is_verls and self.get("data.custom_cls.path"):
+            # A user's data set reads keys of its own.
+            self.set(f"data.custom_cls.options.{name}", value)
+        elif is_verls and not self.is_changed(self.written):
+            # This is verl's own default.
+            return
+        elif self.written in self.given:
+            self._refuse_unknown(key, value)
+
+    def _refuse_unknown(self, key: str, value: Any) -> None:
+        """Report a key of the user that does not exist here."""
+        if value in ({}, None) and any(known.startswith(key) for known in known_keys()):
+            # The user left a section of verl empty.
+            return
+        got = "a key that neither verl nor Quadriga has"
+        fix = "Leave it out; what your own file reads from it has no place here."
+        if any(known.startswith(f"{key}.") for known in known_keys()):
+            got = f"{as_text(value)}, for a section"
+            fix = f"Set keys below it: {key}.NAME=VALUE."
+        elif key in known_keys():
+            got = "a key of verl's without a place here"
+            fix = f"{self.entry.name} does not need it: leave it out."
+        self.refused.append(ConfigError(self.written, got=got, fix=fix))
+
+
+def has_critic(line: Line) -> bool:
+    """Whether verl builds a critic for a command line."""
+    return bool(line.get("critic.enable", line.get("algorithm.adv_estimator") == "gae"))

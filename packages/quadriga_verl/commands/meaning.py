@@ -1,0 +1,673 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that rules.tsv names for keys of verl's RL trainers, by the part of a run they set.
+
+See `rule_function` for how they are called, and `Line` for what they may call. `FINISH` at the end
+lists the functions that look at a line as a whole.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, get_args
+
+from quadriga.config.root import spelled
+from quadriga.config.trainer import Tracker
+from quadriga.declared_algorithms import declared, loss_options
+from quadriga_verl.commands import programs
+from quadriga_verl.commands.entries import OWN_ENGINES
+from quadriga_verl.commands.hydra import VERSIONS
+from quadriga_verl.commands.line import Line, has_critic, is_number
+from quadriga_verl.commands.rules import rule_function
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REWARD = "reward_model"
+
+ENGINES = ("vllm", "sglang", "hf")
+FLOATS = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+}
+"""verl's names of the dtypes that weights and optimizer may have -> ours."""
+_COMPUTE_FLOATS = FLOATS | {"fp16": "float16", "float16": "float16"}
+
+
+# ---- questions about a line ---------------------------------------------------------------------
+
+
+def count_of(line: Line) -> int:
+    """Number of processes of the run; a setting that is not a number counts as 1."""
+    numbers = (line.get("trainer.n_gpus_per_node", 1), line.get("trainer.nnodes", 1))
+    return prod(number for number in numbers if isinstance(number, int))
+
+
+def has_adapter(line: Line) -> bool:
+    """Whether a LoRA adapter is trained."""
+    names = ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
+    return any(line.get(f"actor_rollout_ref.model.{name}") for name in names)
+
+
+def _first_value(line: Line, keys: tuple[str, ...]) -> Any:
+    """First value that is set among some keys; keys that the user gave come first."""
+    for key in sorted(keys, key=lambda key: key not in line.given):
+        value = line.get(key)
+        if value:
+            return value
+    return None
+
+
+# ---- any key ------------------------------------------------------------------------------------
+
+
+@rule_function
+def unless_null(line: Line, key: str, value: Any) -> None:
+    """Set the key, unless null or empty text asks for the default."""
+    if value not in (None, ""):
+        line.set(key, value)
+
+
+@rule_function
+def null_if_falsy(line: Line, key: str, value: Any) -> None:
+    """Set the key; False, 0 and empty text mean null."""
+    line.set(key, value or None)
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+_PROFILERS = ("torch", "torch_memory", "nsys")
+
+
+@rule_function
+def frequency(line: Line, key: str, value: Any) -> None:
+    """Set the steps between checkpoints or validations; verl reads 0 and below as never."""
+    if value == "after_each_epoch":
+        line.set(key, value)
+    elif isinstance(value, str):
+        line.refuse("a number of steps, or -1", line.sentence)
+    else:
+        line.set(key, int(value) if value and value > 0 else -1)
+
+
+@rule_function
+def device(line: Line, key: str, value: Any) -> None:
+    """Set the device that the machine has, whatever the line names."""
+    line.set(key, "auto")
+    if value not in ("cuda", "cpu"):
+        line.note(line.sentence)
+
+
+@rule_function
+def loggers(line: Line, key: str, value: Any) -> None:
+    """Set the trackers that exist here; verl's `file` is `jsonl`."""
+    names = [value] if isinstance(value, str) else list(value or [])
+    names = ["jsonl" if name == "file" else name for name in names]
+    known_names = get_args(Tracker)
+    line.set(key, [name for name in names if name in known_names])
+    missing_names = [str(name) for name in names if name not in known_names]
+    if missing_names:
+        line.note(f"{', '.join(missing_names)}: {line.sentence}")
+
+
+@rule_function
+def profiler(line: Line, key: str, value: Any) -> None:
+    """Set the profiler's tool and steps, if the tool exists here."""
+    if line.get("global_profiler.tool") not in _PROFILERS:
+        line.note(line.sentence)
+    elif value is not None:
+        line.set(key, value)
+
+
+@rule_function
+def profiled_ranks(line: Line, key: str, value: Any) -> None:
+    """Set the ranks of a role that are profiled: none in verl, unless the role enables it."""
+    role = key.rpartition(".")[0]
+    if line.get("global_profiler.tool") not in _PROFILERS:
+        line.note(line.sentence)
+        return
+    ranks = line.get(f"{role}.ranks", [])
+    if not line.get(f"{role}.enable", True):
+        ranks = []
+    elif line.get(f"{role}.all_ranks"):
+        ranks = None
+    line.set(f"{role}.ranks", ranks)
+
+
+# ---- data ---------------------------------------------------------------------------------------
+
+
+@rule_function
+def batch_size(line: Line, key: str, value: Any) -> None:
+    """Set the prompts of a step, or of a generation step with dynamic sampling.
+
+    Without dynamic sampling, verl's step learns from what one generation step makes.
+    """
+    is_filtered = line.get("algorithm.filter_groups.enable")
+    if value is None:
+        return
+    if is_filtered:
+        line.set(key, value)
+    elif line.get("data.gen_batch_size", value) == value:
+        line.set("data.train_batch_size", value)
+
+
+@rule_function
+def raw_chat(line: Line, key: str, value: Any) -> None:
+    """Set whether rows keep their messages, which conversations of several turns need."""
+    line.set(key, bool(value or line.get(f"{ROLLOUT}.multi_turn.enable")))
+
+
+@rule_function
+def one_length(line: Line, key: str, value: Any) -> None:
+    """Set a length of the data from the rollout's, which generation obeys."""
+    if line.written in line.given and value is not None:
+        name = "max_prompt_length" if key.endswith("prompt_length") else "max_response_length"
+        line.set(f"data.{name}", value)
+
+
+# ---- algorithm ----------------------------------------------------------------------------------
+
+ESTIMATORS = frozenset(declared("register_adv_est"))
+LOSSES = loss_options()
+"""Policy loss -> the options of verl that it has."""
+MANAGERS = ("naive", "batch", "dapo", "prime")
+_PLAIN_MANAGERS = ("gdpo", "limited", "rate_limited", "remote")
+"""Managers of verl with the results of `naive`. They differ in where and how fast functions run."""
+_KNOWN_NAMES = {"adv_estimator": ESTIMATORS, "loss_mode": LOSSES, "reward_manager": MANAGERS}
+
+_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Level of rejection in verl 0.6.1 -> its name since then."""
+MIN_RATIO = 3e-9  # just above e^-20, where log-ratios are clipped
+
+
+@rule_function
+def known_name(line: Line, key: str, value: Any) -> None:
+    """Set the name of a registered function or class, or a file of the user."""
+    known_names = _KNOWN_NAMES[key.rpartition(".")[2]]
+    is_users = ".py:" in str(value) or line.get("actor_rollout_ref.model.external_lib")
+    if key.endswith("reward_manager") and value in _PLAIN_MANAGERS:
+        line.set(key, "naive")
+    elif value in known_names or is_users:
+        line.set(key, value)
+    elif value is not None:
+        expected = f"one of {', '.join(sorted(known_names))}, or path/to/file.py:name"
+        line.refuse(expected, line.sentence)
+
+
+@rule_function
+def filter_groups(line: Line, key: str, value: Any) -> None:
+    """Set dynamic sampling, for the programs and versions that have it."""
+    if line.entry.name == "main_ppo" and key not in line.default:
+        line.note(line.sentence)
+    elif value is not None:
+        line.set(key, value)
+
+
+@rule_function
+def clip_ratio(line: Line, key: str, value: Any) -> None:
+    """Set the clip of each side; verl reads `clip_ratio` only if the clip of a side is null."""
+    sides = (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
+    if key in sides:
+        line.set(key, line.get(f"{ACTOR}.clip_ratio", 0.2) if value is None else value)
+        return
+    has_both = all(line.get(side) is not None for side in sides)
+    if has_both and line.given.isdisjoint(sides):
+        line.note(line.sentence)
+
+
+@rule_function
+def loss_option(line: Line, key: str, value: Any) -> None:
+    """Set an option of a policy loss, if that loss is used."""
+    name = key.rpartition(".")[2]
+    loss = line.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    is_known_loss = loss in LOSSES
+    if is_known_loss and name not in LOSSES[loss]:
+        line.note(line.sentence)
+    elif value is not None and (is_known_loss or line.written in line.given):
+        line.set(f"{ACTOR}.policy_loss.options.{name}", value)
+
+
+@rule_function
+def loss_agg_mode(line: Line, key: str, value: Any) -> None:
+    """Set how the loss is averaged; some losses of verl ignore the key."""
+    loss = line.get(f"{ACTOR}.policy_loss.loss_mode")
+    is_before_0_9 = VERSIONS.index(line.version) < VERSIONS.index("0.10.0")
+    if loss in ("sapo", "geo_mean") or (loss == "gspo" and is_before_0_9):
+        line.note(line.sentence)
+        value = "seq-mean-token-mean"
+    elif value == "seq-mean-token-sum-norm" and is_before_0_9:
+        line.note(
+            "Sums of tokens are averaged over sequences, as in verl from 0.9 on; before, they are added up."
+        )
+    line.set(key, value)
+
+
+@rule_function
+def rejection(line: Line, key: str, value: Any) -> None:
+    """Set rejection by importance ratios, from the keys of verl 0.6.1 too.
+
+    That version named a level alone, with a lower bound of its own, and a veto on single tokens.
+    Its bounds are of trained over rollout probabilities; those of k1, here and since verl 0.8, are
+    of rollout over trained ones.
+    """
+    section = "algorithm.rollout_correction"
+    level = line.get(f"{section}.rollout_rs")
+    veto = line.get(f"{section}.rollout_token_veto_threshold")
+    if level not in _REJECTIONS and veto is None:
+        # These are keys of a later version.
+        if key.endswith("_lower"):
+            line.note(line.sentence)
+        elif not key.endswith("veto_threshold"):
+            line.set(key, value)
+        return
+
+    upper = line.get(f"{section}.rollout_rs_threshold")
+    if upper is None:
+        upper = line.get(f"{section}.rollout_is_threshold", 2.0)
+    lower = line.get(f"{section}.rollout_rs_threshold_lower")
+    bounds = [veto] if level is None else [veto, upper, lower]
+    bounds = [bound for bound in bounds if bound is not None]
+    is_known_level = level is None or level in _REJECTIONS
+    if not is_known_level or not all(is_number(bound) and bound > MIN_RATIO for bound in bounds):
+        if value in bounds:
+            line.refuse(f"a number above {MIN_RATIO:.0e}", line.sentence)
+        return
+
+    thresholds = {}
+    if level is not None:
+        thresholds[_REJECTIONS[level]] = f"{1 / upper}_{1 / lower if lower else upper}"
+    if veto is not None:
+        thresholds["seq_max_k1"] = f"{MIN_RATIO}_{1 / veto}"
+    line.set(f"{section}.rollout_rs", ",".join(thresholds))
+    line.set(f"{section}.rollout_rs_threshold", ",".join(thresholds.values()))
+
+
+@rule_function
+def weight_bound(line: Line, key: str, value: Any) -> None:
+    """Set the bound of importance weights, which may be null only without weights."""
+    if value is None and line.get("algorithm.rollout_correction.rollout_is") is not None:
+        line.refuse("a number", line.sentence)
+    unless_null(line, key, value)
+
+
+# ---- learning rates -----------------------------------------------------------------------------
+
+
+@rule_function
+def set_by_the_run(line: Line, key: str, value: Any) -> None:
+    """Refuse a length of a schedule, because verl's trainers replace it by their number of steps."""
+    if value not in (-1, None):
+        line.refuse("-1", line.sentence)
+
+
+@rule_function
+def warmup_steps(line: Line, key: str, value: Any) -> None:
+    """Set the steps of warm-up; -1 if a share of the run decides.
+
+    0 is a number of steps for the RL trainers before verl 0.10, and otherwise means that there is
+    none.
+    """
+    is_zero_unset = line.version == VERSIONS[-1] or line.entry.task == "sft"
+    if value is None or value < 0 or (value == 0 and is_zero_unset):
+        value = -1
+    line.set(key, value)
+
+
+@rule_function
+def end_of_schedule(line: Line, key: str, value: Any) -> None:
+    """Set Megatron's last learning rate, and the step at which it is reached."""
+    section, _, name = key.rpartition(".")
+    highest_rate = line.get(f"{section}.lr")
+    if line.get(f"{section}.lr_decay_style", "constant") == "constant":
+        line.note(line.sentence)
+    elif name == "lr_decay_steps":
+        line.set(f"{section}.total_training_steps", value)
+    elif is_number(value) and is_number(highest_rate) and highest_rate > 0:
+        line.set(f"{section}.min_lr_ratio", value / highest_rate)
+
+
+# ---- training engine ----------------------------------------------------------------------------
+
+_SIZES = {
+    "tensor_model_parallel_size": ("tp", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "pipeline_model_parallel_size": (
+        "pp",
+        "pipeline_parallel_size",
+        "pipeline_model_parallel_size",
+    ),
+    "ulysses_sequence_parallel_size": (
+        "cp",
+        "context_parallel_size",
+        "ulysses_parallel_size",
+        "ulysses_sequence_parallel_size",
+    ),
+    "fsdp_config.fsdp_size": (
+        "fsdp_size",
+        "data_parallel_shard_size",
+        "fully_shard_parallel_size",
+    ),
+}
+"""Size of a role -> its names in the sections of other training engines."""
+
+
+def _trained_role(key: str) -> str:
+    return "critic" if key.startswith("critic") else ACTOR
+
+
+@rule_function
+def strategy(line: Line, key: str, value: Any) -> None:
+    """Set the training engine; FSDP with the same sizes replaces engines that do not exist here."""
+    if key != "model_engine":
+        line.set(key, value if value in OWN_ENGINES else "fsdp")
+    if value not in {"dp", *OWN_ENGINES}:
+        line.note(line.sentence)
+
+
+@rule_function
+def engine_size(line: Line, key: str, value: Any) -> None:
+    """Set a size from the section of another training engine."""
+    role = _trained_role(key)
+    name = key.rpartition(".")[2]
+    is_size = isinstance(value, int) and value > 1
+    if role in key and is_size and line.is_changed(line.written):
+        for size, other_names in _SIZES.items():
+            if name in other_names:
+                line.set(f"{role}.{size}", value)
+                return
+    line.note(line.sentence)
+
+
+@rule_function
+def compute_dtype(line: Line, key: str, value: Any) -> None:
+    """Set the dtype of computations; without the user's wish it is chosen for the machine."""
+    if line.written not in line.given:
+        return
+    if value in _COMPUTE_FLOATS:
+        role = key.partition(".fsdp_config")[0].removesuffix(".dtype")
+        line.set(f"{role}.fsdp_config.model_dtype", _COMPUTE_FLOATS[value])
+    elif value is not None:
+        line.refuse("bfloat16, float16 or float32", line.sentence)
+
+
+@rule_function
+def master_dtype(line: Line, key: str, value: Any) -> None:
+    """Set the dtype of the weights that the optimizer updates."""
+    if value is not None and value not in FLOATS:
+        line.refuse("fp32 or bf16", line.sentence)
+    elif value is not None:
+        line.set(f"{_trained_role(key)}.optim.master_dtype", FLOATS[value])
+
+
+@rule_function
+def step_on_host(line: Line, key: str, value: Any) -> None:
+    """Keep weights and optimizer in host memory, where the step is computed."""
+    if value:
+        line.set(f"{key.partition('.optim')[0]}.fsdp_config.offload_policy", True)
+
+
+@rule_function
+def recompute(line: Line, key: str, value: Any) -> None:
+    """Set gradient checkpointing: whole layers, whatever granularity Megatron would have."""
+    if not value:
+        sections = (f"{ACTOR}.megatron", "engine")
+        name = "override_transformer_config.recompute_granularity"
+        value = any(line.get(f"{section}.{name}") for section in sections)
+    line.set(key, value)
+
+
+@rule_function
+def micro_batch(line: Line, key: str, value: Any) -> None:
+    """Set the micro-batch of a process from that of all processes together.
+
+    The ranks that share a sequence count once.
+    """
+    num_sharing = line.get(f"{_trained_role(key)}.ulysses_sequence_parallel_size", 1)
+    if value is not None:
+        line.set(f"{key}_per_gpu", max(1, value * num_sharing // count_of(line)))
+
+
+# ---- adapters -----------------------------------------------------------------------------------
+
+_LORA_KEYS = ("rank", "alpha", "merge", "adapter_path")
+"""Keys of verl's section `model.lora` that are called `model.lora_...` here."""
+_MEGATRON_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Module of Megatron -> modules of transformers."""
+
+
+@rule_function
+def adapter_detail(line: Line, key: str, value: Any) -> None:
+    """Set a property of the adapter, if one is trained."""
+    section = "actor_rollout_ref.model."
+    if not has_adapter(line):
+        line.note(line.sentence)
+    elif not key.startswith(f"{section}lora."):
+        line.set(key, value)
+    elif line.written in line.given and value not in (None, [], 0):
+        name = key.removeprefix(f"{section}lora.")
+        line.set(f"{section}lora_{name}" if name in _LORA_KEYS else f"{section}{name}", value)
+
+
+@rule_function
+def adapter_modules(line: Line, key: str, value: Any) -> None:
+    """Set the modules with an adapter, from the names of Megatron or transformers."""
+    if not has_adapter(line):
+        line.note(line.sentence)
+    elif line.written in line.given and value:
+        modules: list[str] = []
+        for name in [value] if isinstance(value, str) else value:
+            modules += _MEGATRON_MODULES.get(name, (name,))
+        line.set("actor_rollout_ref.model.target_modules", modules)
+
+
+# ---- rollout ------------------------------------------------------------------------------------
+
+_CONVERSATION_FILES = (
+    "tool_config_path",
+    "interaction_config_path",
+    "function_tool_path",
+    "interaction_config_file",
+)
+
+
+@rule_function
+def rollout_engine(line: Line, key: str, value: Any) -> None:
+    """Set the rollout engine; vLLM replaces engines that do not exist here."""
+    is_replaced = value in ("trtllm", "vllm_omni")
+    line.set(key, "vllm" if is_replaced else value)
+    if is_replaced:
+        line.note(line.sentence)
+
+
+@rule_function
+def rollout_mode(line: Line, key: str, value: Any) -> None:
+    """Set the mode; conversations of several turns are asynchronous."""
+    section = f"{ROLLOUT}.multi_turn"
+    has_turns = line.get(f"{section}.enable")
+    line.set(key, "async" if has_turns else value)
+    if has_turns and value == "sync":
+        line.note(line.sentence)
+        if any(line.get(f"{section}.{name}") for name in _CONVERSATION_FILES):
+            line.set(f"{ROLLOUT}.agent.default_agent_loop", "tool_agent")
+
+
+@rule_function
+def rollout_parallel(line: Line, key: str, value: Any) -> None:
+    """Set the ranks of an engine; transformers' generate has an engine in each process."""
+    if line.get(f"{ROLLOUT}.name") != "hf":
+        line.set(key, value)
+
+
+@rule_function
+def do_sample(line: Line, key: str, value: Any) -> None:
+    """Set whether tokens are sampled; in verl's asynchronous mode the temperature decides."""
+    if line.get(f"{ROLLOUT}.mode") == "async":
+        is_hot = line.get(f"{key.removesuffix('do_sample')}temperature", 1) > 0
+        if is_hot != value:
+            line.note(line.sentence)
+        value = is_hot
+    line.set(key, value)
+
+
+# ---- rewards ------------------------------------------------------------------------------------
+
+_MANAGER_KEYS = (
+    "reward_model.reward_manager",
+    "reward.reward_manager.name",
+    "reward_manager.name",
+)
+_OVERLONG_SECTIONS = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
+
+
+@rule_function
+def overlong(line: Line, key: str, value: Any) -> None:
+    """Set the penalty for long responses, if the manager is `dapo`, which has it."""
+    is_enabled = any(line.get(f"{section}.enable") for section in _OVERLONG_SECTIONS)
+    if not is_enabled or _first_value(line, _MANAGER_KEYS) != "dapo":
+        line.note(line.sentence)
+        return
+    line.set(key, value)
+    our_limit = f"{REWARD}.reward_kwargs.max_resp_len"
+    limits = ("reward.reward_kwargs.max_resp_len", our_limit, "data.max_response_length")
+    line.set(our_limit, _first_value(line, limits))
+
+
+@rule_function
+def reward_model_key(line: Line, key: str, value: Any) -> None:
+    """Set a key of the reward model, if there is one."""
+    if not (line.get("reward.reward_model.enable") or line.get("reward_model.enable")):
+        line.note(line.sentence)
+    elif value is not None or line.written in line.given:
+        line.take_ours(key, value)
+
+
+# ---- critic -------------------------------------------------------------------------------------
+
+
+@rule_function
+def critic_checkpoints(line: Line, key: str, value: Any) -> None:
+    """Set the number of checkpoints, which hold actor and critic together."""
+    if has_critic(line):
+        line.set("trainer.max_ckpt_to_keep", value or None)
+    else:
+        line.note(line.sentence)
+
+
+@rule_function
+def critic_key(line: Line, key: str, value: Any) -> None:
+    """Set a key of the critic, if verl builds one."""
+    if has_critic(line):
+        line.take_ours(key, value)
+    else:
+        line.note(line.sentence)
+
+
+@rule_function
+def critic_switch(line: Line, key: str, value: Any) -> None:
+    """Refuse a switch that contradicts the estimator, which decides whether there is a critic."""
+    if value is not None and value != (line.get("algorithm.adv_estimator") == "gae"):
+        line.refuse("null", line.sentence)
+
+
+# ---- the line as a whole ------------------------------------------------------------------------
+
+
+def processes(line: Line) -> None:
+    """Set the backend, and fit the sizes of the roles to the number of processes."""
+    num_processes = count_of(line)
+    for role in (ACTOR, "critic"):
+        _fit_sequence_parallel(line, role, num_processes)
+        programs.shards(line, role, num_processes)
+    if line.rules != line.entry.rules:
+        programs.share_sizes(line, ["critic"] if has_critic(line) else [])
+    line.written = "trainer.n_gpus_per_node"
+    # A line that names a cluster runs on it, with one process too.
+    if num_processes != 1 or "ray_kwargs.ray_init.address" in line.ours:
+        line.set("trainer.backend", "ray")
+    if f"{ROLLOUT}.name" not in line.ours:
+        line.set(f"{ROLLOUT}.name", "vllm")
+
+
+def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
+    """Lower the ranks that share a sequence to the number of processes."""
+    line.written = f"{role}.ulysses_sequence_parallel_size"
+    size = line.ours.get(line.written, 1)
+    model_sizes = []
+    for dimension in ("tensor", "pipeline"):
+        model_sizes.append(line.ours.get(f"{role}.{dimension}_model_parallel_size", 1))
+    if not is_number(size) or size <= num_processes or not all(map(is_number, model_sizes)):
+        return
+    if num_processes % prod(model_sizes) == 0:
+        line.ours[line.written] = num_processes // prod(model_sizes)
+        line.note(
+            f"There are {num_processes} processes: as many share a sequence. No number depends on it."
+        )
+
+
+def schedules(line: Line) -> None:
+    """Set how learning-rate schedules count steps, and when they end.
+
+    verl counts from 0; its key in version 0.10 changes that for cosines only. A schedule ends at
+    the last step that is named, although the epochs may end before.
+    """
+    num_steps = line.ours.get("trainer.total_training_steps")
+    for section in (spelled(f"{ACTOR}.optim", line.entry.task), "critic.optim"):
+        scheduler = line.ours.get(f"{section}.lr_scheduler_type", "constant")
+        has_warmup = line.ours.get(f"{section}.lr_warmup_steps_ratio")
+        if is_number(num_steps) and (scheduler != "constant" or has_warmup):
+            line.written = f"{section}.total_training_steps"
+            line.set(line.written, num_steps)
+        line.written = f"{section}.zero_indexed_step"
+        if f"{section}.lr" not in line.ours:
+            continue
+        if scheduler == "cosine":
+            line.ours.setdefault(line.written, True)
+        else:
+            line.note(
+                "verl reads it for a cosine alone: the steps of other schedules are counted from 0."
+            )
+            line.ours[line.written] = True
+
+
+def reward_models(line: Line) -> None:
+    """Set the processes of a reward model, and refuse one beside a reward function.
+
+    Both scores would be added here; verl passes the model's score to the function.
+    """
+    line.written = "reward.reward_model.enable"
+    if not line.get(line.written):
+        line.written = "reward_model.enable"
+    if not line.get(line.written):
+        return
+    if line.ours.get("custom_reward_function.path"):
+        expected = "no custom_reward_function beside it, for the scores of both would be added"
+        fix = "Serve it yourself and ask it from the function, or leave the function out."
+        line.refuse(expected, fix)
+    section = line.written.removesuffix(".enable")
+    if line.get(f"{section}.enable_resource_pool"):
+        num_nodes = line.get(f"{section}.nnodes", 1)
+        pool = [line.get(f"{section}.n_gpus_per_node", 8)] * num_nodes
+        placement = {"actor_rollout_ref": "all", "critic": "all", "reward_model": "reward"}
+        line.set("trainer.resource_pools", {"reward": pool})
+        line.set("trainer.placement", placement)
+
+
+_PPO = (processes, reward_models, programs.distillation, schedules)
+FINISH: dict[str, tuple[Callable[[Line], None], ...]] = {
+    "ppo": _PPO,
+    "async": (*_PPO, programs.beside_training),
+    "fully_async": (*_PPO, programs.beside_training),
+    "sft": (programs.supervised, schedules),
+    "fsdp_sft": (programs.supervised, schedules),
+    "generation": (programs.generation,),
+}
+"""Rows of a program -> functions of the whole line, which are called after its keys."""

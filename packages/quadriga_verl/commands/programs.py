@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that rules.tsv names for keys of single programs of verl, or of single features.
+
+Below are, in order: engine sizes, supervised training, distillation, asynchronous training, mixtures
+of experts, generation and grading, and the program that merges checkpoints.
+"""
+
+import argparse
+from collections.abc import Sequence
+from math import ceil, lcm, prod
+from pathlib import Path
+from typing import Any
+
+from quadriga.engine_traits import ENGINES
+from quadriga.errors import ConfigError, MachineError
+from quadriga_verl.commands.entries import (
+    CONFIG_FILES,
+    ENTRIES,
+    MEGATRON_ENGINES,
+    OWN_ENGINES,
+    TREES,
+    Entry,
+    find_entry,
+)
+from quadriga_verl.commands.line import Line, is_number
+from quadriga_verl.commands.rules import rule_function
+
+# Names of `entries` and `line` that are importable from here too.
+__all__ = ["CONFIG_FILES", "ENTRIES", "MEGATRON_ENGINES", "OWN_ENGINES", "TREES"]
+__all__ += ["Entry", "find_entry", "is_number"]
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SIZES = (
+    "ulysses_sequence_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
+
+
+# ---- sizes of engines ---------------------------------------------------------------------------
+
+
+def _size(line: Line, key: str, otherwise: int = 1) -> int:
+    """A size of the translation; a value that is no integer is refused elsewhere."""
+    size = line.ours.get(key)
+    return size if isinstance(size, int) else otherwise
+
+
+def shards(line: Line, role: str, count: int) -> None:
+    """Fit the ranks that shard a copy of a role's weights to the number of processes.
+
+    Here they are a multiple of the ranks that share a sequence, and -1 for all ranks.
+    """
+    key = f"{role}.fsdp_config.fsdp_size"
+    sequence_size, tensor_size, pipeline_size = (_size(line, f"{role}.{name}") for name in _SIZES)
+    size = _size(line, key, -1)
+    num_ranks = count // (tensor_size * pipeline_size)
+    if 0 < size < num_ranks and size % sequence_size:
+        line.written = line.sources[key]
+        line.note(
+            "Ranks that share a sequence share one copy of the weights too; no number depends on it."
+        )
+        size = lcm(size, sequence_size)
+    if size == 0 or size < -1 or size >= num_ranks:
+        line.ours[key] = -1
+    elif size > 0:
+        line.ours[key] = size
+
+
+def share_sizes(line: Line, roles: list[str]) -> None:
+    """Give roles on the actor's processes its sizes: Megatron has one set of sizes in a process.
+
+    Args:
+        line: a line that trains with Megatron.
+        roles: roles on the processes of the actor, without the reward model.
+    """
+    sections = ("reward.reward_model", "reward_model")
+    has_model = any(line.get(f"{section}.enable") for section in sections)
+    has_pool = any(line.get(f"{section}.enable_resource_pool") for section in sections)
+    if has_model and not has_pool:
+        roles = [*roles, "reward_model"]
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
+    for role in roles:
+        for name in names:
+            key = f"{role}.{name}"
+            line.written = line.sources.get(key, key)
+            actor_size = line.ours.get(f"{_ACTOR}.{name}", 1)
+            if line.ours.get(key, 1) != actor_size:
+                line.note(
+                    "Roles that share processes have the actor's sizes: Megatron has one set of them in a process."
+                )
+                line.ours[key] = actor_size
+
+
+@rule_function
+def engine_setting(line: Line, key: str, value: Any) -> None:
+    """Drop a setting of a training engine that does not exist here."""
+    engine = line.get("engine.group", line.get("engine.strategy"))
+    if engine in OWN_ENGINES and key not in line.default:
+        line.refuse("a key of verl's FSDP engine", "Leave it out.")
+    line.note(
+        "Memory and speed alone depend on it: weights are sharded layer by layer, and sequences are packed."
+    )
+
+
+# ---- supervised training ------------------------------------------------------------------------
+
+
+@rule_function
+def engine(line: Line, key: str, value: Any) -> None:
+    """Set the training engine of a supervised run."""
+    if value in MEGATRON_ENGINES:
+        line.set("engine.strategy", value)
+    elif value not in OWN_ENGINES:
+        line.note(f"FSDP2 trains in place of {value}, with the same sizes.")
+
+
+@rule_function
+def supervised_dtype(line: Line, key: str, value: Any) -> None:
+    """Set the dtype of computations, if the user changed it; else the machine decides."""
+    if line.is_changed(key):
+        line.set("engine.fsdp_config.model_dtype", value)
+
+
+@rule_function
+def cut(line: Line, key: str, value: Any) -> None:
+    """Set the tokens or the rows of a micro-batch, depending on data.use_dynamic_bsz."""
+    name = key.removeprefix("data.")
+    counts_tokens = bool(line.get("data.use_dynamic_bsz", True))
+    if counts_tokens == (name == "max_token_len_per_gpu"):
+        line.set(f"engine.{name}", value)
+    else:
+        line.note("data.use_dynamic_bsz says that it is not read.")
+
+
+@rule_function
+def min_lr(line: Line, key: str, value: Any) -> None:
+    """Set the last learning rate as a share of the highest one."""
+    highest_rate = line.get("optim.lr")
+    if is_number(value) and is_number(highest_rate) and highest_rate > 0:
+        line.set("optim.min_lr_ratio", value / highest_rate)
+    elif value:
+        line.refuse("a number, and optim.lr above 0", "It is a share of the highest rate.")
+
+
+@rule_function
+def column(line: Line, key: str, value: Any) -> None:
+    """Set a column, or the path of an entry inside it."""
+    inner_names = line.get(key.replace("_key", "_dict_keys"), [])
+    names = value if isinstance(value, list) else [value]
+    line.set(key, ".".join([*names, *inner_names]))
+
+
+@rule_function
+def multiturn(line: Line, key: str, value: Any) -> None:
+    """Set whether rows are chats, or a prompt and a response."""
+    line.set("data.format", "messages" if value else "prompt_response")
+
+
+def supervised(line: Line) -> None:
+    """Set the processes of a supervised run, and validation, which verl begins after a step."""
+    line.written = ""
+    line.set("trainer.val_before_train", False)
+    # The launcher says how many processes there are; else as few as the sizes need.
+    launcher_keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
+    is_launched = not line.given.isdisjoint(launcher_keys)
+    numbers = [line.get(key, 1) for key in launcher_keys if key in line.given]
+    numbers = [number for number in numbers if isinstance(number, int)]
+    if not numbers:
+        numbers = [_size(line, f"engine.{name}") for name in _SIZES]
+    num_processes = prod(numbers)
+    shards(line, "engine", num_processes)
+    line.written = ""
+    if num_processes == 1:
+        return
+    line.set("trainer.backend", "ray")
+    if not is_launched:
+        line.set("trainer.n_gpus_per_node", num_processes)
+        line.written = "engine.ulysses_sequence_parallel_size"
+        line.note(
+            f"{num_processes} processes are started, as many as it needs: torchrun's words, or "
+            "trainer.n_gpus_per_node and trainer.nnodes, say how many."
+        )
+
+
+# ---- distillation -------------------------------------------------------------------------------
+
+_TEACHERS = "distillation.teacher_models"
+_LOSS = "distillation.distillation_loss"
+_TOP_K = "forward_kl_topk"
+
+
+@rule_function
+def teacher_key(line: Line, key: str, value: Any) -> None:
+    """Check a key of distillation; `distillation` translates them together."""
+    if not line.get("distillation.enabled"):
+        line.note(line.sentence)
+        return
+    grader_column = line.get("data.reward_fn_key", "data_source")
+    if key == "distillation.teacher_key" and value != grader_column:
+        fix = "Teachers are chosen by the column that chooses graders."
+        line.refuse("the name in data.reward_fn_key", fix)
+
+
+def distillation(line: Line) -> None:
+    """Set the teachers, the processes that they have, and how the student learns from them."""
+    if not line.get("distillation.enabled"):
+        return
+    paths = {}
+    for key in line.tree.below(_TEACHERS):
+        name = key.split(".")[2]
+        path = line.get(f"{_TEACHERS}.{name}.model_path")
+        if path:
+            paths[name] = path
+    line.written = "distillation.enabled"
+    line.set("distillation.enable", True)
+    sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
+    # A single teacher answers for all data sources.
+    if len(paths) == 1:
+        line.set("distillation.path", *paths.values())
+    elif None in sources.values():
+        expected = "a `key`, the data source, for each of several teachers"
+        line.refuse(expected, f"Set {_TEACHERS}.NAME.key.")
+    else:
+        teachers = {str(sources[name]): path for name, path in paths.items()}
+        line.set("distillation.teachers", teachers)
+
+    num_per_node = line.get("distillation.n_gpus_per_node", 8)
+    num_nodes = line.get("distillation.nnodes", 0)
+    if all(isinstance(number, int) and number > 0 for number in (num_per_node, num_nodes)):
+        line.written = ""
+        line.set("trainer.backend", "ray")
+        placement = line.ours.get("trainer.placement")
+        placement = placement or {"actor_rollout_ref": "all", "critic": "all"}
+        line.ours["trainer.placement"] = {**placement, "teacher": "teacher"}
+        pools = line.ours.get("trainer.resource_pools") or {}
+        line.ours["trainer.resource_pools"] = {**pools, "teacher": [num_per_node] * num_nodes}
+    _teacher_loss(line)
+
+
+def _teacher_loss(line: Line) -> None:
+    """Set the divergence from a teacher.
+
+    verl's divergence has a clipped loss of its own, and is the whole loss without task rewards.
+    """
+    has_rewards = line.get(f"{_LOSS}.use_task_rewards", True)
+    is_gradient = line.get(f"{_LOSS}.use_policy_gradient", False)
+    names = ["loss_mode", "use_policy_gradient", "use_task_rewards", "loss_max_clamp"]
+    if line.get(f"{_LOSS}.loss_mode", "k3") == _TOP_K:
+        names += ["topk", "log_prob_min_clamp"]
+    for name in names:
+        line.written = f"{_LOSS}.{name}"
+        line.set(f"distillation.{name}", line.get(line.written))
+
+    line.written = f"{_LOSS}.distillation_loss_coef"
+    if has_rewards:
+        line.set("distillation.loss_coef", float(line.get(line.written, 1.0)))
+    else:
+        line.note("verl weighs the divergence beside task rewards alone.")
+    if is_gradient:
+        _teacher_clips(line, has_rewards=has_rewards)
+    if not has_rewards:
+        _drop_task_loss(line, is_gradient=is_gradient)
+    elif is_gradient:
+        line.written = f"{_LOSS}.use_policy_gradient"
+        line.note(
+            "The divergence comes off the advantages, and one loss clips both; verl clips two."
+        )
+
+
+def _teacher_clips(line: Line, *, has_rewards: bool) -> None:
+    """Set the clips of the divergence: those of the policy loss, which clips both."""
+    for name in ("clip_ratio_low", "clip_ratio_high"):
+        line.written = f"{_LOSS}.{name}"
+        clip = line.get(line.written, 0.2)
+        actor_clip = line.ours.get(f"{_ACTOR}.{name}", 0.2)
+        if not has_rewards:
+            line.ours[f"{_ACTOR}.{name}"] = clip
+        elif clip != actor_clip:
+            fix = "The divergence comes off the advantages: one loss clips both."
+            line.refuse(f"{actor_clip}, as {_ACTOR}.{name}", fix)
+
+
+def _drop_task_loss(line: Line, *, is_gradient: bool) -> None:
+    """Set to neutral values what belongs to the loss that verl leaves out."""
+    neutral_values = {
+        f"{_ACTOR}.policy_loss.loss_mode": "vanilla",
+        f"{_ACTOR}.entropy_coeff": 0.0,
+        f"{_ACTOR}.use_kl_loss": False,
+        "algorithm.use_kl_in_reward": False,
+    }
+    if is_gradient:
+        neutral_values[f"{_ACTOR}.clip_ratio_c"] = 3.0
+    for key, value in neutral_values.items():
+        if line.ours.get(key, value) != value:
+            line.written = line.sources.get(key, key)
+            line.ours[key] = value
+            line.note(
+                "verl does not read it without task rewards (distillation_loss.use_task_rewards)."
+            )
+
+
+# ---- asynchronous training ----------------------------------------------------------------------
+
+_ASYNC = "async_training"
+_EXPERTS = "expert_parallel_size"
+
+
+@rule_function
+def async_key(line: Line, key: str, value: Any) -> None:
+    """Set how far generation may be ahead; other functions read the keys without a branch here."""
+    mini_batch = line.get(f"{_ACTOR}.ppo_mini_batch_size")
+    step_size = mini_batch * line.get(f"{_ASYNC}.require_batches", 1)
+    match key.rpartition(".")[2]:
+        case "staleness_threshold":
+            line.set(f"{_ASYNC}.max_staleness", ceil(value))
+            if value % 1:
+                line.note(line.sentence)
+        case "partial_rollout":
+            line.set(f"{_ASYNC}.in_flight", "continue" if value else "finish")
+        case "require_batches":
+            line.set("data.train_batch_size", step_size)
+        case "total_rollout_steps" if value:
+            line.set("trainer.total_training_steps", max(1, value // step_size))
+        case "use_rollout_log_probs" if value and not line.get(f"{_ASYNC}.compute_prox_log_prob"):
+            line.set("algorithm.rollout_correction.bypass_mode", True)
+
+
+def beside_training(line: Line) -> None:
+    """Set generation on processes of its own, while the policy is trained."""
+    traits = ENGINES.get(line.ours.get(f"{_ROLLOUT}.name", ""))
+    if traits is None or not traits.streams:
+        replaced = {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}
+        for name, value in replaced.items():
+            line.written = f"{_ROLLOUT}.{name}"
+            line.note(
+                "native generates, each process with the whole model; vllm would stay; main_ppo keeps sglang."
+            )
+            line.ours[line.written] = value
+    line.written = ""
+    line.set(f"{_ASYNC}.enable", True)
+    if line.entry.name == "one_step_off_ppo":
+        line.set(f"{_ASYNC}.preset", "one_step_off")
+    if not any(key.startswith("algorithm.rollout_correction.") for key in line.ours):
+        line.set("algorithm.rollout_correction.preset", "disabled")
+
+    # Processes that the line gave to other roles, such as teachers, stay theirs.
+    placement = {}
+    for role, pool in line.ours.get("trainer.placement", {}).items():
+        if "rollout" not in role:
+            placement[role] = pool
+    placement |= {"actor": "all", "ref": "all", "critic": "all", "rollout": "generation"}
+    pool = [line.get("rollout.n_gpus_per_node", 8)] * line.get("rollout.nnodes", 1)
+    pools = line.ours.get("trainer.resource_pools", {})
+    line.ours["trainer.backend"] = "ray"
+    line.ours["trainer.placement"] = placement
+    line.ours["trainer.resource_pools"] = {**pools, "generation": pool}
+
+
+# ---- mixtures of experts ------------------------------------------------------------------------
+
+_WHOLE_EXPERTS = frozenset({"hf", "sglang"})
+"""Rollout engines whose ranks do not divide the experts."""
+_ROUTER_REPLAY = {"disabled": "off", None: "off", "R2": "old_log_prob", "R3": "rollout"}
+
+
+@rule_function
+def rollout_experts(line: Line, key: str, value: Any) -> None:
+    """Set the ranks that divide the experts of an engine; verl also counts several engines."""
+    if is_number(value) and value > 1:
+        section = key.rpartition(".")[0]
+        size = 1
+        if line.get(f"{section}.name") not in _WHOLE_EXPERTS:
+            size = line.get(f"{section}.tensor_model_parallel_size")
+        if value != size:
+            line.note(line.sentence)
+        value = size or 1
+    line.set(key, value)
+
+
+@rule_function
+def router_replay(line: Line, key: str, value: Any) -> None:
+    """Set whose choice of experts the update repeats; R2 and R3 are named after their papers."""
+    if value not in _ROUTER_REPLAY:
+        fix = "Routes travel with the batch: there is nothing to record, or to read."
+        line.refuse("disabled, R2 or R3", fix)
+    else:
+        line.set(f"{_ACTOR}.router_replay", _ROUTER_REPLAY[value])
+
+
+@rule_function
+def expert_bias(line: Line, key: str, value: Any) -> None:
+    """Refuse biases of routers that Megatron would update with each step."""
+    rate_key = f"{line.written.rpartition('.')[0]}.moe_router_bias_update_rate"
+    if value and line.get(rate_key) != 0:
+        line.refuse("moe_router_bias_update_rate=0 beside it", line.sentence)
+    line.note(line.sentence)
+
+
+# ---- generation and grading ---------------------------------------------------------------------
+
+
+@rule_function
+def rollout_dtype(line: Line, key: str, value: Any) -> None:
+    """Check the dtype of generation, which is that of training."""
+    names = ("megatron.dtype", "fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
+    trains_in_float16 = any(line.get(f"{_ACTOR}.{name}") in ("fp16", "float16") for name in names)
+    is_possible = value in ("bfloat16", "float32", "auto", None)
+    if not is_possible and not (value == "float16" and trains_in_float16):
+        line.refuse("bfloat16, float32, or float16 for training too", line.sentence)
+
+
+@rule_function
+def option(line: Line, key: str, value: Any) -> None:
+    """Set an argument of the command that runs in the program's place."""
+    line.options[key.removeprefix("data.")] = value
+
+
+def generation(line: Line) -> None:
+    """Cut long prompts at their end, as verl's program does."""
+    line.set("data.truncation", "right")
+
+
+# ---- the merger of checkpoints ------------------------------------------------------------------
+
+_MERGER_OPTIONS = (
+    "backend",
+    "local_dir",
+    "target_dir",
+    "hf_model_path",
+    "hf_upload_path",
+    "test_hf_dir",
+)
+_MERGER_FLAGS = (
+    "--tie-word-embedding",
+    "--trust-remote-code",
+    "--use_cpu_initialization",
+    "--private",
+)
+"""Flags of the merger that change nothing here."""
+
+
+def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str]]:
+    """Translate the arguments of verl's merger.
+
+    Returns:
+        The arguments of `quadriga export`, the problems, and the notices.
+    """
+    parser = argparse.ArgumentParser("model_merger", add_help=False, allow_abbrev=False)
+    parser.add_argument("operation", nargs="?", default="merge")
+    for name in _MERGER_OPTIONS:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    options, unknown_words = parser.parse_known_args(list(words))
+    notices = []
+    if options.hf_model_path:
+        sentence = "the checkpoint has the model's configuration and tokenizer."
+        notices.append(f"--hf_model_path: {sentence}")
+    folder = Path(options.local_dir or "").expanduser()
+    argv = [str(folder), "--output", str(options.target_dir)]
+    return argv, _merger_problems(options, unknown_words, folder), notices
+
+
+def _merger_problems(
+    options: argparse.Namespace, unknown_words: Sequence[str], folder: Path
+) -> list[ConfigError]:
+    """Problems with the arguments of the merger, and with the checkpoint in `folder`."""
+    where = "model_merger"
+    problems: list[ConfigError] = []
+
+    def add(place: str, got: str, expected: str, fix: str = "") -> None:
+        problems.append(ConfigError(place, got=got, expected=expected, fix=fix))
+
+    for word in unknown_words:
+        if word not in _MERGER_FLAGS:
+            add(where, f"'{word}'", "a word of its own")
+    if options.operation != "merge":
+        add(where, f"'{options.operation}'", "merge", "Compare by yourself.")
+    if options.backend not in {None, *OWN_ENGINES}:
+        add(f"{where} --backend", options.backend, "fsdp, megatron")
+    if options.hf_upload_path:
+        fix = "Upload the folder when it is written: hf upload NAME FOLDER."
+        add(f"{where} --hf_upload_path", options.hf_upload_path, "none", fix)
+    if not options.local_dir or not options.target_dir:
+        add(where, "not both", "--local_dir and --target_dir")
+    elif not folder.exists():
+        place = f"{where} --local_dir"
+        expected = "a folder that exists"
+        problems.append(MachineError(place, got=f"'{folder}'", expected=expected))
+    elif any(folder.glob("model_world_size_*")) or (folder / "dist_ckpt").exists():
+        fix = "Merge it where it was trained, with verl; a checkpoint of a run of Quadriga is taken here."
+        add(str(folder), "shards of verl's own", "a checkpoint of ours", fix)
+    return problems

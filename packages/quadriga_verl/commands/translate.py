@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translation of a command line of verl: `translate(entry, words, version)`.
+
+words ──compose──> verl's tree of keys ──Line.take, key by key──> our keys, notices, refusals
+                                       ──FINISH, whole line────>       ──read_settings──> Config
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+from quadriga.config.loader import read_settings
+from quadriga.errors import ConfigError, MachineError
+from quadriga_verl.commands.entries import CONFIG_FILES, MEGATRON_ENGINES, TREES, Entry
+from quadriga_verl.commands.hydra import (
+    MISSING,
+    VERSIONS,
+    Word,
+    defaults,
+    parse_word,
+    plain,
+    read_config,
+)
+from quadriga_verl.commands.line import WORDS, Line, is_among, is_number
+from quadriga_verl.commands.meaning import FINISH
+from quadriga_verl.commands.programs import merger
+from quadriga_verl.commands.rules import SECTIONS, Rule, rules_of
+
+__all__ = ["GROUPS", "SECTIONS", "WORDS", "Line", "Rule", "compose", "translate"]
+
+GROUPS = ("engine", "model", "optim")
+"""Groups of configuration files that a word without a dot, such as `engine=megatron`, chooses from."""
+
+_FLAGS = {
+    "--config-path": "path",
+    "-cp": "path",
+    "--config-name": "name",
+    "-cn": "name",
+    "--config-dir": "path",
+}
+_SWEEP = ("-m", "--multirun")
+
+
+def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -> Line:
+    """Translate the arguments of a program of verl.
+
+    Args:
+        entry: the program.
+        words: its arguments.
+        version: the version of verl whose defaults hold.
+
+    Returns:
+        The line, with the translation or with all problems; no problem is raised.
+    """
+    if entry.refused:
+        return Line(entry, version, refused=[ConfigError(entry.name, fix=entry.refused)])
+    if entry.run == "export":
+        line = Line(entry, version)
+        line.options["argv"], problems, line.notices = merger(words)
+    else:
+        line = compose(entry, words, version)
+        _take_all(line)
+        if line.stopped:
+            return Line(entry, version, refused=[ConfigError(entry.name, fix=line.stopped)])
+        problems = _finish(line)
+    for problem in problems:
+        is_machines = isinstance(problem, MachineError)
+        (line.machine if is_machines else line.refused).append(problem)
+    if line.refused:
+        line.config = None
+    return line
+
+
+def _finish(line: Line) -> list[ConfigError]:
+    """Read the translated keys as a configuration; returns its problems."""
+    line.notices = [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
+    # Problems of a key name verl's key too, if it has another name there.
+    places = {}
+    for key, source in line.sources.items():
+        if source not in (key, ""):
+            places[key] = f"verl's {source}"
+    is_training = line.entry.run == "train"
+    line.config, problems, notices = read_settings(
+        line.ours, places, task=line.entry.task, for_training=is_training
+    )
+    usual_notices = _notices_of_defaults(line.entry, line.version) if line.given else frozenset()
+    line.notices += [notice for notice in notices if notice not in usual_notices]
+    return problems
+
+
+@cache
+def _notices_of_defaults(entry: Entry, version: str) -> frozenset[str]:
+    """Notices that verl's defaults alone cause. A command line does not ask for these."""
+    return frozenset(translate(entry, (), version).notices)
+
+
+def _take_all(line: Line) -> None:
+    """Translate each key of the tree, and then what the keys mean together."""
+    line.rules = line.entry.rules
+    for key in ("engine.group", "engine.strategy", "actor_rollout_ref.actor.strategy"):
+        if str(line.get(key)) in MEGATRON_ENGINES:
+            line.rules = f"megatron,{line.entry.rules}"
+    for key in list(line.tree.values):
+        _take_key(line, key)
+    # Differences from verl on purpose are reported once all keys are known.
+    for rule in rules_of(line.rules):
+        if rule.becomes == "unlike":
+            line.written = rule.pattern.pattern.replace("\\", "")
+            conditions = json.loads(rule.argument)
+            if all(is_among(line.get(key), values) for key, values in conditions.items()):
+                line.note(rule.sentence)
+    for function in FINISH.get(line.entry.rules.partition(",")[0], ()):
+        function(line)
+
+
+def _take_key(line: Line, key: str) -> None:
+    """Translate a key of the tree."""
+    line.written = key
+    try:
+        value = line.tree.resolved(key)
+    except ConfigError as problem:
+        line.refused.append(problem)
+        return
+    if isinstance(value, str) and is_number(line.default.get(key)):
+        # YAML reads `1e-5` as text.
+        value = plain(value)
+    if value == MISSING or key.endswith("_target_"):
+        return
+    try:
+        line.take(key, value)
+    except (TypeError, ValueError) as error:
+        # The function of the row needs a number, for example, and got a list.
+        expected = "a value of the kind that verl has there"
+        line.refuse(expected, f"It cannot be translated: {error}.")
+
+
+def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
+    """Build verl's tree in Hydra's order: the defaults, the configuration file, then each word.
+
+    Args:
+        entry: the program.
+        words: its arguments.
+        version: the version of verl whose defaults hold.
+    """
+    problems: list[ConfigError] = []
+    flags, settings = _split_flags(words, problems)
+    parsed_words = []
+    for argument in settings:
+        try:
+            parsed_words.append(parse_word(argument))
+        except ConfigError as problem:
+            problems.append(problem)
+
+    name = str(flags.get("name") or "").removesuffix(".yaml").rpartition("/")[2]
+    tree_name = _tree_name(entry, name, parsed_words)
+    default = defaults(tree_name, version) | defaults(entry.name, version)
+    line = Line(entry, version, default=default)
+    for key, value in default.items():
+        line.tree.put(key, value)
+    if name and name not in CONFIG_FILES:
+        folder = Path(str(flags.get("path") or ".")).expanduser()
+        _read_file(line, folder / f"{name}.yaml", problems)
+    for word in parsed_words:
+        _apply(line, word, problems)
+    line.refused += problems
+    return line
+
+
+def _tree_name(entry: Entry, config_name: str, words: Sequence[Word]) -> str:
+    """The tree in defaults.tsv: that of the training engine, of the file, or of the program."""
+    for word in words:
+        if word.key in ("model_engine", "engine") and f"{entry.tree}_{word.value}" in TREES:
+            return f"{entry.tree}_{word.value}"
+    return CONFIG_FILES.get(config_name, entry.tree)
+
+
+def _apply(line: Line, word: Word, problems: list[ConfigError]) -> None:
+    """Apply a word of the command line to the tree."""
+    key = word.key
+    tree = line.tree
+    chooses_file = key in GROUPS and isinstance(word.value, str) and tree.below(key)
+    if "@" in key or chooses_file:
+        # A file of a group takes the place of a section.
+        key = (key.partition("@")[2] or key) + ".group"
+    if word.sign == "~":
+        if key not in tree.values and not tree.below(key):
+            got = "nothing to leave out"
+            problems.append(ConfigError(f"~{key}", got=got, expected="a key that there is"))
+        tree.drop(key)
+        return
+    # A section may replace a value, or a value a section; keys that are gone are no longer given.
+    keys_before = {key, *tree.below(key)}
+    tree.put(key, word.value)
+    line.given.update(tree.below(key))
+    if key in tree.values:
+        line.given.add(key)
+    line.given -= keys_before - tree.values.keys()
+
+
+def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
+    """Apply a user's configuration file to the tree; a missing file is a problem of the machine."""
+    if not file.is_file():
+        fix = "The rest is read over the program's own defaults."
+        expected = "a file that exists"
+        problem = MachineError("--config-name", got=f"'{file}'", expected=expected, fix=fix)
+        line.machine.append(problem)
+        return
+    base = {name: defaults(tree, line.version) for name, tree in CONFIG_FILES.items()}
+    base[""] = line.default
+    for key, value in read_config(file, base, problems).values.items():
+        # Keys of verl's own files that the user's file includes are not the user's.
+        if line.tree.values.get(key, MISSING) != value:
+            line.tree.put(key, value)
+            line.given.add(key)
+
+
+def _split_flags(
+    words: Iterable[str], problems: list[ConfigError]
+) -> tuple[dict[str, str], list[str]]:
+    """Separate Hydra's own options from the words that set keys."""
+    flags: dict[str, str] = {}
+    settings: list[str] = []
+    remaining_words = iter(words)
+    for word in remaining_words:
+        option, has_value, value = word.partition("=")
+        if option in _FLAGS:
+            flags[_FLAGS[option]] = value if has_value else next(remaining_words, "")
+        elif word in _SWEEP:
+            expected = "one value for each key"
+            fix = "Start a run for each choice: sweeps are not run."
+            problems.append(ConfigError(word, got="a sweep", expected=expected, fix=fix))
+        elif word.strip() and not word.startswith("hydra"):
+            settings.append(word)
+    return flags, settings

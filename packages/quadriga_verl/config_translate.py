@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga config translate`: a command line of verl as a YAML file of this framework.
+
+The command line stands in a shell script, in a YAML file, or behind `translate` itself.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quadriga.config.yaml_text import combined, to_yaml
+from quadriga.errors import ConfigError
+from quadriga_verl.cli import translated
+from quadriga_verl.commands.entries import find_entry
+from quadriga_verl.commands.hydra import Tree
+from quadriga_verl.commands.shell import commands, launched
+
+_DESCRIPTION = "Convert verl's shell script, command line or YAML file to a commented YAML."
+_COMMANDS = {"generate": "generate MODEL --output FILE", "eval": "eval FILE", "export": "export"}
+"""Command line that reads the YAML, by what a program runs."""
+
+
+def translate(argv: Sequence[str]) -> int:
+    """Print the YAML. The exit status is 2 if something on the command line is not supported."""
+    parser = argparse.ArgumentParser(
+        prog="quadriga config translate", description=_DESCRIPTION, allow_abbrev=False
+    )
+    parser.add_argument("--verl", metavar="VERSION", default="", help="whose defaults")
+    parser.add_argument(
+        "--line",
+        type=int,
+        help="for a script with several commands: line in which the command begins",
+    )
+    parser.add_argument(
+        "--program", default="main_ppo", help="for a YAML file: the program that reads it"
+    )
+    parser.add_argument(
+        "source",
+        help="a shell script, a YAML file of verl, or a program followed by its arguments",
+    )
+    options, words = parser.parse_known_args(list(argv))
+    line = _command_line(options, words)
+    translation = translated(line.program, line.words, options.verl)
+    if translation.refused:
+        raise combined(translation.refused)
+    entry = translation.entry
+    command = _COMMANDS.get(entry.run, "sft" if entry.task == "sft" else "train")
+    print(f"# {line.place}: {entry.name} of verl. `quadriga {command} --config THIS_FILE`")
+    for notice in translation.notices:
+        print(f"# {notice}")
+    for name, value in translation.options.items():
+        print(f"# {name}: {value}")
+    print(*_lines(Tree(translation.ours).nested(), translation.sources), sep="\n")
+    for problem in translation.machine:
+        print(f"not on this machine: {problem}", file=sys.stderr)
+    return 0
+
+
+@dataclass
+class _CommandLine:
+    """A command line of verl, and the place that it was read from."""
+
+    place: str
+    program: str
+    words: list[str]
+
+
+def _command_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
+    """Find the command line in a shell script or a YAML file, or on the command line itself."""
+    source = Path(options.source)
+    if source.suffix in (".yaml", ".yml"):
+        file_words = [f"--config-path={source.parent}", f"--config-name={source.stem}"]
+        return _CommandLine(options.source, options.program, [*file_words, *words])
+    if source.suffix == ".sh":
+        return _script_line(options, words)
+    line = None if _is_known(options.source) else launched([options.source, *words])
+    program, words = line or (options.source, words)
+    return _CommandLine("the command line", program, words)
+
+
+def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
+    """Find the command of verl in a shell script."""
+    try:
+        text = Path(options.source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        got = getattr(error, "strerror", None) or str(error)
+        expected = "a readable shell script"
+        raise ConfigError(options.source, got=got, expected=expected) from error
+    candidates = {}
+    for command in commands(text, os.environ):
+        line = launched(command.words)
+        if line and _is_known(line[0]):
+            candidates[command.line] = (command, line)
+    if not candidates:
+        fix = "Give its arguments after the name of the program."
+        raise ConfigError(options.source, got="no command of verl", expected="one", fix=fix)
+    number = options.line if options.line in candidates else next(iter(candidates))
+    if len(candidates) > 1 and number != options.line:
+        got = f"commands of verl in lines {', '.join(map(str, candidates))}"
+        raise ConfigError(options.source, got=got, expected="one", fix="Name one with --line.")
+    command, (program, program_words) = candidates[number]
+    place = f"{options.source}, line {number}"
+    if command.problems:
+        got = "; ".join(command.problems)
+        expected = "words that are all known"
+        fix = "Set variables in front: NAME=value quadriga config translate ..."
+        raise ConfigError(place, got=got, expected=expected, fix=fix)
+    return _CommandLine(place, program, [*program_words, *words])
+
+
+def _is_known(program: str) -> bool:
+    try:
+        find_entry(program)
+    except ConfigError:
+        return False
+    return True
+
+
+def _lines(tree: Mapping[str, Any], sources: Mapping[str, str], above: str = "") -> Iterator[str]:
+    """Format a tree as YAML, with verl's key behind each key that has another name there."""
+    indent = "  " * above.count(".")
+    for name, value in tree.items():
+        key = f"{above}{name}"
+        if isinstance(value, dict) and value and key not in sources:
+            yield f"{indent}{name}:"
+            yield from _lines(value, sources, f"{key}.")
+            continue
+        has_line_breaks = isinstance(value, str | dict) and "\n" in str(value)
+        text = json.dumps(value) if has_line_breaks else to_yaml([value])[1:-2]
+        source = sources.get(key, key) or key
+        comment = "" if source == key else f"  # {source}"
+        yield f"{indent}{name}: {text}{comment}"

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's modules for files that import them: `QUADRIGA_VERL=1`, or `import quadriga.compat.verl` there.
+
+    import verl.x.y ──> a row of table.tsv ──> a name of ours, or an adapter in this package
+
+Importing this package installs the import hook. `QUADRIGA_VERL=0.6.1` selects a version: before 0.7
+policy losses return four scalars, since then a scalar and metrics; before 0.6
+`server_manager.generate` returns token ids alone.
+
+Modules import a name when it is read, so a grading process loads no torch for
+`verl.utils.reward_score`. To offer one more name, add it to a row of table.tsv; if verl's arguments
+or results differ from ours, write an adapter in the module of its topic.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quadriga.errors import did_you_mean
+
+VARIABLE = "QUADRIGA_VERL"
+TABLE = Path(__file__).with_name("table.tsv")
+_WAS_REPORTED = "QUADRIGA_VERL_TOLD"
+"""Environment variable of processes that need not report an installed verl again."""
+
+
+def read_table() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Read table.tsv.
+
+    Returns:
+        Names by module of verl, parent packages included: name -> `module:attribute` of ours; and
+        names that are missing here -> what to use.
+    """
+    modules: dict[str, dict[str, str]] = {}
+    missing: dict[str, str] = {}
+    for line in TABLE.read_text(encoding="utf-8").splitlines()[1:]:
+        module, home, names = line.split("\t")
+        if not home:
+            missing[module] = names
+            continue
+        parts = module.split(".")
+        for end in range(1, len(parts) + 1):
+            modules.setdefault(".".join(parts[:end]), {})
+        for entry in names.split():
+            name, _, attribute = entry.partition("=")
+            modules[module][name] = f"{home}:{attribute or name}"
+    return modules, missing
+
+
+MODULES, MISSING = read_table()
+
+
+def is_before(*version: int) -> bool:
+    """Whether `QUADRIGA_VERL` names a version before this one."""
+    numbers = os.environ.get(VARIABLE, "1").split(".")
+    is_version = len(numbers) > 1
+    return is_version and tuple(map(int, numbers[: len(version)])) < version
+
+
+def missing_name(name: str) -> ModuleNotFoundError:
+    """Error for a dotted name of verl that does not exist here, with what to use."""
+    parent, _, last = name.rpartition(".")
+    known_names = list(MODULES.get(parent, ()))
+    for module in MODULES:
+        module_parent, _, module_name = module.rpartition(".")
+        if module_parent == parent:
+            known_names.append(module_name)
+    advice = MISSING.get(name) or did_you_mean(last, known_names)
+    # Advice for a package holds for what is in it.
+    while not advice and parent.count("."):
+        advice = MISSING.get(parent, "")
+        parent = parent.rpartition(".")[0]
+    advice = advice or "docs/from_verl.md says where all names are listed."
+    return ModuleNotFoundError(
+        f"{name}: quadriga has verl's contracts without this name ({VARIABLE}). {advice}"
+    )
+
+
+class _Module(ModuleType):
+    """A module of verl. A name is imported when it is read for the first time."""
+
+    def __getattr__(self, name: str) -> Any:
+        full_name = f"{self.__name__}.{name}"
+        place = MODULES[self.__name__].get(name)
+        if place is not None:
+            home, _, attribute = place.partition(":")
+            value = getattr(import_module(home), attribute)
+        elif full_name in MODULES:
+            value = import_module(full_name)
+        elif name.startswith("__"):
+            raise AttributeError(name)
+        else:
+            raise missing_name(full_name)
+        setattr(self, name, value)
+        return value
+
+
+class Finder(MetaPathFinder, Loader):
+    """Import hook for the modules of the table."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
+        """Find a module of verl; None for modules of other packages.
+
+        Raises:
+            ModuleNotFoundError: the table does not have the module.
+        """
+        if fullname.partition(".")[0] != "verl":
+            return None
+        if fullname not in MODULES:
+            raise missing_name(fullname)
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Create a module that imports its names when they are read."""
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Set `__all__`, so that `from module import *` takes the names of the table."""
+        module.__dict__["__all__"] = list(MODULES[module.__name__])
+
+
+def install() -> None:
+    """Install the hook in this process and those that it starts; no effect if it is installed."""
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+        return
+    os.environ[VARIABLE] = os.environ.get(VARIABLE) or "1"
+    if PathFinder.find_spec("verl") is not None and _WAS_REPORTED not in os.environ:
+        os.environ[_WAS_REPORTED] = "1"
+        setting = f"{VARIABLE}={os.environ[VARIABLE]}"
+        print(f"verl is installed; with {setting} `import verl` takes quadriga's names instead.")
+    # Modules of an installed verl would be found before the hook is asked.
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "verl":
+            del sys.modules[name]
+    sys.meta_path.insert(0, Finder())
+
+
+install()

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's contracts of advantage estimators and policy losses, in both directions.
+
+    a user's estimator   (token_level_rewards, response_mask, index, config, **kwargs)
+                             -> (advantages, returns)
+    a user's loss        (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)
+                             -> (scalar, metrics ...)
+
+A user's function that is registered becomes a function of our contract (`our_estimator`,
+`our_loss`). Ours appear under verl's names with verl's arguments (`verl_estimator`, `verl_loss`).
+
+Shapes: B sequences, T response positions, V token ids.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from enum import Enum
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quadriga.algorithms import masked
+from quadriga.algorithms.aggregate import agg_loss as _agg_loss
+from quadriga.algorithms.pf_ppo import pf_ppo_rows
+from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Registry
+from quadriga.errors import ConfigError
+from quadriga.protocol import DataProto
+from quadriga.user_file import taken
+from quadriga_verl import core_algos
+from quadriga_verl.shim import is_before
+
+_LOSS_FIELDS = ("old_log_prob", "log_prob", "advantages", "response_mask")
+_USUAL_FIELDS = ("token_level_rewards", "response_mask", "index")
+"""Fields that each estimator of verl gets if it takes them. Others only if they have no default."""
+_METRICS_BEFORE_0_7 = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+"""Metrics that a loss returns as scalars, in this order."""
+
+
+# ---- functions of users, in our contract --------------------------------------------------------
+
+
+def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt an estimator of verl's contract to ours.
+
+    `index` becomes the column `uid`, and `config` the section `algorithm`.
+    """
+    required_names = []
+    for parameter in signature(function).parameters.values():
+        is_variadic = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        if not is_variadic and parameter.default is Parameter.empty:
+            required_names.append(parameter.name)
+    usual_names = taken(function, dict.fromkeys(_USUAL_FIELDS))
+    names = list(dict.fromkeys([*required_names, *usual_names]))
+    if "config" in names:
+        names.remove("config")
+
+    def estimate(*fields: Any, config: Any) -> Any:
+        arguments = dict(zip(names, fields, strict=True))
+        return function(**arguments, **taken(function, {"config": config}))
+
+    fields = ["uid" if name == "index" else name for name in names]
+    return _with_signature(estimate, function, fields, {"config": Parameter.empty})
+
+
+def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt a policy loss of verl's contract to ours.
+
+    Its scalar stands for the rows of a micro-batch. It becomes a constant per token that is scaled
+    to count as much as these rows do by `loss_agg_mode`: for a mean of that mode, the sum over all
+    micro-batches and ranks is exactly the mean over the mini-batch.
+    """
+    name = getattr(function, "__name__", "the policy loss")
+
+    def loss(*, config: Any, rollout_is_weights: Tensor | None = None, **fields: Tensor) -> Any:
+        # A loss may pass these to `agg_loss`. The counts of the mini-batch are applied later.
+        batch_info = {
+            "dp_size": 1,
+            "batch_num_tokens": None,
+            "global_batch_size": None,
+            "loss_scale_factor": config.loss_scale_factor,
+        }
+        offered = {
+            "loss_agg_mode": config.loss_agg_mode,
+            "rollout_is_weights": rollout_is_weights,
+            "config": config.model_copy(update={"global_batch_info": batch_info}),
+        }
+        arguments = taken(function, offered)
+        if rollout_is_weights is not None and "rollout_is_weights" not in arguments:
+            got = "importance weights of the rollout, which it does not take"
+            fix = "Add the parameter rollout_is_weights=None and multiply the loss of each token by it."
+            raise ConfigError(name, got=got, fix=fix)
+        scalar, *results = function(**fields, **arguments)
+        _check_scalar(scalar, name)
+        metrics = dict(_metrics(results, name))
+
+        log_prob = fields["log_prob"]
+        mask = fields["response_mask"]
+        # What the aggregation makes of a loss of 1 for each token.
+        unit_loss = _agg_loss(
+            torch.ones_like(log_prob),
+            mask,
+            config.loss_agg_mode,
+            loss_scale_factor=config.loss_scale_factor,
+        )
+        smallest = torch.finfo(unit_loss.dtype).tiny
+        per_token = scalar.reshape(()) / unit_loss.clamp(min=smallest)
+        diagnostics = {key: torch.full_like(log_prob, value) for key, value in metrics.items()}
+        return per_token.expand(mask.shape), diagnostics
+
+    options = {"config": Parameter.empty, "rollout_is_weights": None}
+    return _with_signature(loss, function, _LOSS_FIELDS, options)
+
+
+def _check_scalar(scalar: Any, name: str) -> None:
+    """Refuse a loss that is no scalar tensor."""
+    if isinstance(scalar, Tensor) and scalar.numel() == 1:
+        return
+    got = type(scalar).__name__
+    if isinstance(scalar, Tensor):
+        got = f"a loss of shape {list(scalar.shape)}"
+    fix = "Aggregate it by agg_loss; a loss per token is registered by quadriga.algorithms."
+    raise ConfigError(name, got=got, expected="a scalar tensor first, as in verl", fix=fix)
+
+
+def _metrics(results: Sequence[Any], name: str) -> Iterator[tuple[str, float]]:
+    """Yield the metrics after a loss: a dictionary, or three scalars before verl 0.7."""
+    if results and isinstance(results[0], Mapping):
+        metrics = results[0]
+    else:
+        metrics = dict(zip(_METRICS_BEFORE_0_7, results, strict=False))
+    for key, value in metrics.items():
+        number = value.detach() if isinstance(value, Tensor) else value
+        try:
+            yield str(key).removeprefix("actor/"), float(number)
+        except (TypeError, ValueError) as error:
+            where = f"{name}, metric {key!r}"
+            raise ConfigError(where, got=repr(value)[:80], expected="a number") from error
+
+
+def _with_signature(
+    adapted: Callable[..., Any],
+    function: Callable[..., Any],
+    fields: Sequence[str],
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Give an adapter the name of the function that it calls, and a signature of our contract.
+
+    Args:
+        adapted: the adapter.
+        function: the user's function, which gets the adapter as an attribute.
+        fields: positional parameters of the signature.
+        options: keyword-only parameters with their defaults.
+    """
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in fields]
+    for name, default in options.items():
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
+    adapted.__signature__ = signature(adapted).replace(parameters=parameters)
+    for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(adapted, attribute, getattr(function, attribute, None))
+    function.quadriga_form = adapted
+    return adapted
+
+
+# ---- functions of ours, in verl's contract ------------------------------------------------------
+
+
+def verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an estimator verl's arguments.
+
+    The groups are called `index`, options may be positional, and `config` has further options.
+    """
+    compute = core_algos.in_verls_form(estimator)
+    parameters = signature(compute).parameters
+
+    def compute_advantage(*args: Any, config: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        known = {name: value for name, value in kwargs.items() if name in parameters}
+        arguments = signature(compute).bind_partial(*args, **known).arguments
+        if config is not None:
+            for name in parameters:
+                value = config.get(name)
+                if name not in arguments and value is not None:
+                    arguments[name] = value
+        return compute(**arguments)
+
+    return compute_advantage
+
+
+def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a registered policy loss verl's arguments, and the results of verl's version."""
+
+    def compute_policy_loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+        **others: Tensor,
+    ) -> tuple[Any, ...]:
+        settings: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, **dict(config or {})}
+        policy = dict(settings.get("policy_loss") or {})
+        shared = {**policy, **(policy.get("options") or {}), **settings}
+        # `clip_ratio` holds for a side that has no clip of its own.
+        for side in ("clip_ratio_low", "clip_ratio_high"):
+            if shared.get(side) is None:
+                shared[side] = shared["clip_ratio"]
+        # A registry binds options to a name, not to a function.
+        (name,) = (name for name, loss in POLICY_LOSSES.items() if loss is function)
+        algorithm = POLICY_LOSSES.choose(name, {}, shared)
+
+        fields = {
+            "old_log_prob": old_log_prob,
+            "log_prob": log_prob,
+            "advantages": advantages,
+            "response_mask": response_mask,
+            **others,
+        }
+        fields |= algorithm.compute_columns(fields)
+        arguments = {field: fields[field] for field in algorithm.fields}
+        losses, diagnostics = algorithm.function(**arguments)
+        if rollout_is_weights is not None:
+            losses = losses * rollout_is_weights
+        loss = _agg_loss(losses, response_mask, loss_agg_mode)
+        means = {}
+        for key, values in diagnostics.items():
+            means[key] = masked.masked_mean(values, response_mask)
+        if is_before(0, 7):
+            return loss, *(means.get(key, torch.zeros(())) for key in _METRICS_BEFORE_0_7)
+        return loss, {f"actor/{key}": mean.item() for key, mean in means.items()}
+
+    return compute_policy_loss
+
+
+# ---- registries ---------------------------------------------------------------------------------
+
+
+class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
+    """A registry of verl, backed by one of ours.
+
+    A function that is read has verl's arguments; one that is written becomes a function of ours.
+
+    Args:
+        registry: our registry.
+        ours: adapts a function of verl's contract to ours.
+        verls: adapts a function of ours to verl's contract.
+    """
+
+    def __init__(
+        self, registry: Registry, ours: Callable[..., Any], verls: Callable[..., Any]
+    ) -> None:
+        self._registry = registry
+        self._to_ours = ours
+        self._to_verls = verls
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    def register(self, name: str) -> Callable[[Any], Any]:
+        """Make a decorator that registers a function and returns it unchanged."""
+
+        def decorate(function: Any) -> Any:
+            self[name] = function
+            return function
+
+        return decorate
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        name = _plain(name)
+        if name in self._originals:
+            return self._originals[name]
+        return self._to_verls(self._registry[name])
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        name = _plain(name)
+        self._registry.register(name)(self._to_ours(function))
+        self._originals[name] = function
+
+    def __delitem__(self, name: str) -> None:
+        del self._registry[_plain(name)]
+        self._originals.pop(_plain(name), None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._registry)
+
+    def __len__(self) -> int:
+        return len(self._registry)
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """Find a function with verl's arguments.
+
+        Raises:
+            ValueError: no function has that name.
+        """
+        name = _plain(name)
+        if name not in self:
+            expected = f"one of {', '.join(self)}"
+            raise ValueError(f"{self._registry.key}: got {name!r}, expected {expected}")
+        return self[name]
+
+
+def _plain(name: Any) -> str:
+    """The name as text; verl's names are members of an enum too."""
+    return str(name.value if isinstance(name, Enum) else name)
+
+
+ADV_ESTIMATOR_REGISTRY = RegistryOfVerl(ADVANTAGES, our_estimator, verl_estimator)
+POLICY_LOSS_REGISTRY = RegistryOfVerl(POLICY_LOSSES, our_loss, verl_loss)
+register_adv_est = ADV_ESTIMATOR_REGISTRY.register
+get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.find
+register_policy_loss = POLICY_LOSS_REGISTRY.register
+get_policy_loss_fn = POLICY_LOSS_REGISTRY.find
+
+_ESTIMATOR = re.compile(r"compute_(\w+?)(?:_outcome)?_advantage(?:_return)?")
+_RENAMED = {"multi_turn_optimal_token_baseline": "tir_optimal_token_baseline"}
+
+
+def __getattr__(name: str) -> Any:
+    """Look up one of verl's functions `compute_policy_loss_NAME` and `compute_NAME_advantage`."""
+    loss = name.removeprefix("compute_policy_loss_")
+    if loss != name and loss in POLICY_LOSSES:
+        return POLICY_LOSS_REGISTRY[loss]
+    match = _ESTIMATOR.fullmatch(name)
+    if match is not None:
+        estimator = _RENAMED.get(match[1], match[1])
+        if estimator in ADVANTAGES:
+            return ADV_ESTIMATOR_REGISTRY[estimator]
+    raise AttributeError(name)
+
+
+# ---- functions of tensors -----------------------------------------------------------------------
+
+
+def agg_loss(
+    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1, **counts: Any
+) -> Tensor:
+    """`aggregate.agg_loss`, times the ranks over which a backend averages gradients.
+
+    Args:
+        loss_mat: loss of each token, [B, T].
+        loss_mask: tokens that count, [B, T].
+        loss_agg_mode: how to aggregate.
+        dp_size: number of data-parallel ranks.
+        counts: counts of the mini-batch, as for `aggregate.agg_loss`.
+
+    Returns:
+        The loss, [].
+    """
+    return dp_size * _agg_loss(loss_mat, loss_mask, loss_agg_mode, **counts)
+
+
+def compute_entropy_loss(
+    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean"
+) -> Tensor:
+    """Entropy of logits [B, T, V], aggregated as a loss: []."""
+    return _agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
+
+
+def compute_rewards(
+    token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float
+) -> Tensor:
+    """Scores minus the estimated divergence (k1) of each token: [B, T]."""
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
+
+
+def compute_pf_ppo_reweight_data(
+    data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0
+) -> DataProto:
+    """Draw as many rows as there are by their scores, with torch's random generator."""
+    scores = data.batch["token_level_scores"].sum(-1)
+    seed = int(torch.randint(2**31, ()))
+    return data.select_idxs(pf_ppo_rows(scores, reweight_method, weight_pow, seed=seed))
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """Mean of the values under a mask, over all dimensions or along `axis`."""
+    return masked.masked_mean(values, mask, axis)
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """Sum of the values under a mask, over all dimensions or along `axis`."""
+    return masked.masked_sum(values, mask, axis)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance of the values under a mask: []."""
+    return values[mask.bool()].var(unbiased=unbiased)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy in nats over the last dimension: [..., V] -> [...]."""
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """Log-probabilities of labels [...] under logits [..., V]."""
+    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]

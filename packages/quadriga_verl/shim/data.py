@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's data set with its hooks, and the helpers that files about data import.
+
+Shapes: B sequences, P prompt positions, T frames.
+"""
+
+import copy
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from quadriga.data.files import drop_null_fields
+from quadriga.data.media import refuse_media, with_parts
+from quadriga.data.padding import postprocess_data
+from quadriga.data.pictures import as_list, read_picture
+from quadriga.data.prompt_lengths import NO_CONTEXT, PromptContext
+from quadriga.data.rl_dataset import prompt_columns, require_short_prompt, set_aside
+from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
+from quadriga.data.videos import FrameRules, open_video
+from quadriga.data.vision import as_vision, load_processor, read_media
+from quadriga.errors import DataError
+from quadriga.user_file import taken
+
+_READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+
+
+class RLHFDataset(Dataset):
+    """verl's data set of prompts: rows of `self.dataframe`, with hooks that subclasses override.
+
+        _read_files_and_tokenize()             make `self.dataframe` from `self.data_files`
+        maybe_filter_out_long_prompts(rows)    the rows that stay
+        _build_messages(row)                   the chat of a row
+        __getitem__(item)                      the row with `raw_prompt`; tokens are added to it
+
+    Args:
+        data_files: as for `quadriga.data.RLHFDataset`, and so are the others.
+        tokenizer: renders and tokenizes prompts.
+        config: the section `data`.
+        processor: of a vision-language model. None: prompts are text.
+        max_samples: use at most so many rows; -1 for all.
+        context: the tools that prompts are measured with.
+        others: arguments of other versions of verl, which are ignored.
+    """
+
+    def __init__(
+        self,
+        data_files: Any,
+        tokenizer: Any,
+        config: Any,
+        processor: Any = None,
+        max_samples: int = -1,
+        context: PromptContext = NO_CONTEXT,
+        **others: Any,
+    ) -> None:
+        # Attributes with verl's names, which subclasses read.
+        files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
+        self.data_files = [str(file) for file in files]
+        self.original_data_files = copy.deepcopy(files)
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.config = config
+        self.max_samples = max_samples
+        self.prompt_key = config.prompt_key
+        self.image_key = config.image_key or "images"
+        self.video_key = config.video_key or "videos"
+        self.max_prompt_length = config.max_prompt_length
+        self.truncation = config.truncation
+        self.filter_overlong_prompts = config.filter_overlong_prompts
+        self.shuffle = config.shuffle
+        self.seed = config.seed
+        self.apply_chat_template_kwargs = dict(config.apply_chat_template_kwargs)
+        self.return_raw_chat = True
+        self.cache_dir = config.cache_dir
+
+        self._vision = as_vision(processor)
+        self._context = context
+        self._encoder = ChatEncoder(tokenizer, self.apply_chat_template_kwargs)
+        self._download()
+        self._read_files_and_tokenize()
+
+    def _download(self, use_origin_parquet: bool = False) -> None:
+        files = self.original_data_files if use_origin_parquet else self.data_files
+        self.data_files = [copy_to_local(str(file)) for file in files]
+
+    def _read_files_and_tokenize(self) -> None:
+        tables = []
+        for file in self.data_files:
+            ending = Path(file).suffix
+            if ending not in _READERS:
+                raise DataError(file, got=f"the ending {ending!r}", expected=", ".join(_READERS))
+            reader = _READERS[ending]
+            tables.append(datasets.load_dataset(reader, data_files=file, split="train"))
+        rows = datasets.concatenate_datasets(tables)
+        if 0 < self.max_samples < len(rows):
+            chosen_rows = np.arange(len(rows))
+            if self.shuffle:
+                generator = np.random.default_rng(self.seed)
+                chosen_rows = generator.choice(len(rows), size=self.max_samples, replace=False)
+            rows = rows.select(chosen_rows[: self.max_samples].tolist())
+        self.dataframe = self.maybe_filter_out_long_prompts(rows)
+
+    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
+        """Drop rows whose prompt is too long; keep all without `data.filter_overlong_prompts`.
+
+        A prompt is measured as text with its tools, without images.
+        """
+        rows = self.dataframe if dataframe is None else dataframe
+        if not self.filter_overlong_prompts:
+            return rows
+        texts: list[str] = []
+        for number, row in enumerate(rows):
+            where = f"row {number} of {type(self).__name__}"
+            tools = self._context.tools_of(row)
+            texts.append(self._encoder.render(self._messages(dict(row)), where=where, tools=tools))
+        lengths = [len(ids) for ids in self._encoder.encode(texts)]
+        require_short_prompt(lengths, self.max_prompt_length, where=type(self).__name__)
+        short_rows = []
+        for number, length in enumerate(lengths):
+            if length <= self.max_prompt_length:
+                short_rows.append(number)
+        return rows.select(short_rows)
+
+    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> Any:
+        name = key or self.prompt_key
+        return as_messages(example[name], where=f"column {name!r}")
+
+    def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        drop_null_fields(row, [self.prompt_key])
+        # An override may take the row alone.
+        arguments = taken(self._build_messages, {"key": self.prompt_key})
+        return list(self._build_messages(row, **arguments))
+
+    def __len__(self) -> int:
+        return len(self.dataframe)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        """Columns of a row with `raw_prompt`.
+
+        `index`, `tools_kwargs` and `interaction_kwargs` are entries of its `extra_info`.
+        """
+        row = dict(self.dataframe[item])
+        messages = self._messages(row)
+        row.pop(self.prompt_key, None)
+        row = set_aside(row)
+        extra_info = row.get("extra_info") or {}
+        return {
+            **row,
+            "extra_info": extra_info,
+            "raw_prompt": messages,
+            "index": extra_info.get("index", 0),
+            "tools_kwargs": extra_info.get("tools_kwargs") or {},
+            "interaction_kwargs": extra_info.get("interaction_kwargs") or {},
+        }
+
+    def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
+        """Rows of a batch, with tokens made from `raw_prompt` where `__getitem__` returns none."""
+        rows = []
+        for item in items:
+            rows.append(self._with_tokens(self[item], f"row {item} of {type(self).__name__}"))
+        return rows
+
+    def _with_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        images = as_list(row.pop(self.image_key, None))
+        videos = as_list(row.pop(self.video_key, None))
+        if "input_ids" in row:
+            # A subclass has tokenized the row itself.
+            return row
+        messages = as_messages(list(row["raw_prompt"]), where=where)
+        pictures: list[Any] = []
+        clips: list[Any] = []
+        if self._vision is None:
+            refuse_media(messages, {"image": images, "video": videos}, self.config, where=where)
+        else:
+            messages, *media = with_parts(messages, images, videos, where=where)
+            folder = Path.cwd()
+            pictures, clips = read_media(
+                media, self._vision, self.config, folder=folder, where=where
+            )
+        text = self._encoder.render(messages, where=where)
+        columns = prompt_columns(
+            text, pictures, clips, self._encoder, self._vision, self.config, where=where
+        )
+        return {**row, "raw_prompt": messages, **columns}
+
+
+def tokenize_and_postprocess_data(
+    prompt: str, tokenizer: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Tokenize a rendered prompt.
+
+    Args:
+        prompt: the text.
+        tokenizer: the tokenizer.
+        options: as for `postprocess_data`.
+
+    Returns:
+        Token ids and mask, [1, max_length] each.
+    """
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    return postprocess_data(encoded["input_ids"], encoded["attention_mask"], **options)
+
+
+# ---- images and videos --------------------------------------------------------------------------
+
+
+def process_image(image: Any) -> Any:
+    """Read an image as a PIL image in RGB."""
+    return read_picture(image, folder=Path.cwd(), where="process_image").copy()
+
+
+def process_video(
+    video: Any,
+    nframes: int | None = None,
+    fps: float | None = None,
+    fps_min_frames: int = 4,
+    fps_max_frames: int = 768,
+) -> Tensor:
+    """Sample frames of a video, resized for patches of 14 pixels.
+
+    Args:
+        video: a path, a list of images, or {"video": ...} with `nframes`, `fps`, `min_frames`,
+            `max_frames`, `min_pixels` and `max_pixels` beside it, which take precedence.
+        nframes: number of frames.
+        fps: frames per second of the video, 2 by default.
+        fps_min_frames: least number of frames.
+        fps_max_frames: largest number of frames.
+
+    Returns:
+        Frames [T, 3, H, W], uint8.
+    """
+    settings = dict(video) if isinstance(video, dict) else {"video": video}
+    num_frames = settings.pop("nframes", nframes)
+    options = {
+        "fps": settings.pop("fps", fps) or 2.0,
+        "min_frames": settings.pop("min_frames", num_frames or fps_min_frames),
+        "max_frames": settings.pop("max_frames", num_frames or fps_max_frames),
+    }
+    for name in ("min_pixels", "max_pixels"):
+        if name in settings:
+            options[name] = settings.pop(name)
+    where = "process_video"
+    source = open_video(settings.get("video"), folder=Path.cwd(), where=where)
+    frames = FrameRules.of({}, "qwen2_5_vl", options).read(source, where=where).frames
+    assert frames is not None
+    return frames
+
+
+def get_rope_index(
+    processor: Any,
+    input_ids: Tensor,
+    image_grid_thw: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    second_per_grid_ts: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Rotary positions of a prompt along time, height and width.
+
+    Args:
+        processor: of a vision-language model.
+        input_ids: token ids, [P].
+        image_grid_thw: patches of each image along the three dimensions, [images, 3].
+        video_grid_thw: patches of each video, [videos, 3].
+        second_per_grid_ts: seconds per step along time of each video, [videos].
+        attention_mask: [P]. None: no padding.
+
+    Returns:
+        Positions [3, P], 1 on padding.
+
+    Raises:
+        DataError: there is no such processor.
+    """
+    vision = as_vision(processor)
+    if vision is None:
+        expected = "that of a vision-language model"
+        raise DataError("get_rope_index", got="no processor", expected=expected)
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    is_valid = attention_mask.bool()
+    positions = torch.ones(3, len(input_ids), dtype=input_ids.dtype)
+    valid_positions, *_ = vision.get_rope_index(
+        input_ids[is_valid].tolist(), image_grid_thw, video_grid_thw, second_per_grid_ts
+    )
+    positions[:, is_valid] = valid_positions.to(positions.dtype)
+    return positions
+
+
+# ---- models and files ---------------------------------------------------------------------------
+
+
+def hf_tokenizer(
+    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> Any:
+    """Load a tokenizer, which has a pad token; see `load_tokenizer`."""
+    return load_tokenizer(name_or_path, **taken(load_tokenizer, kwargs))
+
+
+def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
+    """Load the processor of a vision-language model; None for a text-only model."""
+    return load_processor(name_or_path, **taken(load_processor, kwargs))
+
+
+def copy_to_local(src: str, cache_dir: str | None = None, *options: Any, **named: Any) -> str:
+    """Return a local path or a model's name as it is; DataError for a path of HDFS."""
+    path = str(src)
+    if path.startswith("hdfs://"):
+        fix = "Copy it: hdfs dfs -get."
+        raise DataError(path, got="a path of HDFS", expected="a local path", fix=fix)
+    return path
+
+
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = True, **kwargs: Any) -> None:
+    """Make a local folder."""
+    os.makedirs(copy_to_local(name), mode, exist_ok)
+
+
+def copy_path(src: str, dst: str, **kwargs: Any) -> str:
+    """Copy a local file or folder; returns the path of the copy."""
+    copy_one = shutil.copytree if Path(copy_to_local(src)).is_dir() else shutil.copy
+    return str(copy_one(src, copy_to_local(dst)))

@@ -1,0 +1,856 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's agent loops: an object per conversation, which keeps the tokens itself.
+
+    REGISTRY ──> _AdaptedLoop.run(conversation) ──> AgentLoopBase.run(...) ──> AgentLoopOutput
+                     │                                  │ generates by AsyncLLMServerManager
+                     └──> _write: the output's tokens become those of the conversation
+
+`ToolAgentLoop` goes from state to state, and each state has a method that returns the next one:
+
+    PENDING ──> GENERATING ──> PROCESSING_TOOLS or INTERACTING ──> GENERATING ... ──> TERMINATED
+"""
+
+import asyncio
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from itertools import groupby
+from typing import Any, ClassVar, TypeVar
+from uuid import uuid4
+
+from omegaconf import OmegaConf
+from pydantic import Field
+
+from quadriga.errors import RolloutError
+from quadriga.rewards.outcome import read_outcome
+from quadriga.rollout.agent_loop.conversation import (
+    Conversation,
+    ConversationOver,
+    Turn,
+    TurnEncoder,
+)
+from quadriga.rollout.agent_loop.interactions import UserSimulator
+from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
+from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
+from quadriga.rollout.agent_loop.tool_calls import ToolBox
+from quadriga.user_file import taken
+from quadriga_verl.shim import is_before
+from quadriga_verl.shim.data import RLHFDataset
+from quadriga_verl.shim.tools import Instance, Open, ToolResponse, simple_timer, tool_of
+
+LoopClass = TypeVar("LoopClass", bound=type)
+ParserClass = TypeVar("ParserClass", bound="type[ToolParser]")
+
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}
+"""Sampling parameters that a loop may change."""
+_OTHER_PARAMETERS = {"logprobs", "n", "repetition_penalty", "max_tokens", "max_new_tokens"}
+"""Sampling parameters that are accepted and not passed on."""
+_CALLS = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+class TokenOutput(Open):
+    """A response of the engine."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    stop_reason: str | None = None
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = Field(default_factory=dict)
+
+
+class AgentLoopMetrics(Open):
+    """Seconds that a conversation spent."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+
+
+class AgentLoopOutput(Open):
+    """A finished conversation: its tokens, and a mask of those that the model wrote."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = Field(default_factory=dict)
+
+
+class DictConfigWrap:
+    """A configuration as the attribute `config`."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+# ---- the engine of a conversation ---------------------------------------------------------------
+
+
+class AsyncLLMServerManager:
+    """The engine, as verl's loops call it, for one conversation.
+
+    Attributes:
+        chat: the conversation.
+        services: what its loop may use.
+        token_ids: tokens that the engine generated, over all turns.
+        log_probs: their log-probabilities.
+        last: tokens of the last call: the prompt, and what was generated.
+    """
+
+    def __init__(self, chat: Conversation, services: Services) -> None:
+        self.chat = chat
+        self.services = services
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.last: list[int] = []
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        **others: Any,
+    ) -> Any:
+        """Generate as `complete` does; before verl 0.6 the token ids alone are returned."""
+        output = await self.complete(
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **others
+        )
+        return output.token_ids if is_before(0, 6) else output
+
+    async def complete(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        **others: Any,
+    ) -> TokenOutput:
+        """Generate a response to token ids.
+
+        Args:
+            request_id: ignored.
+            prompt_ids: the tokens.
+            sampling_params: those of `run`, changed or not.
+            others: images and videos, which `apply_chat_template` has rendered.
+
+        Raises:
+            ConversationOver: there is no room for a response.
+            RolloutError: images were not rendered by `apply_chat_template`, or engines do not have
+                a sampling parameter.
+        """
+        images = self._images(prompt_ids, others)
+        parameters = dict(sampling_params)
+        _check_sampling(parameters)
+        limits = self.chat.limits
+        max_tokens = parameters.get("max_tokens") or parameters.get("max_new_tokens")
+        max_tokens = max_tokens or limits.response_tokens
+        room = min(max_tokens, limits.total_tokens - len(prompt_ids))
+        if room < 1:
+            raise ConversationOver("length")
+
+        changes = {name: parameters[name] for name in _SAMPLING & parameters.keys()}
+        for name in ("stop", "stop_token_ids"):
+            if name in changes:
+                changes[name] = tuple(changes[name])
+        completion = await self.chat.complete(prompt_ids, images, max_tokens=room, **changes)
+        self.last = [*prompt_ids, *completion.token_ids]
+        self.token_ids += completion.token_ids
+        self.log_probs += completion.log_probs
+        is_aborted = completion.finish_reason == "abort"
+        return TokenOutput(
+            token_ids=list(completion.token_ids),
+            log_probs=list(completion.log_probs),
+            stop_reason="aborted" if is_aborted else "completed",
+        )
+
+    def _images(self, prompt_ids: list[int], others: Mapping[str, Any]) -> Any:
+        """Images in a prompt, which must be as `apply_chat_template` rendered them."""
+        images = self.chat.images_in(prompt_ids)
+        has_images = self.chat.sample.images is not None
+        for name, value in others.items():
+            has_images = has_images or (name.endswith("_data") and bool(value))
+        if images is None and has_images:
+            raise RolloutError(
+                "server_manager.generate",
+                got="images, and other tokens for them",
+                expected="those of self.apply_chat_template(messages)",
+                fix="Let what follows stand behind them, unchanged.",
+            )
+        return images
+
+    def log_probs_of(self, response_ids: list[int], mask: list[int]) -> list[float]:
+        """Log-probabilities of a response, 0 outside the mask.
+
+        Args:
+            response_ids: tokens of the response.
+            mask: 1 for tokens that were generated.
+
+        Raises:
+            RolloutError: these are not the generated tokens, in their order.
+        """
+        generated = [token for token, is_own in zip(response_ids, mask, strict=True) if is_own]
+        if generated != self.token_ids[: len(generated)]:
+            got = "tokens under the mask that were not generated"
+            fix = "Return response_logprobs too, or give tokens of other origin the mask 0."
+            raise RolloutError("AgentLoopOutput", got=got, fix=fix)
+        log_probs = iter(self.log_probs)
+        return [next(log_probs) if is_own else 0.0 for is_own in mask]
+
+
+def _check_sampling(parameters: Mapping[str, Any]) -> None:
+    """Refuse sampling parameters that engines do not have."""
+    unknown_names = parameters.keys() - _SAMPLING - _OTHER_PARAMETERS
+    is_penalized = parameters.get("repetition_penalty", 1.0) != 1.0
+    if unknown_names or is_penalized or parameters.get("n", 1) != 1:
+        names = ", ".join(sorted(_SAMPLING))
+        raise RolloutError(
+            "server_manager.generate",
+            got=str(parameters)[:200],
+            expected=f"{names}, max_tokens; no repetition penalty, one response",
+        )
+
+
+# ---- the adapter --------------------------------------------------------------------------------
+
+
+class _AdaptedLoop(AgentLoop):
+    """An agent loop of ours that runs one of verl's class."""
+
+    loop_class: type[Any]
+
+    def __init__(self, services: Services, **arguments: Any) -> None:
+        super().__init__(services)
+        self.arguments = arguments
+
+    async def run(self, chat: Conversation) -> None:
+        messages = chat.sample.messages
+        if messages is None:
+            raise RolloutError(
+                f"agent loop {chat.sample.agent}",
+                got="a prompt without its messages",
+                expected="the column raw_prompt",
+                fix="Set data.return_raw_chat=True.",
+            )
+        server = AsyncLLMServerManager(chat, self.services)
+        config = self._config(chat)
+        offered = {
+            "trainer_config": DictConfigWrap(config),
+            "data_config": DictConfigWrap(config.data),
+            "server_manager": server,
+            "tokenizer": chat.encoder.tokenizer,
+            "processor": None,
+            "dataset_cls": RLHFDataset,
+        }
+        loop = self.loop_class(**taken(self.loop_class, offered), **self.arguments)
+        sampling = chat.sampling
+        sampling_params = {
+            "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+        }
+        columns = {
+            **chat.sample.columns,
+            "raw_prompt": messages,
+            "messages": messages,
+            "sampling_params": sampling_params,
+        }
+        output = await loop.run(**taken(loop.run, columns))
+        if not isinstance(output, AgentLoopOutput):
+            name = f"{self.loop_class.__name__}.run"
+            got = type(output).__name__
+            raise TypeError(f"{name}: got {got}, expected an AgentLoopOutput")
+        _write(output, server, chat)
+
+    def _config(self, chat: Conversation) -> Any:
+        """The parts of verl's configuration that loops read."""
+        limits = chat.limits
+        template_kwargs = dict(chat.encoder.template_kwargs)
+        template_kwargs.pop("return_dict", None)
+        rollout = self.services.config.model_dump(mode="json")
+        rollout["prompt_length"] = limits.prompt_tokens
+        rollout["response_length"] = limits.response_tokens
+        model = {"path": chat.encoder.tokenizer.name_or_path}
+        data = {
+            "max_prompt_length": limits.prompt_tokens,
+            "max_response_length": limits.response_tokens,
+            "apply_chat_template_kwargs": template_kwargs,
+        }
+        policy = {"rollout": rollout, "model": model}
+        return OmegaConf.create({"actor_rollout_ref": policy, "data": data})
+
+
+def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation) -> None:
+    """Make the tokens that a loop returned those of the conversation, cut to its limits."""
+    limits = chat.limits
+    num_tokens = len(output.response_ids)
+    num_prompt_tokens = len(output.prompt_ids)
+    if num_prompt_tokens > limits.prompt_tokens:
+        chat.failure = f"prompt_length: {num_prompt_tokens} tokens, over {limits.prompt_tokens}"
+        raise ConversationOver(chat.failure)
+    mask = output.response_mask
+    log_probs = output.response_logprobs
+    if log_probs is None:
+        log_probs = server.log_probs_of(output.response_ids, mask)
+    if not len(mask) == len(log_probs) == num_tokens:
+        got = f"{num_tokens} response_ids, {len(mask)} of response_mask, {len(log_probs)} log_probs"
+        raise RolloutError(f"agent loop {chat.sample.agent}", got=got, expected="as many of each")
+
+    chat.prompt_ids = list(output.prompt_ids)
+    rows = list(zip(output.response_ids, mask, log_probs, strict=True))
+    # Each run of tokens with one origin becomes a turn.
+    for is_own, part in groupby(rows[: limits.response_tokens], key=lambda row: row[1]):
+        ids, _, part_log_probs = map(list, zip(*part, strict=True))
+        text = chat.encoder.text(ids, with_special=True)
+        turn = Turn("assistant" if is_own else "tool", ids, text, 0.0)
+        chat.extend(turn, int(is_own), part_log_probs)
+    chat.finish_reason = "length" if num_tokens > limits.response_tokens else "stop"
+    chat.extra_fields = dict(output.extra_fields)
+    chat.turn_scores = list(chat.extra_fields.get("turn_scores") or ())
+    chat.tool_rewards = chat.extra_fields.get("tool_rewards") or {}
+    if output.reward_score is not None:
+        chat.outcome = read_outcome(output.reward_score)
+
+
+def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
+    """Class decorator that names a loop, for the file `rollout.agent.agent_loop_path`."""
+
+    def decorate(cls: LoopClass) -> LoopClass:
+        REGISTRY.register(agent_name)(cls.quadriga_form)
+        return cls
+
+    return decorate
+
+
+# ---- loops --------------------------------------------------------------------------------------
+
+
+class AgentLoopBase(ABC):
+    """Base class of verl's agent loops, which have an object for each conversation.
+
+    Args:
+        trainer_config: the configuration, as `trainer_config.config`.
+        server_manager: the engine.
+        tokenizer: the tokenizer.
+        processor: None; `apply_chat_template` processes images.
+        dataset_cls: verl's data set.
+        data_config: ignored; it is a section of `trainer_config`.
+        kwargs: further arguments of `init_class`.
+    """
+
+    _class_initialized = False
+    offers_tools = False  # whether prompts name the tools of the configuration
+    quadriga_form: type[AgentLoop]  # the class as an agent loop of ours
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        members = {
+            "loop_class": cls,
+            "offers_tools": cls.offers_tools,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
+        cls.quadriga_form = type(cls.__name__, (_AdaptedLoop,), members)
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: Any,
+        tokenizer: Any,
+        processor: Any = None,
+        dataset_cls: type[Any] = RLHFDataset,
+        data_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        # Attributes with verl's names, which subclasses read.
+        self.config = trainer_config.config
+        self.server_manager = server_manager
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        self.data_config = self.config.data
+        self.apply_chat_template_kwargs = self.config.data.apply_chat_template_kwargs
+        self.loop = asyncio.get_running_loop()
+        offered = {"config": self.config, "tokenizer": tokenizer, "processor": processor, **kwargs}
+        self.init_class(**taken(self.init_class, offered))
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
+        """Prepare what all conversations share; called for each, as in verl.
+
+        Args:
+            config: the configuration.
+            tokenizer: the tokenizer.
+            processor: None.
+            kwargs: further arguments of the loop.
+        """
+        cls._class_initialized = True
+
+    async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Images of the prompt, whose messages these are. Its videos stay with its tokens."""
+        images = self.server_manager.chat.sample.images
+        if images is None or not images.pictures:
+            return {}
+        return {"images": list(images.pictures)}
+
+    async def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        remove_system_prompt: bool = False,
+        **others: Any,
+    ) -> list[int]:
+        """Tokenize a chat, up to the start of the model's turn.
+
+        Args:
+            messages: the chat. Parts `{"type": "image"}` show where its images stand.
+            tools: schemas of the tools that the prompt names.
+            remove_system_prompt: whether the messages follow the model's last turn; then no text in
+                them can end a turn.
+            others: `images` of these messages; those of the prompt are known.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            RolloutError: there are audios, or videos outside the prompt.
+        """
+        server = self.server_manager
+        chat = server.chat
+        prompt_images = chat.sample.images
+        has_new_videos = others.get("videos") and (remove_system_prompt or prompt_images is None)
+        if others.get("audios") or has_new_videos:
+            got = "videos or audios"
+            raise RolloutError("apply_chat_template", got=got, expected="text and images")
+        images = list(others.get("images") or ())
+        encoder = chat.encoder
+        if self.apply_chat_template_kwargs != self.config.data.apply_chat_template_kwargs:
+            encoder = TurnEncoder(self.tokenizer, dict(self.apply_chat_template_kwargs))
+
+        if not remove_system_prompt:
+            ids = encoder.prompt(messages, tools or ())
+            if not images and prompt_images:
+                images = prompt_images.pictures
+            return chat.show((), ids, images) if prompt_images or images else ids
+
+        complete_messages = []
+        for message in messages:
+            if message["role"] == "tool":
+                message = {"name": "unknown", "tool_call_id": "call00000", **message}
+            complete_messages.append(dict(message))
+        plain_messages, inline_images = encoder.plain_messages(complete_messages)
+        ids = encoder.following(plain_messages, server.token_ids)
+        images = images or [image for image in inline_images if image is not None]
+        return chat.show(server.last, ids, images, server.token_ids) if images else ids
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Lead a conversation.
+
+        Args:
+            sampling_params: parameters for the engine.
+            kwargs: columns of the row.
+        """
+
+
+class SingleTurnAgentLoop(AgentLoopBase):
+    """Agent loop with a single response to the prompt."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        messages = list(kwargs["raw_prompt"])
+        ids = await self.apply_chat_template(messages, **await self.process_vision_info(messages))
+        output = await self.server_manager.complete(
+            uuid4().hex, prompt_ids=ids, sampling_params=sampling_params
+        )
+        return AgentLoopOutput(
+            prompt_ids=ids,
+            response_ids=output.token_ids,
+            response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs,
+            num_turns=2,
+        )
+
+
+# ---- tool calls ---------------------------------------------------------------------------------
+
+
+class FunctionCall(Open):
+    """A tool call in a response.
+
+    Attributes:
+        name: the tool.
+        arguments: the arguments as JSON text.
+        problem: why the call cannot be read, or "".
+    """
+
+    name: str
+    arguments: str
+    problem: str = ""
+
+
+class ToolParser:
+    """Reads the tool calls in responses. A subclass is registered as a `multi_turn.format`."""
+
+    _registry: ClassVar[dict[str, "type[ToolParser]"]] = {}
+    form = "hermes"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> "ToolParser":
+        """Make the parser of a format.
+
+        Args:
+            name: a registered format, or one of ours.
+            tokenizer: decodes responses.
+
+        Raises:
+            ValueError: the format is unknown.
+        """
+        if name not in cls._registry and name not in PARSERS:
+            names = ", ".join((*PARSERS, *cls._registry))
+            raise ValueError(f"tool parser: got {name!r}, expected one of {names}")
+        parser = cls._registry.get(name, ToolParser)(tokenizer)
+        parser.form = name
+        return parser
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[ParserClass], ParserClass]:
+        """Class decorator that registers a parser.
+
+        From then on the loop `tool_agent` is verl's, which passes tokens to parsers.
+        """
+
+        def decorate(subclass: ParserClass) -> ParserClass:
+            cls._registry[name] = subclass
+            REGISTRY["tool_agent"] = ToolAgentLoop.quadriga_form
+            return subclass
+
+        return decorate
+
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: Any = None, with_unreadable: bool = False
+    ) -> tuple[str, list[FunctionCall]]:
+        """Find the tool calls in a response.
+
+        Args:
+            responses_ids: its tokens.
+            tools: schemas of the tools.
+            with_unreadable: also return calls that cannot be read.
+
+        Returns:
+            The text without calls, and the calls.
+        """
+        text = str(self.tokenizer.decode(responses_ids, skip_special_tokens=False))
+        parameters = {}
+        for tool in tools or ():
+            schema = tool if isinstance(tool, dict) else tool.model_dump()
+            function = schema["function"]
+            parameters[function["name"]] = function.get("parameters", {})
+        calls = []
+        for call in PARSERS[self.form](text, parameters):
+            if with_unreadable or not call.problem:
+                arguments = json.dumps(call.arguments, ensure_ascii=False)
+                function_call = FunctionCall(
+                    name=call.name, arguments=arguments, problem=call.problem
+                )
+                calls.append(function_call)
+        return _CALLS.sub("", text), calls
+
+
+class AgentState(Enum):
+    """State of a tool loop."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    INTERACTING = "interacting"
+    TERMINATED = "terminated"
+
+
+class AgentData:
+    """A conversation of a tool loop, under verl's names. Tools may store values in `extra_fields`.
+
+    Args:
+        messages: messages of the prompt.
+        request_id: id of the conversation.
+        tools_kwargs: arguments of tools, from the row.
+        given: further attributes.
+    """
+
+    def __init__(
+        self,
+        *,
+        messages: list[dict[str, Any]],
+        request_id: str,
+        tools_kwargs: Any = None,
+        **given: Any,
+    ):
+        self.messages = messages
+        self.request_id = request_id
+        self.tools_kwargs = dict(tools_kwargs or {})
+        self.interaction: Any = None
+        self.interaction_kwargs: dict[str, Any] = {}
+        self.image_data = None
+        self.video_data = None
+        self.metrics: dict[str, Any] = {}
+        self.extra_fields: dict[str, Any] = {}
+        self.prompt_ids: list[int] = []
+        self.response_ids: list[int] = []
+        self.response_mask: list[int] = []
+        self.response_logprobs: list[float] = []
+        self.turn_scores: list[float] = []
+        self.tool_rewards: list[float] = []
+        self.tool_calls: list[FunctionCall] = []
+        self.user_turns = 0
+        self.assistant_turns = 0
+        vars(self).update(given)
+
+
+class ToolAgentLoop(AgentLoopBase):
+    """Agent loop that calls the tools that the model names.
+
+    If the model calls no tool, the row's user simulator replies. A tool's instance lasts for one
+    call.
+    """
+
+    offers_tools = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        turns = self.rollout_config.multi_turn
+        specs = self.server_manager.services.tools
+        self.max_user_turns = turns.max_user_turns
+        self.max_assistant_turns = turns.max_assistant_turns
+        self.max_parallel_calls = turns.max_parallel_calls
+        self.max_tool_response_length = turns.max_tool_response_length
+        self.tool_response_truncate_side = turns.tool_response_truncate_side
+        self.tools = {name: tool_of(spec) or spec for name, spec in specs.items()}
+        self.tool_schemas = [spec.schema for spec in specs.values()]
+        self.tool_parser_name = turns.format
+        self.tool_parser = ToolParser.get_tool_parser(turns.format, self.tokenizer)
+        self.prompt_length = self.rollout_config.prompt_length
+        self.response_length = self.rollout_config.response_length
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        data = AgentData(
+            messages=list(kwargs["raw_prompt"]),
+            request_id=uuid4().hex,
+            tools_kwargs=kwargs.get("tools_kwargs"),
+            interaction_kwargs=kwargs.get("interaction_kwargs") or {},
+        )
+        if data.interaction_kwargs.get("name") is not None:
+            services = self.server_manager.services
+            limit_s = services.config.multi_turn.tool_timeout_s
+            data.interaction = UserSimulator(
+                services.interactions, data.interaction_kwargs, services.thread, limit_s
+            )
+        handlers: dict[AgentState, Callable[[], Any]] = {
+            AgentState.PENDING: partial(self._handle_pending_state, data, sampling_params),
+            AgentState.GENERATING: partial(self._handle_generating_state, data, sampling_params),
+            AgentState.PROCESSING_TOOLS: partial(self._handle_processing_tools_state, data),
+            AgentState.INTERACTING: partial(self._handle_interacting_state, data),
+        }
+        state = AgentState.PENDING
+        async with data.interaction or nullcontext():
+            while state in handlers:
+                state = await handlers[state]()
+        return self._output(data)
+
+    def _output(self, data: AgentData) -> AgentLoopOutput:
+        """The finished conversation, cut to the length of responses."""
+        # `prompt_ids` has grown by the tokens of the response.
+        num_prompt_tokens = len(data.prompt_ids) - len(data.response_mask)
+        response_ids = data.prompt_ids[num_prompt_tokens:]
+        return AgentLoopOutput(
+            prompt_ids=data.prompt_ids[:num_prompt_tokens],
+            response_ids=response_ids[: self.response_length],
+            response_mask=data.response_mask[: self.response_length],
+            response_logprobs=data.response_logprobs[: self.response_length] or None,
+            num_turns=data.user_turns + data.assistant_turns + 1,
+            metrics=data.metrics,
+            extra_fields={
+                **data.extra_fields,
+                "turn_scores": data.turn_scores,
+                "tool_rewards": data.tool_rewards,
+            },
+        )
+
+    async def _handle_pending_state(
+        self, agent_data: AgentData, sampling_params: dict[str, Any]
+    ) -> AgentState:
+        """Render the prompt with the tools."""
+        agent_data.prompt_ids = await self.apply_chat_template(
+            agent_data.messages, tools=self.tool_schemas
+        )
+        return AgentState.GENERATING
+
+    async def _handle_generating_state(
+        self,
+        agent_data: AgentData,
+        sampling_params: dict[str, Any],
+        ignore_termination: bool = False,
+    ) -> AgentState:
+        """Generate a turn of the model, and read its tool calls."""
+        room = self.response_length - len(agent_data.response_mask)
+        if room > 0:
+            sampling_params = {"max_tokens": room, **sampling_params}
+        with simple_timer("generate_sequences", agent_data.metrics):
+            output = await self.server_manager.complete(
+                agent_data.request_id,
+                prompt_ids=agent_data.prompt_ids,
+                sampling_params=sampling_params,
+            )
+        ids = output.token_ids
+        # `prompt_ids` has all tokens so far, and `response_ids` those of this turn.
+        agent_data.assistant_turns += 1
+        agent_data.response_ids = ids
+        agent_data.prompt_ids += ids
+        agent_data.response_mask += [1] * len(ids)
+        agent_data.response_logprobs += output.log_probs
+        if output.stop_reason == "aborted" or self._has_no_turns(agent_data):
+            return AgentState.TERMINATED
+        is_full = len(agent_data.response_mask) >= self.response_length
+        if is_full and not ignore_termination:
+            return AgentState.TERMINATED
+
+        extract = self.tool_parser.extract_tool_calls
+        offered = {"tools": self.tool_schemas, "with_unreadable": True}
+        _, agent_data.tool_calls = await extract(ids, **taken(extract, offered))
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        agent_data.messages.append({"role": "assistant", "content": text})
+        if agent_data.tool_calls:
+            return AgentState.PROCESSING_TOOLS
+        return AgentState.TERMINATED if agent_data.interaction is None else AgentState.INTERACTING
+
+    def _has_no_turns(self, data: AgentData) -> bool:
+        """Whether the model or the other side has had all its turns; None or 0 is no limit."""
+        counts = (
+            (data.assistant_turns, self.max_assistant_turns),
+            (data.user_turns, self.max_user_turns),
+        )
+        return any(limit and count >= limit for count, limit in counts)
+
+    async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
+        """Call the tools, and add their responses."""
+        calls = agent_data.tool_calls[: self.max_parallel_calls]
+        kwargs = agent_data.tools_kwargs
+        with simple_timer("tool_calls", agent_data.metrics):
+            pending = [self._call_tool(call, kwargs, agent_data) for call in calls]
+            results = await asyncio.gather(*pending)
+        messages: list[dict[str, Any]] = []
+        for number, (call, (response, reward, _)) in enumerate(zip(calls, results, strict=True)):
+            if reward is not None:
+                agent_data.tool_rewards.append(reward)
+            content: Any = response.text or ""
+            if response.image:
+                images = [{"type": "image", "image": image} for image in response.image]
+                content = [*images, {"type": "text", "text": content}]
+            message = {
+                "role": "tool",
+                "name": call.name,
+                "tool_call_id": f"call{number:05d}",
+                "content": content,
+            }
+            messages.append(message)
+        return await self._follow(agent_data, messages)
+
+    async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
+        """Get a reply of the user simulator."""
+        reply = await agent_data.interaction.reply(agent_data.messages)
+        if reply.score is not None:
+            agent_data.turn_scores.append(reply.score)
+        if reply.is_over:
+            return AgentState.TERMINATED
+        return await self._follow(agent_data, [{"role": "user", "content": reply.text}])
+
+    async def _follow(self, agent_data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
+        """Add messages of others than the model, unless they leave no room for its next turn."""
+        agent_data.messages += messages
+        ids = await self.apply_chat_template(messages, remove_system_prompt=True)
+        max_tokens = self.server_manager.chat.limits.total_tokens
+        room = min(
+            self.response_length - len(agent_data.response_mask),
+            max_tokens - len(agent_data.prompt_ids),
+        )
+        if len(ids) >= room:
+            return AgentState.TERMINATED
+        agent_data.prompt_ids += ids
+        agent_data.response_mask += [0] * len(ids)
+        agent_data.response_logprobs += [0.0] * len(ids)
+        agent_data.user_turns += 1
+        return AgentState.GENERATING
+
+    async def _call_tool(
+        self,
+        tool_call: FunctionCall,
+        tools_kwargs: Mapping[str, Any],
+        agent_data: AgentData | None = None,
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """Call a tool.
+
+        Args:
+            tool_call: the call. The model is told what is wrong with it.
+            tools_kwargs: arguments from the row, by tool.
+            agent_data: the conversation, for tools that take it.
+
+        Returns:
+            The response, the reward of the call, and metrics.
+        """
+        services = self.server_manager.services
+        name = tool_call.name
+        specs = dict(services.tools)
+        kwargs = {}
+        for key, value in dict(tools_kwargs.get(name) or {}).items():
+            if value is not None:
+                kwargs[key] = value
+        is_known = name in services.tools
+        instance = None
+        if is_known:
+            specs = {name: services.tools[name]}
+            tool = tool_of(specs[name])
+            if tool is not None:
+                # The instance keeps what this call earns.
+                instance = Instance(tool)
+                specs[name] = replace(specs[name], make=lambda: instance)
+                arguments = taken(tool.execute, {"agent_data": agent_data})
+                kwargs["execute_kwargs"] = {**arguments, **(kwargs.get("execute_kwargs") or {})}
+        call = _parsed_call(tool_call)
+        box = ToolBox(
+            specs, {name: kwargs} if is_known else {}, services.config.multi_turn, services.thread
+        )
+        # No instance is made for a call that cannot be executed.
+        is_executed = is_known and not call.problem
+        reward = None
+        async with box if is_executed else nullcontext():
+            (response,) = await box.call_all([call])
+            if is_executed and instance is not None:
+                reward = sum(instance.earned) or None
+            elif is_executed:
+                reward = (await box.rewards()).get(name)
+        return ToolResponse(text=response.text, image=list(response.images) or None), reward, {}
+
+
+def _parsed_call(tool_call: FunctionCall) -> ToolCall:
+    """The call with its arguments parsed, or with the problem that they have."""
+    try:
+        arguments = json.loads(tool_call.arguments)
+    except ValueError as error:
+        problem = f"the arguments are not JSON ({error}): {tool_call.arguments[:200]}"
+        return ToolCall(tool_call.name, problem=problem)
+    return ToolCall(tool_call.name, arguments, tool_call.problem)

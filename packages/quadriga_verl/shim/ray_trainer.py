@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's trainer by its constructor, and its tracker. Both run what `quadriga train` runs.
+
+RayPPOTrainer(config, tokenizer, ...)   keeps what replaces parts of the configured run
+  init_workers()                        builds the run with these parts (`trainer/build.py`)
+  fit()                                 trains to the last step (`trainer/task_runner.py`)
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset, Sampler
+
+from quadriga.config import Config, training_findings
+from quadriga.errors import ConfigError
+from quadriga.observe import tracking
+from quadriga.protocol import DataProto
+from quadriga.rewards import RewardManager
+from quadriga.trainer import launch, ray_trainer
+from quadriga.trainer.balance import order_for_ranks
+from quadriga.trainer.build import Parts, build_run
+from quadriga.trainer.roles import Needs, Role
+from quadriga_verl.shim.rewards import GivenManager
+
+_PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
+_GRADING_COLUMNS = ("data_source", "reward_model", "extra_info", "uid")
+"""Columns that identify and grade a row; they stay in the batch when its prompts are taken out."""
+
+
+@dataclass(eq=False)
+class RayPPOTrainer:
+    """verl's trainer of PPO and related algorithms.
+
+    From `init_workers` on, `actor_rollout_wg`, `ref_policy_wg`, `critic_wg` and `rm_wg` are worker
+    groups, or None. A method waits for its outputs; `METHOD.remote` returns a future, whose `get()`
+    waits. `loop` is this package's trainer.
+
+    Args:
+        config: from `quadriga.config.load_config`.
+        tokenizer: None: that of `data.tokenizer`, or of the model.
+        role_worker_mapping: worker class of a role, or `ray.remote(cls)`. It is a subclass of this
+            package's, which the other roles have.
+        resource_pool_manager: pools of processes and the roles in each, on Ray. None: those of the
+            section `trainer`.
+        ray_worker_group_cls: ignored.
+        processor: ignored; it is loaded with the model.
+        reward_fn: reward manager of verl's contract or of this package. None: the configured one.
+        val_reward_fn: reward manager of validation. None: as in training.
+        train_dataset: None: made by `create_rl_dataset`.
+        val_dataset: None: made by `create_rl_dataset`.
+        collate_fn: makes a batch from rows.
+        train_sampler: None: made by `create_rl_sampler`.
+        device_name: replaces `trainer.device`.
+
+    Raises:
+        ConfigError: arguments contradict the configuration, or a class does not fit its role.
+    """
+
+    config: Config
+    tokenizer: Any = None
+    role_worker_mapping: Mapping[Any, Any] | None = None
+    resource_pool_manager: Any = None
+    ray_worker_group_cls: Any = None
+    processor: Any = None
+    reward_fn: Callable[..., Any] | None = None
+    val_reward_fn: Callable[..., Any] | None = None
+    train_dataset: Dataset | None = None
+    val_dataset: Dataset | None = None
+    collate_fn: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
+    train_sampler: Sampler | None = None
+    device_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, Config):
+            got = type(self.config).__name__
+            expected = "a configuration of this package"
+            fix = "Load it with quadriga.config.load_config; `quadriga config translate` makes its file of verl's line."
+            raise ConfigError("RayPPOTrainer", got=got, expected=expected, fix=fix)
+        trainer_config = type(self.config.trainer)(**self._trainer_settings())
+        self.config = self.config.model_copy(update={"trainer": trainer_config})
+        _check(self.config)
+        worker_classes = {}
+        for role, cls in (self.role_worker_mapping or {}).items():
+            decorated = getattr(cls, "__ray_metadata__", None)
+            if decorated is not None:
+                # This is `ray.remote(cls)`.
+                cls = decorated.modified_class.__ray_actor_class__
+            worker_classes[Role(role)] = cls
+        self._parts = Parts(
+            workers=worker_classes,
+            tokenizer=self.tokenizer,
+            reward=_manager_factory(self.reward_fn),
+            val_reward=_manager_factory(self.val_reward_fn),
+            train=self.train_dataset,
+            val=self.val_dataset,
+            sampler=self.train_sampler,
+            collate=self.collate_fn,
+        )
+        needs = Needs.of(self.config)
+        self.use_critic = needs.critic
+        self.use_reference_policy = needs.reference
+        self.use_rm = self.config.reward_model.enable
+        self._steps: Any = None
+
+    def _trainer_settings(self) -> dict[str, Any]:
+        """The section `trainer` with the device and the pools that were given."""
+        settings = dict(self.config.trainer)
+        if self.device_name:
+            settings["device"] = self.device_name
+        manager = self.resource_pool_manager
+        if manager is not None:
+            placement = {str(role): pool for role, pool in manager.mapping.items()}
+            # verl's programs map this role whether it is used or not.
+            if not Needs.of(self.config).reference:
+                placement.pop(Role.RefPolicy, None)
+            settings["backend"] = "ray"
+            settings["placement"] = placement
+            settings["resource_pools"] = manager.resource_pool_spec
+        return settings
+
+    def init_workers(self) -> None:
+        """Start the workers, load the models and prepare the data."""
+        self._steps = launch.steps(self.config, partial(build_run, parts=self._parts))
+        weakref.finalize(self, self._steps.close)
+        first_step = next(self._steps, None)
+        # Without a step, an earlier run in this folder has finished, which was reported.
+        if first_step is not None:
+            self._follow(first_step.loop)
+
+    def _follow(self, loop: Any) -> None:
+        """Take over the objects of a loop; after a restart of the workers there is a new one."""
+        assert isinstance(loop, ray_trainer.RayPPOTrainer)
+        self.loop = loop
+        self.total_training_steps = loop.total_training_steps
+        self.actor_rollout_wg = _blocking(loop.actor)
+        self.ref_policy_wg = _blocking(loop.reference)
+        self.critic_wg = _blocking(loop.critic)
+        self.rm_wg = _blocking(getattr(loop.reward, "model", None))
+        update_actor = self.actor_rollout_wg.update_actor
+        self.actor_rollout_wg.update_actor = partial(self._update_actor, update_actor)
+        self.train_dataloader = loop.train_dataloader
+        self.val_dataloader = loop.validator.dataloader
+        self.tokenizer = loop.tokenizer
+        self.global_steps = loop.global_steps
+
+    def _update_actor(
+        self, update: Callable[[DataProto], DataProto], batch: DataProto
+    ) -> DataProto:
+        """Update the actor, and give the rollout its new weights, as in verl."""
+        output = update(batch)
+        self.loop.weights.publish(self.global_steps)
+        return output
+
+    def fit(self) -> None:
+        """Train to the last step, and end the workers.
+
+        Raises:
+            ConfigError: the workers were not started.
+        """
+        if self._steps is None:
+            expected = "init_workers() before it"
+            raise ConfigError("RayPPOTrainer.fit", got="no workers", expected=expected)
+        for step in self._steps:
+            self._follow(step.loop)
+
+    def _validate(self) -> dict[str, float]:
+        """Generate and grade responses to the validation prompts; returns the metrics."""
+        metrics, _ = self.loop.validator.run(self.loop.global_steps)
+        return metrics
+
+    def _balance_batch(self, batch: DataProto, metrics: dict[str, float], **options: Any) -> None:
+        """Reorder the rows in place so that equal chunks are equal work; adds to the metrics."""
+        policy = self.config.actor_rollout_ref
+        loop = self.loop
+        metrics |= order_for_ranks(batch, loop.num_ranks, policy.rollout.n, policy.actor, loop.cost)
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        """Take what generation reads out of a batch.
+
+        Columns that identify and grade a row are in both batches afterwards, and so are the numbers
+        of steps, from which responses get their seeds and updates their learning rates.
+        """
+        columns = [name for name in batch.non_tensor_batch if name not in _GRADING_COLUMNS]
+        prompts = batch.pop(batch_keys=list(_PROMPT_TENSORS), non_tensor_batch_keys=columns)
+        prompts.non_tensor_batch |= batch.non_tensor_batch
+        for part in (batch, prompts):
+            part.meta_info["global_steps"] = self.global_steps
+            part.meta_info["total_training_steps"] = self.total_training_steps
+        return prompts
+
+
+def _check(config: Config) -> None:
+    """Print the notices about a training run; raise its problems as one ConfigError."""
+    problems, notices = training_findings(config)
+    if len(problems) > 1:
+        raise ConfigError("\n  ".join(["RayPPOTrainer", *map(str, problems)]))
+    if problems:
+        raise problems[0]
+    for notice in notices:
+        print(notice)
+
+
+def _manager_factory(reward_fn: Any) -> Callable[[], RewardManager] | None:
+    """Factory of the reward manager for a run, from a manager of either contract."""
+    if reward_fn is None:
+        return None
+    return lambda: reward_fn if isinstance(reward_fn, RewardManager) else GivenManager(reward_fn)
+
+
+def _blocking(group: Any) -> Any:
+    """A worker group whose methods wait for their outputs, except `METHOD.remote`; None for None."""
+    if group is None:
+        return None
+    view = copy(group)
+    view.methods = {name: replace(method, blocking=True) for name, method in group.methods.items()}
+    return view.as_worker()
+
+
+class Tracking(tracking.Tracking):
+    """verl's tracker, which logs metrics of steps to the console, to files or to services.
+
+    Files are in the folder that this package has for runs of that name.
+
+    Args:
+        project_name: name of the project.
+        experiment_name: the run's name.
+        default_backend: name of a tracker, or a list of names.
+        config: settings to store with the metrics.
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: Any = "console",
+        config: Any = None,
+    ):
+        names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
+        settings = {"project_name": project_name, "experiment_name": experiment_name}
+        folder = Path(Config(trainer=settings).trainer.directory)
+        facts = tracking.RunFacts(project_name, experiment_name, dict(config or {}), folder)
+        super().__init__(names, facts)
+
+    def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:
+        super().log(data, step)

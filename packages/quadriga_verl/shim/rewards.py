@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward managers of verl's two contracts, registered as managers of ours.
+
+    workers.reward_manager         manager(tokenizer, num_examine, compute_score, reward_fn_key, ...)
+                                   manager(data, return_dict=True)
+                                       -> {"reward_tensor", "reward_extra_info"}
+    experimental.reward_loop       manager(config, tokenizer, compute_score)
+                                   await manager.run_single(data)
+                                       -> {"reward_score", "reward_extra_info"}
+
+Shapes: B responses, T response positions.
+"""
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from quadriga.background import EventLoopThread
+from quadriga.errors import RewardError
+from quadriga.protocol import DataProto
+from quadriga.rewards.managers.naive import punishment_of
+from quadriga.rewards.outcome import read_outcome
+from quadriga.rewards.registry import RewardManager, RewardOutput
+from quadriga.rewards.registry import register as _register
+from quadriga.rewards.samples import Samples, collect, read_samples
+from quadriga.rewards.scoring import ITEM_ARGUMENTS, ScoreFunction
+from quadriga.user_file import taken
+from quadriga_verl.shim.scores import default_compute_score
+
+RawRewardFn = Callable[..., Any]
+
+
+# ---- adapters -----------------------------------------------------------------------------------
+
+
+class _Adapted(RewardManager):
+    """A manager of verl as one of ours, which grades whole batches in the driver's process."""
+
+    manager_class: type[Any]
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        # verl's managers read nested values as attributes too.
+        tree = OmegaConf.create(config.model_dump(mode="json"))
+        custom = config.custom_reward_function
+        score = None
+        if custom.path is not None:
+            score = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs)).load()
+        offered = {"tokenizer": tokenizer, "compute_score": score}
+        offered |= tree.reward_model.reward_kwargs
+        self._thread: EventLoopThread | None = None
+        if hasattr(self.manager_class, "run_single"):
+            # The manager keeps the event loop in which it is made.
+            self._thread = EventLoopThread("quadriga-rewards")
+            making = self._make({**offered, "config": tree})
+            self.manager = self._thread.submit(making).result()
+            return
+        offered["num_examine"] = 0
+        offered["compute_score"] = score or default_compute_score
+        offered["reward_fn_key"] = config.data.reward_fn_key
+        self.manager = self.manager_class(**taken(self.manager_class, offered))
+
+    async def _make(self, offered: dict[str, Any]) -> Any:
+        return self.manager_class(**taken(self.manager_class, offered))
+
+    def __call__(self, data: DataProto) -> RewardOutput:
+        name = self.manager_class.__name__
+        num_positions = data.batch["responses"].shape[1]
+        rewards = None
+        if self._thread is not None:
+            rows = self._thread.submit(self._run_all(data)).result()
+        else:
+            rewards, rows = self._run_batch(data)
+        outcomes = [read_outcome(row) for row in rows]
+        for outcome in outcomes:
+            if outcome.error:
+                expected = "a number for each response"
+                raise RewardError(name, got=outcome.error, expected=expected)
+        lengths = data.batch["attention_mask"][:, -num_positions:].long().sum(-1)
+        output = collect(Samples([], lengths, num_positions, []), outcomes, 0.0)
+        # A manager of batches may give rewards to any token.
+        return output if rewards is None else replace(output, scores=rewards.float())
+
+    async def _run_all(self, data: DataProto) -> list[dict[str, Any]]:
+        """Grade the responses by `run_single`, at the same time."""
+        singles = [data[row : row + 1] for row in range(len(data))]
+        results = await asyncio.gather(*(self.manager.run_single(single) for single in singles))
+        rows = []
+        for result in results:
+            columns = result.get("reward_extra_info") or {}
+            rows.append({**columns, "score": result["reward_score"]})
+        return rows
+
+    def _run_batch(self, data: DataProto) -> tuple[Tensor, list[dict[str, Any]]]:
+        """Grade the responses together: rewards [B, T], and the further columns of each."""
+        result = self.manager(data, **taken(self.manager, {"return_dict": True}))
+        rewards = result
+        columns: dict[str, Any] = {}
+        if isinstance(result, Mapping):
+            rewards = result["reward_tensor"]
+            columns = dict(result.get("reward_extra_info") or {})
+        name = self.manager_class.__name__
+        _check_rewards(rewards, data.batch["responses"].shape, name)
+        for key, values in columns.items():
+            if len(values) != len(data):
+                where = f"{name}, reward_extra_info {key!r}"
+                raise RewardError(where, got=f"{len(values)} values", expected=str(len(data)))
+        # The tensor has the scores; a row only needs one to count as graded.
+        rows = []
+        for row in range(len(data)):
+            row_columns = {key: values[row] for key, values in columns.items()}
+            rows.append({**row_columns, "score": 0.0})
+        return rewards, rows
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+
+def _check_rewards(rewards: Any, shape: torch.Size, name: str) -> None:
+    """Refuse rewards that are no tensor of finite numbers of the responses' shape."""
+    got = type(rewards).__name__
+    if isinstance(rewards, Tensor):
+        if rewards.shape == shape and rewards.isfinite().all():
+            return
+        got = f"rewards of shape {list(rewards.shape)}"
+    raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
+
+
+class GivenManager(_Adapted):
+    """Adapter for an existing manager of batches, or a function with its contract."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.manager_class = type(manager)
+        self._thread = None
+
+
+def adapt(cls: Any) -> type[RewardManager]:
+    """Make the class of ours for a manager of verl; `file.py:Class` finds it by the attribute."""
+    if "quadriga_form" not in vars(cls):
+        members = {
+            "manager_class": cls,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
+        cls.quadriga_form = type(cls.__name__, (_Adapted,), members)
+    return vars(cls)["quadriga_form"]
+
+
+def register(name: str) -> Callable[[type[Any]], type[Any]]:
+    """Class decorator that makes a manager available as `reward_model.reward_manager=NAME`."""
+
+    def decorate(cls: type[Any]) -> type[Any]:
+        _register(name)(adapt(cls))
+        return cls
+
+    return decorate
+
+
+class _Verls:
+    """Base of verl's managers, which makes an adapter for each subclass."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adapt(cls)
+
+
+# ---- managers of batches ------------------------------------------------------------------------
+
+
+class AbstractRewardManager(_Verls, ABC):
+    """Base class of verl's managers of whole batches."""
+
+    @abstractmethod
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        """Grade a batch.
+
+        Args:
+            data: the batch.
+            return_dict: whether to return a dictionary.
+
+        Returns:
+            Rewards [B, T]; or a dictionary with these as "reward_tensor", and "reward_extra_info".
+        """
+
+
+class NaiveRewardManager(AbstractRewardManager):
+    """Calls `compute_score` for each response, in this process.
+
+    The score is the reward of the last token.
+
+    Args:
+        tokenizer: decodes the responses.
+        num_examine: ignored; samples are logged by the trainer.
+        compute_score: the score function. None: the grader of the data source.
+        reward_fn_key: column with the data source.
+        kwargs: ignored.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        **kwargs: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.reward_fn_key = reward_fn_key
+        self.compute_score = compute_score or default_compute_score
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        samples = read_samples(data, self.tokenizer, self.reward_fn_key)
+        lengths = samples.lengths.tolist()
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        columns: dict[str, list[Any]] = defaultdict(list)
+        for row, (sample, length) in enumerate(zip(samples.rows, lengths, strict=True)):
+            graded = self.compute_score(**{name: sample[name] for name in ITEM_ARGUMENTS})
+            score, details = self.shaped(graded, length)
+            for key, value in details.items():
+                columns[key].append(value)
+            rewards[row, max(length, 1) - 1] = score
+        return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
+
+    def shaped(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
+        """Reward of a response, and its further columns.
+
+        Args:
+            graded: what the score function returned.
+            length: tokens of the response.
+        """
+        details = dict(graded) if isinstance(graded, Mapping) else {}
+        return details.get("score", graded), details
+
+
+class DAPORewardManager(NaiveRewardManager):
+    """`NaiveRewardManager` with the penalty for long responses of `quadriga.rewards.managers.naive`.
+
+    Args:
+        args: as for `NaiveRewardManager`.
+        max_resp_len: longest response, in tokens.
+        overlong_buffer_cfg: settings of the penalty.
+        kwargs: as for `NaiveRewardManager`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Any = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.max_resp_len = max_resp_len
+        self.overlong_buffer_cfg = overlong_buffer_cfg
+
+    def shaped(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
+        score, details = super().shaped(graded, length)
+        buffer = self.overlong_buffer_cfg or {}
+        penalty, penalty_columns = punishment_of(length, self.max_resp_len, buffer)
+        return score + penalty, {**details, **penalty_columns}
+
+
+# ---- managers of single responses ---------------------------------------------------------------
+
+
+class RewardManagerBase(_Verls, ABC):
+    """Base class of verl's managers of single responses.
+
+    `self.loop` is the event loop in which `run_single` runs.
+
+    Args:
+        config: the whole configuration; its values can be read as attributes.
+        tokenizer: decodes the responses.
+        compute_score: the score function. None: the grader of the data source.
+        kwargs: ignored.
+    """
+
+    _class_initialized = False
+
+    def __init__(
+        self, config: Any, tokenizer: Any, compute_score: RawRewardFn | None = None, **kwargs: Any
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.loop = asyncio.get_running_loop()
+        self.compute_score: Callable[..., Any] = compute_score or default_compute_score
+        self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)
+        self.init_class(config, tokenizer)
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any) -> None:
+        """Prepare what all managers of the class share."""
+        cls._class_initialized = True
+
+    @abstractmethod
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        """Grade a response: "reward_score", and "reward_extra_info" with further columns."""
+
+
+class SingleRewardManager(RewardManagerBase):
+    """verl's `naive` for single responses; a plain `compute_score` runs in a thread."""
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        (sample,) = read_samples(data, self.tokenizer, self.config.data.reward_fn_key).rows
+        arguments = {name: sample[name] for name in ITEM_ARGUMENTS}
+        if self.is_async_reward_score:
+            graded = await self.compute_score(**arguments)
+        else:
+            graded = await self.loop.run_in_executor(None, lambda: self.compute_score(**arguments))
+        columns = dict(graded) if isinstance(graded, Mapping) else {"acc": graded}
+        return {"reward_score": columns.get("score", graded), "reward_extra_info": columns}
+
+
+class SingleDAPORewardManager(SingleRewardManager):
+    """verl's `dapo` for single responses: `naive` with the penalty for long responses."""
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        result = await super().run_single(data)
+        kwargs = self.config.reward_model.reward_kwargs
+        num_positions = data.batch["responses"].shape[1]
+        length = int(data.batch["attention_mask"][0, -num_positions:].sum())
+        buffer = kwargs.get("overlong_buffer_cfg") or {}
+        penalty, columns = punishment_of(length, kwargs.get("max_resp_len"), buffer)
+        return {
+            "reward_score": result["reward_score"] + penalty,
+            "reward_extra_info": {**result["reward_extra_info"], **columns},
+        }

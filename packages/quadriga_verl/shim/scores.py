@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verl.utils.reward_score`: our graders with verl's arguments and results.
+
+docs/from_verl.md says where they judge differently from verl. Nothing here loads torch, and a
+grader's library is loaded with its first sample.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+from quadriga.errors import RewardError
+from quadriga.rewards.graders import gsm8k, math_dapo, question_answering
+from quadriga.rewards.graders.reading import last_answer, last_box, plain_text
+from quadriga.rewards.scoring import default_compute_score as _grade
+from quadriga.rewards.scoring import grader_name, load_grader
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    **kwargs: Any,
+) -> float | dict[str, Any]:
+    """Score of a response by the grader of its data source.
+
+    Args:
+        data_source: name of the data set.
+        solution_str: the response.
+        ground_truth: the answer, in the form that the grader reads.
+        extra_info: further columns of the row.
+        sandbox_fusion_url: server that runs programs. None: they run on this machine.
+        concurrent_semaphore: ignored; the server limits its own load.
+        memory_limit_mb: limit for programs that run on this machine.
+        kwargs: ignored.
+
+    Returns:
+        The score; with the grader of DAPO a dictionary with "score", "acc" and "pred".
+
+    Raises:
+        NotImplementedError: no grader knows the data source.
+    """
+    try:
+        name = grader_name(data_source)
+    except RewardError as error:
+        raise NotImplementedError(str(error)) from error
+    options: dict[str, Any] = {}
+    if name == "code":
+        if sandbox_fusion_url:
+            options["sandbox_url"] = sandbox_fusion_url
+        elif memory_limit_mb is not None:
+            options["memory_megabytes"] = memory_limit_mb
+    graded = _grade(data_source, solution_str, ground_truth, extra_info, **options)
+    if name == "math_dapo":
+        return {key: graded[key] for key in ("score", "acc", "pred")}
+    return float(graded["score"])
+
+
+# ---- GSM8K --------------------------------------------------------------------------------------
+
+
+def gsm8k_compute_score(
+    solution_str: str,
+    ground_truth: str,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """Score of an answer to GSM8K.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the right number.
+        method: "strict" reads the number after `####`, "flexible" the last number.
+        format_score: score of another number in the right form.
+        score: score of the right number.
+
+    Returns:
+        One of the two scores, or 0.
+    """
+    graded = gsm8k.compute_score(
+        solution_str, ground_truth, method=method, format_score=format_score, score=score
+    )
+    return float(graded["score"])
+
+
+def gsm8k_extract_solution(
+    solution_str: str, method: Literal["strict", "flexible"] = "strict"
+) -> str | None:
+    """Number of the answer as text without separators; None without an answer."""
+    return plain_text(gsm8k.extract_solution(solution_str, method))
+
+
+# ---- mathematics --------------------------------------------------------------------------------
+
+
+def math_compute_score(solution_str: str, ground_truth: str) -> float:
+    """1 for a box that means the same as the ground truth, else 0; see `graders.math`."""
+    # Without a box our grader reads the end of the text; verl's gives 0.
+    if not last_box(solution_str):
+        return 0.0
+    return float(load_grader("math")(solution_str, ground_truth)["score"])
+
+
+def math_verify_compute_score(
+    model_output: str, ground_truth: str, timeout_score: float = 0, **limits: Any
+) -> float:
+    """1 for an answer, boxed or not, that means the same as the ground truth, else 0.
+
+    Args:
+        model_output: the response.
+        ground_truth: the right answer.
+        timeout_score: score if the comparison takes too long.
+        limits: ignored.
+    """
+    try:
+        return float(load_grader("math")(model_output, ground_truth)["score"])
+    except TimeoutError:
+        return timeout_score
+
+
+def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
+    """Whether two answers mean the same."""
+    if str1 is None or str2 is None:
+        return str1 is str2
+    return str1.strip() == str2.strip() or math_compute_score(f"\\boxed{{{str1}}}", str2) == 1.0
+
+
+def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
+    """Whether an answer is right."""
+    return given_answer is not None and is_equiv(given_answer, ground_truth)
+
+
+def last_boxed_only_string(string: str) -> str | None:
+    """Last `\\boxed{...}` of a text, with its command; None without one."""
+    box = last_box(string)
+    return None if box is None else f"\\boxed{{{box}}}"
+
+
+def remove_boxed(s: str) -> str:
+    """Content of a `\\boxed{...}`, `\\fbox{...}` or `\\boxed ...`.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    match = re.fullmatch(r"\\f?box(?:ed)?(?:\{(.*)\}| (.*))", s, re.DOTALL)
+    if match is None:
+        raise ValueError(f"remove_boxed: got {s[:80]!r}, expected \\boxed{{...}}")
+    return match[1] if match[1] is not None else match[2]
+
+
+def math_dapo_compute_score(
+    solution_str: str,
+    ground_truth: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
+) -> dict[str, Any]:
+    """Grade an answer as DAPO does.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the right answer.
+        strict_box_verify: compare only the last box near the end, as text.
+        pause_tokens_index: ignored.
+
+    Returns:
+        "score", 1 or -1; "acc", whether the answer is right; "pred", the answer.
+    """
+    if not strict_box_verify:
+        graded = math_dapo.compute_score(solution_str, ground_truth)
+        return {"score": graded["score"], "acc": bool(graded["acc"]), "pred": graded["pred"]}
+    box = last_box(solution_str[-100:])
+    is_right = box == ground_truth
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": box}
+
+
+def math_dapo_verify(
+    solution_str: str, answer: str, *options: Any, **named: Any
+) -> tuple[bool, str | None]:
+    """Whether an answer is right by `math_dapo_compute_score`, and the answer that was read."""
+    graded = math_dapo_compute_score(solution_str, answer, *options, **named)
+    return graded["acc"], graded["pred"]
+
+
+def geo3k_compute_score(
+    predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1
+) -> float:
+    """Weighted sum of `geo3k_acc_reward` and the score of the form; see `graders.geometry3k`.
+
+    Args:
+        predict_str: the response.
+        ground_truth: the right answer.
+        use_boxed: whether the answer stands in a box.
+        format_score: weight of the form.
+    """
+    form = float(load_grader("geometry3k")(predict_str, ground_truth)["format"])
+    accuracy = geo3k_acc_reward(predict_str, ground_truth, use_boxed)
+    return (1.0 - format_score) * accuracy + format_score * form
+
+
+def geo3k_acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
+    """1 for the right answer, else 0; without `use_boxed` the whole text is the answer."""
+    answer = predict_str if use_boxed else f"\\boxed{{{predict_str}}}"
+    return math_compute_score(answer, ground_truth)
+
+
+def prime_math_compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
+    """Whether the answer is right, whether it has steps and a box, and the answer."""
+    is_right = math_verify_compute_score(model_output, str(ground_truth)) == 1.0
+    is_formatted = "Step 2:" in model_output and "\\box" in model_output
+    return is_right, is_formatted, last_box(model_output) or model_output
+
+
+# ---- questions ----------------------------------------------------------------------------------
+
+
+def _question_score(metric: str) -> Callable[..., float]:
+    """Make a function that scores answers to questions by a metric of `question_answering`."""
+
+    def compute_score(
+        solution_str: str,
+        ground_truth: Any,
+        method: str = "strict",
+        format_score: float = 0.0,
+        score: float = 1.0,
+    ) -> float:
+        graded = question_answering.compute_score(solution_str, ground_truth, metric=metric)
+        if graded["score"] == 1.0:
+            return score
+        return format_score if last_answer(solution_str) else 0.0
+
+    return compute_score
+
+
+em_compute_score = _question_score("em")
+subem_compute_score = _question_score("sub_match")
+
+
+def em_check(prediction: str, golden_answers: Any) -> bool:
+    """Whether a text is an accepted answer, apart from case, articles and punctuation."""
+    return bool(em_compute_score(f"<answer>{prediction}</answer>", golden_answers))
+
+
+def subem_check(prediction: str, golden_answers: Any) -> bool:
+    """Whether a text contains an accepted answer."""
+    return bool(subem_compute_score(f"<answer>{prediction}</answer>", golden_answers))
+
+
+# ---- programs -----------------------------------------------------------------------------------
+
+
+def prime_code_compute_score(
+    completion: str, test_cases: Any, continuous: bool = False
+) -> tuple[float, list[Any]]:
+    """Share of passed tests, all or nothing unless `continuous`, and the results of the grader."""
+    graded = load_grader("code")(completion, test_cases, use_partial_credit=continuous)
+    return float(graded["score"]), [graded]

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's functions for a training step on a `DataProto`: masks, rewards, advantages, metrics.
+
+Shapes: B sequences, T response positions.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quadriga.algorithms import kl
+from quadriga.protocol import DataProto
+from quadriga.single_controller.dispatch import collect_rows, split_rows
+from quadriga.trainer.metrics import data_metrics, performance_metrics
+from quadriga.user_file import import_file, taken
+from quadriga_verl.shim.algorithms import get_adv_estimator_fn
+
+dispatch_dp_compute_data_proto = partial(split_rows, "")
+collect_dp_compute_data_proto = partial(collect_rows, "")
+
+
+# ---- masks --------------------------------------------------------------------------------------
+
+
+def compute_response_mask(data: DataProto) -> Tensor:
+    """Part of `attention_mask` that covers `responses`: [B, T]."""
+    num_positions = data.batch["responses"].shape[1]
+    return data.batch["attention_mask"][:, -num_positions:]
+
+
+def get_response_mask(
+    response_id: Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Mask of the tokens up to the first end token, which is included.
+
+    Args:
+        response_id: [B, T].
+        eos_token: the ids that end a response.
+        dtype: dtype of the mask.
+
+    Returns:
+        [B, T].
+    """
+    is_end = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).long()
+    num_ends_before = is_end.cumsum(-1) - is_end
+    return (num_ends_before == 0).to(dtype)
+
+
+def pad_sequence_to_length(
+    tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False
+) -> Tensor:
+    """Pad the last dimension to a length; longer tensors stay as they are.
+
+    Args:
+        tensors: [..., L].
+        max_seq_len: the length.
+        pad_token_id: the value to pad with.
+        left_pad: pad at the start.
+
+    Returns:
+        [..., max_seq_len].
+    """
+    num_missing = max(max_seq_len - tensors.shape[-1], 0)
+    padding = (num_missing, 0) if left_pad else (0, num_missing)
+    return pad(tensors, padding, value=pad_token_id)
+
+
+def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
+    """Clip values between two tensors of the same shape."""
+    return torch.maximum(torch.minimum(x, tensor_max), tensor_min)
+
+
+# ---- rewards and advantages ---------------------------------------------------------------------
+
+
+def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Call a reward manager of verl; returns rewards [B, T] and its further columns."""
+    result = reward_fn(data, **taken(reward_fn, {"return_dict": True}))
+    if isinstance(result, Mapping):
+        return result["reward_tensor"], dict(result.get("reward_extra_info") or {})
+    return result, {}
+
+
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl"
+) -> tuple[DataProto, dict[str, float]]:
+    """Add `token_level_rewards` [B, T], scores minus the KL penalty of each token, to a batch.
+
+    Args:
+        data: the batch, with the columns of `kl.PENALTY_FIELDS`.
+        kl_ctrl: controller of the coefficient.
+        kl_penalty: kind of estimate, as for `kl.kl_penalty`.
+
+    Returns:
+        The batch, and metrics.
+    """
+    fields = {name: data.batch[name] for name in kl.PENALTY_FIELDS}
+    rewards, metrics = kl.apply_kl_penalty(**fields, kl_ctrl=kl_ctrl, kind=kl_penalty)
+    data.batch["token_level_rewards"] = rewards
+    return data, metrics
+
+
+def compute_advantage(
+    data: DataProto, adv_estimator: Any, config: Any = None, **options: Any
+) -> DataProto:
+    """Add `advantages` and `returns` [B, T] to a batch.
+
+    Args:
+        data: the batch.
+        adv_estimator: name of the estimator.
+        config: options, for those that are not given.
+        options: arguments of verl's estimators, such as `gamma` and `lam`.
+    """
+    if "response_mask" not in data.batch.keys():
+        data.batch["response_mask"] = compute_response_mask(data)
+    estimator = get_adv_estimator_fn(adv_estimator)
+    offered = dict(data.batch.items())
+    offered["index"] = data.non_tensor_batch.get("uid")
+    offered |= options
+    offered["config"] = config
+    advantages, returns = estimator(**taken(estimator, offered))
+    data.batch["advantages"] = advantages
+    data.batch["returns"] = returns
+    return data
+
+
+# ---- metrics ------------------------------------------------------------------------------------
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """Metrics of rewards, advantages, returns and lengths; with `use_critic` of values too."""
+    metrics = data_metrics(batch)
+    if use_critic:
+        return metrics
+    value_names = ("critic/values", "critic/vf")
+    return {name: value for name, value in metrics.items() if not name.startswith(value_names)}
+
+
+def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
+    """Difference between the probabilities of rollout and training, over response tokens.
+
+    Returns:
+        Its maximum, mean and standard deviation, and the correlation of the probabilities.
+    """
+    columns = data.batch
+    mask = columns.get("response_mask")
+    if mask is None:
+        mask = compute_response_mask(data)
+    mask = mask.bool()
+    trained = columns["old_log_probs"][mask].double().exp()
+    sampled = columns["rollout_log_probs"][mask].double().exp()
+    if len(trained) < 2:
+        return {"training/rollout_probs_diff_valid": 0}
+    difference = (trained - sampled).abs()
+    correlation = torch.corrcoef(torch.stack([trained, sampled]))[0, 1]
+    return {
+        "training/rollout_probs_diff_valid": 1,
+        "training/rollout_probs_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_mean": float(difference.mean()),
+        "training/rollout_probs_diff_std": float(difference.std()),
+        "training/rollout_actor_probs_pearson_corr": float(correlation),
+    }
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each phase, and milliseconds per token of the phases that work on tokens."""
+    timings = {}
+    for name, value in performance_metrics(batch, {"step": 1.0, **timing_raw}, {}).items():
+        if name.startswith("timing") and name.split("/")[1] in timing_raw:
+            timings[name] = value
+    return timings
+
+
+def compute_throughout_metrics(
+    batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
+) -> dict[str, float]:
+    """Tokens of a batch, seconds of its step, and tokens per second and device.
+
+    Args:
+        batch: the batch.
+        timing_raw: seconds by phase; `step` is the whole step.
+        n_gpus: number of devices.
+    """
+    metrics = performance_metrics(batch, timing_raw, {})
+    return {
+        "perf/total_num_tokens": metrics["perf/total_num_tokens"],
+        "perf/time_per_step": metrics["perf/time_per_step"],
+        "perf/throughput": metrics["perf/throughput"] / n_gpus,
+    }
+
+
+def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> None:
+    """Append each value to the list of its name."""
+    for name, value in new_data.items():
+        data.setdefault(name, []).append(value)
+
+
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Reduce lists to numbers: the maximum or minimum if the name says so, else the mean."""
+    reduced = {}
+    for name, values in metrics.items():
+        numbers = torch.as_tensor(values, dtype=torch.float64)
+        if "max" in name:
+            reduced[name] = float(numbers.max())
+        elif "min" in name:
+            reduced[name] = float(numbers.min())
+        else:
+            reduced[name] = float(numbers.mean())
+    return reduced
+
+
+def load_extern_type(file_path: str | None, type_name: str) -> Any:
+    """Load a class or function from a user's Python file; None without a file."""
+    if not file_path:
+        return None
+    return getattr(import_file(file_path, "load_extern_type"), type_name)

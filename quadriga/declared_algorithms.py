@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The estimators and policy losses of `quadriga.algorithms` as their decorators declare them.
+
+Configurations are read and checked before torch is loaded. So the
+declarations are read from the source of the package:
+
+    @register_policy_loss("sapo", needs_advantage=True)
+    def sapo(old_log_prob, ..., *, tau_pos: float = 1.0, tau_neg: float = 1.05): ...
+                                   └──── options of its own, with a default ────┘
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent / "algorithms"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A registered function.
+
+    Attributes:
+        fields: batch fields that it reads.
+        options: options of its own, which have a default. Other options are given by a section of
+            the configuration, or, with the default None, by the engine.
+        flags: keyword arguments of its decorator that are True.
+    """
+
+    fields: tuple[str, ...]
+    options: tuple[str, ...]
+    flags: frozenset[str]
+
+
+@cache
+def declared(decorator: str) -> dict[str, Declaration]:
+    """Functions that the package registers.
+
+    Args:
+        decorator: `register_adv_est`, `register_policy_loss` or `register_batch_column`.
+
+    Returns:
+        The declarations by the name that a configuration uses, sorted.
+    """
+    declarations = {}
+    for path in _FOLDER.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if f"@{decorator}(" in text:
+            declarations.update(_read(text, decorator))
+    return dict(sorted(declarations.items()))
+
+
+def _read(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]:
+    """Yield the functions of a file with a decorator; one function may have several names."""
+    for function in ast.parse(text).body:
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in function.decorator_list:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
+                yield ast.literal_eval(call.args[0]), _declaration(function, call)
+
+
+def _declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
+    arguments = function.args
+    fields = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    options = []
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if default is not None and ast.unparse(default) != "None":
+            options.append(argument.arg)
+    flags = [str(keyword.arg) for keyword in call.keywords if ast.literal_eval(keyword.value)]
+    return Declaration(tuple(fields), tuple(options), frozenset(flags))
+
+
+def loss_options() -> dict[str, tuple[str, ...]]:
+    """Options of each policy loss, those of the batch columns that it reads included."""
+    columns = declared("register_batch_column")
+    options = {}
+    for name, loss in declared("register_policy_loss").items():
+        names = list(loss.options)
+        for field in loss.fields:
+            if field in columns:
+                names += columns[field].options
+        options[name] = tuple(names)
+    return options

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traits of the engine on SGLang."""
+
+from quadriga.engine_traits.traits import EngineTraits, Package
+
+TRAITS = EngineTraits(
+    computes_in="own",
+    server_options=("url", "urls"),
+    reads_keys=("enforce_eager", "gpu_memory_utilization"),
+    # SGLang ignores both the model's own stop tokens and further ones, or none of them.
+    lacks=("min_p", "stop_token_ids"),
+    package=Package(
+        module="sglang",
+        title="SGLang",
+        least_version="0.5.23",
+        install=(
+            "pip install 'sglang>=0.5.23'; "
+            "on a machine without an accelerator: scripts/install-sglang."
+        ),
+    ),
+)

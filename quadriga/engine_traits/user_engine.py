@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traits of a user's engine, read from the text of its file.
+
+The file is not imported: a configuration is checked without torch and without running users' code.
+"""
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from quadriga.engine_traits.traits import EngineTraits
+from quadriga.errors import ConfigError, did_you_mean
+
+_PACKAGE = "pkg://"
+_LITERAL = (
+    "Declare there what the engine can do, by keywords with literal values, as they are read "
+    "without importing the file. See quadriga.engine_traits.EngineTraits."
+)
+
+
+def read_traits(name: str) -> EngineTraits:
+    """Read the traits that a class declares as `traits = EngineTraits(...)`.
+
+    Args:
+        name: `path/to/file.py:Class` or `pkg://package.module:Class`.
+
+    Raises:
+        ConfigError: there is no such file or class, or it does not declare its traits.
+    """
+
+    def refused(expected: str, fix: str) -> ConfigError:
+        return ConfigError(
+            "actor_rollout_ref.rollout.name", got=repr(name), expected=expected, fix=fix
+        )
+
+    place, _, class_name = name.rpartition(":")
+    file = _find_file(place)
+    try:
+        tree = ast.parse(file.read_bytes())
+    except FileNotFoundError as error:
+        fix = f"There is no {file}; relative paths start at the current directory."
+        raise refused("a Python file", fix) from error
+    except SyntaxError as error:
+        raise refused("a Python file", f"{file}, line {error.lineno}: {error.msg}.") from error
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if class_name not in classes:
+        fix = f"Write `class {class_name}(RolloutEngine)` there."
+        fix = did_you_mean(class_name, classes) or fix
+        raise refused(f"a class in {file} ({', '.join(classes) or 'it has none'})", fix)
+
+    values = _declared_values(classes[class_name])
+    if values is None:
+        expected = f"`traits = EngineTraits(...)` in the body of {class_name} in {file}"
+        raise refused(expected, _LITERAL)
+    try:
+        return EngineTraits(**values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        trait = str(problem["loc"][0])
+        fix = f"{trait}: {problem['msg']}."
+        known_traits = EngineTraits.__dataclass_fields__
+        if trait not in known_traits:
+            fix = f"EngineTraits has no {trait}, but {', '.join(known_traits)}."
+        raise refused(f"valid traits in {class_name} of {file}", fix) from error
+
+
+def _find_file(place: str) -> Path:
+    """File of a path or a module; the packages around a module are not imported."""
+    if not place.startswith(_PACKAGE):
+        return Path(place.removeprefix("file://")).expanduser().resolve()
+    path = place.removeprefix(_PACKAGE).replace(".", "/") + ".py"
+    candidates = [Path(folder, path) for folder in (*sys.path, Path.cwd())]
+    return next(filter(Path.is_file, candidates), candidates[-1])
+
+
+def _declared_values(node: ast.ClassDef) -> dict[str, Any] | None:
+    """Arguments of the call in `traits = EngineTraits(...)`; None if they are not literal."""
+    for statement in node.body:
+        match statement:
+            case (
+                ast.Assign(targets=[ast.Name(id="traits")], value=ast.Call(keywords=keywords))
+                | ast.AnnAssign(target=ast.Name(id="traits"), value=ast.Call(keywords=keywords))
+            ):
+                try:
+                    return {str(word.arg): ast.literal_eval(word.value) for word in keywords}
+                except (ValueError, TypeError):
+                    return None
+    return None
