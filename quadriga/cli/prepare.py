@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from quadriga.errors import DataError
+from quadriga.observe.watchdog import NOTICE_S, waiting
 from quadriga.streams import log_to
 
 _DATA_HELP = (
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> int:
     if options.what == "data":
         _prepare_data(options)
     elif options.what == "model":
-        folder = _recipe("model_folder").prepare_model(options.name, options.output)
+        with waiting(f"the model {options.name}", lambda: f"{options.output}", NOTICE_S):
+            folder = _recipe("model_folder").prepare_model(options.name, options.output)
         log_to(options.output)
         print(f"model: {folder}")
     else:

@@ -117,6 +117,9 @@ class TrainerConfig(Section):
     before and after)."""
     val_before_train: bool = True
     """Whether the untrained model is validated first, if there are validation files."""
+    progress_s: Count | None = None
+    """Seconds without output after which a log gets a line that says what the run is doing; for runs that a person
+    watches. On a terminal a bar shows it. null: lines come with steps, and with waits of half a minute."""
     default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = (
         "outputs/{project_name}/{experiment_name}"
     )

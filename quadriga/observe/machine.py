@@ -51,9 +51,10 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
         units = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
         flags = (_field(_CPUINFO, "flags") or _field(_CPUINFO, "Features")).split()
         unit = next((flag for flag in units if flag in flags), None)
-        is_fast = unit is not None
+        limit = cpu_limit()
+        is_fast = unit is not None and not limit
         fast = f"this CPU multiplies it in hardware ({unit})"
-        slow = f"this CPU has none of {', '.join(units)}"
+        slow = limit or f"this CPU has none of {', '.join(units)}"
     elif device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         # Emulated bfloat16 is slower than float32, so it does not count.
@@ -76,6 +77,16 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
     if is_fast:
         return Choice(torch.bfloat16, f"bfloat16: {fast}")
     return Choice(torch.float32, f"float32: {slow}")
+
+
+def cpu_limit() -> str:
+    """The setting that makes this CPU stand in for an older one; empty if there is none.
+
+    `ATEN_CPU_CAPABILITY` limits the instructions that torch's operators use. Everything else that
+    depends on instructions of the CPU asks this function.
+    """
+    capability = os.environ.get("ATEN_CPU_CAPABILITY", "")
+    return f"ATEN_CPU_CAPABILITY={capability}" if capability in ("avx2", "default") else ""
 
 
 def resident_bytes() -> tuple[int, int]:

@@ -11,6 +11,7 @@ above the bar. Without a `Progress` the tracker prints the steps itself, in the 
 """
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -168,6 +169,8 @@ class Progress(AbstractContextManager["Progress"]):
         description: name of a step.
         console: console to print to, by default standard output. It decides between bar and lines.
         activity: returns the current activity, such as `timer.current`, for the end of the bar.
+        quiet_s: seconds without a line after which a log gets one with the current activity; None:
+            lines come with steps and messages only.
         clock: returns seconds, from any origin.
     """
 
@@ -179,6 +182,7 @@ class Progress(AbstractContextManager["Progress"]):
         *,
         console: Console | None = None,
         activity: Callable[[], str] | None = None,
+        quiet_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # Long lines are not wrapped, so that a line of a log stays one line.
@@ -193,6 +197,10 @@ class Progress(AbstractContextManager["Progress"]):
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
         self._bar: RichProgress | None = None
         self._cell = Cell(total, initial) if self._console.is_jupyter else None
+        # Time of work before the first step that is done again after the last one.
+        self._closing_s = 0.0
+        self._last_line_s = clock()
+        self._is_closed = threading.Event()
         if self._console.is_interactive:
             self._bar = RichProgress(
                 TextColumn("{task.description}", style="bold"),
@@ -205,19 +213,23 @@ class Progress(AbstractContextManager["Progress"]):
             )
             self._task = self._bar.add_task(description, total=total, completed=initial, fields="")
             self._bar.start()
+        elif quiet_s is not None and self._cell is None:
+            threading.Thread(
+                target=self._report_activity, args=(quiet_s,), name="progress", daemon=True
+            ).start()
 
     def __exit__(self, *raised: object) -> None:
         self.close()
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step at the current pace; None before the first step."""
+        """Seconds until the end at the current pace; None before the first step."""
         first_step, first_s = self._marks[0]
         last_step, last_s = self._marks[-1]
         if last_step == first_step:
             return None
         per_step_s = (last_s - first_s) / (last_step - first_step)
-        return max(0.0, (self.total - last_step) * per_step_s)
+        return max(0.0, (self.total - last_step) * per_step_s) + self._closing_s
 
     def __rich__(self) -> Text:
         step, marked_s = self._marks[-1]
@@ -233,9 +245,17 @@ class Progress(AbstractContextManager["Progress"]):
         separator = " · " if text and activity else ""
         return Text(text, style="cyan").append(f"{separator}{activity}", style="dim")
 
-    def begin(self) -> None:
-        """Begin the first step now; work before it, such as a validation, does not affect the pace."""
-        self._marks[0] = (self._initial, self._clock())
+    def begin(self, *, is_repeated: bool = False) -> None:
+        """Begin the first step now; work before it, such as a validation, does not affect the pace.
+
+        Args:
+            is_repeated: whether the work before the first step is done once more after the last
+                one, and counts in the time left.
+        """
+        now = self._clock()
+        if is_repeated:
+            self._closing_s = now - self._marks[0][1]
+        self._marks[0] = (self._initial, now)
 
     def update(self, step: int, fields: Mapping[str, str]) -> None:
         """Show that `step` steps are done, and the numbers of the last one.
@@ -246,6 +266,8 @@ class Progress(AbstractContextManager["Progress"]):
                 behind its value.
         """
         self._marks.append((step, self._clock()))
+        if step >= self.total:
+            self._closing_s = 0.0
         if len(self._marks) == 3 and self._marks[0][0] == self._initial:
             # The first step takes longer, for example because kernels are compiled.
             self._marks.popleft()
@@ -268,6 +290,29 @@ class Progress(AbstractContextManager["Progress"]):
             line += f"{GAP}{clock_text(left_s)} left"
         self.message(line)
 
+    def _report_activity(self, quiet_s: float) -> None:
+        """Print the current activity whenever the log has had no line for `quiet_s` seconds."""
+        wait_s = quiet_s
+        while not self._is_closed.wait(wait_s):
+            now = self._clock()
+            wait_s = self._last_line_s + quiet_s - now
+            if wait_s <= 0:
+                self.message(self._activity_line(now))
+                wait_s = quiet_s
+
+    def _activity_line(self, now: float) -> str:
+        """Line of a log for the time between two steps."""
+        step, marked_s = self._marks[-1]
+        parts = [f"after {self._description} {step}/{self.total}: {now - marked_s:.0f} s"]
+        activity = self._activity()
+        if activity:
+            parts.append(activity)
+        left_s = self.left_s
+        if left_s:
+            # The time since the last step has passed already.
+            parts.append(f"{clock_text(max(0.0, left_s - (now - marked_s)))} left")
+        return GAP.join(parts)
+
     def _bar_text(self, fields: Mapping[str, str]) -> str:
         """The fields for which there is room beside the bar."""
         labels = [label for label in BAR_FIELDS if label in fields] or list(fields)
@@ -279,6 +324,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def message(self, text: str) -> None:
         """Print text that stays: above the bar on a terminal, unchanged in a log."""
+        self._last_line_s = self._clock()
         if self._cell is not None:
             print(text, flush=True)
             return
@@ -287,6 +333,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def close(self) -> None:
         """Stop the bar and leave its last state on the screen. May be called twice."""
+        self._is_closed.set()
         if self._bar is not None:
             self._bar.stop()
 

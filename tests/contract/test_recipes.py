@@ -69,7 +69,7 @@ import torch
 from quadriga.rewards.registry import RewardManager, RewardOutput, register
 
 
-@register("brief")
+@register("brief", is_built_in=True)
 class BriefRewardManager(RewardManager):
     """Reads neither text nor ground truth."""
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from quadriga.models.attention import PLAIN, AttentionOptions
+from quadriga.observe.machine import cpu_limit
 
 Tensors = Sequence[Tensor]
 
@@ -384,6 +385,9 @@ def _find() -> tuple[Kernels | None, str]:
 
 def _load() -> Kernels:
     """Load the library from the cache; compile it first if it is missing or broken."""
+    limit = cpu_limit()
+    if limit:
+        raise _UnavailableError(f"{limit} excludes AVX-512")
     if not torch.cpu._is_avx512_supported():
         raise _UnavailableError("this processor has no AVX-512")
     compilers = filter(None, map(shutil.which, _COMPILERS))

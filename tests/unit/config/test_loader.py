@@ -327,7 +327,8 @@ def test_the_number_of_keys_is_reviewed() -> None:
     # distillation, 22 keys: whom to learn from and how (verl's), and memory and layout, which each role has.
     # streaming: how many rows are read at a time, of files that are not read before a run starts.
     # rollout.expert_parallel_size, which verl has: vLLM divides experts, or the width of each.
-    assert len(leaf_keys()) == 336
+    # trainer.progress_s: how long a log may be silent, which depends on who reads it.
+    assert len(leaf_keys()) == 337
 
 
 @pytest.mark.parametrize(

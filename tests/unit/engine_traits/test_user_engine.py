@@ -37,10 +37,12 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The module as a file in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MODULE)
+    # A module of a name that no other test imports.
+    (tmp_path / "declared_engines.py").write_text(MODULE)
     return tmp_path / "mine.py"
 
 
-@pytest.mark.parametrize("place", ["mine.py", "pkg://mine"])
+@pytest.mark.parametrize("place", ["mine.py", "pkg://declared_engines"])
 def test_declared_traits(place: str, file: Path) -> None:
     assert traits_of(f"{place}:Plain") == EngineTraits()
     streaming = EngineTraits(takes_weights="between_tokens", server_options=("url",))

@@ -57,6 +57,13 @@ def test_auto_takes_bfloat16_where_the_cpu_multiplies_it(cpuinfo, key, flags, dt
     assert named in choice.reason
 
 
+def test_a_cpu_that_stands_in_for_an_older_one_takes_float32(cpuinfo, monkeypatch):
+    cpuinfo.write_text("flags : avx512f avx512_bf16")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    choice = choose_dtype("auto", "cpu")
+    assert (choice.value, choice.reason) == (torch.float32, "float32: ATEN_CPU_CAPABILITY=avx2")
+
+
 def test_a_request_is_followed_and_a_slow_one_is_said_to_be_slow(cpuinfo):
     assert choose_dtype("float32", "cpu").value == torch.float32
     choice = choose_dtype("bfloat16", torch.device("cpu"))

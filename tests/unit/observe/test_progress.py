@@ -3,6 +3,7 @@
 
 import math
 import re
+import threading
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from quadriga.observe.progress import (
     step_fields,
     validation_results,
 )
+from tests.limits import SOON_S
 
 
 def last_state(screen: StringIO) -> str:
@@ -108,6 +110,34 @@ def test_what_was_before_the_first_step_does_not_enter_the_estimate():
     clock.now = 70.0
     progress.update(1, {})
     assert progress.left_s == 10 * 4
+
+
+def test_a_validation_that_is_repeated_at_the_end_counts_in_the_time_left():
+    clock = HandClock()
+    progress = Progress(2, console=log_console(StringIO()), clock=clock)
+    clock.now = 60.0
+    progress.begin(is_repeated=True)
+    clock.now = 70.0
+    progress.update(1, {})
+    assert progress.left_s == 10 + 60
+    progress.update(2, {})
+    assert progress.left_s == 0
+
+
+def test_a_silent_log_gets_lines_with_the_activity_until_the_end():
+    printed = threading.Event()
+
+    class Screen(StringIO):
+        def write(self, text: str) -> int:
+            num_written = super().write(text)
+            printed.set()
+            return num_written
+
+    screen = Screen()
+    console = log_console(screen)
+    with Progress(3, console=console, activity=lambda: "testing", quiet_s=0.001):
+        assert printed.wait(SOON_S)
+    assert re.match(r"after step 0/3: \d+ s  testing\n", screen.getvalue())
 
 
 def test_a_resumed_run_counts_only_its_own_steps_and_the_pace_follows_a_change():

