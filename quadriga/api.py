@@ -9,6 +9,7 @@ process and on Ray.
 """
 
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -22,7 +23,7 @@ from functools import cached_property
 from html import escape
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import datasets
 import pandas as pd
@@ -84,6 +85,9 @@ ConfigFiles = str | Path | Sequence[str | Path]
 """A YAML file, or several; later files override earlier ones."""
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
 @contextmanager
 def _quiet_interrupt(*, is_reported: bool = False) -> Iterator[None]:
     """Context manager: Ctrl-C ends a script with status 130 and a sentence, not with a traceback.
@@ -141,6 +145,30 @@ class TrainerSettings(Settings, total=False):
     """Task of the run: "rl", "sft" or "reward_model"."""
 
 
+def _with_settings(**defaults: Any) -> Callable[[_Function], _Function]:
+    """Decorator: name the settings of a run in a signature, for `help` and tab completion.
+
+    Args:
+        defaults: values of settings that the function does not get. The others are None.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        *parameters, _ = signature.parameters.values()
+        for name, annotation in TrainerSettings.__annotations__.items():
+            if name not in signature.parameters:
+                default = defaults.get(name)
+                parameters.append(
+                    inspect.Parameter(
+                        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                    )
+                )
+        vars(function)["__signature__"] = signature.replace(parameters=parameters)
+        return function
+
+    return decorate
+
+
 class Trainer:
     """A run whose steps are taken one at a time: `for step in trainer` yields each finished step.
 
@@ -161,6 +189,7 @@ class Trainer:
         QuadrigaError: an argument is wrong, or the run fails; the same errors as the command's.
     """
 
+    @_with_settings(config=())
     def __init__(
         self,
         model: "str | Path | Run | None" = None,
@@ -337,7 +366,9 @@ class Run:
 
     def __str__(self) -> str:
         file = self.directory / METRICS_FILE
-        metrics_of_steps = read_metrics(file) if file.is_file() else {}
+        if not file.is_file():
+            return f"{self.directory}: no {METRICS_FILE}"
+        metrics_of_steps = read_metrics(file)
         num_steps = max(metrics_of_steps, default=0)
         lines = summary_lines(metrics_of_steps)
         return "\n".join([f"{self.directory}: {num_steps} steps", *lines])
@@ -358,7 +389,11 @@ class Run:
         """
         file = self.directory / METRICS_FILE
         if not file.is_file():
-            raise DataError(str(file), got="no such file", expected="a run that took a step")
+            raise DataError(
+                str(file),
+                got="no such file",
+                expected="a run that took a step, with jsonl among its trainer.logger",
+            )
         table = pd.DataFrame.from_dict(read_metrics(file), orient="index")
         return table.rename_axis("step")
 
@@ -392,9 +427,9 @@ class Run:
         known_names = list(map(str, metrics))
         if not names:
             headlines = (name for line in HEADLINES for name in line.sources)
-            headline = next(name for name in headlines if name in known_names)
+            measured = [name for name in headlines if name in known_names]
             validations = [name for name in known_names if name.startswith(VALIDATION_PREFIXES)]
-            names = (headline, *validations)
+            names = (*measured[:1], *validations)
         for name in names:
             if name not in known_names:
                 expected = f"one of {', '.join(sorted(known_names))}"
@@ -497,6 +532,7 @@ class Evaluation(NamedTuple):
     samples: pd.DataFrame
 
 
+@_with_settings(config=(), callbacks=(), task="rl")
 @_quiet_interrupt()
 def train(
     model: "str | Path | Run | None" = None,
@@ -535,6 +571,7 @@ def train(
     return Trainer(model, data, reward, **settings).run()
 
 
+@_with_settings(config=(), callbacks=(), task="sft")
 @_quiet_interrupt()
 def sft(
     model: "str | Path | Run | None" = None,
