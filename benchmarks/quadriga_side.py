@@ -76,6 +76,7 @@ def overrides(
         "trainer.val_before_train=False",
         "trainer.logger=[console]",
         f"trainer.default_local_dir={args.scratch}",
+        "trainer.save_freq=-1",
         "trainer.resume_mode=disable",
     ]
 

@@ -461,7 +461,7 @@ class RayPPOTrainer(TrainingLoop):
         trainer = self.config.trainer
         self.saver.poll()
         if trainer.rollout_data_dir and batch is not None:
-            rows = sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
+            rows = sample_rows(batch, self.tokenizer, self.config.data)
             # In the order of the data, not in that of the ranks.
             original_order = batch.batch["row_index"].argsort().tolist()
             write_samples(

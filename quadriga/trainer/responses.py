@@ -22,14 +22,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from quadriga.config import Config
+from quadriga.config import Config, DataConfig
 from quadriga.data.files import written_aside
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.fields import RESERVED
+from quadriga.redact import redacted
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
+from quadriga.rewards.by_name import ROW
 from quadriga.trainer.metrics import spread
 from quadriga.trainer.rollout_pool import RolloutPool
 from quadriga.workers import ActorRolloutRefWorker, RewardModelWorker
@@ -45,6 +47,8 @@ from quadriga.workers.base import (
 
 logger = logging.getLogger(__name__)
 
+# Columns that `RLHFDataset` makes of others, or that a written sample has under another name.
+_NOT_OF_ROW = {"reward_model", "index", "tools_kwargs", "interaction_kwargs"}
 PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
 """Columns of a prompt that its responses do not have, or have in another form."""
 
@@ -128,23 +132,25 @@ def prompt_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
 
 
 def sample_rows(
-    batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_source_key: str
+    batch: DataProto, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[dict[str, Any]]:
     """Graded responses as people read them: data source, texts, ground truth and score.
 
-    Rows also have the entries of `extra_info` under reserved names, as `data/NAME` if the name is
-    taken, and what graders have added, then as `reward/NAME`.
+    Rows also have `row` (other columns of the data row), the entries of `extra_info` under reserved
+    names, as `data/NAME` if the name is taken, and what graders have added, then as `reward/NAME`.
 
     Args:
         batch: graded responses.
         tokenizer: decodes them.
-        data_source_key: name of the column with the data source.
+        config: names of the columns with the data source, images and videos.
     """
     tensors = batch.batch
     columns = batch.non_tensor_batch
     width = tensors["responses"].shape[1]
     masks = tensors["attention_mask"].bool()
     scores = tensors["token_level_scores"].sum(-1).tolist()
+    own_names = columns.keys() - RESERVED - _NOT_OF_ROW
+    own_names -= {config.reward_fn_key, config.image_key, config.video_key}
     optional_names = [name for name in ("num_turns", "finish_reason") if name in columns]
     rows = []
     for row in range(len(batch)):
@@ -152,7 +158,7 @@ def sample_rows(
         response = tensors["responses"][row][masks[row, -width:]]
         facts = {
             "uid": columns["uid"][row],
-            "data_source": columns[data_source_key][row],
+            "data_source": columns[config.reward_fn_key][row],
             "input": tokenizer.decode(prompt, skip_special_tokens=True),
             "output": tokenizer.decode(response, skip_special_tokens=True),
             "output_with_special_tokens": tokenizer.decode(response, skip_special_tokens=False),
@@ -164,10 +170,28 @@ def sample_rows(
         extra_info = (columns["extra_info"][row] if "extra_info" in columns else None) or {}
         reserved = {name: value for name, value in extra_info.items() if name in RESERVED}
         _add_entries(facts, reserved, "data")
+        own = _own_columns({name: columns[name][row] for name in sorted(own_names)})
+        if own:
+            facts["row"] = own
         # A grader may give any name to what it adds.
         _add_entries(facts, columns["reward_extra"][row], "reward")
         rows.append(facts)
     return rows
+
+
+def _own_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns of a data row as JSON, without empty ones, bytes and secrets."""
+    own = {name: value for name, value in columns.items() if value is not None}
+    if isinstance(own.get("extra_info"), Mapping):
+        # From Python, the columns are there a second time for reward functions.
+        hidden_names = RESERVED | {ROW}
+        own["extra_info"] = {
+            name: value for name, value in own["extra_info"].items() if name not in hidden_names
+        }
+        if not own["extra_info"]:
+            del own["extra_info"]
+    plain = jsonable(own, lambda value: "<bytes>" if isinstance(value, bytes) else str(value))
+    return redacted(plain)
 
 
 def _add_entries(facts: dict[str, Any], entries: Mapping[str, Any], prefix: str) -> None:

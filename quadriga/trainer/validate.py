@@ -114,7 +114,7 @@ class Validator:
             prompts.meta_info["do_sample"] = sampling.do_sample
             batch = generate_responses(self.rollout, self.config, prompts, sampling.n)
             reward_metrics = reduce_metrics(grade(self.reward, batch).metrics)
-            rows += sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
+            rows += sample_rows(batch, self.tokenizer, self.config.data)
             if "reward/errors" in reward_metrics:
                 num_errors = errors.get("val-aux/reward/errors", 0.0)
                 errors["val-aux/reward/errors"] = num_errors + reward_metrics["reward/errors"]

@@ -173,5 +173,7 @@ def _trainer(folder: Path, name: str) -> Tree:
         "project_name": "playground",
         "experiment_name": name,
         "logger": ["console", "jsonl"],
+        # Runs of seconds; a supervised one leaves its model anyway.
+        "save_freq": -1,
         "default_local_dir": f"{folder}/runs/{{experiment_name}}",
     }

@@ -65,6 +65,7 @@ def train(folder: Path) -> None:
     ]
     run = [
         f"trainer.default_local_dir={folder}/run",
+        "trainer.save_freq=-1",
         "trainer.total_training_steps=1",
         "trainer.test_freq=-1",
     ]

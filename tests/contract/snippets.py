@@ -95,6 +95,7 @@ class Place:
             *keys,
             "trainer.val_before_train=False",
             f"trainer.default_local_dir={self.folder / name}",
+            "trainer.save_freq=-1",
         ]
 
     def batch(self) -> Any:

@@ -196,6 +196,7 @@ def command_line(home: Path, folder: Path, *overrides: str, run: str = "run") ->
         "trainer.val_before_train=False",
         "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={folder / run}",
+        "trainer.save_freq=-1",
         *overrides,
     ]
     return list({word.partition("=")[0]: word for word in words}.values())

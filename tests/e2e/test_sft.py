@@ -70,6 +70,7 @@ def sft(start: Path, tmp_path: Path) -> Callable[..., Path]:
             "trainer.total_training_steps=4",
             "trainer.logger=[jsonl]",
             f"trainer.default_local_dir={tmp_path / run}",
+            "trainer.save_freq=-1",
             *overrides,
         ]
         assert main(["sft", *list({word.partition("=")[0]: word for word in words}.values())]) == 0

@@ -160,7 +160,7 @@ def test_a_request_in_a_pause_ends_it(
             ],
             "got trainer.resume_mode=resume_path",
         ),
-        ([], "got a run that writes no checkpoint"),
+        (["trainer.save_freq=-1"], "got a run that writes no checkpoint"),
     ],
 )
 def test_runs_that_would_not_go_on_are_refused(overrides: list[str], reason: str) -> None:

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from quadriga.config import DataConfig
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
+from quadriga.redact import HIDDEN
 from quadriga.rewards import RewardManager, RewardOutput
+from quadriga.rewards.by_name import ROW
 from quadriga.trainer.responses import grade, repeat_prompts, sample_rows, write_samples
 
 
@@ -30,7 +33,7 @@ def test_rows_hold_texts_without_padding_and_special_tokens(
     answers: DataProto, graded: Callable, tokenizer: object
 ) -> None:
     grade(Gives(graded([1.0, 0.5, 0.0], acc=[1, 0, None])), answers)
-    rows = sample_rows(answers, tokenizer, "data_source")
+    rows = sample_rows(answers, tokenizer, DataConfig())
     assert rows[0] == {
         "uid": "p",
         "data_source": "x",
@@ -52,7 +55,7 @@ def test_grader_cannot_overwrite_what_was_asked_and_answered(
 ) -> None:
     """A grader may return any name beside its score."""
     grade(Gives(graded([1.0, 0.5, 0.0], output=["x", "y", "z"])), answers)
-    rows = sample_rows(answers, tokenizer, "data_source")
+    rows = sample_rows(answers, tokenizer, DataConfig())
     assert rows[0]["output"] == "bc"
     assert rows[0]["reward/output"] == "x"
 
@@ -63,7 +66,7 @@ def test_rows_tell_of_conversations(
     answers.non_tensor_batch["num_turns"] = np.array([2, 4, 3], dtype=object)
     answers.non_tensor_batch["finish_reason"] = np.array(["stop", "length", "stop"], dtype=object)
     grade(Gives(graded([1.0, 0.5, 0.0])), answers)
-    rows = sample_rows(answers, tokenizer, "data_source")
+    rows = sample_rows(answers, tokenizer, DataConfig())
     assert [(row["num_turns"], row["finish_reason"]) for row in rows] == [
         (2, "stop"),
         (4, "length"),
@@ -77,10 +80,27 @@ def test_rows_have_the_columns_that_were_moved_into_extra_info(
     facts = {"uid": "mine", "values": [1], "split": "train"}
     answers.non_tensor_batch["extra_info"] = object_array([facts, {}, None])
     grade(Gives(graded([1.0, 0.5, 0.0])), answers)
-    first, second, third = sample_rows(answers, tokenizer, "data_source")
+    first, second, third = sample_rows(answers, tokenizer, DataConfig())
     assert (first["uid"], first["data/uid"], first["values"]) == ("p", "mine", [1])
     assert "split" not in first
     assert {"values", "data/uid"}.isdisjoint([*second, *third])
+    assert first["row"] == {"extra_info": {"split": "train"}} and "row" not in second
+
+
+def test_rows_keep_the_columns_of_the_data_file(
+    answers: DataProto, graded: Callable, tokenizer: object
+) -> None:
+    """Without pictures and secrets; null in a file that has other columns than its neighbours is left out."""
+    columns = answers.non_tensor_batch
+    columns["answer"] = object_array(["5", None, np.array([6, 7])])
+    columns["images"] = object_array([[{"bytes": b"png"}], None, None])
+    columns["source"] = object_array([{"api_key": "sk-1", "raw": b"png"}, None, None])
+    # The reward functions of a Python program find all columns here.
+    columns["extra_info"] = object_array([{ROW: {"answer": "5"}}, None, None])
+    grade(Gives(graded([1.0, 0.5, 0.0])), answers)
+    first, second, third = sample_rows(answers, tokenizer, DataConfig())
+    assert first["row"] == {"answer": "5", "source": {"api_key": HIDDEN, "raw": "<bytes>"}}
+    assert "row" not in second and third["row"] == {"answer": [6, 7]}
 
 
 def test_file_has_a_line_for_each_row(tmp_path: Path) -> None:
