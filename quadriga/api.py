@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from quadriga.config import Config, load_config, with_groups
 from quadriga.config.root import respell
+from quadriga.config.trainer import AT_THE_END
 from quadriga.data.files import (
     drop_null_fields,
     make_directory,
@@ -58,8 +59,6 @@ from quadriga.trainer.loop import MODEL_FOLDER, Step, TrainingLoop
 from quadriga.trainer.settings import CONFIGURATION
 from quadriga.user_function import NAME, source_of, write_function
 
-AT_THE_END = 1_000_000_000
-"""Value of `trainer.save_freq` that saves after the last step only."""
 RESPONSES_OF_A_CORE = 16
 """Responses of a step for each CPU core, if no batch size is set."""
 RESPONSES_OF_A_GPU = 256

@@ -16,6 +16,8 @@ Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab
 # -1 comes first, so that a value on the command line is read as YAML, like a number.
 _FREQUENCY = "-1, a whole number of at least 1, or after_each_epoch"
 Frequency = Annotated[Literal[-1, "after_each_epoch"] | Count, Meaning(_FREQUENCY)]
+AT_THE_END = 1_000_000_000
+"""`save_freq` of a run that writes a checkpoint after its last step alone."""
 Arrangement = Literal["together", "grouped", "apart"]
 Placed = Annotated[
     Arrangement | dict[str, Name],

@@ -24,6 +24,7 @@ import torch
 from quadriga.config import Config
 from quadriga.config.loader import as_override
 from quadriga.config.placement import with_fewer_processes
+from quadriga.config.trainer import AT_THE_END
 from quadriga.errors import (
     EngineLostError,
     NoRoomError,
@@ -317,6 +318,9 @@ def how_to_go_on(config: Config, *, in_python: bool = False) -> str:
     trainer = config.trainer
     step = Checkpoints(trainer.directory).newest()
     if step is None:
+        frequency = trainer.save_freq
+        if isinstance(frequency, int) and 0 < frequency < AT_THE_END:
+            return f"There is no checkpoint to go on from: the first is due after step {frequency}."
         key = 'options={"trainer.save_freq": N}' if in_python else "trainer.save_freq=N"
         return f"There is no checkpoint to go on from; {key} writes one every N steps."
     caller = "The same command"
