@@ -8,27 +8,21 @@ A run therefore has the checks, messages, files, checkpoints and numbers of the 
 process and on Ray.
 """
 
-import hashlib
 import inspect
 import itertools
-import json
 import math
 import os
 import shlex
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from html import escape
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import datasets
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -37,10 +31,9 @@ from quadriga.config.root import respell
 from quadriga.config.trainer import AT_THE_END
 from quadriga.data.files import (
     drop_null_fields,
-    make_directory,
     read_table,
     resolve_files,
-    written_aside,
+    write_data_file,
 )
 from quadriga.descendants import own_folder
 from quadriga.errors import CheckpointError, ConfigError, DataError, QuadrigaError
@@ -50,7 +43,8 @@ from quadriga.observe.progress import (
     Picture,
     summary_lines,
 )
-from quadriga.observe.tracking.jsonl import METRICS_FILE, jsonable, read_metrics
+from quadriga.observe.stopping import Interrupted, quiet_interrupt
+from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
 from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
@@ -85,33 +79,6 @@ ConfigFiles = str | Path | Sequence[str | Path]
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-@contextmanager
-def _quiet_interrupt(*, is_reported: bool = False) -> Iterator[None]:
-    """Context manager: Ctrl-C ends a script with status 130 and a sentence, not with a traceback.
-
-    Interactive sessions get the usual KeyboardInterrupt.
-
-    Args:
-        is_reported: whether the sentence has been printed when KeyboardInterrupt arrives.
-    """
-    try:
-        yield
-    except _Interrupted:
-        raise
-    except KeyboardInterrupt:
-        if hasattr(sys, "ps1"):
-            raise
-        if not is_reported:
-            print("quadriga: interrupted", file=sys.stderr)
-        raise _Interrupted from None
-
-
-class _Interrupted(KeyboardInterrupt, SystemExit):
-    """A KeyboardInterrupt that ends the interpreter like `sys.exit(130)` if nothing catches it."""
-
-    code = 130
 
 
 class Settings(TypedDict, total=False):
@@ -300,12 +267,12 @@ class Trainer:
 
     def _throw(self, error: BaseException) -> None:
         """Raise an error inside the run, so that it ends as after an error of its own."""
-        with _quiet_interrupt(is_reported=True):
+        with quiet_interrupt(is_reported=True):
             self._steps.throw(error)
 
     def _next(self) -> Step:
         try:
-            with _quiet_interrupt(is_reported=True):
+            with quiet_interrupt(is_reported=True):
                 return next(self._steps)
         except QuadrigaError as error:
             raise respell(error, self.config.task) from error.__cause__
@@ -324,7 +291,7 @@ class Trainer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, KeyboardInterrupt) and not isinstance(error, _Interrupted):
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
             self._throw(error)
         self.close()
 
@@ -532,7 +499,7 @@ class Evaluation(NamedTuple):
 
 
 @_with_settings(config=(), callbacks=(), task="rl")
-@_quiet_interrupt()
+@quiet_interrupt()
 def train(
     model: "str | Path | Run | None" = None,
     data: Rows | None = None,
@@ -571,7 +538,7 @@ def train(
 
 
 @_with_settings(config=(), callbacks=(), task="sft")
-@_quiet_interrupt()
+@quiet_interrupt()
 def sft(
     model: "str | Path | Run | None" = None,
     data: Rows | None = None,
@@ -595,7 +562,7 @@ def sft(
     return Trainer(model, data, **settings).run()
 
 
-@_quiet_interrupt()
+@quiet_interrupt()
 def generate(
     model: "str | Path | Run",
     prompts: str | Sequence[str | list[dict[str, str]]],
@@ -633,7 +600,7 @@ def generate(
     return frozen.answer(resolved, chats, images)
 
 
-@_quiet_interrupt()
+@quiet_interrupt()
 def evaluate(
     model: "str | Path | Run",
     data: Rows | None = None,
@@ -831,7 +798,9 @@ class _Draft:
             completed.append(self._complete(row) if self.task == "rl" else row)
         if self.task != "rl" and "response" in completed[0] and "messages" not in completed[0]:
             self.values.setdefault("data.format", "prompt_response")
-        self.values[key] = _write_rows(completed, self.directory / "data", label)
+        self.values[key] = write_data_file(
+            completed, self.directory / "data", label, where="trainer.default_local_dir"
+        )
         return len(completed)
 
     def _dictionaries(self, rows: Any) -> list[Any]:
@@ -949,35 +918,3 @@ class _Draft:
 def _is_missing(value: Any) -> bool:
     """Whether a value of a table is missing, for which pandas writes NaN."""
     return isinstance(value, float) and math.isnan(value)
-
-
-def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:
-    """Write rows to a file that is named after its content.
-
-    The file has JSON lines, or is a parquet file if JSON cannot hold a value.
-    """
-    make_directory(folder, where="trainer.default_local_dir")
-    try:
-        lines = []
-        for row in rows:
-            value = jsonable(row, methodcaller("tolist"))
-            lines.append(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
-        suffix = "jsonl"
-        content = "".join(lines).encode("utf-8", "backslashreplace")
-    except (TypeError, AttributeError):
-        suffix = "parquet"
-        stream = pa.BufferOutputStream()
-        try:
-            pq.write_table(pa.Table.from_pylist(rows), stream)
-        except pa.ArrowException as error:
-            raise DataError(
-                label,
-                got=str(error),
-                expected="rows that a parquet file can hold",
-                fix="Give each column one type, of numbers, texts, bytes, lists and dictionaries.",
-            ) from error
-        content = stream.getvalue().to_pybytes()
-    path = folder / f"{label}_{hashlib.sha256(content).hexdigest()[:12]}.{suffix}"
-    with written_aside(path, where="trainer.default_local_dir") as draft:
-        draft.write_bytes(content)
-    return path

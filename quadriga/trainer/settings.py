@@ -125,12 +125,13 @@ def settings_of(checkpoint: Path, task: str) -> Settings | None:
     return max(candidates, key=lambda settings: settings.first, default=None)
 
 
-def has_nothing_to_do(config: Config, now: Settings) -> bool:
+def has_nothing_to_do(config: Config, now: Settings, *, in_python: bool = False) -> bool:
     """Compare the settings with those of the checkpoint to resume from; print what differs.
 
     Args:
         config: the resolved configuration.
         now: its settings.
+        in_python: whether messages name arguments of Python, and not keys.
 
     Returns:
         Whether no step is left, as far as that is known before the data are read.
@@ -156,7 +157,7 @@ def has_nothing_to_do(config: Config, now: Settings) -> bool:
         # A supervised run may have been cut short before it wrote its model.
         if last and step >= last and (config.task == "rl" or changes):
             verify(path)
-            say_nothing_to_do(config, path, last, now)
+            say_nothing_to_do(config, path, last, now, in_python=in_python)
             return True
     except CheckpointError:
         # A wrong name or damage is reported when the checkpoint is loaded.
@@ -168,7 +169,9 @@ def has_nothing_to_do(config: Config, now: Settings) -> bool:
     return False
 
 
-def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings) -> None:
+def say_nothing_to_do(
+    config: Config, checkpoint: Path, last: int, now: Settings, *, in_python: bool = False
+) -> None:
     """Print that no step is left after a checkpoint.
 
     Args:
@@ -176,6 +179,7 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
         checkpoint: the checkpoint to resume from.
         last: number of the last step.
         now: settings of the configuration.
+        in_python: whether messages name arguments of Python, and not keys.
 
     Raises:
         ConfigError: the checkpoint was made with other settings.
@@ -186,6 +190,9 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
     longer = "trainer.total_training_steps" if is_by_steps else "trainer.total_epochs"
     is_by_name = "{experiment_name}" in trainer.default_local_dir
     other = "trainer.experiment_name" if is_by_name else "trainer.default_local_dir"
+    if in_python:
+        longer = "steps"
+        other = "name"
     before = settings_of(checkpoint, config.task)
     changes = before.changes(now) if before else []
     if not changes:
@@ -316,7 +323,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _shown(value: Any, key: str) -> str:
-    return _source(value) or _shortened(as_text(value, key))
+    source = _source(value)
+    if source:
+        return source
+    text = as_text(value, key)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def _source(value: Any) -> str:
@@ -326,7 +337,3 @@ def _source(value: Any) -> str:
         return ""
     source = _SOURCE.search(file.read_text(encoding="utf-8"))
     return source[1] if source else ""
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -103,7 +103,7 @@ class TaskRunner:
 
     def _until_done(self, config: Config, timeline: Timeline) -> Iterator[Step]:
         """Train, and after each loss of a worker again, until the last step."""
-        if has_nothing_to_do(config, Settings.of(config)):
+        if has_nothing_to_do(config, Settings.of(config), in_python=self.in_python):
             return
         print(describe_machine())
         # For data sets and rewards of the user that draw from the global generators; ours have
