@@ -129,16 +129,16 @@ def core_requirements() -> list[Requirement]:
     ]
 
 
-def requirement_problem(requirement: Requirement, found: str) -> str:
+def requirement_problem(requirement: Requirement, version: str) -> str:
     """Problem with an installed version; "" if there is none.
 
     Args:
         requirement: the package and the versions that are usable.
-        found: the installed version; "" if the package is not installed.
+        version: the installed version; "" if the package is not installed.
     """
-    if not found:
+    if not version:
         return f"not installed; pip install '{requirement}'"
-    if not requirement.specifier.contains(found, prereleases=True):
+    if not requirement.specifier.contains(version, prereleases=True):
         return f"not a usable version; pip install -U '{requirement}'"
     return ""
 

@@ -109,11 +109,11 @@ class ProcessGroup:
                 totals = [part.view(tensor.shape) for part, tensor in pairs]
                 torch._foreach_copy_(bucket, totals)
 
-    def require_alike(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+    def require_alike(self, description: str, tensors: Sequence[torch.Tensor]) -> None:
         """Check that all ranks hold the same numbers.
 
         Args:
-            what: what the tensors are, for an error.
+            description: what the tensors are, for an error.
             tensors: [...] each. Compared by the sum of their bits as integers, which does not
                 depend on the order of additions.
 
@@ -131,7 +131,7 @@ class ProcessGroup:
         differing = [str(rank) for rank, sums in enumerate(sums_by_rank) if sums != sums_by_rank[0]]
         if differing:
             raise EngineError(
-                what,
+                description,
                 got=f"other numbers on rank {', '.join(differing)} than on rank 0",
                 expected="the same numbers on every rank",
                 fix="Every node must read the same model and the same checkpoint: put them on a "

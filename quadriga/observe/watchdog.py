@@ -123,7 +123,7 @@ _watches: dict[int, _Watch] = {}
 
 @contextmanager
 def waiting(
-    what: str,
+    activity: str,
     detail: Callable[[], str] | None = None,
     every_s: float | None = None,
     emit: Callable[[str], None] = print,
@@ -131,7 +131,7 @@ def waiting(
     """Context manager that reports, from a daemon thread, while its block waits.
 
     Args:
-        what: what the block waits for.
+        activity: what the block waits for.
         detail: says what has arrived and what is missing; called in the daemon thread. None: the
             report names the line of code that the block executes.
         every_s: seconds between two reports. None: `EVERY_S`.
@@ -145,7 +145,7 @@ def waiting(
         raise ValueError(f"waiting(every_s): got {every_s}, expected a positive number of seconds.")
     start = time.monotonic()
     wait = _Wait(
-        subject=what,
+        subject=activity,
         detail=detail,
         period_s=period_s,
         emit=emit,
@@ -166,13 +166,13 @@ def waiting(
             wait.reports.release()
 
 
-def watched(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """Iterate over items, with `waiting(what)` for each of them."""
+def watched(items: Iterable[Item], activity: str) -> Iterator[Item]:
+    """Iterate over items, with `waiting(activity)` for each of them."""
     end = object()
-    with waiting(what):
+    with waiting(activity):
         iterator = iter(items)
     while True:
-        with waiting(what):
+        with waiting(activity):
             item = next(iterator, end)
         if item is end:
             return

@@ -153,7 +153,7 @@ class Servers:
         path: str,
         body: Mapping[str, Any],
         read: Callable[[HTTPClient, dict[str, Any]], Read],
-        what: str,
+        description: str,
     ) -> Read:
         """Send a request to one server after another until one replies.
 
@@ -161,7 +161,7 @@ class Servers:
             path: path of the request below a server's address.
             body: JSON of the request.
             read: called with the server and its reply. Its errors are raised.
-            what: description of the request, for errors.
+            description: description of the request, for errors.
 
         Returns:
             The result of `read`.
@@ -190,7 +190,7 @@ class Servers:
         # Rounds often fail alike.
         different_failures = dict.fromkeys(failures)
         raise RolloutError(
-            f"{self.where}, {what}",
+            f"{self.where}, {description}",
             got="no answer; " + "; ".join(different_failures),
             expected="a server that answers",
             fix=f"Check whether they run: {self.setting}.",

@@ -55,9 +55,9 @@ class Manifest:
                 pieces[name] = (piece, self.buffers.get(name, dtype))
         return pieces
 
-    def part(self, wanted: Callable[[str], bool]) -> "Manifest":
-        """The weights whose names `wanted` accepts. They must not be tied to others."""
-        names = [name for name in self.shapes if wanted(name)]
+    def part(self, accepts: Callable[[str], bool]) -> "Manifest":
+        """The weights whose names `accepts` returns True for. They must not be tied to others."""
+        names = [name for name in self.shapes if accepts(name)]
         return Manifest(
             {name: self.shapes[name] for name in names}, {name: self.same[name] for name in names}
         )

@@ -199,46 +199,46 @@ def require_room(total: int, held: int, to_come: int, share: float) -> None:
     )
 
 
-def refused(name: str, title: str, what: str) -> RolloutError:
+def refused(name: str, title: str, problem: str) -> RolloutError:
     """The error of an engine that cannot be started.
 
     Args:
         name: name of the engine.
         title: name of its library.
-        what: the library's error.
+        problem: the library's error.
     """
     return RolloutError(
         f"rollout.name={name}, at its start",
-        got=what,
+        got=problem,
         expected=f"a model and settings that {title} takes",
         fix=f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of"
         f" actor_rollout_ref.rollout; {title}'s own traceback is above.",
     )
 
 
-def died(name: str, title: str, what: str) -> EngineLostError:
+def died(name: str, title: str, event: str) -> EngineLostError:
     """The error of requests that an engine will not serve any more.
 
     Args:
         name: name of the engine.
         title: name of its library.
-        what: what happened to it, to follow "which".
+        event: what happened to it, to follow "which".
     """
     return EngineLostError(
         f"{name}.generate",
-        got=f"{title}, which {what}",
+        got=f"{title}, which {event}",
         expected="responses",
         fix=f"{_LOG} Less memory: lower actor_rollout_ref.rollout.max_num_seqs,"
         " max_num_batched_tokens or gpu_memory_utilization.",
     )
 
 
-def require_release(title: str, found: str, least: str, *, where: str, fix: str) -> None:
+def require_release(title: str, version: str, least: str, *, where: str, fix: str) -> None:
     """Refuse a library that is missing or too old.
 
     Args:
         title: name of the library.
-        found: the installed version; "" if it is not installed.
+        version: the installed version; "" if it is not installed.
         least: the oldest version that works.
         where: the setting that needs it, for errors.
         fix: advice in the error.
@@ -246,11 +246,11 @@ def require_release(title: str, found: str, least: str, *, where: str, fix: str)
     Raises:
         RolloutError: the library is missing or too old.
     """
-    if not found:
+    if not version:
         got = f"no {title} in this environment"
         raise RolloutError(where, got=got, expected=f"{least} or newer", fix=fix)
-    if release_numbers(found) < release_numbers(least):
-        raise RolloutError(where, got=f"{title} {found}", expected=f"{least} or newer", fix=fix)
+    if release_numbers(version) < release_numbers(least):
+        raise RolloutError(where, got=f"{title} {version}", expected=f"{least} or newer", fix=fix)
 
 
 def has_filters(sampling: SamplingParams) -> bool:

@@ -77,12 +77,12 @@ Row: TypeAlias = Problem | Pair
 
 
 def write_rows(
-    found: Sequence[Row], target: Path, *, data_source: str, ability: str, split: str
+    entries: Sequence[Row], target: Path, *, data_source: str, ability: str, split: str
 ) -> Path:
     """Write rows of one kind to a parquet file, all of them or nothing.
 
     Args:
-        found: the rows.
+        entries: the rows.
         target: the file.
         data_source: data source of the rows, which selects the grader.
         ability: kind of the task, in a word.
@@ -94,7 +94,7 @@ def write_rows(
     Raises:
         DataError: there are no rows, or the file cannot be written.
     """
-    if not found:
+    if not entries:
         raise DataError(
             "prepare data",
             got=f"no rows for {target.name}",
@@ -102,7 +102,7 @@ def write_rows(
             fix="Ask for at least one row.",
         )
     rows = []
-    for index, row in enumerate(found):
+    for index, row in enumerate(entries):
         row_columns = {"data_source": data_source, "ability": ability, **row.columns()}
         row_columns["extra_info"] = {"split": split, "index": index, **row.extra}
         rows.append(row_columns)

@@ -15,22 +15,23 @@ MAX_SHORT_LINES = 3
 # The most tokens that each package may have: its size when it was last changed on purpose, and 3 % of headroom. Lower a
 # number freely. Raise one only for what the package can do now that it could not.
 SIZES: dict[str, int] = {
-    "algorithms": 13200,
-    "cli": 9450,
-    "config": 27420,
-    "data": 35120,
-    "engines": 34810,
+    "algorithms": 12580,
+    "cli": 7680,
+    "config": 28320,
+    "data": 35410,
+    "engine_traits": 1250,
+    "engines": 34800,
     "models": 32140,
-    "observe": 12210,
+    "observe": 12650,
     "protocol": 13130,
-    "rewards": 28610,
-    "rollout": 76670,
-    "single_controller": 24550,
-    "trainer": 52820,
-    "quadriga_verl": 38600,
-    "weight_sync": 7200,
-    "workers": 19540,
-    "": 15090,
+    "quadriga_verl": 38590,
+    "rewards": 28940,
+    "rollout": 78320,
+    "single_controller": 24860,
+    "trainer": 53990,
+    "weight_sync": 7230,
+    "workers": 19720,
+    "": 15980,
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.

@@ -149,10 +149,14 @@ def _word_end(text: str, start: int) -> int:
         while position < len(text) and text[position] not in " \t\r\n;&|<>()":
             position = _piece_end(text, position)
     except (IndexError, ValueError) as error:
-        where = f"line {text.count(chr(10), 0, start) + 1}"
-        got = "a quote or bracket without its end"
-        raise ConfigError(where, got=got, expected="both") from error
+        raise _unclosed(text, start) from error
     return position
+
+
+def _unclosed(text: str, start: int) -> ConfigError:
+    """The error of a quote or bracket that is not closed."""
+    where = f"line {text.count(chr(10), 0, start) + 1}"
+    return ConfigError(where, got="a quote or bracket without its end", expected="both")
 
 
 def _statements(text: str) -> Iterator[_Statement]:
@@ -199,7 +203,10 @@ def _read_word(text: str, start: int) -> tuple[Any, int]:
     if text[end : end + 1] != "(" or not _ARRAY_ASSIGNMENT.fullmatch(word):
         return word, end
     # The brackets of an array nest as those of `$(...)` do.
-    closed = _piece_end(f"${text[end:]}", 0) - 1 + end
+    try:
+        closed = _piece_end(f"${text[end:]}", 0) - 1 + end
+    except (IndexError, ValueError) as error:
+        raise _unclosed(text, end) from error
     elements = []
     for part in _statements(text[end + 1 : closed - 1]):
         elements += part.words
@@ -378,7 +385,7 @@ class _Shell:
         parts = self._expand(raw, splits=True).split(_GAP)
         return [part.replace(_KEPT, "") for part in parts if part]
 
-    def _expand(self, raw: str, *, is_quoted: bool = False, splits: bool = False) -> str:
+    def _expand(self, raw: str | _Array, *, is_quoted: bool = False, splits: bool = False) -> str:
         """Expand the pieces of a word.
 
         Args:
@@ -386,11 +393,15 @@ class _Shell:
             is_quoted: whether it stands between double quotes.
             splits: whether blanks in expanded values separate words.
         """
+        if isinstance(raw, _Array):
+            raise _Unknown(f"{raw.prefix}(...) is an argument of a command (line {self._line})")
         values = []
         position = 0
         while position < len(raw):
             start = position
-            position = _piece_end(raw, start)
+            # Between double quotes, a single one is an ordinary character.
+            is_plain = is_quoted and raw[start] == "'"
+            position = start + 1 if is_plain else _piece_end(raw, start)
             piece = raw[start:position]
             name = _PLAIN_PARAMETER.match(raw, position) if piece == "$" else None
             if name is not None:

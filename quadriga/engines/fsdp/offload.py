@@ -37,7 +37,7 @@ class MappedFile:
     Args:
         tensors: tensors [...] to copy.
         folder: folder of the file; created if necessary.
-        what: what the tensors are, for an error.
+        description: what the tensors are, for an error.
 
     Attributes:
         windows: the copies [...] in the file, in the order of the tensors; use them instead.
@@ -47,7 +47,7 @@ class MappedFile:
         ConfigError: the folder cannot be written, or lacks space.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], folder: Path, what: str) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], folder: Path, description: str) -> None:
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         starts = [0, *accumulate(sizes)]
         self.num_bytes = max(starts.pop(), 1)
@@ -64,7 +64,7 @@ class MappedFile:
             size = f"{self.num_bytes / GIB:.2f} GiB"
             raise ConfigError(
                 "trainer.offload_dir",
-                got=f"{folder} ({error.strerror}), for {size}: the {what}",
+                got=f"{folder} ({error.strerror}), for {size}: the {description}",
                 expected="a writable folder on a disk with enough space",
                 fix="Set it to such a folder, or leave out param_offload and optimizer_offload.",
             ) from error
@@ -92,7 +92,7 @@ class PinnedCopy:
     Args:
         tensors: tensors [...] on the device.
         stream: stream for copies.
-        what: what the tensors are, for an error.
+        description: what the tensors are, for an error.
 
     Attributes:
         num_bytes: size of the host memory.
@@ -102,7 +102,7 @@ class PinnedCopy:
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream, what: str
+        self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream, description: str
     ) -> None:
         # Several tensors may be views of one storage.
         storages: dict[int, torch.UntypedStorage] = {}
@@ -119,7 +119,7 @@ class PinnedCopy:
             size = f"{self.num_bytes / GIB:.2f} GiB"
             raise ConfigError(
                 "fsdp_config.param_offload and optimizer_offload",
-                got=f"{size} to offload to the host (the {what}), with {free / GIB:.2f} GiB free",
+                got=f"{size} to offload to the host (the {description}), with {free / GIB:.2f} GiB free",
                 expected="as much free memory on the host",
                 fix="Leave them out, or use more ranks with fsdp_config.fsdp_size=-1.",
             )

@@ -47,9 +47,9 @@ _REQUESTS = {
 }
 
 
-def require_version(found: str) -> None:
+def require_version(version: str) -> None:
     """Raise a RolloutError if SGLang is missing ("") or older than `LEAST`."""
-    require_release("SGLang", found, LEAST, where=WHERE, fix=_INSTALL)
+    require_release("SGLang", version, LEAST, where=WHERE, fix=_INSTALL)
 
 
 class Library:

@@ -60,9 +60,9 @@ class Library:
     lora: Any
 
 
-def require_version(found: str) -> None:
+def require_version(version: str) -> None:
     """Raise a RolloutError if vLLM is missing ("") or older than `LEAST`."""
-    require_release("vLLM", found, LEAST, where=WHERE, fix=_INSTALL)
+    require_release("vLLM", version, LEAST, where=WHERE, fix=_INSTALL)
 
 
 def load() -> Library:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shell scripts: which commands they start, with which words, and what is said where that is not known."""
 
+import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,7 @@ def test_a_script_is_read_as_a_shell_reads_it() -> None:
         ),
         ("X=$(nvidia-smi -L)\nrun $X", ["$(nvidia-smi -L) is not run here (line 1)"]),
         ("X=a\nrun ${X%%b}", ["${X%%b} is more than is read here (line 2)"]),
+        ("run a\nrun X=(a)", ["X=(...) is an argument of a command (line 2)"]),
         ("exit 1\nrun a", ["the script ends in line 1, before this command"]),
         (
             "for i in 1 2; do\n run a=1\ndone",
@@ -99,9 +102,35 @@ def test_what_is_not_known_is_told_by_line(text: str, said: list[str]) -> None:
     assert problems_of(text) == said
 
 
-def test_a_quote_without_its_end_is_told_by_line() -> None:
+def test_an_apostrophe_between_double_quotes_is_a_character() -> None:
+    assert words_of("""run "it's" '"' "'$X'" """, X="b c") == ["run", "it's", '"', "'b c'"]
+
+
+@pytest.mark.parametrize("text", ['run "b\n', "X=(a b\n"])
+def test_a_quote_or_bracket_without_its_end_is_told_by_line(text: str) -> None:
     with pytest.raises(ConfigError, match=r"line 2: got a quote or bracket without its end"):
-        commands('run a\nrun "b\n', {})
+        commands(f"run a\n{text}", {})
+
+
+def test_any_text_is_read_or_refused() -> None:
+    """Random fragments of scripts: an error is a ConfigError, never a traceback."""
+    fragments = [
+        "'", '"', "$", "{", "}", "(", ")", "`", "\\", "a", "X=", "X=(", "$X", "${X}", "${X:-b}", "$(echo",
+        "$((1+2))", "[", "]", "[[", "if", "then", "fi", "for", "do", "done", "case", "esac", ";", ";;",
+        "&&", "||", "|", "&", ">", "<<EOF", "EOF", "export", "#", "it's", "2>&1", "+=", "==", "-z", "!",
+        "${X[@]}", "${#X}", "${X%.*}", "$@", "$1", "f()",
+    ]  # fmt: skip
+    draw = random.Random(5)
+    num_read = 0
+    for _ in range(2000):
+        text = "".join(
+            draw.choice(fragments) + draw.choice(["", " ", "\n"])
+            for _ in range(draw.randint(1, 14))
+        )
+        with suppress(ConfigError):
+            commands(text, {})
+            num_read += 1
+    assert num_read > 200
 
 
 def test_words_behind_a_launcher() -> None:
