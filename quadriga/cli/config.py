@@ -56,12 +56,13 @@ def main(argv: Sequence[str]) -> int:
     if options.action == "keys":
         _print_keys(options.overrides)
         return 0
-    config, choice = with_groups(load_from(options))
-    if choice:
-        print(f"notice: {choice}", file=sys.stderr)
+    config = load_from(options)
     if options.action == "show":
         print(show(config), end="")
         return 0
+    config, choice = with_groups(config)
+    if choice:
+        print(f"notice: {choice}", file=sys.stderr)
     report = import_module(_PREFLIGHT).preflight(config, options.recorded)
     print(explain(config, report.num_prompts, report.fields), end="")
     _print_section("Models", report.models)
