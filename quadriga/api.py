@@ -875,7 +875,8 @@ class _Draft:
         config, choice = with_groups(loaded.config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
-        if "save_freq" not in trainer.model_fields_set:
+        # Runs in lockstep save by time: trainer.save_minutes.
+        if "save_freq" not in trainer.model_fields_set and config.async_training.enable:
             self.values["trainer.save_freq"] = AT_THE_END
         if self.task != "rl":
             return

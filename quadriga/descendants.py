@@ -190,8 +190,14 @@ def beside(
         f"from quadriga.descendants import {function} as call; call(*{arguments!r})"
     )
     command = [sys.executable, "-S", "-c", program, *map(str, sys.path), _PACKAGE_FOLDER]
+    # Without site, the import hook of an editable installation does not find verl's names.
+    environment = {**os.environ, "QUADRIGA_VERL": "0"}
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, pass_fds=pass_fds, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        pass_fds=pass_fds,
+        start_new_session=True,
     )
 
 

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "supervised fine-tuning on given responses, or a reward model on pairs of them",
     ),
     "eval": ("quadriga.cli.generate:grade", "grade a model or a checkpoint on a dataset"),
+    "show": ("quadriga.cli.show", "show what a run has done: rewards, time, responses"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "data": ("quadriga.cli.data", "show a data file, and how a run would read it"),
     "verl": ("quadriga_verl.cli", "run a command line of verl, or translate it"),

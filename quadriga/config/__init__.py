@@ -21,7 +21,9 @@ from quadriga.config.explain import (
     learns_from_rewards,
     needs_old_log_prob_pass,
     needs_reference,
+    saves_by_time,
     show,
+    writes_checkpoints,
 )
 from quadriga.config.keys import keys_text, leaf_keys
 from quadriga.config.layout import Layout, ModelShape, check_model

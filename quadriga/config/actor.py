@@ -27,6 +27,8 @@ VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 ADAPTER_DETAILS = ("lora_alpha", "target_modules", "exclude_modules")
 """Keys of a new adapter besides its rank. An adapter to start from has its own values."""
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
+HF_FOLDER = "huggingface"
+"""Folder of the part `hf_model` in a role's checkpoint."""
 Beta = Annotated[float, Ge(0), Lt(1)]
 _OPEN = frozenset(
     {

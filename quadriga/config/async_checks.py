@@ -15,6 +15,7 @@ from quadriga.config.placement import (
 )
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
+from quadriga.config.trainer import AT_THE_END
 from quadriga.engine_traits import engines_with
 from quadriga.errors import ConfigError
 
@@ -128,6 +129,12 @@ def _stale_notices(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
     correction = config.algorithm.rollout_correction
+    saves_by_default = trainer.save_freq == -1 and trainer.save_minutes
+    if saves_by_default or trainer.save_freq == AT_THE_END:
+        yield (
+            "trainer.save_freq: without it an asynchronous run writes no checkpoint on the way. "
+            "If it is killed, all its steps are lost: set trainer.save_freq=N."
+        )
     if not settings.is_stale:
         return
     continues = settings.in_flight == "continue"

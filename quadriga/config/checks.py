@@ -13,7 +13,7 @@ from quadriga.config.adapter import check_adapter
 from quadriga.config.async_checks import check_async, check_streaming
 from quadriga.config.base import Findings, Section, unused, wrong
 from quadriga.config.distillation import is_served
-from quadriga.config.explain import BatchPlan
+from quadriga.config.explain import BatchPlan, writes_checkpoints
 from quadriga.config.path_checks import check_files, check_paths
 from quadriga.config.placement import (
     ACTOR,
@@ -175,7 +175,7 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
         yield wrong(f"{at}.checkpoint.load_contents", ", ".join(unsaved_parts), expected, fix)
         return
     skipped_parts = [part for part in ("model", "optimizer", "extra") if part not in loaded]
-    if skipped_parts and config.trainer.save_freq != -1:
+    if skipped_parts and writes_checkpoints(config):
         difference = "a resumed run differs from a run that was not interrupted"
         yield f"{at}.checkpoint: without {', '.join(skipped_parts)} {difference}."
 

@@ -93,6 +93,18 @@ def learns_from_rewards(config: Config) -> bool:
     return not config.distillation.enable or config.distillation.use_task_rewards
 
 
+def saves_by_time(config: Config) -> bool:
+    """Whether the clock decides when a checkpoint is written: `trainer.save_minutes`."""
+    trainer = config.trainer
+    is_on = trainer.save_freq == -1 and trainer.save_minutes is not None
+    return is_on and not config.async_training.enable
+
+
+def writes_checkpoints(config: Config) -> bool:
+    """Whether the run writes checkpoints, by steps or by time."""
+    return config.trainer.save_freq != -1 or saves_by_time(config)
+
+
 def show(config: Config) -> str:
     """Resolved tree as YAML, with the keys that the task reads.
 
@@ -276,8 +288,11 @@ def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iter
     checkpoints = "none"
     if trainer.save_freq != -1:
         checkpoints = f"{_every(trainer.save_freq)} and at the end"
-        if trainer.max_ckpt_to_keep:
-            checkpoints += f", the last {trainer.max_ckpt_to_keep} kept"
+    elif saves_by_time(config):
+        checkpoints = f"every {trainer.save_minutes:g} minutes and at the end"
+    num_kept = trainer.max_ckpt_to_keep or (2 if saves_by_time(config) else None)
+    if num_kept and checkpoints != "none":
+        checkpoints += f", the last {num_kept} kept"
     yield f"checkpoints: {checkpoints}"
     yield f"resume: {trainer.resume_mode}"
 

@@ -7,9 +7,9 @@ from string import Formatter
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
-from pydantic import AfterValidator, Field, NonNegativeInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, model_validator
 
-from quadriga.config.base import Findings, ReadIf, Section, refuse, wrong
+from quadriga.config.base import Findings, ReadIf, Section, refuse, unused, wrong
 from quadriga.config.types import Count, Meaning, Name, PathText, ResumeMode
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
@@ -110,7 +110,12 @@ class TrainerConfig(Section):
     """Ranks of a resource pool on each machine, a process each (docs/async.md: vLLM beside training takes several): one
     per GPU or, without GPUs, so many that share the cores."""
     save_freq: Frequency = -1
-    """Training steps between checkpoints, or after_each_epoch; the last step also writes one. -1: no checkpoints."""
+    """Training steps between checkpoints, or after_each_epoch; the last step also writes one. -1: no checkpoints. Not
+    given: `save_minutes` decides."""
+    save_minutes: PositiveFloat | None = 10
+    """Minutes between checkpoints of a run in lockstep for which `save_freq` is not given. The last step also writes
+    one. One is put off while the disk has no room for it, or while checkpoints would take more than 5 % of the run's
+    time. null: none; so it is where `save_freq` is given, and with `quadriga verl`."""
     esi_redundant_time: NonNegativeInt = 0
     """Seconds to spare before the time at which the machine is taken back, as the environment says: a checkpoint is
     written after a step that may be the last one before it, if `save_freq` asks for any."""
@@ -140,8 +145,8 @@ class TrainerConfig(Section):
     ] = "newest_intact"
     """Action if the newest checkpoint of a run is damaged. newest_intact: resume from the newest earlier one that is
     not, and keep the damaged one under another name; none: end the run."""
-    max_ckpt_to_keep: Annotated[Count | None, ReadIf("save_freq", (-1,), is_one=False)] = None
-    """Checkpoints that stay on disk; older ones are deleted. null: all."""
+    max_ckpt_to_keep: Count | None = None
+    """Checkpoints that stay on disk; older ones are deleted. null: all; of those that `save_minutes` writes, two."""
     log_val_generations: NonNegativeInt = 0
     """Validation responses to show in each tracker. 0: none."""
     placement: Placed = "together"
@@ -175,6 +180,14 @@ class TrainerConfig(Section):
     """Directory for the responses of every step, as JSONL. null: they are not written."""
     validation_data_dir: PathText | None = None
     """Directory for the responses of every validation, as JSONL. null: they are not written."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_steps_or_by_time(cls, values: Any) -> Any:
+        """Turn `save_minutes` off where `save_freq` alone is given, so that `show` says what holds."""
+        if isinstance(values, dict) and "save_freq" in values and "save_minutes" not in values:
+            return {**values, "save_minutes": None}
+        return values
 
     @property
     def directory(self) -> Path:
@@ -217,7 +230,12 @@ class TrainerConfig(Section):
             got = f"null, with {at}.resume_mode=resume_path"
             fix = f"Name its directory, or set {at}.resume_mode=auto."
             yield wrong(f"{at}.resume_from_path", got, "a checkpoint", fix)
-        if self.save_freq == -1 and not self.val_only:
+        if self.save_freq != -1:
+            because = f"{at}.save_freq is {self.save_freq}"
+            yield from unused([f"{at}.save_minutes"] if self.save_minutes else [], because)
+        elif not self.save_minutes and not self.val_only:
+            if self.max_ckpt_to_keep:
+                yield from unused([f"{at}.max_ckpt_to_keep"], "no checkpoint is written")
             loss = "no checkpoint is written; the trained weights end with the run"
             yield f"{at}.save_freq: {loss}."
         steps = self.total_training_steps

@@ -6,7 +6,8 @@
       latest_checkpointed_iteration.txt     step of the checkpoint that was written last
       global_step_20/
         manifest.json                       size and SHA-256 of every file below
-        trainer/                            step, loader position, random states
+        trainer/                            step, loader position, random states; `by_time` marks a
+                                            checkpoint that trainer.save_minutes has written
         actor/  critic/                     one folder per role that learns: workers/checkpoint.py
 
 A folder named global_step_N is complete: it gets this name after its last byte is on disk, and
@@ -26,16 +27,17 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from quadriga.config.actor import HF_FOLDER
 from quadriga.config.loader import as_override
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import CheckpointError, DamagedCheckpointError
-from quadriga.workers.checkpoint import HF_FOLDER
 
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
 _COMPLETE = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished_"
 _SKIPPED = re.compile(r"step_(\d+)\.jsonl")
+_BY_TIME = Path("trainer", "by_time")
 _SUPERSEDED = ".superseded"
 """File in a checkpoint: a run has resumed from an earlier step since, without this one's steps."""
 
@@ -46,14 +48,19 @@ class Checkpoints:
     Args:
         directory: the run's directory; it need not exist yet.
         max_to_keep: number of newest checkpoints that `complete` keeps; None: all.
+        is_by_time: whether the clock decides when one is written. Such checkpoints are marked, and
+            `max_to_keep` counts and deletes no others.
 
     Attributes:
         last_written: step of the checkpoint that this object wrote last.
     """
 
-    def __init__(self, directory: Path, max_to_keep: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, max_to_keep: int | None = None, *, is_by_time: bool = False
+    ) -> None:
         self.directory = directory
         self.max_to_keep = max_to_keep
+        self.is_by_time = is_by_time
         self.last_written: int | None = None
 
     def steps(self) -> list[int]:
@@ -118,6 +125,10 @@ class Checkpoints:
             for leftover in self.directory.glob(f"{_UNFINISHED}*"):
                 _delete(leftover)
             self._unfinished(step).mkdir(parents=True)
+            if self.is_by_time:
+                mark = self._unfinished(step) / _BY_TIME
+                mark.parent.mkdir()
+                mark.touch()
         return self._unfinished(step)
 
     def complete(self, step: int) -> None:
@@ -152,6 +163,8 @@ class Checkpoints:
             if self.max_to_keep is not None:
                 # Later checkpoints belong to a predecessor, and count for nothing here.
                 steps = [past_step for past_step in self.steps() if past_step <= step]
+                if self.is_by_time:
+                    steps = [past for past in steps if (self.path(past) / _BY_TIME).exists()]
                 for surplus_step in steps[: -self.max_to_keep]:
                     self._discard(self.path(surplus_step))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
 
-from quadriga.config import Config
+from quadriga.config import Config, writes_checkpoints
 from quadriga.errors import ConfigError
 from quadriga.streams import log_to
 
@@ -80,7 +80,7 @@ def require_resumable(config: Config) -> None:
             expected="a run that resumes by itself",
             fix=f"Set trainer.resume_mode=auto, or leave {OPTION} out.",
         )
-    if trainer.save_freq == -1 or trainer.val_only:
+    if not writes_checkpoints(config) or trainer.val_only:
         raise ConfigError(
             OPTION,
             got="a run that writes no checkpoint",

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quadriga.config import Config
+from quadriga.config import Config, saves_by_time, writes_checkpoints
+from quadriga.config.actor import HF_FOLDER
 from quadriga.data.files import written_aside
 from quadriga.observe.progress import Progress, step_fields
 from quadriga.observe.stopping import expiry, stop_requested
@@ -29,7 +30,7 @@ from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.quarantine import Quarantine
 from quadriga.trainer.settings import Settings, keep_settings, say_nothing_to_do
-from quadriga.workers.checkpoint import HF_FOLDER
+from quadriga.trainer.timed_saving import NUM_KEPT, TimedSaver
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +97,8 @@ class TrainingLoop:
         self.config = config
         self.settings = config.trainer
         self.total_training_steps = total_training_steps
-        self.checkpoints = Checkpoints(self.settings.directory, self.settings.max_ckpt_to_keep)
-        self.saver = saving.CheckpointSaver(
-            self.checkpoints, learners, report=lambda text: self.progress.message(text)
-        )
+        self.saver = self._make_saver(learners)
+        self.checkpoints = self.saver.checkpoints
         self.resumable = resumable
         self.global_steps = 0
         self.is_stopping = False
@@ -115,6 +114,20 @@ class TrainingLoop:
         self._keep_settings: Callable[[], None] | None = None
         self._expires_at = expiry()  # seconds since 1970
         self._longest_step_s = 0.0
+
+    def _make_saver(self, learners: Mapping[str, Any]) -> saving.CheckpointSaver:
+        def report(text: str) -> None:
+            # A copy in memory may be saved before the progress is shown.
+            show = self.progress.message if hasattr(self, "progress") else print
+            show(text)
+
+        settings = self.settings
+        num_kept = settings.max_ckpt_to_keep
+        if settings.save_minutes is None or not saves_by_time(self.config):
+            checkpoints = Checkpoints(settings.directory, num_kept)
+            return saving.CheckpointSaver(checkpoints, learners, report)
+        checkpoints = Checkpoints(settings.directory, num_kept or NUM_KEPT, is_by_time=True)
+        return TimedSaver(checkpoints, learners, report, period_s=60 * settings.save_minutes)
 
     # Where the run starts from
 
@@ -168,8 +181,11 @@ class TrainingLoop:
         newest.load(self.saver.workers)
         self._restore(newest.driver, newest.step, with_random_states=True)
         # The checkpoint of this step may not have reached the disk.
-        if self.is_due(self.settings.save_freq) and self.checkpoints.newest() != newest.step:
-            self._begin_checkpoint()
+        is_due = self.is_due(self.settings.save_freq)
+        if saves_by_time(self.config):
+            is_due = self.is_last_step
+        if is_due and self.checkpoints.newest() != newest.step:
+            self.saver.start(self.global_steps, self._write_own_part)
         return f"the copy of step {newest.step} in memory"
 
     def _restore(self, state: Mapping[str, Any], step: int, *, with_random_states: bool) -> None:
@@ -280,9 +296,14 @@ class TrainingLoop:
         needed_s = self._longest_step_s + self.saver.longest_s + settings.esi_redundant_time
         # An expiry in the past was meant for an earlier machine.
         expires = 0 < self._expires_at - time.time() <= needed_s
-        may_be_last = settings.save_freq > 0 and (self.is_stopping or expires)
-        if may_be_last or self.is_due(settings.save_freq):
-            self._begin_checkpoint()
+        may_be_last = self.is_stopping or expires
+        if writes_checkpoints(self.config):
+            self.saver.start_where_due(
+                self.global_steps,
+                self._write_own_part,
+                is_due=self.is_due(settings.save_freq),
+                is_last=may_be_last or self.is_last_step,
+            )
         self._copy()
         if may_be_last:
             self.saver.finish()
@@ -307,13 +328,9 @@ class TrainingLoop:
             state = self._run_state() | {"random": saving.random_states()}
             self.copies.copy(self.global_steps, state)
 
-    def _begin_checkpoint(self) -> None:
+    def _write_own_part(self, folder: Path) -> None:
         has_random_states = "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents
-
-        def write(folder: Path) -> None:
-            saving.save_run_state(folder, self._run_state(), with_random_states=has_random_states)
-
-        self.saver.start(self.global_steps, write)
+        saving.save_run_state(folder, self._run_state(), with_random_states=has_random_states)
 
     def _run_state(self) -> dict[str, Any]:
         with waiting("the state of the data set and the sampler"):

@@ -31,7 +31,7 @@ from quadriga.algorithms.masked import log_prob_mismatch
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import estimate_advantages
 from quadriga.algorithms.rollout_correction import correct_rollout
-from quadriga.config import Config, learns_from_rewards
+from quadriga.config import Config, learns_from_rewards, writes_checkpoints
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
@@ -125,7 +125,7 @@ class RayPPOTrainer(TrainingLoop):
         self.prompts = PromptStream(
             train_dataloader,
             num_epochs=config.trainer.max_epochs,
-            is_saved=config.trainer.save_freq > 0,
+            is_saved=writes_checkpoints(config),
         )
         self.kl_controller = get_kl_controller(algorithm.kl_ctrl)
         learners: dict[str, Any] = {"actor": self.actor}

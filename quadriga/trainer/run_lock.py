@@ -96,6 +96,26 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
             os.close(descriptor)
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a run holds the lock of a directory. A directory without a lock is not held."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        # Shared and at once given up: a run that starts meanwhile tries again.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        is_here = _holder(descriptor).get("kernel") == _kernel()
+        return not is_here and time.time() - os.fstat(descriptor).st_mtime < SILENCE_S
+    except BlockingIOError:
+        return True
+    except OSError:
+        # This file system has no locks.
+        return time.time() - os.fstat(descriptor).st_mtime < SILENCE_S
+    finally:
+        os.close(descriptor)
+
+
 def _take(path: Path) -> int | None:
     """Lock the file and write this process into it.
 

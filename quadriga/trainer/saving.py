@@ -42,12 +42,13 @@ _FIX = "Resume from another checkpoint."
 
 
 @dataclass
-class _Pending:
+class PendingCheckpoint:
     """A checkpoint that is being written."""
 
     step: int
     folder: Path
     begun: float  # monotonic second
+    begun_at: float  # seconds since 1970
     completion: Future[None] | None = None  # set once the workers have written their parts
 
 
@@ -71,7 +72,21 @@ class CheckpointSaver:
         self.workers = workers
         self.report = report
         self.longest_s = 0.0
-        self._pending: _Pending | None = None
+        self._pending: PendingCheckpoint | None = None
+
+    def start_where_due(
+        self, step: int, write_own_part: Callable[[Path], None], *, is_due: bool, is_last: bool
+    ) -> None:
+        """Start the checkpoint of a step if there is a reason for one.
+
+        Args:
+            step: number of the step.
+            write_own_part: writes the driver's part into a folder.
+            is_due: whether one is due after this step, as `trainer.save_freq` says.
+            is_last: whether the run may end with this step.
+        """
+        if is_due or is_last:
+            self.start(step, write_own_part)
 
     def start(self, step: int, write_own_part: Callable[[Path], None]) -> None:
         """Start the checkpoint of a step, after the one before is complete.
@@ -86,6 +101,7 @@ class CheckpointSaver:
         # The workers' threads write one checkpoint at a time.
         self.finish()
         begun = time.monotonic()
+        begun_at = time.time()
         folder = self.checkpoints.begin(step)
         try:
             wait = waiting(f"the checkpoint of step {step} to be begun", emit=self.report)
@@ -96,7 +112,7 @@ class CheckpointSaver:
         except KeyboardInterrupt:
             self.checkpoints.abandon(step)
             raise
-        self._pending = _Pending(step, folder, begun)
+        self._pending = PendingCheckpoint(step, folder, begun, begun_at)
 
     def poll(self, *, wait: bool = False) -> bool:
         """Advance the checkpoint that is being written.
@@ -124,8 +140,7 @@ class CheckpointSaver:
                         return False
                     self._require_shared_folder(pending.folder)
                 # Checksums and fsync take seconds to minutes, so they run in a thread.
-                complete = partial(self.checkpoints.complete, pending.step)
-                pending.completion = in_background(complete, "checkpoint")
+                pending.completion = in_background(partial(self.complete, pending), "checkpoint")
             if not wait and not pending.completion.done():
                 return False
             pending.completion.result()
@@ -137,6 +152,10 @@ class CheckpointSaver:
         self.longest_s = max(self.longest_s, time.monotonic() - pending.begun)
         self.report(f"checkpoint: {self.checkpoints.path(pending.step)}")
         return True
+
+    def complete(self, pending: PendingCheckpoint) -> None:
+        """Turn what the workers have written into a checkpoint. Called in a thread."""
+        self.checkpoints.complete(pending.step)
 
     def _require_shared_folder(self, folder: Path) -> None:
         """Check that the parts which workers on other nodes have written are visible here."""

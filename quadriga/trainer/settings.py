@@ -37,8 +37,13 @@ CONTENT = ": its content"  # end of a line about a file that has changed
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 _FILE = re.compile(r"^# ([0-9a-f]{64})  (.+)$", re.MULTILINE)
 _SOURCE = re.compile(r"^# source: (.+)$", re.MULTILINE)  # line of files by `write_function`
-# Keys that say where a run resumes, not how it continues.
-_RESUMING = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.resume_fallback")
+# Keys that say where a run resumes and when the clock saves it, not how it continues.
+_RESUMING = (
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "trainer.resume_fallback",
+    "trainer.save_minutes",
+)
 # Sections that may name files.
 _WITH_FILES = (
     "data",

@@ -39,7 +39,9 @@ from quadriga.trainer.build import Run, build_run, state_copies
 from quadriga.trainer.checkpoint import Checkpoints
 from quadriga.trainer.loop import Step
 from quadriga.trainer.quarantine import Quarantine
+from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.run_lock import run_lock
+from quadriga.trainer.run_report import summary
 from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.trainer.settings import CONFIGURATION, Settings, has_nothing_to_do
 
@@ -238,6 +240,7 @@ class TaskRunner:
             trainer.saver.settle(can_ask=not run.team.is_remote)
             run.close(is_cut_short=is_cut_short)
         if not config.trainer.val_only:
+            print_summary(config)
             next_steps = what_next_in_python if self.in_python else what_next
             print(next_steps(config, trainer.checkpoints.last_written))
 
@@ -263,6 +266,16 @@ class TaskRunner:
                     )
                     return run
         raise no_room
+
+
+def print_summary(config: Config) -> None:
+    """Print what a finished run has done. A file that cannot be read does not fail the run."""
+    try:
+        lines = summary(RunFolder(config.trainer.directory))
+    except (QuadrigaError, OSError) as error:
+        lines = [str(error)]
+    for line in lines:
+        print(line)
 
 
 def what_next(config: Config, step: int | None) -> str:

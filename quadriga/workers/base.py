@@ -351,6 +351,11 @@ class Learner(EngineWorker):
         self.checkpoint.start(directory / self.part, contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_bytes(self) -> dict[str, int]:
+        """Sizes of the tensors that `save_checkpoint` writes. Shards count as a whole."""
+        return self.checkpoint.sizes(frozenset(self.section.checkpoint.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, directory: Path) -> None:
         """Start to write the model as a Hugging Face folder, below `directory`."""
         self.checkpoint.start(directory, frozenset({"hf_model"}))

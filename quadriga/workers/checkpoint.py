@@ -21,6 +21,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from quadriga.config.actor import HF_FOLDER
 from quadriga.config.adapter import ADAPTER_CONFIG, AdapterShape, is_adapter, read_adapter
 from quadriga.engines.checkpoint import StateWriter, explained, load_state
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
@@ -31,7 +32,6 @@ from quadriga.models.vision import copy_processor
 from quadriga.models.weight_files import MODEL, DistributedFiles, open_weights, write_safetensors
 from quadriga.models.weight_names import ConvertedFiles
 
-HF_FOLDER = "huggingface"  # folder of `hf_model` in a role's checkpoint
 OPTIMIZER = "optimizer"
 FROZEN = "frozen"
 
@@ -59,9 +59,7 @@ class RoleCheckpoint:
         """
         adapter = adapter_of(self.model)
         config = self.model.config
-        parts = contents & {MODEL, OPTIMIZER}
-        if "hf_model" in contents:
-            parts |= {MODEL, FROZEN} if adapter else {MODEL}
+        parts = self._parts(contents)
         with self.engine.awake(*ALL_KINDS):
             states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
             self.writer.start(states, partial(_complete, folder, contents, adapter, self.model))
@@ -84,6 +82,28 @@ class RoleCheckpoint:
                 copy_processor(config, target)
             if MODEL in contents and adapter:
                 write_adapter_config(self.model, folder)
+
+    def sizes(self, contents: frozenset[str]) -> dict[str, int]:
+        """Bytes that `start` writes, by part and name of the tensor; of all ranks together.
+
+        Args:
+            contents: as for `start`.
+        """
+        sizes = {}
+        with self.engine.awake(*ALL_KINDS):
+            for part in self._parts(contents):
+                for name, tensor in self.engine.state(frozenset({part})).items():
+                    sizes[f"{part}/{name}"] = tensor.numel() * tensor.element_size()
+                    if "hf_model" in contents and part != OPTIMIZER:
+                        sizes[f"{HF_FOLDER}/{name}"] = sizes[f"{part}/{name}"]
+        return sizes
+
+    def _parts(self, contents: frozenset[str]) -> frozenset[str]:
+        """Parts of the engine's state that are written."""
+        parts = contents & {MODEL, OPTIMIZER}
+        if "hf_model" in contents:
+            parts |= {MODEL, FROZEN} if adapter_of(self.model) else {MODEL}
+        return parts
 
     def load(self, folder: Path, contents: frozenset[str]) -> None:
         """Load `model`, `optimizer` or both into the engine, from a checkpoint of any layout.

@@ -509,6 +509,28 @@ def test_full_disk_during_a_checkpoint(
     assert metric_lines(run) == metric_lines(train(*more, run="alone"))
 
 
+def test_full_disk_at_checkpoints_that_nobody_asked_for(
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run goes on without them. With room, the last step has one from which the run can go on."""
+    by_default = "trainer.save_minutes=1e-6"
+    with no_file_larger_than(15_000):
+        run = train(by_default)
+    output = capsys.readouterr().out
+    assert "File too large" in output and "goes on without this checkpoint" in output
+    assert "without a checkpoint" in output.splitlines()[-1] and not [*run.glob("*step*")]
+    train(by_default)
+    assert (run / "global_step_2").is_dir()
+    more = "trainer.total_training_steps=4"
+    train(by_default, more)
+    assert metric_lines(run) == metric_lines(train(more, run="alone"))
+    assert main(["show", str(run)]) == 0
+    output = capsys.readouterr().out
+    assert "finished, step 4 of 4" in output and "trainer.rollout_data_dir=DIR" in output
+
+
 def test_full_disk_at_the_start(refused: Callable[..., str]) -> None:
     with no_file_larger_than(100):
         error = refused()

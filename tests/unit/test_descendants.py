@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from quadriga.descendants import Guardian
 from tests.limits import PROGRAM_S, SOON_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -139,3 +140,14 @@ def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     assert not sleepers() and "Traceback" not in done.stderr, done.stderr
     (note,) = tmp_path.glob("started-*")
     wait_for(lambda: not Path(note.read_text().split()[0]).exists())
+
+
+def test_a_guardian_does_not_load_the_names_of_verl(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It runs without site, so an editable installation of another package is not found there."""
+    monkeypatch.setenv("QUADRIGA_VERL", "1")
+    guardian = Guardian()
+    guardian.close()
+    assert guardian.process.wait(SOON_S) == 0
+    assert capfd.readouterr().err == ""

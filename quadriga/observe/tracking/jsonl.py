@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
         DataError: a line is not one that the backend writes.
     """
     steps: dict[int, dict[str, float]] = {}
-    for _, record in _complete_lines(Path(path)):
+    for _, record in complete_lines(Path(path)):
         step = int(record.pop("step"))
         metrics = steps.setdefault(step, {})
         for name, value in record.items():
@@ -77,7 +77,7 @@ class _LineFile:
             # Lines of earlier steps stay, byte for byte. They are written to another file, which is
             # then renamed, so that a kill here loses nothing.
             earlier_lines = []
-            for line, record in _complete_lines(path):
+            for line, record in complete_lines(path):
                 if int(record["step"]) < facts.first_step:
                     earlier_lines.append(line)
             temporary = path.with_name(f"{path.name}.tmp")
@@ -125,7 +125,7 @@ class _LineFile:
             self._descriptor = None
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Each line and the record in it, without a last line that was cut by a kill."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

@@ -116,7 +116,8 @@ def can_mount() -> bool:
             "c.mount_memory(sys.argv[1:2], c.Limits())"
         )
         command = [sys.executable, "-I", "-S", "-c", code, folder, _PACKAGE_FOLDER, *sys.path]
-        return subprocess.run(command, capture_output=True).returncode == 0
+        done = subprocess.run(command, capture_output=True, env=_ENVIRONMENT)
+        return done.returncode == 0
 
 
 def run_cases(

@@ -328,7 +328,8 @@ def test_the_number_of_keys_is_reviewed() -> None:
     # streaming: how many rows are read at a time, of files that are not read before a run starts.
     # rollout.expert_parallel_size, which verl has: vLLM divides experts, or the width of each.
     # trainer.progress_s: how long a log may be silent, which depends on who reads it.
-    assert len(leaf_keys()) == 337
+    # trainer.save_minutes: a run that is killed has lost little, whoever has set nothing.
+    assert len(leaf_keys()) == 338
 
 
 @pytest.mark.parametrize(

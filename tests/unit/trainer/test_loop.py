@@ -40,6 +40,9 @@ class Learner:
     def checkpoint_written(self, wait: bool = False) -> list[bool]:
         return [True]
 
+    def checkpoint_bytes(self) -> list[dict[str, int]]:
+        return [{"weights": 7}]
+
     def load_checkpoint(self, directory: Path) -> None:
         self.loaded.append(directory.name)
 
@@ -135,9 +138,18 @@ def test_the_last_step_is_the_end_anyway(make: Make, asked_to_stop: None) -> Non
 
 
 def test_without_checkpoints_a_stop_saves_none(make: Make, asked_to_stop: None) -> None:
-    loop = make()
+    loop = make(save_freq=-1)
     loop.run()
     assert loop.is_stopping and loop.global_steps == 1 and saved(loop) == []
+
+
+def test_by_default_the_last_step_is_saved_and_a_stop_is(make: Make, asked_to_stop: None) -> None:
+    make().run()
+    stop_requested.clear()
+    loop = make()
+    assert loop.load_checkpoint() and loop.global_steps == 1
+    loop.run()
+    assert saved(loop) == [1, 5]
 
 
 @pytest.mark.parametrize(

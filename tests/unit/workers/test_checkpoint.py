@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quadriga.config.actor import HF_FOLDER
 from quadriga.engines.process_group import ALONE
 from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import open_weights
-from quadriga.workers.checkpoint import HF_FOLDER, RoleCheckpoint
+from quadriga.workers.checkpoint import RoleCheckpoint
 
 MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json"]
 
@@ -89,6 +90,12 @@ def test_parts(
     for place in ("", HF_FOLDER):
         found = [name for name in MODEL_FILES if (tmp_path / "actor" / place / name).is_file()]
         assert found == (MODEL_FILES if place in with_model_files else [])
+    sizes = checkpoint.sizes(frozenset(contents))
+    for folder in folders:
+        files = (tmp_path / "actor" / folder).rglob("*")
+        num_written = sum(path.stat().st_size for path in files if path.is_file())
+        num_expected = sum(sizes[name] for name in sizes if name.startswith(f"{folder}/"))
+        assert 0 < num_expected <= num_written
 
 
 def test_hugging_face_folder_is_the_model(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from quadriga.config import Config
-from quadriga.config.actor import CheckpointConfig
+from quadriga.config.actor import HF_FOLDER, CheckpointConfig
 from quadriga.config.layout import Layout
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.models.scorers import ValueScorer
 from quadriga.protocol import DataProto
 from quadriga.workers import CriticWorker
-from quadriga.workers.checkpoint import HF_FOLDER
 from quadriga.workers.models import load_model
 
 

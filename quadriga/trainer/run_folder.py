@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what a run has left in its directory, whether it has ended or goes on.
+
+    config.yaml      keys that name the other files, and the last step      settings.py
+    metrics.jsonl    metrics of each step, if `jsonl` is in trainer.logger
+    responses        trainer.rollout_data_dir, else those of validations: trainer.validation_data_dir,
+                     else samples.jsonl with trainer.log_val_generations
+
+Files of a run that goes on are complete up to its last step: a line or a file is read whole or not
+at all.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from quadriga.errors import DataError
+from quadriga.observe.tracking.jsonl import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    complete_lines,
+    read_metrics,
+)
+from quadriga.trainer.checkpoint import Checkpoints
+from quadriga.trainer.run_lock import LOCK, is_held
+from quadriga.trainer.settings import CONFIGURATION, Settings
+
+Sample = dict[str, Any]
+"""A response as `responses.sample_rows` describes it. Those of samples.jsonl have fewer entries."""
+
+
+class RunFolder:
+    """The directory of a run.
+
+    Args:
+        directory: the directory.
+
+    Attributes:
+        directory: the directory.
+        settings: settings of the newest steps; None if the run has not taken them down yet.
+
+    Raises:
+        DataError: it is not the directory of a run.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory).expanduser()
+        files = [self.directory / name for name in (CONFIGURATION, METRICS_FILE, LOCK)]
+        if not any(file.is_file() for file in files):
+            is_inside = (self.directory.resolve().parent / CONFIGURATION).is_file()
+            fix = (
+                "Give trainer.default_local_dir of the run, by default outputs/PROJECT/EXPERIMENT."
+            )
+            if is_inside:
+                fix = f"Give the run's directory, {self.directory.resolve().parent}."
+            got = "no such folder"
+            if self.directory.exists():
+                got = f"a folder without {CONFIGURATION}" if self.directory.is_dir() else "a file"
+            raise DataError(
+                str(self.directory), got=got, expected="the directory of a run", fix=fix
+            )
+        self.settings = Settings.read(self.directory / CONFIGURATION, "rl")
+
+    def value(self, key: str) -> Any:
+        """Value of a key of the configuration; None if it is not known."""
+        return self.settings.values.get(key) if self.settings else None
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether a process is training in the directory."""
+        return is_held(self.directory)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the step that ends the run; 0 if it is not known."""
+        return self.settings.last if self.settings else 0
+
+    @property
+    def done_steps(self) -> int:
+        """Number of steps that are done, as far as files show it."""
+        return max([0, Checkpoints(self.directory).newest() or 0, *self.metrics, *self.responses])
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether the run writes metrics. A file beside another logger is of an earlier run."""
+        return self.settings is None or "jsonl" in (self.value("trainer.logger") or ())
+
+    @cached_property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics by step; step 0 is the validation before the first. Empty if none are written."""
+        path = self.directory / METRICS_FILE
+        return read_metrics(path) if self.has_metrics and path.is_file() else {}
+
+    @cached_property
+    def responses(self) -> dict[int, Callable[[], list[Sample]]]:
+        """Functions that read the written responses of a step, by step; empty if there are none."""
+        for name in ("rollout_data_dir", "validation_data_dir"):
+            folder = self._folder(name)
+            readers = {}
+            for path in folder.glob("*.jsonl") if folder else ():
+                # Later steps are those of another run that wrote there.
+                if path.stem.isdecimal() and int(path.stem) <= (self.last_step or math.inf):
+                    readers[int(path.stem)] = partial(_read_samples, path)
+            if readers:
+                return dict(sorted(readers.items()))
+        path = self.directory / SAMPLES_FILE
+        samples: dict[int, list[Sample]] = {}
+        if path.is_file() and self.metrics:
+            for sample in _read_samples(path):
+                samples.setdefault(int(sample["step"]), []).append(sample)
+        return {step: partial(list, rows) for step, rows in samples.items()}
+
+    @property
+    def has_training_responses(self) -> bool:
+        """Whether `responses` are those that were learned from, not those of validations."""
+        folder = self._folder("rollout_data_dir")
+        return folder is not None and any(folder.glob("*.jsonl"))
+
+    def _folder(self, name: str) -> Path | None:
+        """A folder that the configuration names, or if the run was moved the one beside its files."""
+        value = self.value(f"trainer.{name}")
+        if not value:
+            return None
+        folder = Path(value).expanduser()
+        return folder if folder.is_dir() else self.directory / folder.name
+
+
+def _read_samples(path: Path) -> list[Sample]:
+    return [sample for _, sample in complete_lines(path)]

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run has done, as plain text: the reward over steps, where the time went, responses.
+
+`quadriga show` prints `report`; a run prints `summary` at its end.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from quadriga.errors import DataError
+from quadriga.observe.progress import (
+    HEADLINES,
+    clock_text,
+    join_field,
+    step_fields,
+    validation_results,
+)
+from quadriga.trainer.run_folder import RunFolder, Sample
+
+MAX_SUMMARY_LINES = 12
+MAX_CURVE_ROWS = 10
+MAX_PHASES = 4  # in a summary
+MAX_VALIDATIONS = 3
+MAX_RESPONSES = 2  # best, and as many of the worst
+MAX_CHARACTERS = 1200  # of a text in a report
+MAX_LINE_CHARACTERS = 60  # of a text in a summary
+BAR_WIDTH = 32
+_PHASES = "timing_s/"
+# Phases of a step that consist of others, which may overlap.
+_PARTS = {
+    "gen": ("generate_sequences", "tools"),
+    "prepare": ("old_log_prob", "ref", "teacher", "values", "rm", "reward"),
+}
+_ALL_PARTS = {part for parts in _PARTS.values() for part in parts}
+_LEAST_SHARE = 0.005  # of the time, for a phase that is shown
+# Entries of a sample that are shown by name. All others are parts of the reward.
+_NOT_PARTS = {
+    *("uid", "data_source", "input", "output", "output_with_special_tokens", "ground_truth"),
+    *("score", "num_turns", "finish_reason", "step", "row"),
+}
+
+Curve = list[tuple[int, float]]
+"""Values with their steps."""
+
+
+def summary(run: RunFolder) -> list[str]:
+    """What a run has done, in at most `MAX_SUMMARY_LINES` lines."""
+    lines = []
+    name, curve = headline_curve(run.metrics)
+    if curve:
+        lines.append(f"{name}: {_first_and_last(curve)}")
+    lines += _validation_lines(run)
+    seconds, total_s = phase_seconds(run.metrics)
+    phases = _longest_phases(seconds, seconds.keys() - _ALL_PARTS)
+    if phases:
+        shares = [f"{phase} {seconds[phase] / total_s:.0%}" for phase in phases[:MAX_PHASES]]
+        lines.append(f"time in steps: {clock_text(total_s)}, of which {', '.join(shares)}")
+    if run.responses:
+        step, read = list(run.responses.items())[-1]
+        best, worst = best_and_worst(read(), 1)
+        for kind, samples in (("best", best), ("worst", worst)):
+            for sample in samples:
+                prompt = _shortened(sample["input"], MAX_LINE_CHARACTERS)
+                output = _shortened(sample["output"], MAX_LINE_CHARACTERS)
+                lines.append(
+                    f"{kind} of step {step}, score {_score(sample):.3f}: {prompt!r} -> {output!r}"
+                )
+    lines += _missing(run)
+    return lines[:MAX_SUMMARY_LINES]
+
+
+def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
+    """What a run has done, line by line.
+
+    Args:
+        run: the run.
+        step: the step whose responses and numbers are shown; None: the newest with responses.
+
+    Raises:
+        DataError: nothing was written about the step.
+    """
+    responses = run.responses
+    known_steps = sorted({*run.metrics, *responses})
+    if step is not None and step not in known_steps:
+        expected = f"one of {_named(known_steps)}" if known_steps else "a step that was written"
+        fix = " ".join(_missing(run))
+        raise DataError("--step", got=str(step), expected=expected, fix=fix)
+
+    yield _state(run)
+    name, curve = headline_curve(run.metrics)
+    if curve:
+        yield f"\n{name} over steps"
+        yield from _curve_rows(curve)
+    validations = _validation_lines(run)
+    if validations:
+        yield "\nValidation"
+        yield from (f"  {line}" for line in validations)
+    yield from _phase_rows(run)
+
+    if step is None and responses:
+        step = max(responses)
+    if step in run.metrics:
+        fields = step_fields(run.metrics[step])
+        numbers = "  ".join(join_field(label, value) for label, value in fields.items())
+        if numbers:
+            yield f"\nStep {step}: {numbers}"
+    if step in responses:
+        yield from _sample_lines(run, step, responses[step]())
+    elif responses:
+        yield f"\nNo responses of step {step} were written, only those of {_named([*responses])}"
+    missing = _missing(run)
+    if missing:
+        yield ""
+        yield from missing
+
+
+def _named(steps: Sequence[int]) -> str:
+    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+
+
+def headline_curve(metrics: Mapping[int, Mapping[str, float]]) -> tuple[str, Curve]:
+    """The mean reward of each step, or without rewards the loss; with its name."""
+    reward_and_loss = HEADLINES[:2]
+    for headline in reward_and_loss:
+        for source in headline.sources:
+            curve = [(step, values[source]) for step, values in metrics.items() if source in values]
+            if curve:
+                return headline.label, curve
+    return "", []
+
+
+def phase_seconds(metrics: Mapping[int, Mapping[str, float]]) -> tuple[dict[str, float], float]:
+    """Seconds of each phase in all steps that takes a share of them; and of the steps."""
+    seconds: dict[str, float] = defaultdict(float)
+    for values in metrics.values():
+        for name, value in values.items():
+            phase = name.removeprefix(_PHASES)
+            if name.startswith(_PHASES) and "/" not in phase:
+                seconds[phase] += value
+    total_s = seconds.pop("step", 0.0)
+    least_s = _LEAST_SHARE * total_s
+    return {phase: value for phase, value in seconds.items() if value > least_s}, total_s
+
+
+def _longest_phases(seconds: Mapping[str, float], phases: Iterable[str]) -> list[str]:
+    """Those of the phases that were measured, the longest first."""
+    measured_phases = [phase for phase in phases if phase in seconds]
+    return sorted(measured_phases, key=lambda phase: -seconds[phase])
+
+
+def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
+    """Samples with the highest and with the lowest scores, each of another prompt.
+
+    Args:
+        samples: samples of a step.
+        count: most samples of either kind. If all scores are equal, there are no worst ones.
+    """
+    ranked = sorted(samples, key=_score, reverse=True)
+    scores = list(map(_score, ranked))
+    if not scores or scores[0] == scores[-1]:
+        return _of_distinct_prompts(ranked, count), []
+    above_worst = [sample for sample in ranked if _score(sample) > scores[-1]]
+    best = _of_distinct_prompts(above_worst, count)
+    below_best = [sample for sample in reversed(ranked) if _score(sample) < _score(best[-1])]
+    return best, _of_distinct_prompts(below_best, count)
+
+
+def _score(sample: Sample) -> float:
+    # JSON has no NaN: it is written as a text.
+    return float(sample["score"])
+
+
+def _of_distinct_prompts(samples: Sequence[Sample], count: int) -> list[Sample]:
+    first_samples: dict[str, Sample] = {}
+    for sample in samples:
+        first_samples.setdefault(sample["input"], sample)
+    return list(first_samples.values())[:count]
+
+
+def _state(run: RunFolder) -> str:
+    last = run.last_step
+    done = run.done_steps
+    end = f" of {last}" if last else ""
+    state = "not finished"
+    if run.is_going_on:
+        state = "going on"
+    elif last and done >= last:
+        state = "finished"
+    return f"{run.directory}: {state}, step {done}{end}"
+
+
+def _missing(run: RunFolder) -> list[str]:
+    """How to have what the run has not written."""
+    lines = []
+    if run.settings is None:
+        return lines
+    if not run.has_metrics:
+        lines.append("Metrics were not written: trainer.logger=[console,jsonl] writes them.")
+    is_rl = "trainer.rollout_data_dir" in run.settings.values
+    if is_rl and run.value("trainer.rollout_data_dir") is None:
+        lines.append("Responses were not written: trainer.rollout_data_dir=DIR writes them.")
+    return lines
+
+
+def _first_and_last(curve: Curve) -> str:
+    first_step, first = curve[0]
+    last_step, last = curve[-1]
+    text = f"{first:.3f} at step {first_step}"
+    if len(curve) > 1:
+        text += f", {last:.3f} at step {last_step}"
+    highest_step, highest = max(curve, key=lambda point: point[1])
+    if highest_step not in (first_step, last_step):
+        text += f"; highest {highest:.3f} at step {highest_step}"
+    return text
+
+
+def _curve_rows(curve: Curve) -> Iterator[str]:
+    """Means over at most `MAX_CURVE_ROWS` spans of steps, with bars."""
+    length = -(-len(curve) // MAX_CURVE_ROWS)
+    rows = []
+    for start in range(0, len(curve), length):
+        span = curve[start : start + length]
+        mean = sum(value for _, value in span) / len(span)
+        steps = str(span[0][0])
+        if len(span) > 1:
+            steps += f"-{span[-1][0]}"
+        rows.append((steps, mean))
+    finite_means = [mean for _, mean in rows if math.isfinite(mean)]
+    low = min([0.0, *finite_means])
+    spread = max([0.0, *finite_means]) - low
+    width = max(len(steps) for steps, _ in rows)
+    for steps, mean in rows:
+        bar = ""
+        if math.isfinite(mean) and spread > 0:
+            bar = "━" * round(BAR_WIDTH * (mean - low) / spread)
+        yield f"  {steps:>{width}} {mean:9.3f}  {bar}".rstrip()
+
+
+def _phase_rows(run: RunFolder) -> Iterator[str]:
+    """Seconds of each phase and, indented, of its parts."""
+    seconds, total_s = phase_seconds(run.metrics)
+    if not seconds:
+        return
+    yield f"\nTime: {clock_text(total_s)} in steps"
+    width = 2 + max(map(len, seconds))
+    for phase in _longest_phases(seconds, seconds.keys() - _ALL_PARTS):
+        names = {phase: phase}
+        for part in _longest_phases(seconds, _PARTS.get(phase, ())):
+            names[part] = f"  {part}"
+        for name, label in names.items():
+            share = seconds[name] / total_s
+            bar = "━" * round(BAR_WIDTH * min(share, 1))
+            yield f"  {label:<{width}} {seconds[name]:9.1f} s {share:5.0%}  {bar}".rstrip()
+
+
+def _validation_lines(run: RunFolder) -> list[str]:
+    curves: dict[str, Curve] = defaultdict(list)
+    for step, values in run.metrics.items():
+        for result in validation_results(values):
+            curves[f"{result.source} {result.column}"].append((step, result.value))
+    lines = [f"{name}: {_first_and_last(curve)}" for name, curve in curves.items()]
+    return lines[:MAX_VALIDATIONS]
+
+
+def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[str]:
+    kind = "Responses" if run.has_training_responses else "Validation responses"
+    mean = sum(_score(sample) for sample in samples) / len(samples)
+    yield f"\n{kind} of step {step}: {len(samples)}, mean score {mean:.3f}"
+    for title, chosen in zip(
+        ("best", "worst"), best_and_worst(samples, MAX_RESPONSES), strict=True
+    ):
+        for sample in chosen:
+            yield from _lines_of_sample(title, sample)
+
+
+def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
+    parts = [
+        f"{name} {_value_text(value)}"
+        for name, value in sample.items()
+        if name not in _NOT_PARTS and value not in (None, "")
+    ]
+    facts = [f"score {_score(sample):.3f}", *parts]
+    num_turns = sample.get("num_turns")
+    if num_turns is not None:
+        facts.append(f"{num_turns} turns")
+    if sample.get("finish_reason"):
+        facts.append(f"ended by {sample['finish_reason']}")
+    yield f"\n  {title}: {', '.join(facts)}"
+    output = sample["output"]
+    # Special tokens tell the turns of a conversation apart.
+    if (num_turns or 0) > 2:
+        output = sample.get("output_with_special_tokens", output)
+    texts = {"prompt": sample["input"], "response": output}
+    if sample.get("ground_truth") is not None:
+        texts["ground truth"] = _value_text(sample["ground_truth"])
+    row = sample.get("row")
+    # A grader may give this name to a number.
+    for name, value in row.items() if isinstance(row, Mapping) else ():
+        texts[f"row.{name}"] = _value_text(value)
+    for name, text in texts.items():
+        first, *further = _shortened(str(text), MAX_CHARACTERS).splitlines() or [""]
+        yield f"    {name}: {first}"
+        yield from (f"      {line}" for line in further)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _shortened(text: str, limit: int) -> str:
+    """A text without its middle if it is long, and without what would control a terminal."""
+    if len(text) > limit:
+        half = limit // 2
+        omitted = len(text) - 2 * half
+        text = f"{text[:half]} [{omitted} characters] {text[-half:]}"
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )
