@@ -8,9 +8,8 @@ A run therefore has the checks, messages, files, checkpoints and numbers of the 
 process and on Ray.
 """
 
-import hashlib
+import inspect
 import itertools
-import json
 import math
 import os
 import shlex
@@ -18,39 +17,41 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import methodcaller
+from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import datasets
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from quadriga.config import Config, load_config
+from quadriga.config import Config, load_config, with_groups
 from quadriga.config.root import respell
 from quadriga.config.trainer import AT_THE_END
 from quadriga.data.files import (
     drop_null_fields,
-    make_directory,
     read_table,
     resolve_files,
-    written_aside,
+    write_data_file,
 )
 from quadriga.descendants import own_folder
 from quadriga.errors import CheckpointError, ConfigError, DataError, QuadrigaError
-from quadriga.observe.progress import HEADLINES, VALIDATION_PREFIX, Picture
-from quadriga.observe.tracking.jsonl import METRICS_FILE, jsonable, read_metrics
+from quadriga.observe.progress import (
+    HEADLINES,
+    VALIDATION_PREFIXES,
+    Picture,
+    summary_lines,
+)
+from quadriga.observe.stopping import Interrupted, quiet_interrupt
+from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
 from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
 from quadriga.trainer.checkpoint import Checkpoints, model_folder
 from quadriga.trainer.loop import MODEL_FOLDER, Step, TrainingLoop
 from quadriga.trainer.settings import CONFIGURATION
-from quadriga.trainer.validate import first_samples
-from quadriga.user_function import NAME, write_function
+from quadriga.user_function import NAME, source_of, write_function
 
 RESPONSES_OF_A_CORE = 16
 """Responses of a step for each CPU core, if no batch size is set."""
@@ -75,6 +76,9 @@ Reward = (
 """A function, several functions, each alone or as `(function, weight)`, or `file.py:function`."""
 ConfigFiles = str | Path | Sequence[str | Path]
 """A YAML file, or several; later files override earlier ones."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Settings(TypedDict, total=False):
@@ -107,11 +111,36 @@ class TrainerSettings(Settings, total=False):
     """Task of the run: "rl", "sft" or "reward_model"."""
 
 
+def _with_settings(**defaults: Any) -> Callable[[_Function], _Function]:
+    """Decorator: name the settings of a run in a signature, for `help` and tab completion.
+
+    Args:
+        defaults: values of settings that the function does not get. The others are None.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        *parameters, _ = signature.parameters.values()
+        for name, annotation in TrainerSettings.__annotations__.items():
+            if name not in signature.parameters:
+                default = defaults.get(name)
+                parameters.append(
+                    inspect.Parameter(
+                        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                    )
+                )
+        vars(function)["__signature__"] = signature.replace(parameters=parameters)
+        return function
+
+    return decorate
+
+
 class Trainer:
     """A run whose steps are taken one at a time: `for step in trainer` yields each finished step.
 
     Args:
-        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        model: Hugging Face folder or name, directory or checkpoint of a run, a `Run`, or its
+            `model`. None: the one that `config` or `options` name.
         data: training rows. A text in the column `prompt` becomes a user message. The columns
             `data_source` and `reward_model` are optional; a column `ground_truth` can replace
             the second.
@@ -126,6 +155,7 @@ class Trainer:
         QuadrigaError: an argument is wrong, or the run fails; the same errors as the command's.
     """
 
+    @_with_settings(config=())
     def __init__(
         self,
         model: "str | Path | Run | None" = None,
@@ -179,7 +209,7 @@ class Trainer:
     def _begin(self, config: Config, callbacks: Sequence[Callable[[Step], Any]]) -> None:
         self.config = config
         self.callbacks = list(callbacks)
-        self._steps = launch.steps(config)
+        self._steps = launch.steps(config, in_python=True)
         self._loop: TrainingLoop | None = None
         # If `close` is never called, the run's processes end with the interpreter.
         self._finalizer = weakref.finalize(self, self._steps.close)
@@ -232,13 +262,18 @@ class Trainer:
             for callback in callbacks:
                 callback(step)
         except BaseException as error:
-            # Raised inside the run as well, so that it ends as after an error of its own.
-            self._steps.throw(error)
+            self._throw(error)
             raise
+
+    def _throw(self, error: BaseException) -> None:
+        """Raise an error inside the run, so that it ends as after an error of its own."""
+        with quiet_interrupt(is_reported=True):
+            self._steps.throw(error)
 
     def _next(self) -> Step:
         try:
-            return next(self._steps)
+            with quiet_interrupt(is_reported=True):
+                return next(self._steps)
         except QuadrigaError as error:
             raise respell(error, self.config.task) from error.__cause__
 
@@ -255,17 +290,22 @@ class Trainer:
     def __enter__(self) -> "Trainer":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
+            self._throw(error)
         self.close()
 
 
 class Run:
-    """Results of a run, read from its directory.
+    """Results of a run, read from its directory. `print(run)` shows the metrics of the last steps.
 
     Args:
         directory: where the run wrote its files.
         callbacks: functions that `resume` calls with the `Step` after each step.
         config: its configuration. None: the one in the directory.
+
+    Raises:
+        ConfigError: the directory is not that of a run.
     """
 
     def __init__(
@@ -274,12 +314,38 @@ class Run:
         callbacks: Sequence[Callable[[Step], Any]] = (),
         config: Config | None = None,
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(directory).expanduser()
         self.callbacks = list(callbacks)
-        self.config = config or load_config(files=[self.directory / CONFIGURATION]).config
+        if config is not None:
+            self.config = config
+        elif not (self.directory / CONFIGURATION).is_file():
+            got = f"a folder without {CONFIGURATION}" if self.directory.is_dir() else "no folder"
+            raise ConfigError(str(self.directory), got=got, expected="the directory of a run")
+
+    @cached_property
+    def config(self) -> Config:
+        """Configuration of the run's last steps."""
+        return load_config(files=[self.directory / CONFIGURATION]).config
 
     def __repr__(self) -> str:
         return f"quadriga.Run({str(self.directory)!r})"
+
+    def __str__(self) -> str:
+        file = self.directory / METRICS_FILE
+        if not file.is_file():
+            return f"{self.directory}: no {METRICS_FILE}"
+        metrics_of_steps = read_metrics(file)
+        num_steps = max(metrics_of_steps, default=0)
+        lines = summary_lines(metrics_of_steps)
+        return "\n".join([f"{self.directory}: {num_steps} steps", *lines])
+
+    def _repr_html_(self) -> str:
+        """Show the metrics of the last steps in a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the metrics of the last steps in IPython."""
+        printer.text(str(self))
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -289,7 +355,11 @@ class Run:
         """
         file = self.directory / METRICS_FILE
         if not file.is_file():
-            raise DataError(str(file), got="no such file", expected="a run that took a step")
+            raise DataError(
+                str(file),
+                got="no such file",
+                expected="a run that took a step, with jsonl among its trainer.logger",
+            )
         table = pd.DataFrame.from_dict(read_metrics(file), orient="index")
         return table.rename_axis("step")
 
@@ -313,7 +383,8 @@ class Run:
             names: names of metrics. Default: reward (or loss) and the validation metrics.
 
         Returns:
-            A picture for notebooks, which `save(path)` writes to a file.
+            A picture for notebooks, which `save(path)` writes to a file: `.svg`, or `.png` with
+            matplotlib.
 
         Raises:
             ConfigError: the run has no metric of that name.
@@ -322,9 +393,9 @@ class Run:
         known_names = list(map(str, metrics))
         if not names:
             headlines = (name for line in HEADLINES for name in line.sources)
-            headline = next(name for name in headlines if name in known_names)
-            prefixes = (VALIDATION_PREFIX, "val/")
-            names = (headline, *(name for name in known_names if name.startswith(prefixes)))
+            measured = [name for name in headlines if name in known_names]
+            validations = [name for name in known_names if name.startswith(VALIDATION_PREFIXES)]
+            names = (*measured[:1], *validations)
         for name in names:
             if name not in known_names:
                 expected = f"one of {', '.join(sorted(known_names))}"
@@ -337,7 +408,9 @@ class Run:
         kind = AutoModelForCausalLM
         if self.config.task == "reward_model":
             kind = AutoModelForSequenceClassification
-        return kind.from_pretrained(self.model_folder)
+        model = kind.from_pretrained(self.model_folder)
+        _loaded_models[model] = (self.model_folder, _num_changes(model))
+        return model
 
     @property
     def model_folder(self) -> Path:
@@ -349,7 +422,7 @@ class Run:
                 str(folder),
                 got="nothing",
                 expected="a run that came to its last step",
-                fix=f"Go on with it, or make a model: {command}",
+                fix=f"Continue it with run.resume(steps=N), or make a model: {command}",
             )
         return folder
 
@@ -360,25 +433,73 @@ class Run:
                 str(self.directory),
                 got="no checkpoint",
                 expected="one to go on from",
-                fix="Train with a trainer.save_freq above 0.",
+                fix='Train with options={"trainer.save_freq": N}, which writes one every N steps.',
             )
         changes = {
             "trainer.total_training_steps": steps,
             "trainer.total_epochs": None,
             "trainer.resume_mode": "auto",
         }
+        if self.config.trainer.directory.resolve() != self.directory.resolve():
+            # The folder was moved, or the path is relative to another working directory.
+            changes["trainer.default_local_dir"] = str(self.directory)
         values = self.config.model_dump(mode="json", exclude_unset=True) | changes
         loaded = load_config(for_training=True, values=values, task=self.config.task)
         return Trainer.of(loaded.config, self.callbacks).run()
 
 
+_loaded_models: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Path, int]]"
+_loaded_models = weakref.WeakKeyDictionary()
+"""Models of runs, with their folder and `_num_changes` after loading."""
+
+
+def _num_changes(model: PreTrainedModel) -> int:
+    """Number of changes in place that the weights of a model have had."""
+    return sum(tensor._version for tensor in model.state_dict().values())
+
+
+def _find_model(model: Any) -> str | Path:
+    """Find the folder or name of a model that is given as an argument.
+
+    Raises:
+        ConfigError: it is an object other than a `Run` or its unchanged model.
+        CheckpointError: there is no model in the folder or run.
+    """
+    if isinstance(model, str | Path):
+        return model_folder(model)
+    if isinstance(model, Run):
+        has_checkpoint = Checkpoints(model.directory).newest() is not None
+        if has_checkpoint and not (model.directory / MODEL_FOLDER).is_dir():
+            return model_folder(model.directory)
+        return model.model_folder
+    if isinstance(model, PreTrainedModel) and model in _loaded_models:
+        folder, num_changes = _loaded_models[model]
+        if _num_changes(model) == num_changes:
+            return folder
+    fix = ""
+    if hasattr(model, "save_pretrained"):
+        fix = "Call save_pretrained(DIR) of the model and of its tokenizer, and give DIR."
+    raise ConfigError(
+        "model",
+        got=f"an object of the class {type(model).__name__}",
+        expected="a folder or name of a model, or a quadriga.Run",
+        fix=fix,
+    )
+
+
 class Evaluation(NamedTuple):
-    """Validation metrics by name, and a row for each prompt: input, output, ground truth, score."""
+    """Validation metrics by name, and a table of graded responses with a row for each prompt.
+
+    The table has `input`, `output`, `ground_truth` and `score`, what the reward returns beside the
+    score, and the columns of the row.
+    """
 
     metrics: dict[str, float]
     samples: pd.DataFrame
 
 
+@_with_settings(config=(), callbacks=(), task="rl")
+@quiet_interrupt()
 def train(
     model: "str | Path | Run | None" = None,
     data: Rows | None = None,
@@ -388,21 +509,23 @@ def train(
     """Train a policy with rewards, as `quadriga train` does.
 
     Args:
-        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        model: Hugging Face folder or name, directory or checkpoint of a run, a `Run`, or its
+            `model`. Default: the one that `config` or `options` name.
         data: training rows: a file, a list of files, dictionaries, a data frame or a data set.
+            Default: the files that `config` or `options` name.
         reward: function that is called by the names of its arguments, a list of functions, each
-            alone or as `(function, weight)`, or `file.py:function`. None: the built-in graders.
+            alone or as `(function, weight)`, or `file.py:function`. Default: the built-in graders.
         settings: further arguments of `Trainer`:
 
-            - `steps`: training steps in total.
-            - `eval_data`: validation rows.
-            - `algorithm`: name of the advantage estimator.
-            - `estimator`: advantage estimator as a function, instead of `algorithm`.
-            - `loss`: policy loss, by name or as a function.
-            - `config`: configuration file, or several.
-            - `name`: name of the run's directory; a run in it is continued.
-            - `options`: configuration keys with their values.
-            - `callbacks`: functions that are called with the `Step` after each step.
+            - `steps`: training steps in total. Default: as many as one epoch has.
+            - `eval_data`: validation rows. Default: none.
+            - `algorithm`: name of the advantage estimator. Default: "grpo".
+            - `estimator`: advantage estimator as a function, instead of `algorithm`. Default: none.
+            - `loss`: policy loss, by name or as a function. Default: "vanilla".
+            - `config`: configuration file, or several. Default: none.
+            - `name`: name of the run's directory; a run in it is continued. Default: a new one.
+            - `options`: configuration keys with their values. Default: none.
+            - `callbacks`: functions that are called with the `Step` after each step. Default: none.
             - `task`: "rl" (default), "sft" or "reward_model".
 
     Returns:
@@ -414,6 +537,8 @@ def train(
     return Trainer(model, data, reward, **settings).run()
 
 
+@_with_settings(config=(), callbacks=(), task="sft")
+@quiet_interrupt()
 def sft(
     model: "str | Path | Run | None" = None,
     data: Rows | None = None,
@@ -437,6 +562,7 @@ def sft(
     return Trainer(model, data, **settings).run()
 
 
+@quiet_interrupt()
 def generate(
     model: "str | Path | Run",
     prompts: str | Sequence[str | list[dict[str, str]]],
@@ -474,6 +600,7 @@ def generate(
     return frozen.answer(resolved, chats, images)
 
 
+@quiet_interrupt()
 def evaluate(
     model: "str | Path | Run",
     data: Rows | None = None,
@@ -507,7 +634,18 @@ def evaluate(
     num_samples = len(grades.rows)
     if "log_val_generations" in trainer.model_fields_set:
         num_samples = trainer.log_val_generations
-    return Evaluation(grades.metrics, pd.DataFrame(first_samples(grades.rows, num_samples)))
+    samples: dict[str, dict[str, Any]] = {}
+    for response in grades.rows:
+        samples.setdefault(response["uid"], _sample(response))
+    return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())[:num_samples]))
+
+
+def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
+    """A graded response as a row of a table, with the columns of its data row."""
+    hidden = ("uid", "output_with_special_tokens", "row")
+    sample = {name: value for name, value in response.items() if name not in hidden}
+    columns = response.get("row") or {}
+    return sample | {name: value for name, value in columns.items() if name not in sample}
 
 
 class _Draft:
@@ -533,8 +671,7 @@ class _Draft:
         self.files = [config] if isinstance(config, str | Path) else list(config)
         self.values = {key: value for key, value in (values or {}).items() if value is not None}
         if model is not None:
-            path = model.model_folder if isinstance(model, Run) else model_folder(model)
-            self.values["actor_rollout_ref.model.path"] = path
+            self.values["actor_rollout_ref.model.path"] = _find_model(model)
         for key, value in (options or {}).items():
             self.values[key] = list(value) if isinstance(value, tuple) else value
         if "trainer.total_training_steps" in self.values:
@@ -597,7 +734,8 @@ class _Draft:
         self.reward = reward_of(reward)
         is_batch = any(part.is_batch for part in self.reward.parts)
         names = ", ".join(part.name for part in self.reward.parts)
-        file, obstacle = write_function(self.reward, self.directory / "functions", "reward")
+        source = source_of(*(part.function for part in self.reward.parts))
+        file, obstacle = write_function(self.reward, self.directory / "functions", "reward", source)
         self.values["custom_reward_function.path"] = file
         self.values["custom_reward_function.name"] = NAME
         if obstacle:
@@ -660,7 +798,9 @@ class _Draft:
             completed.append(self._complete(row) if self.task == "rl" else row)
         if self.task != "rl" and "response" in completed[0] and "messages" not in completed[0]:
             self.values.setdefault("data.format", "prompt_response")
-        self.values[key] = _write_rows(completed, self.directory / "data", label)
+        self.values[key] = write_data_file(
+            completed, self.directory / "data", label, where="trainer.default_local_dir"
+        )
         return len(completed)
 
     def _dictionaries(self, rows: Any) -> list[Any]:
@@ -730,7 +870,9 @@ class _Draft:
         Args:
             num_rows: number of training rows; 0 if unknown.
         """
-        config = self.config
+        # Arguments such as the estimator are among the values by now.
+        loaded = load_config(files=self.files, values=self.values, task=self.task)
+        config, choice = with_groups(loaded.config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
         # Runs in lockstep save by time: trainer.save_minutes.
@@ -738,22 +880,24 @@ class _Draft:
             self.values["trainer.save_freq"] = AT_THE_END
         if self.task != "rl":
             return
+        num_responses = config.actor_rollout_ref.rollout.n
+        if choice:
+            self.values["actor_rollout_ref.rollout.n"] = num_responses
+            print(choice)
         size = config.data.train_batch_size
         if "train_batch_size" not in config.data.model_fields_set and num_rows:
-            size = self._choose_batch_size(num_rows)
+            size = self._choose_batch_size(num_rows, num_responses)
             self.values["data.train_batch_size"] = size
         if "ppo_mini_batch_size" not in config.actor_rollout_ref.actor.model_fields_set:
             self.values["actor_rollout_ref.actor.ppo_mini_batch_size"] = size
-        has_validation = self.values.get("data.val_files", config.data.val_files)
-        if not has_validation and "val_before_train" not in trainer.model_fields_set:
+        if not config.data.val_files and "val_before_train" not in trainer.model_fields_set:
             self.values["trainer.val_before_train"] = False
         if trainer.rollout_data_dir is None:
             self.values["trainer.rollout_data_dir"] = self.directory / "rollouts"
 
-    def _choose_batch_size(self, num_rows: int) -> int:
+    def _choose_batch_size(self, num_rows: int, num_responses: int) -> int:
         """Choose and print the prompts of a step, for the rows and the processors of this machine."""
         trainer = self.config.trainer
-        num_responses = self.config.actor_rollout_ref.rollout.n
         num_processes = trainer.nnodes * trainer.n_gpus_per_node
         if torch.cuda.is_available():
             max_responses = RESPONSES_OF_A_GPU * num_processes
@@ -775,35 +919,3 @@ class _Draft:
 def _is_missing(value: Any) -> bool:
     """Whether a value of a table is missing, for which pandas writes NaN."""
     return isinstance(value, float) and math.isnan(value)
-
-
-def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:
-    """Write rows to a file that is named after its content.
-
-    The file has JSON lines, or is a parquet file if JSON cannot hold a value.
-    """
-    make_directory(folder, where="trainer.default_local_dir")
-    try:
-        lines = []
-        for row in rows:
-            value = jsonable(row, methodcaller("tolist"))
-            lines.append(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
-        suffix = "jsonl"
-        content = "".join(lines).encode("utf-8", "backslashreplace")
-    except (TypeError, AttributeError):
-        suffix = "parquet"
-        stream = pa.BufferOutputStream()
-        try:
-            pq.write_table(pa.Table.from_pylist(rows), stream)
-        except pa.ArrowException as error:
-            raise DataError(
-                label,
-                got=str(error),
-                expected="rows that a parquet file can hold",
-                fix="Give each column one type, of numbers, texts, bytes, lists and dictionaries.",
-            ) from error
-        content = stream.getvalue().to_pybytes()
-    path = folder / f"{label}_{hashlib.sha256(content).hexdigest()[:12]}.{suffix}"
-    with written_aside(path, where="trainer.default_local_dir") as draft:
-        draft.write_bytes(content)
-    return path

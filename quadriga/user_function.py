@@ -20,6 +20,7 @@ NAME = "function"  # name of the function in its file
 LARGEST_BYTES = 1 << 24
 _TEXT = """# SPDX-License-Identifier: Apache-2.0
 # {label}, a function of a Python program: quadriga wrote this file for it, and the .pickle file beside it holds it.
+# source: {source}
 import sys
 
 from quadriga.user_function import load
@@ -41,13 +42,31 @@ _PICKLING_ERRORS = (
 )
 
 
-def write_function(function: Any, folder: Path, label: str) -> tuple[Path, str]:
+def source_of(*functions: Any) -> str:
+    """Names of functions and of the files that define them, for messages."""
+    sources = []
+    for function in functions:
+        if hasattr(function, "__code__"):
+            definition = function
+            file = function.__code__.co_filename
+        else:
+            definition = type(function)
+            file = getattr(sys.modules.get(definition.__module__), "__file__", None)
+        name = definition.__qualname__.replace("<locals>.", "")
+        # The file of a notebook's cell is a temporary one.
+        is_named = file and not file.startswith("<") and "ipykernel_" not in file
+        sources.append(f"{name} of {file}" if is_named else name)
+    return ", ".join(sources)
+
+
+def write_function(function: Any, folder: Path, label: str, source: str = "") -> tuple[Path, str]:
     """Write a file in which any process finds the function under `NAME`.
 
     Args:
         function: what to write.
         folder: where the file goes; created if it does not exist.
         label: beginning of the file's name.
+        source: what messages call the function. Default: `source_of` it.
 
     Returns:
         The file, and why other processes cannot load it, "" if they can.
@@ -67,7 +86,8 @@ def write_function(function: Any, folder: Path, label: str) -> tuple[Path, str]:
     if not obstacle:
         file.with_suffix(".pickle").write_bytes(content)
     paths = [str(Path(path).absolute()) for path in sys.path]
-    file.write_text(_TEXT.format(label=label, paths=paths, name=NAME), encoding="utf-8")
+    text = _TEXT.format(label=label, source=source or source_of(function), paths=paths, name=NAME)
+    file.write_text(text, encoding="utf-8", errors="backslashreplace")
     _written_functions[str(file)] = function
     return file, obstacle
 

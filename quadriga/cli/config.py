@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from quadriga.config import Config, explain, keys_text, load_config, show
+from quadriga.config import Config, explain, keys_text, load_config, show, with_groups
 from quadriga.config.root import respell
 from quadriga.errors import ConfigError
 
@@ -60,6 +60,9 @@ def main(argv: Sequence[str]) -> int:
     if options.action == "show":
         print(show(config), end="")
         return 0
+    config, choice = with_groups(config)
+    if choice:
+        print(f"notice: {choice}", file=sys.stderr)
     report = import_module(_PREFLIGHT).preflight(config, options.recorded)
     print(explain(config, report.num_prompts, report.fields), end="")
     _print_section("Models", report.models)

@@ -31,5 +31,6 @@ from quadriga.config.loader import Loaded, load_config
 from quadriga.config.placement import Placement, place_roles, profiled_ranks
 from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig, problem_of_several_engines
+from quadriga.config.rollout_checks import with_groups
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig

@@ -29,6 +29,7 @@ from quadriga.config.keys import (
     nearest_keys,
     section_keys,
 )
+from quadriga.config.rollout_checks import with_groups
 from quadriga.config.root import PRESETS, Config, respell, spelled, spelled_text
 from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
@@ -66,7 +67,8 @@ def load_config(
     Args:
         overrides: words `a.b=c`, whose values are YAML; they replace all other values.
         files: YAML files. A later file replaces values of an earlier one.
-        for_training: whether to make the checks of a training run, too.
+        for_training: whether to make the checks of a training run, too. Groups of responses then
+            have 8 responses unless `rollout.n` is given.
         task: the task, unless files or overrides name one as `task` or `objective`.
         values: values by dotted key, which replace those of the files.
 
@@ -315,6 +317,9 @@ class _Reading:
         """
         config = self.validate()
         if for_training and config is not None:
+            if not is_verls:
+                config, choice = with_groups(config)
+                notices += [choice] if choice else []
             refused_keys = {problem.where.partition(" (")[0] for problem in self.problems}
             problems, further_notices = training_findings(config, is_verls=is_verls)
             for problem in problems:

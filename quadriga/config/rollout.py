@@ -105,7 +105,8 @@ class RolloutConfig(LogProbConfig):
     """`sync` generates the batch as one; `async` makes each sequence a task of its own, which may take several turns
     and is graded while others are still being generated."""
     n: Count = 1
-    """Responses for each training prompt; they form the group that some estimators compare."""
+    """Responses for each training prompt; they form the group that some estimators compare. For these, `quadriga train`
+    and Python use 8 if it is not given."""
     temperature: NonNegativeFloat = 1.0
     """Divides the logits, in generation and in every log-probability of training alike."""
     top_p: TopShare = 1.0

@@ -15,22 +15,47 @@ from quadriga.declared_algorithms import declared
 from quadriga.engine_traits import engines_with
 from quadriga.errors import ConfigError
 
+DEFAULT_GROUP_SIZE = 8
+"""Responses to a prompt if the estimator compares them and `rollout.n` is not given."""
 _MULTI_TURN = f"{ROLLOUT}.multi_turn"
 _AGENT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
+def _lacks_groups(config: Config) -> bool:
+    """Whether responses are compared with their group, but groups have one response."""
+    if not learns_from_rewards(config) or config.actor_rollout_ref.rollout.n > 1:
+        return False
+    declaration = declared("register_adv_est").get(config.algorithm.adv_estimator)
+    return declaration is not None and "compares_group" in declaration.flags
+
+
 def check_groups(config: Config) -> Findings:
     """Yield an error if responses are compared with their group, but groups have one response."""
-    if not learns_from_rewards(config):
-        return
-    estimator = config.algorithm.adv_estimator
-    if config.actor_rollout_ref.rollout.n > 1:
-        return
-    declaration = declared("register_adv_est").get(estimator)
-    if declaration is not None and "compares_group" in declaration.flags:
-        got = f"1, with algorithm.adv_estimator={estimator}"
-        fix = f"A single response has no others to compare with: set {ROLLOUT}.n=8, or another estimator."
+    if _lacks_groups(config):
+        got = f"1, with algorithm.adv_estimator={config.algorithm.adv_estimator}"
+        fix = (
+            "A single response has no others to compare with: "
+            f"set {ROLLOUT}.n={DEFAULT_GROUP_SIZE}, or another estimator."
+        )
         yield wrong(f"{ROLLOUT}.n", got, "groups of at least 2 responses", fix)
+
+
+def with_groups(config: Config) -> tuple[Config, str]:
+    """Choose the responses to a prompt of a training run if they are compared and no number is given.
+
+    Returns:
+        The configuration, and the choice in words; "" if there was nothing to choose.
+    """
+    policy = config.actor_rollout_ref
+    if config.task != "rl" or "n" in policy.rollout.model_fields_set or not _lacks_groups(config):
+        return config, ""
+    rollout = policy.rollout.model_copy(update={"n": DEFAULT_GROUP_SIZE})
+    policy = policy.model_copy(update={"rollout": rollout})
+    choice = (
+        f"{ROLLOUT}.n: {DEFAULT_GROUP_SIZE} responses to each prompt, because "
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares them."
+    )
+    return config.model_copy(update={"actor_rollout_ref": policy}), choice
 
 
 def check_rollout(config: Config) -> Findings:

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from glob import has_magic
 from importlib.util import find_spec
+from operator import methodcaller
 from pathlib import Path, PurePosixPath
 from typing import Any, SupportsIndex, TypeAlias
 from urllib.parse import urlsplit
@@ -40,6 +41,7 @@ from pyarrow.fs import FileSystem
 
 from quadriga.errors import DataError
 from quadriga.http_client import ServerLostError, document
+from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.observe.watchdog import waiting
 
 _PARQUET = (".parquet", ".pq")
@@ -753,3 +755,47 @@ def written_aside(target: Path, *, where: str) -> Iterator[Path]:
             shutil.rmtree(draft)
         else:
             draft.unlink(missing_ok=True)
+
+
+def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, where: str) -> Path:
+    """Write rows to a file that is named after its content.
+
+    The file has JSON lines, or is a parquet file if JSON cannot hold a value.
+
+    Args:
+        rows: the rows.
+        folder: where the file goes; created if it does not exist.
+        label: beginning of the file's name, and name of the rows in errors.
+        where: configuration key that the folder comes from.
+
+    Returns:
+        The file.
+
+    Raises:
+        DataError: parquet cannot hold a value either, or the file cannot be written.
+    """
+    make_directory(folder, where=where)
+    try:
+        lines = []
+        for row in rows:
+            value = jsonable(row, methodcaller("tolist"))
+            lines.append(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+        suffix = "jsonl"
+        content = "".join(lines).encode("utf-8", "backslashreplace")
+    except (TypeError, AttributeError):
+        suffix = "parquet"
+        stream = pa.BufferOutputStream()
+        try:
+            pq.write_table(pa.Table.from_pylist(rows), stream)
+        except pa.ArrowException as error:
+            raise DataError(
+                label,
+                got=str(error),
+                expected="rows that a parquet file can hold",
+                fix="Give each column one type, of numbers, texts, bytes, lists and dictionaries.",
+            ) from error
+        content = stream.getvalue().to_pybytes()
+    path = folder / f"{label}_{hashlib.sha256(content).hexdigest()[:12]}.{suffix}"
+    with written_aside(path, where=where) as draft:
+        draft.write_bytes(content)
+    return path

@@ -273,6 +273,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
     is_shuffled = data_config.shuffle if is_train else data_config.validation_shuffle
     # A generator of its own: what else draws random numbers does not change the order.
     if is_shuffled:
+        _require_rows(len(dataset), dataset, data_config)
         return RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed))
     return SequentialSampler(dataset)
 
@@ -299,6 +300,22 @@ def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler
             flush=True,
         )
     return cls(data_source=dataset, data_config=data_config)
+
+
+def _require_rows(num_rows: int, dataset: Dataset, config: DataConfig) -> None:
+    """Raise a DataError if there are no rows."""
+    if num_rows > 0:
+        return
+    fix = "Check the files."
+    if config.custom_cls.path is not None:
+        limit = f"data.max_prompt_length={config.max_prompt_length}"
+        fix = f"Check the files. Raise {limit} if the class leaves longer prompts out."
+    raise DataError(
+        "data",
+        got=f"a data set without rows ({type(dataset).__name__})",
+        expected="at least one row",
+        fix=fix,
+    )
 
 
 def _begin_worker(number: int) -> None:
@@ -334,13 +351,7 @@ def create_dataloader(
     """
     # A sampler of a mixture draws more rows, or fewer, than there are.
     num_rows = len(sampler) if isinstance(sampler, MixtureSampler) else len(dataset)
-    if num_rows == 0:
-        raise DataError(
-            "data",
-            got="a data set without rows",
-            expected="at least one row",
-            fix="Check the files.",
-        )
+    _require_rows(num_rows, dataset, config)
     size = num_rows if batch_size is None else batch_size
     if drop_last and size > num_rows:
         raise DataError(

@@ -289,14 +289,9 @@ class RLHFDataset(FileDataset):
             DataError: all rows are too long.
         """
         limit = self.config.max_prompt_length
+        if not self.may_be_empty:
+            require_short_prompt(lengths[rows].tolist(), limit, where=self._key)
         is_long = lengths[rows] > limit
-        if len(rows) and is_long.all() and not self.may_be_empty:
-            raise DataError(
-                self._key,
-                got=f"prompts of at least {lengths[rows].min()} tokens",
-                expected=f"at least one of at most data.max_prompt_length={limit}",
-                fix="Raise that length.",
-            )
         num_long = np.count_nonzero(is_long)
         if num_long:
             print(
@@ -390,6 +385,23 @@ class RLHFDataset(FileDataset):
             raise errors[0]
         self.bad_rows += errors
         return measured
+
+
+def require_short_prompt(lengths: Sequence[int], limit: int, *, where: str) -> None:
+    """Raise a DataError if all prompts are over `data.max_prompt_length`.
+
+    Args:
+        lengths: tokens of each prompt.
+        limit: the largest length.
+        where: key or class of the data set, for the error.
+    """
+    if lengths and min(lengths) > limit:
+        raise DataError(
+            where,
+            got=f"prompts of at least {min(lengths)} tokens",
+            expected=f"at least one of at most data.max_prompt_length={limit}",
+            fix="Raise that length.",
+        )
 
 
 def set_aside(row: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from rich.progress import BarColumn, RenderableColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from quadriga.errors import ConfigError
+
 # The time left follows the mean of the last steps: enough of them to be steady, few enough to notice a change of pace.
 PACE_STEPS = 10
 # Fields beside the bar on a terminal, which has little room. Without any of them the bar shows all fields; a line of a
@@ -33,6 +35,8 @@ PACE_STEPS = 10
 BAR_FIELDS = ("reward", "tok/s", "s/step")
 GAP = "  "
 VALIDATION_PREFIX = "val-core/"
+VALIDATION_PREFIXES = (VALIDATION_PREFIX, "val/")  # with that of supervised runs
+NUM_SUMMARY_STEPS = 5
 COMPONENT_PREFIX = "reward/extra/"
 NUM_COMPONENTS = 4  # numbers that are shown of those that a grader returns beside the score
 
@@ -138,6 +142,22 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
             statistic = "/".join(parts[start:])
             results.append(ValidationResult(source, parts[start - 1], statistic, value))
     return results
+
+
+def summary_lines(metrics_of_steps: Mapping[int, Mapping[str, float]]) -> list[str]:
+    """The fields of the last steps, and the results of the last validation, as lines of text."""
+    fields_of_steps = {step: step_fields(metrics) for step, metrics in metrics_of_steps.items()}
+    shown_steps = [step for step, fields in fields_of_steps.items() if fields]
+    widths: dict[str, int] = {}
+    lines = []
+    for step in shown_steps[-NUM_SUMMARY_STEPS:]:
+        lines.append(aligned({"step": str(step), **fields_of_steps[step]}, widths))
+    for step, metrics in reversed([*metrics_of_steps.items()]):
+        names = [name for name in metrics if name.startswith(VALIDATION_PREFIXES)]
+        if names:
+            lines += [f"validation of step {step}{GAP}{name} {metrics[name]:.3f}" for name in names]
+            break
+    return lines
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -393,9 +413,45 @@ class Picture:
         return "".join([*parts, "</svg>"])
 
     def save(self, path: str | Path) -> Path:
-        """Write the curves to an SVG file."""
-        Path(path).write_text(self._repr_svg_(), encoding="utf-8")
-        return Path(path)
+        """Write the curves to a file.
+
+        Args:
+            path: its name ends in `.svg`, or in `.png`, for which matplotlib is needed.
+
+        Raises:
+            ConfigError: it ends otherwise, or matplotlib is not installed.
+        """
+        path = Path(path)
+        suffix = path.suffix.lower()
+        if suffix == ".svg":
+            path.write_text(self._repr_svg_(), encoding="utf-8")
+        elif suffix == ".png":
+            self._save_png(path)
+        else:
+            raise ConfigError(
+                "plot", got=f"the file {str(path)!r}", expected="a name that ends in .svg or .png"
+            )
+        return path
+
+    def _save_png(self, path: Path) -> None:
+        try:
+            figure_class = import_module("matplotlib.figure").Figure
+        except ImportError as error:
+            raise ConfigError(
+                "plot",
+                got=f"the file {str(path)!r}, without matplotlib ({error})",
+                expected="a name that ends in .svg, or an environment with matplotlib",
+                fix="pip install -e '.[plot]'",
+            ) from error
+        figure = figure_class(figsize=(WIDTH / 100, HEIGHT / 100), layout="constrained")
+        axes = figure.add_subplot(xlabel="step")
+        for number, (name, curve) in enumerate(self.curves.items()):
+            steps, values = zip(*curve, strict=True)
+            color = COLORS[number % len(COLORS)]
+            axes.plot(steps, values, color=color, label=name, marker="o", markevery=[-1])
+        if self.curves:
+            axes.legend()
+        figure.savefig(path, dpi=200)
 
 
 class Cell:

@@ -2,12 +2,13 @@
 """Requests to stop a run, and the time at which a provider takes its machine back.
 
 The first SIGTERM is a request: the current step is finished and saved, and the run ends as an interrupted one. The
-second SIGTERM ends the process at once.
+second SIGTERM ends the process at once. Ctrl-C in a Python script ends it without a traceback.
 """
 
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,3 +84,30 @@ def expiry() -> float:
                 fix="Unset the variable if no provider sets it.",
             ) from error
     return earliest_s
+
+
+class Interrupted(KeyboardInterrupt, SystemExit):
+    """A KeyboardInterrupt that ends the interpreter like `sys.exit(130)` if nothing catches it."""
+
+    code = 130
+
+
+@contextmanager
+def quiet_interrupt(*, is_reported: bool = False) -> Iterator[None]:
+    """Context manager: Ctrl-C ends a script with status 130 and a sentence, not with a traceback.
+
+    Interactive sessions get the usual KeyboardInterrupt.
+
+    Args:
+        is_reported: whether the sentence has been printed when KeyboardInterrupt arrives.
+    """
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        if hasattr(sys, "ps1"):
+            raise
+        if not is_reported:
+            print("quadriga: interrupted", file=sys.stderr)
+        raise Interrupted from None

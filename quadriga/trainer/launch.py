@@ -38,7 +38,11 @@ def run_ppo(config: Config, begun_s: float | None = None) -> None:
 
 
 def steps(
-    config: Config, build: Callable[..., Any] | None = None, begun_s: float | None = None
+    config: Config,
+    build: Callable[..., Any] | None = None,
+    begun_s: float | None = None,
+    *,
+    in_python: bool = False,
 ) -> Iterator[Any]:
     """Train step by step. Closing the iterator ends the run.
 
@@ -46,6 +50,7 @@ def steps(
         config: the resolved configuration; `trainer.backend` says where the workers are.
         build: builds the run; by default `build_run`.
         begun_s: seconds since 1970 at which the start-up began; None: now.
+        in_python: whether `quadriga.Trainer` has started the run, and not a command.
 
     Yields:
         The items of `TaskRunner.steps`.
@@ -67,6 +72,7 @@ def steps(
                 if is_local:
                     imports.enter_context(timeline.part("imports", since_origin=True))
                 runner = _load(RUNNER)()
+            runner.in_python = in_python
             yield from runner.steps(config, timeline, build)
     finally:
         timeline.close()

@@ -78,10 +78,14 @@ def _length_metrics(name: str, lengths: torch.Tensor, limit: int) -> dict[str, f
     return {**spread(name, lengths), f"{name}/clip_ratio": clip_ratio}
 
 
-def dead_signals(batch: DataProto) -> dict[str, str]:
+def dead_signals(batch: DataProto, rollout_data_dir: str | None = None) -> dict[str, str]:
     """Warnings, by kind, about a batch from which little can be learned.
 
     Its rewards may be equal or too large, or most of its responses cut off.
+
+    Args:
+        batch: graded responses.
+        rollout_data_dir: where the run writes responses; None if it does not.
     """
     warnings = {}
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
@@ -93,10 +97,13 @@ def dead_signals(batch: DataProto) -> dict[str, str]:
     if len(groups) == len(scores):
         groups = [set(scores)]
     if len(scores) > 1 and all(len(group) == 1 for group in groups):
+        advice = "trainer.rollout_data_dir=DIR writes them."
+        if rollout_data_dir is not None:
+            advice = f"they are in {rollout_data_dir}."
         where = "all responses" if len(groups) == 1 else "all responses of every group"
         warnings["scores"] = (
             f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. "
-            "Read them with their scores: trainer.rollout_data_dir=DIR writes them."
+            f"Read them with their scores: {advice}"
         )
 
     width = batch.batch["responses"].shape[1]

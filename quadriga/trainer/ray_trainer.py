@@ -211,7 +211,8 @@ class RayPPOTrainer(TrainingLoop):
         # Events since the last step, such as restarts of engines.
         for name, count in self.weights.take_counts().items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
-        self.warn_once(dead_signals(batch) | lost_gradients(self.metrics))
+        warnings = dead_signals(batch, self.settings.rollout_data_dir)
+        self.warn_once(warnings | lost_gradients(self.metrics))
         return batch
 
     def step(self) -> DataProto:

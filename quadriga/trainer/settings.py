@@ -36,6 +36,7 @@ CONFIGURATION = "config.yaml"
 CONTENT = ": its content"  # end of a line about a file that has changed
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 _FILE = re.compile(r"^# ([0-9a-f]{64})  (.+)$", re.MULTILINE)
+_SOURCE = re.compile(r"^# source: (.+)$", re.MULTILINE)  # line of files by `write_function`
 # Keys that say where a run resumes and when the clock saves it, not how it continues.
 _RESUMING = (
     "trainer.resume_mode",
@@ -100,7 +101,13 @@ class Settings:
             if key not in self.values or key in _RESUMING or value == "after_each_epoch":
                 continue
             if value != self.values[key]:
-                lines.append(f"{key}: {_shown(self.values[key], key)} -> {_shown(value, key)}")
+                before = _shown(self.values[key], key)
+                after = _shown(value, key)
+                # The versions of a function have files of different names.
+                change = (
+                    f"{before} -> {after}" if before != after else f"another version of {after}"
+                )
+                lines.append(f"{key}: {change}")
         for name, digest in now.files.items():
             if self.files.get(name, digest) != digest:
                 lines.append(f"{name}{CONTENT}")
@@ -123,12 +130,13 @@ def settings_of(checkpoint: Path, task: str) -> Settings | None:
     return max(candidates, key=lambda settings: settings.first, default=None)
 
 
-def has_nothing_to_do(config: Config, now: Settings) -> bool:
+def has_nothing_to_do(config: Config, now: Settings, *, in_python: bool = False) -> bool:
     """Compare the settings with those of the checkpoint to resume from; print what differs.
 
     Args:
         config: the resolved configuration.
         now: its settings.
+        in_python: whether messages name arguments of Python, and not keys.
 
     Returns:
         Whether no step is left, as far as that is known before the data are read.
@@ -154,7 +162,7 @@ def has_nothing_to_do(config: Config, now: Settings) -> bool:
         # A supervised run may have been cut short before it wrote its model.
         if last and step >= last and (config.task == "rl" or changes):
             verify(path)
-            say_nothing_to_do(config, path, last, now)
+            say_nothing_to_do(config, path, last, now, in_python=in_python)
             return True
     except CheckpointError:
         # A wrong name or damage is reported when the checkpoint is loaded.
@@ -166,7 +174,9 @@ def has_nothing_to_do(config: Config, now: Settings) -> bool:
     return False
 
 
-def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings) -> None:
+def say_nothing_to_do(
+    config: Config, checkpoint: Path, last: int, now: Settings, *, in_python: bool = False
+) -> None:
     """Print that no step is left after a checkpoint.
 
     Args:
@@ -174,6 +184,7 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
         checkpoint: the checkpoint to resume from.
         last: number of the last step.
         now: settings of the configuration.
+        in_python: whether messages name arguments of Python, and not keys.
 
     Raises:
         ConfigError: the checkpoint was made with other settings.
@@ -184,6 +195,9 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
     longer = "trainer.total_training_steps" if is_by_steps else "trainer.total_epochs"
     is_by_name = "{experiment_name}" in trainer.default_local_dir
     other = "trainer.experiment_name" if is_by_name else "trainer.default_local_dir"
+    if in_python:
+        longer = "steps"
+        other = "name"
     before = settings_of(checkpoint, config.task)
     changes = before.changes(now) if before else []
     if not changes:
@@ -314,5 +328,17 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _shown(value: Any, key: str) -> str:
+    source = _source(value)
+    if source:
+        return source
     text = as_text(value, key)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def _source(value: Any) -> str:
+    """Name and file of a function of a Python program, if a key's value is the file written for it."""
+    file = Path(str(value).rpartition(":")[0] if ".py:" in str(value) else str(value))
+    if file.suffix != ".py" or not file.with_suffix(".pickle").is_file():
+        return ""
+    source = _SOURCE.search(file.read_text(encoding="utf-8"))
+    return source[1] if source else ""

@@ -24,6 +24,7 @@ import torch
 from quadriga.config import Config
 from quadriga.config.loader import as_override
 from quadriga.config.placement import with_fewer_processes
+from quadriga.config.trainer import AT_THE_END
 from quadriga.errors import (
     EngineLostError,
     NoRoomError,
@@ -49,7 +50,13 @@ RESTART_WINDOW_S = 3600.0  # period in which `trainer.max_worker_restarts` are c
 
 
 class TaskRunner:
-    """Runs one training from configuration to last step. On Ray this is the driver."""
+    """Runs one training from configuration to last step. On Ray this is the driver.
+
+    Attributes:
+        in_python: whether messages advise what to call in Python, and not commands.
+    """
+
+    in_python = False
 
     def run(self, config: Config) -> None:
         """Train to the last step; see `steps`."""
@@ -98,7 +105,7 @@ class TaskRunner:
 
     def _until_done(self, config: Config, timeline: Timeline) -> Iterator[Step]:
         """Train, and after each loss of a worker again, until the last step."""
-        if has_nothing_to_do(config, Settings.of(config)):
+        if has_nothing_to_do(config, Settings.of(config), in_python=self.in_python):
             return
         print(describe_machine())
         # For data sets and rewards of the user that draw from the global generators; ours have
@@ -147,7 +154,7 @@ class TaskRunner:
 
         reason = self._obstacle(place, step, is_repeated=is_repeated)
         if reason:
-            advice = how_to_go_on(self.config)
+            advice = self._how_to_go_on(self.config)
             error.fix = f"{error.fix} The workers are not started again: {reason}. {advice}".strip()
             raise error
 
@@ -197,7 +204,11 @@ class TaskRunner:
         """Build the run and train to the last step, or until workers are lost."""
         self._run = None
         self._is_stopping = False
-        run = self._build(config, timeline)
+        try:
+            run = self._build(config, timeline)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted before the first step. {self._how_to_go_on(config)}")
+            raise
         self._run = run
         trainer = run.trainer
         trainer.quarantine = self._quarantine
@@ -213,7 +224,7 @@ class TaskRunner:
                 # A checkpoint may be newer, of a step whose copy was lost with its workers.
                 if newest is not None and newest.step >= (self._written or 0):
                     trainer.newest_copy = newest
-            with heeding_sigterm(lambda: f"If it is killed before: {how_to_go_on(config)}"):
+            with heeding_sigterm(lambda: f"If it is killed before: {self._how_to_go_on(config)}"):
                 try:
                     yield Step(trainer, None)
                     yield from trainer.steps()
@@ -223,14 +234,18 @@ class TaskRunner:
         except KeyboardInterrupt:
             # First, so that the message names the checkpoint that is just being written.
             trainer.saver.settle(can_ask=not run.team.is_remote)
-            print(f"\ninterrupted in step {trainer.global_steps}. {how_to_go_on(config)}")
+            print(f"\ninterrupted in step {trainer.global_steps}. {self._how_to_go_on(config)}")
             raise
         finally:
             trainer.saver.settle(can_ask=not run.team.is_remote)
             run.close(is_cut_short=is_cut_short)
         if not config.trainer.val_only:
             print_summary(config)
-            print(what_next(config, trainer.checkpoints.last_written))
+            next_steps = what_next_in_python if self.in_python else what_next
+            print(next_steps(config, trainer.checkpoints.last_written))
+
+    def _how_to_go_on(self, config: Config) -> str:
+        return how_to_go_on(config, in_python=self.in_python)
 
     def _build(self, config: Config, timeline: Timeline) -> Run:
         """Build the run; after a loss with fewer processes if the cluster has no room for all."""
@@ -295,12 +310,36 @@ def what_next(config: Config, step: int | None) -> str:
     )
 
 
-def how_to_go_on(config: Config) -> str:
+def what_next_in_python(config: Config, step: int | None) -> str:
+    """Message about what to call after a finished run; the arguments are those of `what_next`."""
+    run = config.trainer.directory
+    lines = [f"done: run = quadriga.Run({str(run)!r}) opens it again. Next:"]
+    if config.task == "reward_model":
+        keys = {"reward_model.enable": True, "reward_model.model.path": str(run / "model")}
+        lines.append(f"  quadriga.train(model, rows, options={keys!r})")
+    elif config.task == "sft":
+        lines.append("  quadriga.train(run, rows, reward)")
+    else:
+        lines.append("  quadriga.evaluate(run, rows, reward)")
+    if step is not None:
+        lines.append(f"  run.resume(steps={2 * step}) takes {step} more steps")
+    return "\n".join(lines)
+
+
+def how_to_go_on(config: Config, *, in_python: bool = False) -> str:
     """Message about the checkpoint of an interrupted run and how to resume from it."""
-    step = Checkpoints(config.trainer.directory).newest()
+    trainer = config.trainer
+    step = Checkpoints(trainer.directory).newest()
     if step is None:
-        return "There is no checkpoint to go on from; trainer.save_freq=N writes one every N steps."
-    change = ""
-    if config.trainer.resume_mode != "auto":
-        change = " with trainer.resume_mode=auto"
-    return f"The same command{change} goes on from the checkpoint of step {step}."
+        frequency = trainer.save_freq
+        if isinstance(frequency, int) and 0 < frequency < AT_THE_END:
+            return f"There is no checkpoint to go on from: the first is due after step {frequency}."
+        key = 'options={"trainer.save_freq": N}' if in_python else "trainer.save_freq=N"
+        return f"There is no checkpoint to go on from; {key} writes one every N steps."
+    caller = "The same command"
+    if in_python:
+        steps = trainer.total_training_steps or "..."
+        caller = f"quadriga.Run({str(trainer.directory)!r}).resume(steps={steps})"
+    elif trainer.resume_mode != "auto":
+        caller = "The same command with trainer.resume_mode=auto"
+    return f"{caller} goes on from the checkpoint of step {step}."

@@ -19,6 +19,7 @@ from typing import Any
 import datasets
 import pandas as pd
 import pytest
+import torch
 
 import quadriga
 from quadriga.errors import CheckpointError, ConfigError, DataError
@@ -211,7 +212,7 @@ def test_in_a_running_event_loop_without_checkpoints(
     with pytest.raises(CheckpointError, match=r"no checkpoint.*trainer\.save_freq"):
         run.resume(steps=4)
     answers = quadriga.generate(
-        run, ["say a 1", "say a 2"], options={"data.max_response_length": 4}
+        run.model, ["say a 1", "say a 2"], options={"data.max_response_length": 4}
     )
     assert [len(texts) for texts in answers] == [1, 1]
     many = {"data.max_response_length": 16, "actor_rollout_ref.rollout.n": 16}
@@ -226,6 +227,12 @@ def test_in_a_running_event_loop_without_checkpoints(
     metrics, samples = quadriga.evaluate(run, make_rows(3), share, options=options)
     assert metrics["val-core/letters/reward/mean@1"] == pytest.approx(samples["score"].mean())
     assert len(samples) == 3
+    # The columns of the row, and what the reward returns beside the score.
+    assert samples["ability"].tolist() == ["spelling"] * 3
+    with torch.no_grad():
+        next(run.model.parameters()).zero_()
+    with pytest.raises(ConfigError, match="LlamaForCausalLM, expected a folder"):
+        quadriga.generate(run.model, "say a 1")
 
 
 def test_sft(
@@ -266,6 +273,38 @@ def test_interrupt_in_a_callback_ends_the_run(
         quadriga.train(callbacks=[press], **arguments)
     assert "goes on from the checkpoint of step 2" in capsys.readouterr().out
     assert list(quadriga.train(**arguments).metrics.index) == [1, 2, 3]
+
+
+INTERRUPTED = """
+import json, os, signal, sys
+import quadriga
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    quadriga.train(
+        data=[{"prompt": "say a"}] * 4,
+        reward=lambda text: 0.5 * len(text),
+        callbacks=[lambda step: os.kill(os.getpid(), signal.SIGINT)],
+        **json.loads(sys.argv[1]),
+    )
+except KeyboardInterrupt:
+    print("the caller's except", flush=True)
+    raise
+"""
+
+
+def test_an_interrupted_script_ends_without_a_traceback(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    arguments = json.dumps(settings(**{"trainer.save_freq": 1}), default=str)
+    command = [sys.executable, str(tmp_path / "script.py"), arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    *_, sentence, last_line = done.stdout.splitlines()
+    assert last_line == "the caller's except"
+    assert "run').resume(steps=2) goes on from the checkpoint of step 1." in sentence
 
 
 BAD = {

@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quadriga.api import _Draft
+import quadriga
+from quadriga.api import TrainerSettings, _Draft
+from quadriga.errors import ConfigError
 
 NAN = float("nan")
 ROW = {"prompt": "1+1=", "ground_truth": "2"}
@@ -73,3 +76,66 @@ def test_chats_lose_the_nulls_that_arrow_adds(written: Callable, tmp_path: Path)
     )
     for source in sources:
         assert [row["prompt"] for row in written(source, reward)] == [row["prompt"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_responses"),
+    [({}, 8), ({"algorithm.adv_estimator": "gae"}, 1), ({"actor_rollout_ref.rollout.n": 2}, 2)],
+)
+def test_groups_have_eight_responses_unless_a_number_is_given(
+    options: dict[str, Any], num_responses: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = _Draft("model", options=options | {"trainer.default_local_dir": str(tmp_path)})
+    draft.set_rows("data.train_files", [ROW] * 1000)
+    draft.set_defaults(num_rows=1000)
+    output = capsys.readouterr().out
+    # The batch size depends on the number of responses.
+    assert f"{num_responses} responses each" in output
+    assert draft.values.get("actor_rollout_ref.rollout.n", 1) == num_responses
+    assert ("rollout.n: 8 responses" in output) == (num_responses == 8)
+
+
+class SomeModel:
+    def save_pretrained(self, folder: str) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(SomeModel(), r"SomeModel, expected .* quadriga\.Run\. .*tokenizer"), ({}, "the class dict")],
+)
+def test_objects_that_are_no_model_of_a_run_are_refused(model: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"model: got an object of .*{words}"):
+        quadriga.generate(model, "1+1=")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a folder without config\.yaml, expected the directory"):
+        quadriga.Run(tmp_path)
+
+
+def test_a_run_shows_its_last_steps(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    lines = [{"step": 0, "val-core/sums/reward/mean@1": 0.25}]
+    lines += [{"step": step, "critic/rewards/mean": step / 10} for step in range(1, 8)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = quadriga.Run(tmp_path)
+    assert str(run).splitlines() == [
+        f"{tmp_path}: 7 steps",
+        *(f"step {step}  reward 0.{step}00" for step in range(3, 8)),
+        "validation of step 0  val-core/sums/reward/mean@1 0.250",
+    ]
+    assert "reward 0.700" in run._repr_html_()
+
+
+def test_the_package_shows_its_public_names_alone() -> None:
+    assert set(quadriga.__all__) == {
+        name for name in dir(quadriga) if not name.startswith("__")
+    } | {"__version__"}
+
+
+def test_help_lists_every_argument_with_its_default() -> None:
+    assert quadriga.train.__doc__
+    entries = dict(re.findall(r"- `(\w+)`: (.*)", quadriga.train.__doc__))
+    assert entries.keys() == TrainerSettings.__annotations__.keys()
+    assert all("efault" in meaning for meaning in entries.values())

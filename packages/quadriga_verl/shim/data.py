@@ -22,7 +22,7 @@ from quadriga.data.media import refuse_media, with_parts
 from quadriga.data.padding import postprocess_data
 from quadriga.data.pictures import as_list, read_picture
 from quadriga.data.prompt_lengths import NO_CONTEXT, PromptContext
-from quadriga.data.rl_dataset import prompt_columns, set_aside
+from quadriga.data.rl_dataset import prompt_columns, require_short_prompt, set_aside
 from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
 from quadriga.data.videos import FrameRules, open_video
 from quadriga.data.vision import as_vision, load_processor, read_media
@@ -120,9 +120,11 @@ class RLHFDataset(Dataset):
             where = f"row {number} of {type(self).__name__}"
             tools = self._context.tools_of(row)
             texts.append(self._encoder.render(self._messages(dict(row)), where=where, tools=tools))
+        lengths = [len(ids) for ids in self._encoder.encode(texts)]
+        require_short_prompt(lengths, self.max_prompt_length, where=type(self).__name__)
         short_rows = []
-        for number, ids in enumerate(self._encoder.encode(texts)):
-            if len(ids) <= self.max_prompt_length:
+        for number, length in enumerate(lengths):
+            if length <= self.max_prompt_length:
                 short_rows.append(number)
         return rows.select(short_rows)
 

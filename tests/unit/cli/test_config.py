@@ -30,7 +30,7 @@ def test_several_files_in_order(capsys, tmp_path: Path) -> None:
 def test_explain_says_what_keeps_a_run_from_starting(capsys) -> None:
     assert main(["explain", "data.train_batch_size=4"]) == 2
     printed = capsys.readouterr().out
-    assert "4 prompts x 1 response = 4 sequences" in printed
+    assert "4 prompts x 8 responses = 32 sequences" in printed
     assert "Before training\n  data.train_files: got nothing" in printed
     assert "To know\n" in printed
 

@@ -161,6 +161,17 @@ def test_a_command_line_of_verls_may_compare_a_response_with_nothing(ready: list
     assert training_findings(config, is_verls=True)[0] == []
 
 
+def test_training_fills_in_the_size_of_groups(ready: list[str]) -> None:
+    """Where the estimator compares responses and no number is given; the schema keeps 1."""
+    ready.remove("actor_rollout_ref.rollout.n=8")
+    assert load_config(ready).config.actor_rollout_ref.rollout.n == 1
+    loaded = load_config(ready, for_training=True)
+    assert loaded.config.actor_rollout_ref.rollout.n == 8
+    assert "rollout.n: 8 responses to each prompt" in "".join(loaded.notices)
+    other = load_config([*ready, "algorithm.adv_estimator=gae"], for_training=True)
+    assert other.config.actor_rollout_ref.rollout.n == 1
+
+
 def test_the_likeliest_token_several_times(ready: list[str]) -> None:
     """What would happen is said."""
     problems, _ = findings([*ready, "actor_rollout_ref.rollout.temperature=0"])

@@ -174,6 +174,10 @@ class Plain(Dataset):
     def __getitem__(self, item):
         return {"index": item}
 
+class Empty(Plain):
+    def __len__(self):
+        return 0
+
 class Sized(Plain):
     def __init__(self, data_files, tokenizer, config, processor, max_samples=-1):
         self.max_samples = max_samples
@@ -261,6 +265,15 @@ def test_classes_that_cannot_be_used(
     section = config(custom_cls={"path": str(tmp_path / "bad.py"), "name": name})
     with pytest.raises(ConfigError, match=message):
         create_rl_dataset("files", section, tokenizer)
+
+
+def test_a_class_that_leaves_all_rows_out_hears_of_the_limit(tmp_path: Path, tokenizer, config):
+    (tmp_path / "mine.py").write_text(USER_FILE)
+    section = config(custom_cls={"path": str(tmp_path / "mine.py"), "name": "Empty"})
+    dataset = create_rl_dataset("files", section, tokenizer)
+    with pytest.raises(DataError, match=r"without rows \(Empty\), .*data\.max_prompt_length="):
+        sampler = create_rl_sampler(section, dataset)
+        create_dataloader(dataset, section, batch_size=1, sampler=sampler, drop_last=True)
 
 
 @pytest.mark.parametrize("hook", ["_build_messages", "maybe_filter_out_long_prompts"])

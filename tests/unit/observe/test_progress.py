@@ -5,11 +5,16 @@ import math
 import re
 import threading
 from io import StringIO
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from quadriga.errors import ConfigError
+from quadriga.observe import progress
 from quadriga.observe.progress import (
+    Picture,
     Progress,
     ValidationResult,
     aligned,
@@ -264,3 +269,25 @@ def test_validation_names_are_taken_apart_though_sources_contain_slashes():
         ValidationResult("math", "acc", "maj@8/mean", 0.75),
     ]
     assert results[0].column == "reward mean@8"
+
+
+CURVES = Picture({"reward": [(1, 0.5), (2, 0.75)]})
+
+
+def test_a_picture_is_written_as_its_name_ends(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    assert CURVES.save(tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert CURVES.save(tmp_path / "a.svg").read_text().startswith("<svg")
+    with pytest.raises(ConfigError, match=r"a\.jpg', expected a name that ends in \.svg or \.png"):
+        CURVES.save(tmp_path / "a.jpg")
+
+
+def test_a_png_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(progress, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"matplotlib.*pip install -e '\.\[plot\]'"):
+        CURVES.save(tmp_path / "a.png")

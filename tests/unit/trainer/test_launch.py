@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from quadriga.config import load_config
 from quadriga.errors import ConfigError
 from quadriga.trainer import launch
 from quadriga.trainer.launch import run_ppo
-from quadriga.trainer.task_runner import what_next
+from quadriga.trainer.task_runner import how_to_go_on, what_next, what_next_in_python
 
 
 def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +97,24 @@ def test_the_end_of_a_run_says_what_can_be_done_with_it() -> None:
     assert what_next(scores, None).endswith(
         "reward_model.enable=True reward_model.model.path=runs/a/model"
     )
+
+
+def test_after_a_run_from_python_the_calls_are_named(tmp_path: Path) -> None:
+    options = [f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=3"]
+    config = load_config(options).config
+    opened = f"quadriga.Run('{tmp_path}')"
+    text = what_next_in_python(config, 3)
+    assert opened in text
+    assert "run.resume(steps=6) takes 3 more steps" in text
+    assert 'options={"trainer.save_freq": N}' in how_to_go_on(config, in_python=True)
+    (tmp_path / "global_step_2").mkdir()
+    assert how_to_go_on(config, in_python=True).startswith(f"{opened}.resume(steps=3) goes on")
+    assert how_to_go_on(config).startswith("The same command goes on")
+
+
+def test_a_checkpoint_that_is_not_due_yet_is_not_advised(tmp_path: Path) -> None:
+    options = [f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=5"]
+    assert how_to_go_on(load_config(options).config).endswith("the first is due after step 5.")
 
 
 def test_until_it_is_known_where_neither_torch_nor_ray_is_loaded() -> None:

@@ -77,6 +77,7 @@ def test_batches_without_a_signal_to_learn_from() -> None:
     assert signals([0.0, 0.0], [1, 1], "ab")["scores"].startswith(
         "all responses scored alike (mean 0)"
     )
+    assert "trainer.rollout_data_dir=DIR" in alike["scores"]
     # One of several groups differs; single responses differ; a batch of one has nothing to differ from.
     assert signals([1.0, 0.0, 1.0, 1.0], [1] * 4, "abab") == {}
     assert signals([1.0, 0.0], [1, 2], "ab") == {}

@@ -10,6 +10,7 @@ from quadriga.config import Config, load_config
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.trainer.checkpoint import Checkpoints
 from quadriga.trainer.settings import Settings, has_nothing_to_do, keep_settings, settings_of
+from quadriga.user_function import write_function
 
 LR, N = "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.rollout.n"
 Make = Callable[..., Config]
@@ -53,6 +54,26 @@ def test_changes_are_named_by_key_and_by_file(make: Make, tmp_path: Path) -> Non
         f"{tmp_path / 'train.jsonl'}: its content",
         f"{tmp_path / 'reward.py'}: its content",
     ]
+
+
+def test_functions_of_a_program_are_named_by_their_source(make: Make, tmp_path: Path) -> None:
+    def first(response: str) -> float:
+        return 0.0
+
+    def second(response: str) -> float:
+        return 1.0
+
+    key = "custom_reward_function.path"
+    files = [write_function(function, tmp_path, "reward")[0] for function in (first, second)]
+    before, after = (Settings.of(make(f"{key}={file}")) for file in files)
+    (change,) = before.changes(after)
+    place = "test_functions_of_a_program_are_named_by_their_source"
+    assert change == f"{key}: {place}.first of {__file__} -> {place}.second of {__file__}"
+    third = write_function(
+        lambda response: 2.0, tmp_path, "reward", f"{place}.second of {__file__}"
+    )
+    (change,) = after.changes(Settings.of(make(f"{key}={third[0]}")))
+    assert change == f"{key}: another version of {place}.second of {__file__}"
 
 
 def test_what_is_written_is_read_again(make: Make) -> None:
