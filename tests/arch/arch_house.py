@@ -16,22 +16,22 @@ MAX_SHORT_LINES = 3
 # number freely. Raise one only for what the package can do now that it could not.
 SIZES: dict[str, int] = {
     "algorithms": 12580,
-    "cli": 7810,
-    "config": 28550,
-    "data": 35410,
+    "cli": 7840,
+    "config": 28700,
+    "data": 35730,
     "engine_traits": 1250,
     "engines": 34800,
     "models": 32140,
-    "observe": 12650,
+    "observe": 13110,
     "protocol": 13130,
-    "quadriga_verl": 38660,
+    "quadriga_verl": 38690,
     "rewards": 28950,
     "rollout": 78320,
     "single_controller": 24860,
-    "trainer": 58470,
+    "trainer": 58900,
     "weight_sync": 7230,
     "workers": 19900,
-    "": 16010,
+    "": 16830,
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.
