@@ -115,7 +115,7 @@ def without_numbers(text: str) -> list[str]:
     lines = [line for line in text.splitlines() if not line.startswith("notice: ")]
     lines = [re.sub(r"\s+mfu .*", "", line).replace("together", "local") for line in lines]
     lines = [re.sub("^done: [^,]+,", "done:", line) for line in lines]
-    elsewhere = r"quadriga [\d.]+: |start-up +[\d.]+ s|  pool |state copies: |waiting \d|time in steps|profile written to "
+    elsewhere = r"quadriga [\d.]+: |start-up +[\d.]+ s|  pool |state copies: |waiting \d|time in steps|profile written"
     return [line for line in lines if " ━" not in line and not re.match(elsewhere, line)]
 
 

@@ -74,7 +74,7 @@ def test_sigterm_in_a_program_saves_the_step_in_work(
     checkpoints = Checkpoints(tmp_path / "run")
     (last,) = checkpoints.steps()
     assert last == checkpoints.newest() == metric_lines(tmp_path / "run")[-1]["step"] < 4
-    assert f"The same command goes on from the checkpoint of step {last}." in printed.out
+    assert f"resume(steps=4) goes on from the checkpoint of step {last}." in printed.out
     verify(checkpoints.path(last))
     train("local")
     expected = alone("trainer.val_before_train=True", "trainer.total_training_steps=4")
