@@ -19,8 +19,9 @@ FOLDER = Path(__file__).resolve().parents[3] / "examples" / "custom"
 
 
 def test_it_is_short() -> None:
-    """The page promises fewer than 60 lines of Python in all."""
-    assert sum(len(file.read_text().splitlines()) for file in FOLDER.glob("*.py")) < 60
+    """A task of one's own takes fewer than 60 lines of Python; an engine of one's own is another example."""
+    files = set(FOLDER.glob("*.py")) - {FOLDER / "engine.py"}
+    assert sum(len(file.read_text().splitlines()) for file in files) < 60
 
 
 def test_tournament() -> None:
