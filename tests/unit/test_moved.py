@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old import paths yield the modules at the new ones, and the core works without the package of verl."""
+"""Old import paths give the modules at their new paths, and the core works without the package of verl."""
 
 import os
 import pickle
@@ -9,28 +9,41 @@ from importlib import import_module
 
 import pytest
 
-from quadriga.moved import MOVED
-
-MODULES = [*MOVED, "quadriga.compat.verl.scores", "quadriga.verl.hydra"]
+from quadriga.moved import MOVED, MovedModules, install
 
 
 @pytest.mark.usefixtures("verl_names")
-@pytest.mark.parametrize("name", MODULES)
-def test_old_path_is_the_same_module(name: str) -> None:
-    """Submodules of a package that moved are found too, once."""
-    module = import_module(name)
-    assert module is import_module(module.__name__)
-    assert not module.__name__.startswith("quadriga.")
-    assert sys.modules[name] is module
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_both_paths_are_one_module(old: str, new: str) -> None:
+    module = import_module(new)
+    assert import_module(old) is module
+    assert sys.modules[old] is module
+    parent, _, name = old.rpartition(".")
+    assert getattr(import_module(parent), name) is module
+    # What importing it by an old path must not change.
+    assert module.__name__ == module.__spec__.name == new
 
 
-def test_object_that_was_pickled_under_an_old_path() -> None:
-    """A pickle of an old version names the old module."""
-    word = import_module("quadriga_verl.commands.hydra").Word("+", "key", 1)
-    new_name, old_name = b"quadriga_verl.commands.hydra", b"quadriga.verl.hydra"
-    data = pickle.dumps(word, protocol=0).replace(new_name, old_name)
-    assert old_name in data
-    assert pickle.loads(data) == word
+def test_the_row_of_a_package_holds_for_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MOVED, "quadriga.gauges", "quadriga.observe")
+    for name in ("quadriga.gauges", "quadriga.gauges.tracking", "quadriga.gauges.tracking.jsonl"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    old = import_module("quadriga.gauges.tracking.jsonl")
+    assert old is import_module("quadriga.observe.tracking.jsonl")
+    assert import_module("quadriga.gauges").tracking is import_module("quadriga.observe.tracking")
+    for name in ("quadriga.gauges", "quadriga.gauges.tracking", "quadriga.gauges.tracking.jsonl"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_pickle_of_an_earlier_version_is_read() -> None:
+    rules = import_module("quadriga.trainer.asynchronous.rules")
+    content = b"cquadriga.trainer.async_rules\nRules\n."
+    assert pickle.loads(content) is rules.Rules
+
+
+def test_the_finder_is_installed_once() -> None:
+    install()
+    assert sum(isinstance(finder, MovedModules) for finder in sys.meta_path) == 1
 
 
 def test_core_without_the_package() -> None:
