@@ -53,7 +53,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "observe": frozenset({"errors", "config", "streams"}),
     "user_file": frozenset({"errors", "observe"}),
     "user_function": frozenset({"errors"}),
-    "protocol": frozenset({"errors"}),
+    "protocol": frozenset({"errors", "lazy"}),
     "algorithms": frozenset({"errors", "user_file", "declared_algorithms"}),
     "rewards": _CORE | {"user_file", "http_client"},
     "data": _CORE | {"user_file", "http_client"},

@@ -3,7 +3,6 @@
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -18,28 +17,14 @@ from quadriga.data import files
 from quadriga.data import prompt_lengths as lengths_module
 from quadriga.data.files import read_table
 from quadriga.data.prompt_lengths import PromptContext, PromptMeter, prompt_lengths
-from quadriga.data.token_counts import TokenCounter
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
 from tests.unit.data.conftest import TEMPLATE
+from tests.unit.data.encoders import CountingEncoder, FailingEncoder
 
 WAIT_S = 120
 LENGTHS = [3, 9, 1, 30, 2]
 EXPECTED = [length + 2 for length in LENGTHS]
-
-
-class CountingEncoder(ChatEncoder):
-    """Counts the texts that are tokenized."""
-
-    num_texts = 0
-
-    @property
-    def counter(self):
-        return self
-
-    def bounds(self, texts: list[str], limit: int | None):
-        self.num_texts += len(texts)
-        return TokenCounter(self.tokenizer).bounds(texts, limit)
 
 
 @pytest.fixture
@@ -167,21 +152,6 @@ def test_a_cache_that_cannot_be_written(tokenizer, path: Path, tmp_path: Path, c
         "data.cache_dir: got" in (said := capsys.readouterr().out)
         and "measured at each start" in said
     )
-
-
-class FailingEncoder(ChatEncoder):
-    """Raises at a row of two words, or kills its process, as `act` says."""
-
-    act = ""
-
-    def render(self, messages, *, where: str, **options) -> str:
-        text = super().render(messages, where=where, **options)
-        if messages[0]["content"].count(" ") == 1:
-            if self.act == "raise":
-                raise RuntimeError("no tokens today")
-            if self.act == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-        return text
 
 
 @pytest.mark.parametrize(
