@@ -414,14 +414,20 @@ class RayPPOTrainer(TrainingLoop):
                 self.note(metrics)
             batch.batch["token_level_rewards"] = rewards
 
-    def correct_rollout(self, batch: DataProto) -> None:
-        """Off-policy correction: add `rollout_is_weights`, change `response_mask`, both [B, T]."""
+    def correct_rollout(self, batch: DataProto) -> dict[str, float]:
+        """Off-policy correction: add `rollout_is_weights`, change `response_mask`, both [B, T].
+
+        Returns:
+            Metrics, which are also noted.
+        """
         correction = self.config.algorithm.rollout_correction
-        if correction.needs_old_log_probs:
-            changed_columns, metrics = correct_rollout(dict(batch.batch.items()), correction)
-            for name, column in changed_columns.items():
-                batch.batch[name] = column
-            self.note(metrics)
+        if not correction.needs_old_log_probs:
+            return {}
+        changed_columns, metrics = correct_rollout(dict(batch.batch.items()), correction)
+        for name, column in changed_columns.items():
+            batch.batch[name] = column
+        self.note(metrics)
+        return metrics
 
     def compute_advantages(self, batch: DataProto) -> None:
         """Add `advantages` and `returns` [B, T]; they are 0 if no reward is learned from."""
@@ -461,12 +467,7 @@ class RayPPOTrainer(TrainingLoop):
         trainer = self.config.trainer
         self.saver.poll()
         if trainer.rollout_data_dir and batch is not None:
-            rows = sample_rows(batch, self.tokenizer, self.config.data)
-            # In the order of the data, not in that of the ranks.
-            original_order = batch.batch["row_index"].argsort().tolist()
-            write_samples(
-                trainer.rollout_data_dir, self.global_steps, [rows[row] for row in original_order]
-            )
+            self.write_rollouts(batch, trainer.rollout_data_dir)
         if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
         self.metrics["training/global_step"] = self.global_steps
@@ -475,6 +476,14 @@ class RayPPOTrainer(TrainingLoop):
         if batch is not None:
             self.hand_back(batch)
         self.save_where_due()
+
+    def write_rollouts(self, batch: DataProto, directory: str) -> None:
+        """Write the graded responses of the step, in the order of the data."""
+        rows = sample_rows(batch, self.tokenizer, self.config.data)
+        # Rows that were not ordered for the ranks have no index.
+        if "row_index" in batch.batch.keys():
+            rows = [rows[row] for row in batch.batch["row_index"].argsort().tolist()]
+        write_samples(directory, self.global_steps, rows)
 
     def hand_back(self, batch: DataProto) -> None:
         """Show the batch to a sampler and a data set that learn from batches."""
