@@ -147,6 +147,14 @@ class DataProto:
             self.non_tensor_batch = {}
         if self.meta_info is None:
             self.meta_info = {}
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Check that every column has one entry per row, as at construction.
+
+        Raises:
+            ProtocolError: a column has not.
+        """
         num_rows = None
         if self.batch is not None:
             num_rows = check_batch(self.batch)

@@ -35,6 +35,7 @@ from quadriga.config import Config, learns_from_rewards, writes_checkpoints
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.protocol.operations import get_all
 from quadriga.rewards import RewardManager
 from quadriga.trainer.asynchronous.batches import AsyncBatches
@@ -486,8 +487,19 @@ class RayPPOTrainer(TrainingLoop):
         write_samples(directory, self.global_steps, rows)
 
     def hand_back(self, batch: DataProto) -> None:
-        """Show the batch to a sampler and a data set that learn from batches."""
+        """Show the batch to a sampler and a data set that learn from batches.
+
+        It also has a column for each value that graders return beside the score, unless a column
+        has that name.
+        """
         loader = self.train_dataloader
+        if not hasattr(loader.sampler, "update") and not hasattr(loader.dataset, "on_batch_end"):
+            return
+        columns = dict(batch.non_tensor_batch)
+        extras = columns.get("reward_extra", ())
+        for name in {name for extra in extras for name in extra} - columns.keys():
+            columns[name] = object_array([extra.get(name) for extra in extras])
+        batch = DataProto(batch.batch, columns, batch.meta_info)
         with waiting("the sampler and the data set to take note of a batch (update, on_batch_end)"):
             if hasattr(loader.sampler, "update"):
                 loader.sampler.update(batch=batch)

@@ -30,9 +30,7 @@ LEARNING = (
 
 
 @pytest.fixture
-def make(
-    verl_names: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
+def make(verl_names: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`make(name, *overrides)`: a trainer with its workers; prompts get the ids of `fit`."""
     import written_loop
 
@@ -141,7 +139,7 @@ def test_a_typo_in_a_column_is_named(make: Callable[..., Any]) -> None:
     batch.batch["token_level_reward"] = batch.batch["rollout_log_probs"]
     with pytest.raises(ProtocolError, match="Did you mean 'token_level_reward'"):
         compute_advantage(batch, adv_estimator="grpo", config=trainer.config.algorithm)
-    with pytest.raises(ProtocolError, match="no entry 'ref_log_prob'"):
+    with pytest.raises(ProtocolError, match="got no entry"):
         trainer.actor_rollout_wg.update_actor(batch)
     with pytest.raises(ProtocolError, match="input_ids"):
         trainer.actor_rollout_wg.generate_sequences(batch.select(batch_keys=["responses"]))

@@ -76,6 +76,23 @@ def pad_sequence_to_length(
     return pad(tensors, padding, value=pad_token_id)
 
 
+def pad_2d_list_to_length(
+    response: Sequence[Sequence[int]], pad_token_id: int, max_length: int | None = None
+) -> Tensor:
+    """Make a tensor of lists of token ids, padded at the end.
+
+    Args:
+        response: B lists.
+        pad_token_id: the value to pad with.
+        max_length: least length of the rows. None: that of the longest list.
+
+    Returns:
+        [B, max(max_length, longest list)].
+    """
+    length = max([max_length or 0, *map(len, response)])
+    return torch.tensor([[*ids, *[pad_token_id] * (length - len(ids))] for ids in response])
+
+
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
     """Clip values between two tensors of the same shape."""
     return torch.maximum(torch.minimum(x, tensor_max), tensor_min)
