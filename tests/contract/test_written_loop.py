@@ -128,6 +128,33 @@ def test_it_saves_resumes_validates_and_profiles_as_fit(
     assert metrics["actor/pg_loss"] == pytest.approx(trainer.history[1]["actor/pg_loss"], rel=1e-4)
 
 
+def test_a_curriculum_learns_from_what_graders_return(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The accuracy of a row decides, not its score, which differs from it here."""
+    words = [
+        "trainer.total_training_steps=1",
+        "data.sampler.class_path=pkg://quadriga.data.curriculum",
+        "data.sampler.class_name=SuccessRateSampler",
+    ]
+    rates = []
+    for name, is_written in (("written", True), ("fitted", False)):
+        folder = f"trainer.rollout_data_dir={tmp_path}/{name}/rollouts"
+        trainer = make(name, *words, folder, is_written=is_written)
+        trainer.fit()
+        rates.append(trainer.train_dataloader.sampler.rates)
+        accuracies: dict[int, list[float]] = {}
+        for line in (tmp_path / name / "rollouts/1.jsonl").open():
+            row = json.loads(line)
+            # The first row of the data has the index 1.
+            item = row["row"]["extra_info"]["index"] - 1
+            accuracies.setdefault(item, []).append(row["acc"])
+        expected = {item: sum(values) / len(values) for item, values in accuracies.items()}
+        learned = {item: float(rate) for item, rate in enumerate(rates[-1]) if rate == rate}
+        assert learned == expected
+    assert rates[0].nan_to_num(-1).tolist() == rates[1].nan_to_num(-1).tolist()
+
+
 def test_a_typo_in_a_column_is_named(make: Callable[..., Any]) -> None:
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import compute_advantage

@@ -317,7 +317,9 @@ class Tracking(tracking.Tracking):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         settings = {"project_name": project_name, "experiment_name": experiment_name}
         folder = Path(Config(trainer=settings).trainer.directory)
-        facts = tracking.RunFacts(project_name, experiment_name, redacted(dict(config or {})), folder)
+        facts = tracking.RunFacts(
+            project_name, experiment_name, redacted(dict(config or {})), folder
+        )
         super().__init__(names, facts)
 
     def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:
