@@ -147,14 +147,6 @@ class DataProto:
             self.non_tensor_batch = {}
         if self.meta_info is None:
             self.meta_info = {}
-        self.check_consistency()
-
-    def check_consistency(self) -> None:
-        """Check that every column has one entry per row, as at construction.
-
-        Raises:
-            ProtocolError: a column has not.
-        """
         num_rows = None
         if self.batch is not None:
             num_rows = check_batch(self.batch)
@@ -177,6 +169,14 @@ class DataProto:
                 raise ProtocolError(
                     f"{where}: got shape {array.shape}, expected {num_rows} rows, {source}"
                 )
+
+    def check_consistency(self) -> None:
+        """Check that every column has one entry per row, as at construction.
+
+        Raises:
+            ProtocolError: a column has not.
+        """
+        self.__post_init__()
 
     # ---- construction -------------------------------------------------------------------------
 

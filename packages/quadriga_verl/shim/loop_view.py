@@ -62,7 +62,7 @@ class NumProcesses:
         self._config = config
 
     def get_n_gpus(self) -> int:
-        """Number of processes of the run."""
+        """Number of training processes."""
         trainer = self._config.trainer
         if trainer.backend == "local":
             return 1

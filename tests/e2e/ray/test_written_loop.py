@@ -21,9 +21,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster", "verl_names")
 ESTIMATORS = ("gae", "grpo", "remax", "rloo", "reinforce_plus_plus")
 
 
-def test_two_ranks_compute_what_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import written_loop
     from verl.trainer.ppo.ray_trainer import ResourcePoolManager, Role
 
