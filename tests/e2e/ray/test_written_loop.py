@@ -11,14 +11,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+import torch
 from omegaconf import read_write
 from snippets import Place
 
 from quadriga.config import load_config
+from quadriga.protocol import DataProto, DataProtoFuture
 
 pytestmark = pytest.mark.usefixtures("ray_cluster", "verl_names")
 
 ESTIMATORS = ("gae", "grpo", "remax", "rloo", "reinforce_plus_plus")
+
+
+def test_a_future_over_rays_references() -> None:
+    parts = [DataProto.from_dict(tensors={"x": torch.tensor([number])}) for number in (1, 2)]
+    future = DataProtoFuture(collect_fn=DataProto.concat, futures=[ray.put(part) for part in parts])
+    assert future.get().batch["x"].tolist() == [1, 2]
 
 
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +69,12 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.Mon
         )
         trainer.init_workers()
         trainer.fit()
+        if manager is not None:
+            ranks = [
+                one.execute_all("mesh_place", "replicas")
+                for one in trainer.actor_rollout_wg.workers
+            ]
+            assert ranks == [[(0, True)], [(1, True)]]
         return trainer.history
 
     roles = (Role.ActorRollout, Role.Critic, Role.RefPolicy)
