@@ -95,8 +95,11 @@ class DataError(QuadrigaError):
     """A data file, a row or a tokenizer is wrong."""
 
 
-class ProtocolError(QuadrigaError):
-    """A DataProto is inconsistent, or two of them do not fit together."""
+class ProtocolError(QuadrigaError, AssertionError):
+    """A DataProto is inconsistent, or two of them do not fit together.
+
+    It is an AssertionError too, which callers of such a class in verl expect.
+    """
 
 
 class WorkerError(QuadrigaError):

@@ -57,7 +57,11 @@ def main(argv: Sequence[str]) -> int:
         type=float,
         help="divides the logits; 0 takes the most likely token (default: 1)",
     )
-    parser.add_argument("--max-tokens", type=int, help="longest response (default: 512)")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help="longest response (default: 512, or what fits behind the longest prompt)",
+    )
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
@@ -76,8 +80,7 @@ def main(argv: Sequence[str]) -> int:
     sampling = "the most likely tokens (--temperature 0)"
     if temperature:
         sampling = f"--temperature {temperature:g}"
-    limit = f"at most {config.data.max_response_length} tokens (--max-tokens)"
-    print(f"sampling: {sampling}, {limit}", file=sys.stderr)
+    print(f"sampling: {sampling}", file=sys.stderr)
     if arguments.output is not None and not arguments.prompt and config.data.val_files:
         answer_rows(config, arguments.output)
         return 0

@@ -35,11 +35,14 @@ from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
 from quadriga.redact import HIDDEN, hidden_names
 
-# Hydra's + (a new key) and ++ (any key) are accepted. Only a user's dataset may have new keys.
+# Hydra's + (a new key) and ++ (any key) are accepted. New keys are those of a user's own code.
 _OVERRIDE = re.compile(
     r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL
 )
 _MISSING = object()
+CUSTOM_CLASS = "data.custom_cls.path"
+CUSTOM_OPTIONS = "data.custom_cls.options"
+EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 _SIZES_OF_MEGATRON = {
     "context_parallel_size": "ulysses_sequence_parallel_size",
     "expert_model_parallel_size": "expert_parallel_size",
@@ -132,8 +135,16 @@ def read_settings(
     return config, reading.problems, notices
 
 
-def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
+def parse_override(
+    argument: str, task: str = "rl", open_sections: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, Any]:
     """Split `a.b=c`, and read the value as text or YAML, depending on the key.
+
+    Args:
+        argument: the word.
+        task: the task.
+        open_sections: section -> open dictionary in it, which the user's own code reads. `+` with a
+            new key of the section sets an entry of that dictionary.
 
     Raises:
         ConfigError: the word is not `key=value`, or the value is not valid YAML.
@@ -144,11 +155,14 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
         raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
     key = spelled(match["key"], task)
     text = match["value"].strip()
-    section, _, name = key.rpartition(".")
-    # Only a user's dataset may have new keys, with Hydra's sign for them.
-    is_new = match["sign"] and not leaf_of(key, task) and not nearest_keys(key, task)
-    if is_new and section == "data":
-        key = f"data.custom_cls.options.{name}"
+    section, _, name = key.partition(".")
+    if match["sign"] and not leaf_of(key, task):
+        first_part = f"{section}.{name.partition('.')[0]}"
+        if section in open_sections and first_part not in section_keys(task):
+            key = f"{open_sections[section]}.{name}"
+        elif section == "data" and "." not in name and not nearest_keys(key, task):
+            # Refused there, with what would read it.
+            key = f"{CUSTOM_OPTIONS}.{name}"
     leaf = leaf_of(key, task)
     if _is_text(text, leaf, key):
         return key, None if text in ("null", "Null", "NULL", "~") else text
@@ -218,12 +232,21 @@ class _Reading:
     def take_overrides(self, overrides: Sequence[str]) -> Iterator[str]:
         """Assign the values of the command line; yield a notice for each key that it sets twice."""
         seen: set[str] = set()
+        open_sections = self._open_sections(overrides)
         for argument in overrides:
             try:
-                key, value = parse_override(argument, self.task)
+                key, value = parse_override(argument, self.task, open_sections)
             except ConfigError as problem:
                 self.problems.append(problem)
                 continue
+            for section, dictionary in open_sections.items():
+                name = key.removeprefix(f"{dictionary}.")
+                near_keys = nearest_keys(f"{section}.{name}", self.task)
+                if name != key and argument.startswith("+") and near_keys:
+                    yield (
+                        f"{section}.{name}: taken as a key of your own; "
+                        f"the package's is {near_keys[0]}."
+                    )
             if key in seen:
                 yield (
                     f"{key} is set twice on the command line; "
@@ -231,6 +254,25 @@ class _Reading:
                 )
             seen.add(key)
             self.assign(key, value, {})
+
+    def _open_sections(self, overrides: Sequence[str]) -> dict[str, str]:
+        """Sections in which the user's own code has keys, see `parse_override`."""
+        values = {}
+        for key in (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB):
+            if leaf_of(key, self.task):
+                values[key] = self.value(key)
+        for argument in overrides:
+            key, _, value = argument.lstrip("+").partition("=")
+            if key in values:
+                values[key] = value
+        absent = (_MISSING, None, "", "null")
+        open_sections = {}
+        if values.get(CUSTOM_CLASS) not in absent:
+            open_sections["data"] = CUSTOM_OPTIONS
+        is_own_estimator = ":" in str(values.get("algorithm.adv_estimator", ""))
+        if is_own_estimator or values.get(EXTERNAL_LIB) not in absent:
+            open_sections["algorithm"] = "algorithm.adv_options"
+        return open_sections
 
     def assign(self, key: str, value: Any, places: Mapping[str, str]) -> None:
         """Assign a value to a dotted key, or add a problem if the key cannot have one."""

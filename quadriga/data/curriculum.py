@@ -208,10 +208,16 @@ class SuccessRateSampler(AbstractCurriculumSampler):
                 expected="a column `item`, the number of each row in its data set",
                 fix="Derive the data set from RLHFDataset, or return it from __getitem__.",
             )
-        scores = batch.non_tensor_batch.get("acc")
-        if scores is None:
-            scores = batch.batch["token_level_scores"].sum(-1).numpy()
-        scores = np.clip(scores.astype(np.float64), 0, 1)
+        scores = batch.batch["token_level_scores"].sum(-1).numpy().astype(np.float64)
+        accuracies = batch.non_tensor_batch.get("acc")
+        if accuracies is None:
+            extras = batch.non_tensor_batch.get("reward_extra", ())
+            accuracies = [extra.get("acc") for extra in extras]
+        # A grader may return `acc` for some responses only.
+        for row, accuracy in enumerate(accuracies):
+            if accuracy is not None:
+                scores[row] = float(accuracy)
+        scores = np.clip(scores, 0, 1)
         # The responses of a row are averaged.
         rows, places = np.unique(items.astype(np.int64), return_inverse=True)
         success = torch.from_numpy(np.bincount(places, scores) / np.bincount(places))

@@ -79,6 +79,8 @@ class RLHFDataset(FileDataset):
     """Whether it is allowed that no row is good, or short enough."""
     keeps_lengths = True
     """Whether measured lengths are stored in the cache."""
+    longest_prompt: int | None = None
+    """Tokens of the longest prompt, before it is cut; None if prompts are not measured."""
 
     def __init__(
         self,
@@ -273,6 +275,7 @@ class RLHFDataset(FileDataset):
             )
         if is_measured:
             self._try_long(rows, measured[rows])
+            self.longest_prompt = int(measured["tokens"][rows].max(initial=0))
         return rows
 
     def _without_long(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:

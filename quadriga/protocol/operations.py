@@ -158,8 +158,13 @@ def _layout(data: DataProto) -> tuple[dict[Any, Any], list[str]]:
 
 
 def resolve_results(futures: Sequence[Any]) -> list[Any]:
-    """Wait for objects with a `result` method, such as `concurrent.futures.Future`, in order."""
-    return [future.result() for future in futures]
+    """Wait for futures, or objects such as Ray's references that return one by `future()`."""
+    results = []
+    for future in futures:
+        if not hasattr(future, "result"):
+            future = future.future()
+        results.append(future.result())
+    return results
 
 
 def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:

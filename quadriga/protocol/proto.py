@@ -170,6 +170,14 @@ class DataProto:
                     f"{where}: got shape {array.shape}, expected {num_rows} rows, {source}"
                 )
 
+    def check_consistency(self) -> None:
+        """Check that every column has one entry per row, as at construction.
+
+        Raises:
+            ProtocolError: a column has not.
+        """
+        self.__post_init__()
+
     # ---- construction -------------------------------------------------------------------------
 
     @classmethod

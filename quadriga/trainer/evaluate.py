@@ -14,6 +14,7 @@ call that was not.
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -46,7 +47,7 @@ from quadriga.trainer.roles import Role
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.settings import CONFIGURATION, CONTENT, Settings
 from quadriga.trainer.validate import Validator, interval, means, sample_values
-from quadriga.workers.generation import build_processor, prompt_context
+from quadriga.workers.generation import build_processor, num_positions, prompt_context
 
 RESPONSES = "responses.jsonl"
 AT_A_TIME = 256  # prompts whose responses are written, or lost, together
@@ -144,6 +145,8 @@ def answer(
             prompt_columns(text, pictures, (), encoder, processor, config.data, where=where)
         )
 
+    longest_prompt = max(int(row["attention_mask"].sum()) for row in rows)
+    config = with_room(config, longest_prompt)
     rollout = config.actor_rollout_ref.rollout
     prompts = DataProto.from_single_dict(collate_fn(rows))
     prompts.non_tensor_batch["uid"] = object_array(str(row) for row in range(len(rows)))
@@ -152,6 +155,42 @@ def answer(
     with frozen_workers(config, tokenizer, Role.ActorRollout) as (policy,):
         responses = policy.generate_sequences(repeat_prompts(prompts, rollout.n))
     return texts_of(tokenizer, responses, rollout.n)
+
+
+def with_room(config: Config, num_prompt_tokens: int) -> Config:
+    """The configuration with responses that fit behind the longest prompt.
+
+    The default of `data.max_response_length` is lowered to what fits, and the length is printed.
+
+    Args:
+        config: the resolved configuration.
+        num_prompt_tokens: tokens of the longest prompt.
+
+    Raises:
+        ConfigError: the length was given, or a prompt leaves no room.
+    """
+    data = config.data
+    context = num_positions(config)
+    is_given = "max_response_length" in data.model_fields_set
+    room = data.max_response_length
+    if context is not None:
+        room = min(room, context - num_prompt_tokens)
+    if room < 1 or (is_given and room < data.max_response_length):
+        fix = "Shorten the prompt."
+        if room >= 1:
+            fix = "Lower it, or leave it out: then it is what fits."
+        raise ConfigError(
+            "data.max_response_length (--max-tokens)",
+            got=f"{data.max_response_length} tokens behind a prompt of {num_prompt_tokens}",
+            expected=f"at most {max(room, 0)}: the model has {context} positions",
+            fix=fix,
+        )
+    if not is_given:
+        print(f"responses: at most {room} tokens (--max-tokens)", file=sys.stderr)
+    if room == data.max_response_length:
+        return config
+    data = data.model_copy(update={"max_response_length": room})
+    return config.model_copy(update={"data": data})
 
 
 def texts_of(tokenizer: Any, responses: DataProto, num_samples: int) -> list[list[str]]:
@@ -216,6 +255,10 @@ def answer_files(config: Config, output: Path) -> int:
             fix="Leave both out: a file of fewer rows takes a part, data.truncation=left shortens "
             "long prompts.",
         )
+    longest_prompt = data.max_prompt_length
+    if rows.longest_prompt is not None:
+        longest_prompt = min(rows.longest_prompt, longest_prompt)
+    config = with_room(config, longest_prompt)
     output = output.expanduser()
     with unfinished(output, config) as part:
         if len(part.texts) < num_rows:

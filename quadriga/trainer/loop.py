@@ -308,6 +308,11 @@ class TrainingLoop:
         if may_be_last:
             self.saver.finish()
 
+    def save(self) -> None:
+        """Write a checkpoint of the step, and wait until it is on disk."""
+        self.saver.start(self.global_steps, self._write_own_part)
+        self.saver.finish()
+
     def write_model(self) -> None:
         """Write the model that learns to the folder `model` of the run's directory."""
         target = self.checkpoints.directory / MODEL_FOLDER

@@ -35,6 +35,7 @@ from quadriga.config import Config, learns_from_rewards, writes_checkpoints
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.protocol.operations import get_all
 from quadriga.rewards import RewardManager
 from quadriga.trainer.asynchronous.batches import AsyncBatches
@@ -414,14 +415,20 @@ class RayPPOTrainer(TrainingLoop):
                 self.note(metrics)
             batch.batch["token_level_rewards"] = rewards
 
-    def correct_rollout(self, batch: DataProto) -> None:
-        """Off-policy correction: add `rollout_is_weights`, change `response_mask`, both [B, T]."""
+    def correct_rollout(self, batch: DataProto) -> dict[str, float]:
+        """Off-policy correction: add `rollout_is_weights`, change `response_mask`, both [B, T].
+
+        Returns:
+            Metrics, which are also noted.
+        """
         correction = self.config.algorithm.rollout_correction
-        if correction.needs_old_log_probs:
-            changed_columns, metrics = correct_rollout(dict(batch.batch.items()), correction)
-            for name, column in changed_columns.items():
-                batch.batch[name] = column
-            self.note(metrics)
+        if not correction.needs_old_log_probs:
+            return {}
+        changed_columns, metrics = correct_rollout(dict(batch.batch.items()), correction)
+        for name, column in changed_columns.items():
+            batch.batch[name] = column
+        self.note(metrics)
+        return metrics
 
     def compute_advantages(self, batch: DataProto) -> None:
         """Add `advantages` and `returns` [B, T]; they are 0 if no reward is learned from."""
@@ -461,12 +468,7 @@ class RayPPOTrainer(TrainingLoop):
         trainer = self.config.trainer
         self.saver.poll()
         if trainer.rollout_data_dir and batch is not None:
-            rows = sample_rows(batch, self.tokenizer, self.config.data)
-            # In the order of the data, not in that of the ranks.
-            original_order = batch.batch["row_index"].argsort().tolist()
-            write_samples(
-                trainer.rollout_data_dir, self.global_steps, [rows[row] for row in original_order]
-            )
+            self.write_rollouts(batch, trainer.rollout_data_dir)
         if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
         self.metrics["training/global_step"] = self.global_steps
@@ -476,9 +478,28 @@ class RayPPOTrainer(TrainingLoop):
             self.hand_back(batch)
         self.save_where_due()
 
+    def write_rollouts(self, batch: DataProto, directory: str) -> None:
+        """Write the graded responses of the step, in the order of the data."""
+        rows = sample_rows(batch, self.tokenizer, self.config.data)
+        # Rows that were not ordered for the ranks have no index.
+        if "row_index" in batch.batch.keys():
+            rows = [rows[row] for row in batch.batch["row_index"].argsort().tolist()]
+        write_samples(directory, self.global_steps, rows)
+
     def hand_back(self, batch: DataProto) -> None:
-        """Show the batch to a sampler and a data set that learn from batches."""
+        """Show the batch to a sampler and a data set that learn from batches.
+
+        It also has a column for each value that graders return beside the score, unless a column
+        has that name.
+        """
         loader = self.train_dataloader
+        if not hasattr(loader.sampler, "update") and not hasattr(loader.dataset, "on_batch_end"):
+            return
+        columns = dict(batch.non_tensor_batch)
+        extras = columns.get("reward_extra", ())
+        for name in {name for extra in extras for name in extra} - columns.keys():
+            columns[name] = object_array([extra.get(name) for extra in extras])
+        batch = DataProto(batch.batch, columns, batch.meta_info)
         with waiting("the sampler and the data set to take note of a batch (update, on_batch_end)"):
             if hasattr(loader.sampler, "update"):
                 loader.sampler.update(batch=batch)

@@ -210,12 +210,25 @@ def embedding_limit(config: Config, tokenizer: Any) -> int | None:
     return size
 
 
-def _vocabulary_size(config: Config) -> int:
+def _text_config(config: Config) -> Any:
     model = config.actor_rollout_ref.model
     shape = load_config(
         model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
     )
-    return shape.get_text_config().vocab_size
+    return shape.get_text_config()
+
+
+def _vocabulary_size(config: Config) -> int:
+    return _text_config(config).vocab_size
+
+
+def num_positions(config: Config) -> int | None:
+    """Tokens that a prompt and its response may have together; None if there is no limit."""
+    limits = [
+        getattr(_text_config(config), "max_position_embeddings", None),
+        config.actor_rollout_ref.rollout.max_model_len,
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def declared_stop_token_ids(path: str | Path) -> tuple[int, ...]:

@@ -44,7 +44,6 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
     "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",
     "packages/quadriga_verl/shim/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
-    "packages/quadriga_verl/shim/ray_trainer.py:RayPPOTrainer._update_actor": "replaces a method of a worker group",
     "quadriga/data/generated.py:DynamicGenDataset.on_batch_end": "what the loop calls",
     "packages/quadriga_verl/shim/data.py:RLHFDataset._download": "verl's, which people's datasets override",
     "quadriga/config/yaml_text.py:_Loader.construct_yaml_int": "what PyYAML calls",

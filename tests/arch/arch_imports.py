@@ -78,7 +78,8 @@ LAYERS: dict[str, frozenset[str]] = {
         {"errors", "config", "quadriga_verl.cli", "quadriga_verl.commands"}
     ),
     "quadriga_verl.core_algos": frozenset({"errors", "algorithms"}),
-    "quadriga_verl.shim": _BELOW_WORKERS | {"http_client", "trainer", "quadriga_verl.core_algos"},
+    "quadriga_verl.shim": _BELOW_WORKERS
+    | {"http_client", "workers", "trainer", "quadriga_verl.core_algos"},
 }
 
 # Old import paths of modules that moved, as import strings.

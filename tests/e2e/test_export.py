@@ -197,6 +197,18 @@ def test_generate_refuses_a_long_prompt(run: Path, capsys: pytest.CaptureFixture
     )
 
 
+def test_generate_asks_for_what_fits(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind a prompt of 3 tokens; a number that does not fit is refused before the model is loaded."""
+    asked = ["generate", str(home / "model"), "--prompt", "a", "data.max_prompt_length=32"]
+    asked.append("actor_rollout_ref.rollout.max_model_len=12")
+    assert main(asked) == 0
+    assert "responses: at most 9 tokens (--max-tokens)" in capsys.readouterr().err
+    assert main([*asked, "--max-tokens", "10"]) == 2
+    message = "got 10 tokens behind a prompt of 3, expected at most 9: the model has 12 positions"
+    printed = capsys.readouterr()
+    assert message in printed.err and "loading" not in printed.out
+
+
 def test_eval_measures_what_validation_measured(
     run: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

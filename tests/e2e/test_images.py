@@ -7,6 +7,7 @@ Without the picture the best that it could do is one color for all, which is rig
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from quadriga.cli.main import main
+from quadriga.config import load_config
 from quadriga.data.vision import load_processor
 from quadriga.models.reward_model import add_score
 from tests.e2e.colors import of_studio, write_studio
@@ -44,6 +46,31 @@ def paint(
 
 
 TWO_STEPS = ("trainer.total_training_steps=2", "actor_rollout_ref.rollout.n=4")
+
+
+@pytest.mark.usefixtures("verl_names")
+def test_a_loop_written_for_verl_sees_images(
+    paint: Callable[..., list[dict[str, Any]]],
+    studio: Path,
+    arguments: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The configured reward manager grades, and all passes of a model get the images."""
+    import written_loop
+
+    words = (*TWO_STEPS, "actor_rollout_ref.actor.use_kl_loss=True")
+    lines = paint(*words, "trainer.val_before_train=False")
+    config = load_config(arguments(*of_studio(studio), *words, run="written")).config
+    ids = (f"{step}-{row}" for step in (1, 2) for row in range(config.data.train_batch_size))
+    monkeypatch.setattr(written_loop, "uuid", SimpleNamespace(uuid4=ids.__next__))
+    trainer = written_loop.WrittenOut(config=config)
+    trainer.init_workers()
+    trainer.fit()
+    steps = [line for line in lines if "critic/score/mean" in line]
+    assert len(steps) == 2
+    for theirs, ours in zip(trainer.history, steps, strict=True):
+        for name in ("actor/grad_norm", "actor/kl_loss", "critic/score/mean"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.slow

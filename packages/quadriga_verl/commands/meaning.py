@@ -91,6 +91,14 @@ def frequency(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
+def critic_warmup(line: Line, key: str, value: Any) -> None:
+    """Set the steps before the actor learns; verl names the first step in which it does."""
+    line.set(key, max(int(value or 0) - 1, 0))
+    if value and value > 0:
+        line.note(line.sentence)
+
+
+@rule_function
 def device(line: Line, key: str, value: Any) -> None:
     """Set the device that the machine has, whatever the line names."""
     line.set(key, "auto")

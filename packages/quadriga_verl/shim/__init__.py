@@ -15,6 +15,7 @@ or results differ from ours, write an adapter in the module of its topic.
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -67,16 +68,24 @@ def missing_name(name: str) -> ModuleNotFoundError:
     """Error for a dotted name of verl that does not exist here, with what to use."""
     parent, _, last = name.rpartition(".")
     known_names = list(MODULES.get(parent, ()))
-    for module in MODULES:
+    modules_with_name = []
+    for module, names in MODULES.items():
         module_parent, _, module_name = module.rpartition(".")
         if module_parent == parent:
             known_names.append(module_name)
-    advice = MISSING.get(name) or did_you_mean(last, known_names)
+        if last in names:
+            modules_with_name.append(module)
+    advice = MISSING.get(name, "")
+    # A name of another thing is no advice, however similar: only what can be a typing error is.
+    if not advice:
+        advice = did_you_mean(last, get_close_matches(last, known_names, cutoff=0.93))
     # Advice for a package holds for what is in it.
     while not advice and parent.count("."):
         advice = MISSING.get(parent, "")
         parent = parent.rpartition(".")[0]
-    advice = advice or "docs/from_verl.md says where all names are listed."
+    if not advice and modules_with_name:
+        advice = f"A {last} is in {' and '.join(modules_with_name)}."
+    advice = advice or "docs/verl_names.md lists all names."
     return ModuleNotFoundError(
         f"{name}: quadriga has verl's contracts without this name ({VARIABLE}). {advice}"
     )

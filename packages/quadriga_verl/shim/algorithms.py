@@ -178,12 +178,19 @@ def verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
         known = {name: value for name, value in kwargs.items() if name in parameters}
         arguments = signature(compute).bind_partial(*args, **known).arguments
         if config is not None:
+            options = config.get("adv_options") or {}
             for name in parameters:
-                value = config.get(name)
+                value = options.get(name, config.get(name))
                 if name not in arguments and value is not None:
                     arguments[name] = value
         return compute(**arguments)
 
+    # Callers see which columns it reads.
+    config_parameter = Parameter("config", Parameter.KEYWORD_ONLY, default=None)
+    all_parameters = [*parameters.values(), config_parameter]
+    compute_advantage.__signature__ = signature(compute_advantage).replace(
+        parameters=all_parameters
+    )
     return compute_advantage
 
 

@@ -14,21 +14,31 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from omegaconf import OmegaConf
+from pydantic import ValidationError
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from quadriga.config import DataConfig
+from quadriga.data import loading, padding
 from quadriga.data.files import drop_null_fields
 from quadriga.data.media import refuse_media, with_parts
-from quadriga.data.padding import postprocess_data
 from quadriga.data.pictures import as_list, read_picture
 from quadriga.data.prompt_lengths import NO_CONTEXT, PromptContext
 from quadriga.data.rl_dataset import prompt_columns, require_short_prompt, set_aside
 from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
 from quadriga.data.videos import FrameRules, open_video
 from quadriga.data.vision import as_vision, load_processor, read_media
-from quadriga.errors import DataError
+from quadriga.errors import ConfigError, DataError, did_you_mean
 from quadriga.user_file import taken
 
+_VERLS_DEFAULTS = {"max_prompt_length": 1024, "filter_overlong_prompts": True}
+"""Values of keys that a dictionary leaves out; verl's class has others than the configuration."""
+_KEYS_WITHOUT_EFFECT = {
+    *("use_shm", "serialize_dataset", "return_raw_input_ids", "chat_template_func"),
+    *("need_tools_kwargs", "filter_prompts", "image_patch_size"),
+}
+"""Keys that verl's class reads, and that change nothing here."""
 _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
@@ -38,12 +48,15 @@ class RLHFDataset(Dataset):
         _read_files_and_tokenize()             make `self.dataframe` from `self.data_files`
         maybe_filter_out_long_prompts(rows)    the rows that stay
         _build_messages(row)                   the chat of a row
-        __getitem__(item)                      the row with `raw_prompt`; tokens are added to it
+        __getitem__(item)                      the row with `raw_prompt` and its tokens
+
+    A `__getitem__` that changes `raw_prompt` need not change the tokens: they are made anew.
 
     Args:
         data_files: as for `quadriga.data.RLHFDataset`, and so are the others.
         tokenizer: renders and tokenizes prompts.
-        config: the section `data`.
+        config: the section `data`; or a dictionary or DictConfig of its keys, whose defaults are
+            then those of verl's class.
         processor: of a vision-language model. None: prompts are text.
         max_samples: use at most so many rows; -1 for all.
         context: the tools that prompts are measured with.
@@ -67,6 +80,8 @@ class RLHFDataset(Dataset):
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = config
+        is_derived = type(self) is not RLHFDataset
+        config = self._section = data_section(config, may_have_own_keys=is_derived)
         self.max_samples = max_samples
         self.prompt_key = config.prompt_key
         self.image_key = config.image_key or "images"
@@ -142,10 +157,15 @@ class RLHFDataset(Dataset):
         return len(self.dataframe)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        """Columns of a row with `raw_prompt`.
+        """Columns of a row with `raw_prompt` and its tokens.
 
-        `index`, `tools_kwargs` and `interaction_kwargs` are entries of its `extra_info`.
+        With `return_full_prompt` it has the rendered text as `full_prompts`, too. `index`,
+        `tools_kwargs` and `interaction_kwargs` are entries of its `extra_info`.
         """
+        row = self._row(item)
+        return self._with_tokens(row, f"row {item} of {type(self).__name__}")
+
+    def _row(self, item: int) -> dict[str, Any]:
         row = dict(self.dataframe[item])
         messages = self._messages(row)
         row.pop(self.prompt_key, None)
@@ -161,11 +181,28 @@ class RLHFDataset(Dataset):
         }
 
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
-        """Rows of a batch, with tokens made from `raw_prompt` where `__getitem__` returns none."""
+        """Rows of a batch, with tokens made from `raw_prompt` where `__getitem__` makes none."""
+        is_overridden = type(self).__getitem__ is not RLHFDataset.__getitem__
         rows = []
         for item in items:
-            rows.append(self._with_tokens(self[item], f"row {item} of {type(self).__name__}"))
+            row = self[item]
+            if is_overridden:
+                row = self._with_tokens_of_its_chat(row, item)
+            rows.append(row)
         return rows
+
+    def _with_tokens_of_its_chat(self, row: dict[str, Any], item: int) -> dict[str, Any]:
+        """The row of an overridden `__getitem__`, without tokens of a chat that it has changed."""
+        where = f"row {item} of {type(self).__name__}"
+        if "input_ids" in row and "raw_prompt" in row:
+            original = RLHFDataset.__getitem__(self, item)
+            is_chat_changed = row["raw_prompt"] != original["raw_prompt"]
+            if is_chat_changed and torch.equal(row["input_ids"], original["input_ids"]):
+                raw_row = self._row(item)
+                media = {name: raw_row.get(name) for name in (self.image_key, self.video_key)}
+                tokens = original.keys() - raw_row.keys()
+                row = {name: value for name, value in row.items() if name not in tokens} | media
+        return self._with_tokens(row, where)
 
     def _with_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         images = as_list(row.pop(self.image_key, None))
@@ -177,18 +214,68 @@ class RLHFDataset(Dataset):
         pictures: list[Any] = []
         clips: list[Any] = []
         if self._vision is None:
-            refuse_media(messages, {"image": images, "video": videos}, self.config, where=where)
+            refuse_media(messages, {"image": images, "video": videos}, self._section, where=where)
         else:
             messages, *media = with_parts(messages, images, videos, where=where)
             folder = Path.cwd()
             pictures, clips = read_media(
-                media, self._vision, self.config, folder=folder, where=where
+                media, self._vision, self._section, folder=folder, where=where
             )
         text = self._encoder.render(messages, where=where)
         columns = prompt_columns(
-            text, pictures, clips, self._encoder, self._vision, self.config, where=where
+            text, pictures, clips, self._encoder, self._vision, self._section, where=where
         )
+        if self._section.return_full_prompt:
+            columns["full_prompts"] = text
         return {**row, "raw_prompt": messages, **columns}
+
+
+class TooLongError(DataError, NotImplementedError, AssertionError):
+    """A sequence that is too long, or an unknown way to cut it, under the types of verl's errors."""
+
+
+class DatasetClassError(ConfigError, TypeError):
+    """A class of `data.custom_cls` that cannot be used, under the type of verl's error."""
+
+
+def data_section(config: Any, *, may_have_own_keys: bool = True) -> DataConfig:
+    """The section `data` for a dictionary or DictConfig of its keys.
+
+    Args:
+        config: the section, or its keys as verl's code passes them.
+        may_have_own_keys: whether a class of the user reads further keys.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is wrong.
+    """
+    if isinstance(config, DataConfig):
+        return config
+    tree = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+    known = {key: value for key, value in tree.items() if key in DataConfig.model_fields}
+    for key in tree.keys() - known.keys() - _KEYS_WITHOUT_EFFECT:
+        if not may_have_own_keys:
+            fix = did_you_mean(key, DataConfig.model_fields)
+            raise ConfigError("RLHFDataset: config", got=f"{key!r}", expected="its keys", fix=fix)
+    try:
+        return DataConfig(**{**_VERLS_DEFAULTS, **known})
+    except ValidationError as error:
+        raise ConfigError("RLHFDataset: config", got=str(error)) from error
+
+
+def create_rl_dataset(data_paths: Any, data_config: Any, *args: Any, **kwargs: Any) -> Dataset:
+    """`quadriga.data.create_rl_dataset`, also with a dictionary or DictConfig as `data_config`."""
+    try:
+        return loading.create_rl_dataset(data_paths, data_section(data_config), *args, **kwargs)
+    except ConfigError as error:
+        raise DatasetClassError(error.where, error.got, error.expected, error.fix) from error
+
+
+def postprocess_data(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """`quadriga.data.padding.postprocess_data`, whose errors also have the types of verl's."""
+    try:
+        return padding.postprocess_data(*args, **kwargs)
+    except DataError as error:
+        raise TooLongError(error.where, error.got, error.expected, error.fix) from error
 
 
 def tokenize_and_postprocess_data(

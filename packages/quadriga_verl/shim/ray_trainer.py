@@ -4,30 +4,38 @@
 RayPPOTrainer(config, tokenizer, ...)   keeps what replaces parts of the configured run
   init_workers()                        builds the run with these parts (`trainer/build.py`)
   fit()                                 trains to the last step (`trainer/task_runner.py`)
+
+A subclass may write `fit` out: the worker groups, and the methods with an underscore, are the steps
+that verl's documents show.
 """
 
+import math
 import weakref
-from collections.abc import Callable, Mapping
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 
 from quadriga.config import Config, training_findings
 from quadriga.errors import ConfigError
 from quadriga.observe import tracking
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
+from quadriga.redact import redacted
 from quadriga.rewards import RewardManager
 from quadriga.trainer import launch, ray_trainer
 from quadriga.trainer.balance import order_for_ranks
 from quadriga.trainer.build import Parts, build_run
 from quadriga.trainer.roles import Needs, Role
+from quadriga.workers.base import PROMPT_TENSORS
+from quadriga_verl.shim.loop_view import NumProcesses, blocking, policy_group, verl_config
 from quadriga_verl.shim.rewards import GivenManager
+from quadriga_verl.shim.tools import marked_timer
 
-_PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 _GRADING_COLUMNS = ("data_source", "reward_model", "extra_info", "uid")
 """Columns that identify and grade a row; they stay in the batch when its prompts are taken out."""
 
@@ -38,7 +46,8 @@ class RayPPOTrainer:
 
     From `init_workers` on, `actor_rollout_wg`, `ref_policy_wg`, `critic_wg` and `rm_wg` are worker
     groups, or None. A method waits for its outputs; `METHOD.remote` returns a future, whose `get()`
-    waits. `loop` is this package's trainer.
+    waits. `loop` is this package's trainer, and `loop.config` its configuration; `config` is a copy
+    that cannot be changed, with verl's names and meanings (see `verl_config`).
 
     Args:
         config: from `quadriga.config.load_config`.
@@ -61,7 +70,7 @@ class RayPPOTrainer:
         ConfigError: arguments contradict the configuration, or a class does not fit its role.
     """
 
-    config: Config
+    config: Any
     tokenizer: Any = None
     role_worker_mapping: Mapping[Any, Any] | None = None
     resource_pool_manager: Any = None
@@ -81,9 +90,10 @@ class RayPPOTrainer:
             expected = "a configuration of this package"
             fix = "Load it with quadriga.config.load_config; `quadriga config translate` makes its file of verl's line."
             raise ConfigError("RayPPOTrainer", got=got, expected=expected, fix=fix)
-        trainer_config = type(self.config.trainer)(**self._trainer_settings())
-        self.config = self.config.model_copy(update={"trainer": trainer_config})
-        _check(self.config)
+        needs = Needs.of(self.config)
+        trainer_config = type(self.config.trainer)(**self._trainer_settings(self.config, needs))
+        self._config = self.config.model_copy(update={"trainer": trainer_config})
+        _check(self._config)
         worker_classes = {}
         for role, cls in (self.role_worker_mapping or {}).items():
             decorated = getattr(cls, "__ray_metadata__", None)
@@ -101,22 +111,24 @@ class RayPPOTrainer:
             sampler=self.train_sampler,
             collate=self.collate_fn,
         )
-        needs = Needs.of(self.config)
+        self.config: DictConfig = verl_config(self._config)
         self.use_critic = needs.critic
         self.use_reference_policy = needs.reference
-        self.use_rm = self.config.reward_model.enable
+        self.use_rm = self._config.reward_model.enable
+        self.async_rollout_mode = self._config.actor_rollout_ref.rollout.mode == "async"
+        self.loop: Any = None
         self._steps: Any = None
 
-    def _trainer_settings(self) -> dict[str, Any]:
+    def _trainer_settings(self, config: Config, needs: Needs) -> dict[str, Any]:
         """The section `trainer` with the device and the pools that were given."""
-        settings = dict(self.config.trainer)
+        settings = dict(config.trainer)
         if self.device_name:
             settings["device"] = self.device_name
         manager = self.resource_pool_manager
         if manager is not None:
             placement = {str(role): pool for role, pool in manager.mapping.items()}
             # verl's programs map this role whether it is used or not.
-            if not Needs.of(self.config).reference:
+            if not needs.reference:
                 placement.pop(Role.RefPolicy, None)
             settings["backend"] = "ray"
             settings["placement"] = placement
@@ -125,7 +137,7 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Start the workers, load the models and prepare the data."""
-        self._steps = launch.steps(self.config, partial(build_run, parts=self._parts))
+        self._steps = launch.steps(self._config, partial(build_run, parts=self._parts))
         weakref.finalize(self, self._steps.close)
         first_step = next(self._steps, None)
         # Without a step, an earlier run in this folder has finished, which was reported.
@@ -135,26 +147,31 @@ class RayPPOTrainer:
     def _follow(self, loop: Any) -> None:
         """Take over the objects of a loop; after a restart of the workers there is a new one."""
         assert isinstance(loop, ray_trainer.RayPPOTrainer)
+        self.global_steps = loop.global_steps
+        if loop is self.loop:
+            return
         self.loop = loop
         self.total_training_steps = loop.total_training_steps
-        self.actor_rollout_wg = _blocking(loop.actor)
-        self.ref_policy_wg = _blocking(loop.reference)
-        self.critic_wg = _blocking(loop.critic)
-        self.rm_wg = _blocking(getattr(loop.reward, "model", None))
-        update_actor = self.actor_rollout_wg.update_actor
-        self.actor_rollout_wg.update_actor = partial(self._update_actor, update_actor)
+        num_epochs = math.ceil(loop.total_training_steps / max(1, len(loop.train_dataloader)))
+        self.config = verl_config(loop.config, num_epochs)
+        self.actor_rollout_wg = policy_group(loop, lambda: self.global_steps)
+        self.async_rollout_manager = self.actor_rollout_wg
+        self.ref_policy_wg = blocking(loop.reference, loop)
+        # An adapter's reference is the actor itself.
+        self.ref_in_actor = loop.reference is not None and loop.reference is loop.actor
+        self.critic_wg = blocking(loop.critic, loop)
+        self.rm_wg = blocking(getattr(loop.reward, "model", None), loop)
+        self.kl_ctrl_in_reward = loop.kl_controller
         self.train_dataloader = loop.train_dataloader
+        self.train_dataset = loop.train_dataloader.dataset
         self.val_dataloader = loop.validator.dataloader
         self.tokenizer = loop.tokenizer
-        self.global_steps = loop.global_steps
-
-    def _update_actor(
-        self, update: Callable[[DataProto], DataProto], batch: DataProto
-    ) -> DataProto:
-        """Update the actor, and give the rollout its new weights, as in verl."""
-        output = update(batch)
-        self.loop.weights.publish(self.global_steps)
-        return output
+        if self.resource_pool_manager is None:
+            self.resource_pool_manager = NumProcesses(self._config)
+        if self._parts.reward is None:
+            self.reward_fn = loop.reward
+        if self._parts.val_reward is None and self.val_dataloader is not None:
+            self.val_reward_fn = loop.reward
 
     def fit(self) -> None:
         """Train to the last step, and end the workers.
@@ -168,14 +185,80 @@ class RayPPOTrainer:
         for step in self._steps:
             self._follow(step.loop)
 
+    # ---- steps of a loop that is written out ----------------------------------------------------
+
+    def _load_checkpoint(self) -> None:
+        """Resume from the checkpoint that the configuration names, and set `global_steps`."""
+        if self.loop.load_checkpoint():
+            self.loop.weights.publish(self.loop.global_steps)
+        self.global_steps = self.loop.global_steps
+
+    def _save_checkpoint(self) -> None:
+        """Write a checkpoint of the step, and wait until it is on disk."""
+        self.loop.global_steps = self.global_steps
+        # The loop did not take the batches itself.
+        self.loop.prompts.num_taken = self.global_steps
+        self.loop.save()
+
     def _validate(self) -> dict[str, float]:
         """Generate and grade responses to the validation prompts; returns the metrics."""
-        metrics, _ = self.loop.validator.run(self.loop.global_steps)
+        metrics, _ = self.loop.validator.run(self.global_steps)
         return metrics
+
+    def _start_profiling(self, do_profile: bool) -> None:
+        """Begin to profile the step if it is one of `global_profiler.steps`.
+
+        Args:
+            do_profile: ignored; a profile of several steps begins with the first of them.
+        """
+        is_last = self.global_steps >= self.total_training_steps
+        self._profile = self.loop.profiler.step(self.global_steps, is_last=is_last)
+        self._profile.__enter__()
+
+    def _stop_profiling(self, do_profile: bool) -> None:
+        """End what `_start_profiling` began."""
+        self._profile.__exit__(None, None, None)
+
+    def _log_rollout_data(
+        self,
+        batch: DataProto,
+        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        timing_raw: dict[str, float],
+        rollout_data_dir: str,
+    ) -> None:
+        """Write the graded responses of a step to `rollout_data_dir/STEP.jsonl`.
+
+        Args:
+            batch: the responses.
+            reward_extra_infos_dict: what graders returned beside the score, by name.
+            timing_raw: gets the seconds.
+            rollout_data_dir: the folder.
+        """
+        self.loop.global_steps = self.global_steps
+        extras: list[dict[str, Any]] = [{} for _ in range(len(batch))]
+        for name, values in reward_extra_infos_dict.items():
+            for extra, value in zip(extras, values, strict=True):
+                extra[name] = value
+        columns = {"reward_extra": object_array(extras)}
+        for name, column in batch.non_tensor_batch.items():
+            if name not in reward_extra_infos_dict:
+                columns[name] = column
+        with marked_timer("dump_rollout_generations", timing_raw):
+            self.loop.write_rollouts(DataProto(batch.batch, columns), rollout_data_dir)
+
+    def compute_rollout_importance_weights_and_add_to_batch(
+        self, batch: DataProto
+    ) -> tuple[DataProto, dict[str, float]]:
+        """Correct a batch for the mismatch of rollout and training, as the configuration says.
+
+        Returns:
+            The batch, and metrics.
+        """
+        return batch, self.loop.correct_rollout(batch)
 
     def _balance_batch(self, batch: DataProto, metrics: dict[str, float], **options: Any) -> None:
         """Reorder the rows in place so that equal chunks are equal work; adds to the metrics."""
-        policy = self.config.actor_rollout_ref
+        policy = self._config.actor_rollout_ref
         loop = self.loop
         metrics |= order_for_ranks(batch, loop.num_ranks, policy.rollout.n, policy.actor, loop.cost)
 
@@ -186,7 +269,7 @@ class RayPPOTrainer:
         of steps, from which responses get their seeds and updates their learning rates.
         """
         columns = [name for name in batch.non_tensor_batch if name not in _GRADING_COLUMNS]
-        prompts = batch.pop(batch_keys=list(_PROMPT_TENSORS), non_tensor_batch_keys=columns)
+        prompts = batch.pop(batch_keys=list(PROMPT_TENSORS), non_tensor_batch_keys=columns)
         prompts.non_tensor_batch |= batch.non_tensor_batch
         for part in (batch, prompts):
             part.meta_info["global_steps"] = self.global_steps
@@ -212,15 +295,6 @@ def _manager_factory(reward_fn: Any) -> Callable[[], RewardManager] | None:
     return lambda: reward_fn if isinstance(reward_fn, RewardManager) else GivenManager(reward_fn)
 
 
-def _blocking(group: Any) -> Any:
-    """A worker group whose methods wait for their outputs, except `METHOD.remote`; None for None."""
-    if group is None:
-        return None
-    view = copy(group)
-    view.methods = {name: replace(method, blocking=True) for name, method in group.methods.items()}
-    return view.as_worker()
-
-
 class Tracking(tracking.Tracking):
     """verl's tracker, which logs metrics of steps to the console, to files or to services.
 
@@ -243,7 +317,9 @@ class Tracking(tracking.Tracking):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         settings = {"project_name": project_name, "experiment_name": experiment_name}
         folder = Path(Config(trainer=settings).trainer.directory)
-        facts = tracking.RunFacts(project_name, experiment_name, dict(config or {}), folder)
+        facts = tracking.RunFacts(
+            project_name, experiment_name, redacted(dict(config or {})), folder
+        )
         super().__init__(names, facts)
 
     def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:

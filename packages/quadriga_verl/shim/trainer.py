@@ -6,6 +6,7 @@ Shapes: B sequences, T response positions.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -13,14 +14,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quadriga.algorithms import kl
+from quadriga.errors import ProtocolError, did_you_mean
+from quadriga.observe.metrics import Metric
+from quadriga.observe.metrics import reduce_metrics as combine_metrics
 from quadriga.protocol import DataProto
+from quadriga.rewards import RewardManager
 from quadriga.single_controller.dispatch import collect_rows, split_rows
 from quadriga.trainer.metrics import data_metrics, performance_metrics
 from quadriga.user_file import import_file, taken
 from quadriga_verl.shim.algorithms import get_adv_estimator_fn
+from quadriga_verl.shim.loop_view import RESPONSE_COLUMNS
 
 dispatch_dp_compute_data_proto = partial(split_rows, "")
 collect_dp_compute_data_proto = partial(collect_rows, "")
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 # ---- masks --------------------------------------------------------------------------------------
@@ -69,6 +76,23 @@ def pad_sequence_to_length(
     return pad(tensors, padding, value=pad_token_id)
 
 
+def pad_2d_list_to_length(
+    response: Sequence[Sequence[int]], pad_token_id: int, max_length: int | None = None
+) -> Tensor:
+    """Make a tensor of lists of token ids, padded at the end.
+
+    Args:
+        response: B lists.
+        pad_token_id: the value to pad with.
+        max_length: least length of the rows. None: that of the longest list.
+
+    Returns:
+        [B, max(max_length, longest list)].
+    """
+    length = max([max_length or 0, *map(len, response)])
+    return torch.tensor([[*ids, *[pad_token_id] * (length - len(ids))] for ids in response])
+
+
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
     """Clip values between two tensors of the same shape."""
     return torch.maximum(torch.minimum(x, tensor_max), tensor_min)
@@ -78,11 +102,28 @@ def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Call a reward manager of verl; returns rewards [B, T] and its further columns."""
-    result = reward_fn(data, **taken(reward_fn, {"return_dict": True}))
-    if isinstance(result, Mapping):
-        return result["reward_tensor"], dict(result.get("reward_extra_info") or {})
-    return result, {}
+    """Call a reward manager, of verl or of this package.
+
+    Object columns that greedy responses have brought are removed from the batch afterwards: ReMax
+    joins it with sampled responses, which bring their own.
+
+    Returns:
+        Rewards [B, T], and further columns by name.
+    """
+    extra: Mapping[str, Any] = {}
+    if isinstance(reward_fn, RewardManager):
+        outcomes = data.non_tensor_batch.pop("reward_outcome", None)
+        output = reward_fn.begin(data, outcomes).result()
+        rewards = output.scores
+        extra = output.extra
+    else:
+        rewards = reward_fn(data, **taken(reward_fn, {"return_dict": True}))
+        if isinstance(rewards, Mapping):
+            extra = rewards.get("reward_extra_info") or {}
+            rewards = rewards["reward_tensor"]
+    for name in data.meta_info.pop(RESPONSE_COLUMNS, ()):
+        data.non_tensor_batch.pop(name, None)
+    return rewards, dict(extra)
 
 
 def apply_kl_penalty(
@@ -122,10 +163,24 @@ def compute_advantage(
     offered["index"] = data.non_tensor_batch.get("uid")
     offered |= options
     offered["config"] = config
+    _require_columns(estimator, offered)
     advantages, returns = estimator(**taken(estimator, offered))
     data.batch["advantages"] = advantages
     data.batch["returns"] = returns
     return data
+
+
+def _require_columns(estimator: Callable[..., Any], offered: Mapping[str, Any]) -> None:
+    """Refuse a batch without a column that the estimator reads."""
+    for name, parameter in signature(estimator).parameters.items():
+        is_optional = parameter.default is not Parameter.empty or parameter.kind in _VARIADIC
+        if not is_optional and offered.get(name) is None:
+            raise ProtocolError(
+                "compute_advantage",
+                got=f"a batch without {'uid' if name == 'index' else name!r}",
+                expected="the columns that the estimator reads",
+                fix=did_you_mean(name, list(offered)),
+            )
 
 
 # ---- metrics ------------------------------------------------------------------------------------
@@ -200,9 +255,17 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> N
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Reduce lists to numbers: the maximum or minimum if the name says so, else the mean."""
+    """Reduce lists to numbers.
+
+    Metrics of workers are combined as they say themselves; of numbers it is the maximum or the
+    minimum if the name says so, else the mean.
+    """
     reduced = {}
     for name, values in metrics.items():
+        first = values[0] if isinstance(values, list) and values else values
+        if isinstance(first, Metric):
+            reduced |= combine_metrics({name: values})
+            continue
         numbers = torch.as_tensor(values, dtype=torch.float64)
         if "max" in name:
             reduced[name] = float(numbers.max())

@@ -283,6 +283,8 @@ def _joining_env(where: str, address: str, configured: Mapping[str, Any] | None)
     if address != "auto" and not is_address:
         fix = "Use the address that `ray start --head` prints, and run the command on a machine of "
         fix += "the cluster, or with `ray job submit`."
+        if address.startswith("ray://"):
+            fix = f"Ray Client (ray://) keeps the driver out of the cluster's shared memory. {fix}"
         raise WorkerError(where, got=f"'{address}'", expected="HOST:PORT, auto or local", fix=fix)
     # Ray would wait two minutes for a silent address, and ten for another program's.
     if address != "auto" and not is_head(*_host_and_port(address)):

@@ -17,6 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -328,6 +329,11 @@ class RayWorkerGroup(WorkerGroup[W]):
     @property
     def shares_processes(self) -> bool:
         return len(self.processes.entries) > 1
+
+    @property
+    def workers(self) -> "list[RayWorkerGroup[W]]":
+        """A group of one worker for each rank; for methods without collectives."""
+        return [copy(self).use_ranks([rank]) for rank in self.ranks]
 
     def restart(self, rank: int) -> None:
         self.processes.restart(rank)

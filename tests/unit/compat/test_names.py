@@ -42,12 +42,14 @@ def test_no_module_is_covered_and_missing() -> None:
             "from verl.workers.reward_manager import PrimeRewardManager",
             "reward_model.reward_manager=prime",
         ),
-        ("from verl.trainer.main_ppo import run_ppo", "quadriga verl main_ppo"),
+        ("from verl.workers.sharding_manager.fsdp_vllm import Manager", "update_actor"),
+        ("from verl.utils.fs import agg_loss", r"is in verl\.trainer\.ppo\.core_algos"),
+        ("from verl.utils.dataset.rl_dataset import RMDataset", r"is in verl\.utils\.dataset"),
         ("import verl.single_controller.base.megatron", "quadriga.single_controller"),
         ("import verl.utils.megatron_utils", "strategy=megatron"),
         ("from verl.trainer.ppo.core_algos import agg_los", r"Did you mean 'agg_loss'"),
         ("from verl.utils.reward_score.math import strip_string", "is_equiv"),
-        ("import verl.quux", "docs/from_verl.md"),
+        ("import verl.quux", "docs/verl_names.md"),
     ],
 )
 def test_a_missing_name_says_what_to_use(text: str, expected: str) -> None:

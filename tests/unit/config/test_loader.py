@@ -279,7 +279,7 @@ def test_importing_the_configuration_loads_neither_torch_nor_ray() -> None:
 
 
 def test_a_data_set_of_ones_own_has_keys_of_its_own() -> None:
-    """`+data.NAME` is one, where there is such a class; what looks like a key of ours is a mistake."""
+    """`+data.NAME` is one, where there is such a class; without one, it may be a mistake."""
     own = ["data.custom_cls.path=a.py", "data.custom_cls.name=A"]
     data = load_config([*own, "+data.tone={loud: 2}"]).config.data
     assert data.tone == data["tone"] == data.get("tone") == {"loud": 2}
@@ -297,12 +297,24 @@ def test_a_data_set_of_ones_own_has_keys_of_its_own() -> None:
     assert pickle.loads(pickle.dumps(data)) == data
     with pytest.raises(ConfigError, match=r"data\.tone: got a key that does not exist"):
         load_config([*own, "data.tone=2"])
+    near = load_config([*own, "+data.my_key=3", "+data.shape.size=2"])
+    assert (near.config.data.my_key, near.config.data.shape) == (3, {"size": 2})
+    notice = "data.my_key: taken as a key of your own; the package's is data.image_key."
+    assert notice in near.notices and "data.shape" not in str(near.notices)
     with pytest.raises(ConfigError, match=r"Did you mean data\.train_batch_size"):
-        load_config([*own, "+data.train_batchsize=2"])
+        load_config(["+data.train_batchsize=2"])
     with pytest.raises(
         ConfigError, match=r"expected no keys of your own without data\.custom_cls\.path"
     ):
         load_config(["+data.tone=2"])
+
+
+def test_an_estimator_of_ones_own_has_options_of_its_own() -> None:
+    own = load_config(["algorithm.adv_estimator=a.py:f", "+algorithm.gama=2"])
+    assert own.config.algorithm.adv_options == {"gama": 2}
+    assert "the package's is algorithm.gamma" in str(own.notices)
+    with pytest.raises(ConfigError, match=r"Did you mean algorithm\.gamma"):
+        load_config(["algorithm.adv_estimator=grpo", "+algorithm.gama=2"])
 
 
 def test_the_number_of_keys_is_reviewed() -> None:

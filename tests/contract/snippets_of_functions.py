@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of `test_specification.py`: a step, its trainer, rewards, advantages, losses, metrics."""
+"""Calls of `test_specification.py`: single functions of a step. `written_loop.py` has the whole loop."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 import torch
 from snippets import Place, snippet
 
-from quadriga.config import Config, load_config
+from quadriga.config import Config
 
 
 @snippet
@@ -27,97 +27,6 @@ def graded(data: Any, return_dict: bool = False) -> Any:
         if return_dict
         else rewards
     )
-
-
-def trainer_of(place: Place, name: str) -> Any:
-    """A trainer by its constructor, of PPO with a critic and a reference, for one step; its workers are there."""
-    import ray
-    from verl.single_controller.ray import RayWorkerGroup
-    from verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
-    from verl.utils.dataset.rl_dataset import collate_fn
-    from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
-
-    class Own(ActorRolloutRefWorker):
-        """A worker of one's own."""
-
-    words = place.words(name)
-    words += [
-        "algorithm.adv_estimator=gae",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "trainer.seed=3",
-    ]
-    config = load_config(words).config
-    rows = create_rl_dataset(
-        config.data.train_files, config.data, place.tokenizer, None, is_train=True
-    )
-    trainer = RayPPOTrainer(
-        config=config,
-        tokenizer=place.tokenizer,
-        processor=None,
-        role_worker_mapping={
-            Role.ActorRollout: ray.remote(Own),
-            Role.Critic: ray.remote(CriticWorker),
-        },
-        resource_pool_manager=None,
-        ray_worker_group_cls=RayWorkerGroup,
-        reward_fn=graded,
-        val_reward_fn=graded,
-        train_dataset=rows,
-        val_dataset=rows,
-        collate_fn=collate_fn,
-        train_sampler=create_rl_sampler(config.data, rows),
-    )
-    trainer.init_workers()
-    assert trainer.actor_rollout_wg.worker_class is Own
-    return trainer
-
-
-@snippet
-def a_trainer_by_its_constructor(place: Place) -> None:
-    """A step that is written out call by call has the numbers of a step that `fit` takes."""
-    from verl import DataProto
-    from verl.trainer.ppo.ray_trainer import compute_advantage, compute_response_mask
-    from verl.trainer.ppo.reward import compute_reward
-    from verl.utils.metric import reduce_metrics
-
-    trainer, metrics = trainer_of(place, "by_hand"), {}
-    assert trainer._validate()["val-core/exact_match/acc/mean@1"] == 1.0
-    assert trainer.use_critic and trainer.use_reference_policy and not trainer.use_rm
-    trainer.global_steps += 1
-    batch = DataProto.from_single_dict(next(iter(trainer.train_dataloader)))
-    batch.non_tensor_batch["uid"] = np.array(["1-0", "1-1"], dtype=object)
-    gen_batch = trainer._get_gen_batch(batch).repeat(repeat_times=2, interleave=True)
-    future = trainer.actor_rollout_wg.generate_sequences.remote(gen_batch)
-    batch = batch.repeat(repeat_times=2, interleave=True).union(future.get())
-    batch.batch["response_mask"] = compute_response_mask(batch)
-    trainer._balance_batch(batch, metrics=metrics)
-    reward_tensor, reward_extra_infos_dict = compute_reward(batch, trainer.reward_fn)
-    assert reward_extra_infos_dict == {"acc": [1.0] * 4}
-    batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = reward_tensor
-    old_log_prob = trainer.actor_rollout_wg.compute_log_prob(batch)
-    assert old_log_prob.batch.pop("entropys").max() > 3
-    batch = batch.union(old_log_prob).union(trainer.ref_policy_wg.compute_ref_log_prob(batch))
-    batch = batch.union(trainer.critic_wg.compute_values(batch))
-    config = trainer.config.algorithm
-    batch = compute_advantage(
-        batch, adv_estimator=config.adv_estimator, gamma=1.0, lam=1.0, num_repeat=2, config=config
-    )
-    for learned in (
-        trainer.critic_wg.update_critic(batch),
-        trainer.actor_rollout_wg.update_actor(batch),
-    ):
-        metrics |= {name: one[0].value for name, one in learned.meta_info["metrics"].items()}
-    assert reduce_metrics({"n": [1.0, 3.0]}) == {"n": 2.0}
-    other = trainer_of(place, "by_fit")
-    other.fit()
-    assert (
-        other.global_steps == 1
-        and metrics["actor/grad_norm"] > 0
-        and metrics["critic/grad_norm"] > 0
-    )
-    for name in ("actor/grad_norm", "actor/pg_loss", "critic/grad_norm", "critic/vf_loss"):
-        assert metrics[name] == pytest.approx(other.loop.metrics[name], rel=1e-5), name
 
 
 @snippet
@@ -232,8 +141,8 @@ def metrics_of_a_step(place: Place) -> None:
 
 @snippet
 def metrics_are_gathered(place: Place) -> None:
+    from verl.utils.debug import marked_timer
     from verl.utils.metric import reduce_metrics
-    from verl.utils.profiler import marked_timer
     from verl.utils.py_functional import append_to_dict
 
     metrics: dict[str, list[float]] = {}
@@ -241,6 +150,6 @@ def metrics_are_gathered(place: Place) -> None:
         append_to_dict(metrics, {"actor/loss": loss, "actor/max": loss})
     assert reduce_metrics(metrics) == {"actor/loss": 2.0, "actor/max": 3.0}
     timing_raw: dict[str, float] = {}
-    with marked_timer("gen", timing_raw):
+    with marked_timer("gen", timing_raw, color="red"):
         pass
     assert timing_raw["gen"] >= 0.0

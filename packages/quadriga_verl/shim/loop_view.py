@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects of this package's training loop, as a loop that is written for verl reads them.
+
+verl_config     the configuration: an OmegaConf tree with verl's names and meanings
+policy_group    actor and rollout: responses come with the columns of their prompts and with
+                `meta_info["timing"]`; after an update the rollout has the new weights
+blocking        any other worker group; only the columns that a method reads are sent
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from quadriga.config import Config
+from quadriga.config.placement import asked_roles, role_pools
+from quadriga.observe.metrics import reduce_metrics
+from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.trainer.ray_trainer import RayPPOTrainer
+from quadriga.trainer.responses import rollout_inputs, without_passing
+from quadriga.workers.base import CHAT_OBJECTS, MODEL_OBJECTS, SOLUTION_MESSAGES, model_inputs
+
+RESPONSE_COLUMNS = "response_columns"
+"""Entry of `meta_info` of greedy responses: their object columns, which ReMax does not keep."""
+_TIMING = "timing_s/"
+
+
+def verl_config(config: Config, num_epochs: int = 1) -> DictConfig:
+    """A configuration as an OmegaConf tree that cannot be changed, under verl's names.
+
+    `trainer.critic_warmup` has verl's meaning, the first step in which the actor learns, and
+    `trainer.total_epochs` is always a number.
+
+    Args:
+        config: the configuration.
+        num_epochs: passes over the data, if the configuration only says how many steps there are.
+    """
+    tree = config.model_dump(mode="json")
+    policy = tree["actor_rollout_ref"]
+    # A memory snapshot is written by the profiler itself, so loops need not ask for it.
+    tool = config.global_profiler.tool
+    policy["actor"]["profiler"]["tool"] = None if tool == "torch_memory" else tool
+    policy["rollout"]["skip_rollout"] = False
+    tree["reward_model"]["launch_reward_fn_async"] = False
+    tree["trainer"]["total_epochs"] = config.trainer.max_epochs or num_epochs
+    if config.trainer.critic_warmup:
+        tree["trainer"]["critic_warmup"] += 1
+    view = OmegaConf.create(tree)
+    OmegaConf.set_struct(view, True)
+    OmegaConf.set_readonly(view, True)
+    return view
+
+
+class NumProcesses:
+    """Stands in for a `ResourcePoolManager` if none was given."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def get_n_gpus(self) -> int:
+        """Number of training processes."""
+        trainer = self._config.trainer
+        if trainer.backend == "local":
+            return 1
+        pools = set(role_pools(trainer, asked_roles(self._config)).values())
+        return sum(sum(trainer.processes_of(pool)) for pool in pools)
+
+
+@dataclass(frozen=True)
+class AdaptedMethod:
+    """A method of a worker group that takes a batch, with functions around it."""
+
+    method: Callable[..., Any]
+    before: Callable[[DataProto], DataProto]
+    after: Callable[[DataProto, DataProto], DataProto] = lambda batch, output: output
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> DataProto:
+        (batch,) = (*args, *kwargs.values())
+        return self.after(batch, self.method(self.before(batch), *self.arguments))
+
+    def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """Call the method without waiting. Get the result with `get()` of the future."""
+        (batch,) = (*args, *kwargs.values())
+        start = getattr(self.method, "remote", None)
+        if start is None:
+            # A rollout in processes of its own waits for its engines in the driver.
+            output = self.method(self.before(batch), *self.arguments)
+            future = DataProtoFuture(itemgetter(0), [output], resolve=list)
+        else:
+            future = start(self.before(batch), *self.arguments)
+        return replace(future, dispatch_fn=partial(self.after, batch))
+
+
+def blocking(group: Any, loop: RayPPOTrainer) -> Any:
+    """A worker group whose methods wait for their outputs, except `METHOD.remote`; None for None.
+
+    Args:
+        group: the group of a role.
+        loop: the loop that it belongs to.
+    """
+    if group is None:
+        return None
+    view = copy.copy(group)
+    view.methods = {name: replace(method, blocking=True) for name, method in group.methods.items()}
+    view = view.as_worker()
+    with_chats = (*MODEL_OBJECTS, *CHAT_OBJECTS, SOLUTION_MESSAGES)
+    inputs_of_method: dict[str, Callable[[DataProto], DataProto]] = {
+        "compute_log_prob": partial(model_inputs, with_routes=True),
+        "compute_ref_log_prob": model_inputs,
+        "compute_values": model_inputs,
+        "compute_rm_score": partial(model_inputs, objects=with_chats),
+        "update_actor": partial(loop.inputs.select, role="actor"),
+        "update_critic": partial(loop.inputs.select, role="critic"),
+    }
+    for name, before in inputs_of_method.items():
+        if name in view.methods:
+            setattr(view, name, AdaptedMethod(getattr(view, name), before))
+    return view
+
+
+def policy_group(loop: RayPPOTrainer, step: Callable[[], int]) -> Any:
+    """The worker group of the actor, whose methods also generate and publish weights.
+
+    Args:
+        loop: this package's loop.
+        step: returns the number of the step, which becomes the version of the weights.
+    """
+    view = blocking(loop.actor, loop)
+    rollout = loop.validator.rollout
+    generate = rollout.generate_sequences
+    if rollout is loop.actor:
+        generate = view.generate_sequences
+
+    def published(batch: DataProto, output: DataProto) -> DataProto:
+        loop.weights.publish(step())
+        return output
+
+    before = partial(rollout_inputs, config=loop.config)
+    view.generate_sequences = AdaptedMethod(generate, before, _with_columns)
+    view.compute_log_prob = replace(view.compute_log_prob, arguments=(loop.needs.sum_pi_squared,))
+    view.update_actor = replace(view.update_actor, after=published)
+    return view
+
+
+def _with_columns(prompts: DataProto, responses: DataProto) -> DataProto:
+    """Responses with the object columns of their prompts, and `meta_info["timing"]` in seconds."""
+    timing = {}
+    for name, seconds in reduce_metrics(responses.meta_info["metrics"]).items():
+        if name.startswith(_TIMING):
+            timing[name.removeprefix(_TIMING)] = seconds
+    meta_info: dict[str, Any] = {"timing": timing}
+    if not prompts.meta_info.get("do_sample", True):
+        meta_info[RESPONSE_COLUMNS] = list(responses.non_tensor_batch)
+    columns = without_passing(prompts).non_tensor_batch
+    return DataProto(responses.batch, {**columns, **responses.non_tensor_batch}, meta_info)
