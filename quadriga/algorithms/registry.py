@@ -307,6 +307,25 @@ choose_estimator = ADVANTAGES.choose
 choose_policy_loss = POLICY_LOSSES.choose
 
 
+class EstimatorMemory:
+    """State of an estimator from step to step, for checkpoints.
+
+    Attributes:
+        values: the dictionary that the estimator gets as `memory`.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Hashable, Any] = {}
+
+    def state_dict(self) -> dict[Hashable, Any]:
+        """Copy of the values."""
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[Hashable, Any] | None) -> None:
+        """Continue from a state; None if an earlier run had another estimator."""
+        self.values = dict(state or {})
+
+
 def estimate_advantages(
     estimator: Callable[..., tuple[Tensor, Tensor]],
     fields: Mapping[str, Any],

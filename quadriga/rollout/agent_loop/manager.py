@@ -462,8 +462,8 @@ def to_batch(
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`,
         `token_versions` [B, T], `input_ids`, `attention_mask` [B, P + T], `position_ids`
         [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`, `finish_reason`, `tool_rewards`,
-        `turn_scores`, `solution_messages`, if graded `reward_outcome`, and with a processor
-        `multi_modal_inputs`.
+        `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`, if graded
+        `reward_outcome`, and with a processor `multi_modal_inputs`.
     """
     images = [chat.images for chat in chats]
     prompts = _prompt_columns(chats, limits.prompt_tokens, pad_token_id)
@@ -485,6 +485,8 @@ def to_batch(
         "tool_rewards": object_array(chat.tool_rewards for chat in chats),
         "turn_scores": object_array(chat.turn_scores for chat in chats),
         "solution_messages": object_array(chat.solution_messages for chat in chats),
+        "turn_spans": object_array(chat.turn_spans for chat in chats),
+        "turn_states": object_array(chat.turn_states for chat in chats),
     }
     if chats and chats[0].processor is not None:
         inputs = [{} if shown is None else shown.inputs for shown in images]

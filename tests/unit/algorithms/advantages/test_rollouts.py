@@ -9,7 +9,7 @@ from quadriga.algorithms import bind_options, estimate_advantages, options
 from quadriga.algorithms.advantages.gigpo import gigpo
 from quadriga.algorithms.advantages.hierarchical_grpo import hierarchical_grpo
 from quadriga.algorithms.advantages.rae import rae
-from quadriga.algorithms.registry import ADVANTAGES
+from quadriga.algorithms.registry import ADVANTAGES, EstimatorMemory
 from quadriga.errors import ConfigError
 
 # One weighs rollouts by their tokens, the other whitens tokens: more rows have more of them.
@@ -118,3 +118,18 @@ def test_turns_from_one_state_are_compared() -> None:
     # Returns of the first turns are 0.9 and 0.5; 0.7 is their mean.
     expected = torch.tensor([[0.25 + 0.4, 0.0, 0.25], [-0.25 - 0.4, 0.0, -0.25]])
     torch.testing.assert_close(advantages, expected)
+
+
+def test_baselines_survive_a_checkpoint() -> None:
+    """A resumed run continues with the baselines; a run without a state begins anew."""
+    estimator = bind_options(ADVANTAGES["rae"], {"decay": 0.5})
+    fields = fields_of([0, 0])
+    memory = EstimatorMemory()
+    estimate_advantages(estimator, fields, memory.values)
+    resumed = EstimatorMemory()
+    resumed.load_state_dict(memory.state_dict())
+    advantages, _ = estimate_advantages(estimator, fields, resumed.values)
+    assert advantages[:, 0].tolist() == [0.5, 0.5]
+    resumed.load_state_dict(None)
+    advantages, _ = estimate_advantages(estimator, fields, resumed.values)
+    assert advantages[:, 0].tolist() == [1.0, 1.0]
