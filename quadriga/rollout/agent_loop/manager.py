@@ -25,6 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -479,7 +480,18 @@ def to_batch(
     )
     tensors["position_ids"] = position_ids
 
-    non_tensors = {
+    non_tensors = _conversation_columns(chats)
+    if chats and chats[0].processor is not None:
+        inputs = [{} if shown is None else shown.inputs for shown in images]
+        non_tensors["multi_modal_inputs"] = object_array(inputs)
+    if outcomes is not None:
+        non_tensors["reward_outcome"] = object_array(outcomes)
+    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
+
+
+def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray]:
+    """Object columns [B] with how each conversation went."""
+    return {
         "num_turns": object_array(len(chat.turns) for chat in chats),
         "finish_reason": object_array(chat.finish_reason for chat in chats),
         "tool_rewards": object_array(chat.tool_rewards for chat in chats),
@@ -488,12 +500,6 @@ def to_batch(
         "turn_spans": object_array(chat.turn_spans for chat in chats),
         "turn_states": object_array(chat.turn_states for chat in chats),
     }
-    if chats and chats[0].processor is not None:
-        inputs = [{} if shown is None else shown.inputs for shown in images]
-        non_tensors["multi_modal_inputs"] = object_array(inputs)
-    if outcomes is not None:
-        non_tensors["reward_outcome"] = object_array(outcomes)
-    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
 
 
 def _prompt_columns(
