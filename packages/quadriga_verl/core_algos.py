@@ -51,6 +51,9 @@ def in_verls_form(
     original = signature(estimator)
     parameters = []
     for name, parameter in original.parameters.items():
+        # In verl every row is a rollout.
+        if name == "rollout_id":
+            continue
         verl_name = "index" if name == "uid" else name
         kind = Parameter.POSITIONAL_OR_KEYWORD
         parameters.append(parameter.replace(name=verl_name, kind=kind))

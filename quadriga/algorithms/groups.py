@@ -5,6 +5,9 @@ Groups may have any size, and their rows may stand in any order. A group of one 
 response to compare with: its mean is taken as 0 and its standard deviation as 1, so that its score
 passes through unchanged.
 
+A rollout may have several rows: of several agents, or of the branches of a conversation. With
+`rollout_id`, means and deviations count each rollout once, however many rows it has.
+
 Shapes: B sequences, T response positions, G groups.
 """
 
@@ -26,16 +29,24 @@ class Groups:
     """
 
     member: Tensor  # [B] int64: number of the row's group, 0 to G - 1
-    size: Tensor  # [B] int64: number of rows in the row's group
+    size: Tensor  # [B] int64: number of rollouts in the row's group
     num_groups: int
+    # [B] float32: 1 / rows of the row's rollout in its group. None: every row is a rollout.
+    row_weight: Tensor | None = None
 
     @classmethod
-    def of(cls, uid: Iterable[Hashable], scores: Tensor) -> "Groups":
+    def of(
+        cls,
+        uid: Iterable[Hashable],
+        scores: Tensor,
+        rollout_id: Iterable[Hashable] | None = None,
+    ) -> "Groups":
         """Group rows that have the same `uid`.
 
         Args:
             uid: array, list or tensor of B names or numbers.
             scores: [B] or [B, T]; read for its length and device.
+            rollout_id: name of each row's rollout, [B]. None: every row is a rollout.
 
         Returns:
             The groups, numbered in the order of their first rows.
@@ -43,10 +54,7 @@ class Groups:
         Raises:
             ProtocolError: `uid` does not have B entries.
         """
-        # Numbered in the order of first occurrence, so that the result is deterministic.
-        group_numbers: dict[Hashable, int] = {}
-        names = uid.tolist() if isinstance(uid, Tensor) else uid
-        numbers = [group_numbers.setdefault(name, len(group_numbers)) for name in names]
+        numbers = _numbered(uid)
         if len(numbers) != len(scores):
             raise ProtocolError(
                 "uid",
@@ -55,10 +63,25 @@ class Groups:
                 fix="Give every row a uid.",
             )
 
-        num_groups = len(group_numbers)
+        num_groups = max(numbers, default=-1) + 1
         member = torch.tensor(numbers, dtype=torch.int64, device=scores.device)
         group_sizes = torch.bincount(member, minlength=num_groups)  # [G]
-        return cls(member, group_sizes[member], num_groups)
+        groups = cls(member, group_sizes[member], num_groups)
+        if rollout_id is None:
+            return groups
+
+        # The rows of a rollout share the weight 1, so weights add up to the number of rollouts.
+        rollout_numbers = _numbered(rollout_id)
+        rollouts = cls.of(zip(numbers, rollout_numbers, strict=True), scores)
+        row_weight = 1 / rollouts.size.float()
+        size = groups.sum(row_weight).round().long()
+        return cls(member, size, num_groups, row_weight)
+
+    def count(self, is_chosen: Tensor) -> Tensor:
+        """Number of rollouts with chosen rows, of all groups: [B] bool to []."""
+        if self.row_weight is None:
+            return is_chosen.sum()
+        return (is_chosen * self.row_weight).sum().round()
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the group of each row: [B] to [B], or [B, T] to [B, T]."""
@@ -75,20 +98,31 @@ class Groups:
         minima = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
         return minima[self.member]
 
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the rollouts of each row's group: [B] to [B]."""
+        weights = self._weights(values)
+        return self.sum(values * weights) / self.sum(weights)
+
+    def _weights(self, values: Tensor) -> Tensor:
+        """Weight of each row in means over rollouts, [B]."""
+        if self.row_weight is None:
+            return torch.ones_like(values)
+        return self.row_weight.to(values)
+
     def centered(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Subtract the mean of the group from each value.
 
         Args:
             values: [B].
             weights: weights of the rows in the mean, [B]; their sum must not be 0 in any group.
-                None weighs all rows equally.
+                None weighs all rollouts equally.
 
         Returns:
             The differences, [B]. Values that are all equal give exactly 0; a group of one keeps
             its value.
         """
         if weights is None:
-            weights = torch.ones_like(values)
+            weights = self._weights(values)
         # Subtracting the smallest value first makes equal values exactly 0. A rounding error here
         # would be amplified when it is divided by a tiny standard deviation.
         distance = values - self.smallest(values)
@@ -98,5 +132,15 @@ class Groups:
     def deviation(self, values: Tensor) -> Tensor:
         """Unbiased standard deviation of each row's group: [B] to [B]; 1 for a group of one."""
         degrees_of_freedom = (self.size - 1).clamp(min=1)
-        variance = self.sum(self.centered(values).square()) / degrees_of_freedom
+        squares = self.centered(values).square()
+        if self.row_weight is not None:
+            squares = squares * self.row_weight
+        variance = self.sum(squares) / degrees_of_freedom
         return torch.where(self.size > 1, variance.sqrt(), 1.0)
+
+
+def _numbered(names: Iterable[Hashable]) -> list[int]:
+    """Number names from 0 in the order of their first occurrence, which is deterministic."""
+    numbers: dict[Hashable, int] = {}
+    values = names.tolist() if isinstance(names, Tensor) else names
+    return [numbers.setdefault(name, len(numbers)) for name in values]

@@ -57,7 +57,11 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_whiten(
-    values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon: float = 1e-8
+    values: Tensor,
+    mask: Tensor,
+    shift_mean: bool = True,
+    epsilon: float = 1e-8,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Scale the values under the mask to variance 1 and, by default, shift them to mean 0.
 
@@ -69,6 +73,7 @@ def masked_whiten(
         mask: [B, T].
         shift_mean: False keeps the mean.
         epsilon: added to the unbiased variance.
+        weights: how often each value counts, [B, T]. None: once.
 
     Returns:
         The whitened values, [B, T], 0 outside the mask.
@@ -77,11 +82,17 @@ def masked_whiten(
     # computed mean would be rounding errors, which the division would amplify.
     lowest = values.masked_fill(~mask.bool(), float("inf")).amin()
     distance = zero_outside(values - lowest, mask)
-    mean = masked_mean(distance, mask)
-    centered = zero_outside(distance - mean, mask)
-
-    degrees_of_freedom = (mask.bool().sum() - 1).clamp(min=1)
-    variance = centered.square().sum() / degrees_of_freedom
+    if weights is None:
+        mean = masked_mean(distance, mask)
+        centered = zero_outside(distance - mean, mask)
+        degrees_of_freedom = (mask.bool().sum() - 1).clamp(min=1)
+        variance = centered.square().sum() / degrees_of_freedom
+    else:
+        weights = zero_outside(weights, mask)
+        total = weights.sum().clamp(min=1)
+        mean = (distance * weights).sum() / total
+        centered = zero_outside(distance - mean, mask)
+        variance = (centered.square() * weights).sum() / (total - 1).clamp(min=1)
     whitened = centered * (variance + epsilon).rsqrt()
     if shift_mean:
         return whitened

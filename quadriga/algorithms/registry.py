@@ -9,6 +9,10 @@ Positional parameters are fields of the batch; keyword-only ones are options of 
 A training step reads from the signature what it must provide: an estimator with the field `values`
 needs a critic.
 
+Two keyword-only parameters with the default None are no options. An estimator that takes
+`rollout_id` gets the rollout of each row if rollouts have several rows. One that takes `memory` gets
+a dictionary that is kept from step to step and in checkpoints.
+
 A function in a user's file needs no decorator: the configuration names it as
 `path/to/file.py:function`.
 
@@ -19,7 +23,7 @@ as a field.
 Shapes: B sequences, T response positions.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import partial
@@ -39,6 +43,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # Kinds of parameters that are fields of the batch.
 _FIELD_KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _ESTIMATOR = "algorithm.adv_estimator"
+ROLLOUT_ID = "rollout_id"
+MEMORY = "memory"
 _CLIPPED_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"
 
 # Algorithms that have one name in the literature and are set by several keys here.
@@ -80,6 +86,11 @@ def options(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(item.name for item in parameters if item.kind is Parameter.KEYWORD_ONLY)
 
 
+def _settable(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Options that a configuration may set: all but those that the training step provides."""
+    return tuple(name for name in options(function) if name not in (ROLLOUT_ID, MEMORY))
+
+
 def bind_options(
     function: Callable[..., Any],
     given: Mapping[str, Any] | None = None,
@@ -104,7 +115,7 @@ def bind_options(
     """
     shared = shared or {}
     own_values = given or {}
-    known = options(function)
+    known = _settable(function)
     _check_options(own_values, known, where)
 
     # A whole section is offered: most of its settings are not options of this function.
@@ -260,7 +271,7 @@ class Registry(dict[str, Callable[..., Any]]):
         where = f"{self.options_key} ({name})"
         known: list[str] = []
         for part in (function, *columns.values()):
-            known += options(part)
+            known += _settable(part)
         _check_options(given, tuple(dict.fromkeys(known)), where)
 
         def bind(part: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,26 +307,54 @@ choose_estimator = ADVANTAGES.choose
 choose_policy_loss = POLICY_LOSSES.choose
 
 
+class EstimatorMemory:
+    """State of an estimator from step to step, for checkpoints.
+
+    Attributes:
+        values: the dictionary that the estimator gets as `memory`.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Hashable, Any] = {}
+
+    def state_dict(self) -> dict[Hashable, Any]:
+        """Copy of the values."""
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[Hashable, Any] | None) -> None:
+        """Continue from a state; None if an earlier run had another estimator."""
+        self.values = dict(state or {})
+
+
 def estimate_advantages(
-    estimator: Callable[..., tuple[Tensor, Tensor]], fields: Mapping[str, Any]
+    estimator: Callable[..., tuple[Tensor, Tensor]],
+    fields: Mapping[str, Any],
+    memory: dict[Hashable, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run an estimator on the fields that it names, and check its result.
 
     Args:
         estimator: an estimator with bound options, from `choose_estimator` or `bind_options`.
         fields: columns of the batch by name, tensors and arrays; `response_mask` [B, T] must be
-            one of them. `rollout_is_weights` are 1 if they are missing.
+            one of them. If they are missing, `rollout_is_weights` are 1, `agent` is "", and
+            `row_index` numbers the rows.
+        memory: state of an estimator that has one, which is updated. None: it begins empty.
 
     Returns:
         Advantages and returns, both [B, T] and 0 outside the mask.
 
     Raises:
-        ConfigError: the estimator names a field that the batch does not have, or does not return
-            two finite tensors of the mask's shape.
+        ConfigError: the estimator names a field that the batch does not have, counts rows of a
+            rollout as responses, or does not return two finite tensors of the mask's shape.
     """
     mask = fields["response_mask"].bool()
-    # Without off-policy correction every token has the importance weight 1.
-    fields = {"rollout_is_weights": torch.ones(mask.shape), **fields}
+    defaults = {
+        # Without off-policy correction every token has the importance weight 1.
+        "rollout_is_weights": torch.ones(mask.shape),
+        "agent": [""] * len(mask),
+        "row_index": torch.arange(len(mask)),
+    }
+    fields = {**defaults, **fields}
     names = required_fields(estimator)
     missing_fields = [name for name in names if name not in fields]
     if missing_fields:
@@ -323,10 +362,11 @@ def estimate_advantages(
             _ESTIMATOR,
             got=f"an estimator that reads {', '.join(missing_fields)}",
             expected=f"fields of the batch: {', '.join(sorted(fields))}",
-            fix="Name its positional parameters after fields; put options after a `*`.",
+            fix="Name its positional parameters after fields; put options after a `*`. Fields of "
+            "turns are there with actor_rollout_ref.rollout.mode=async.",
         )
 
-    result = estimator(*(fields[name] for name in names))
+    result = estimator(*(fields[name] for name in names), **_given(estimator, fields, memory))
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not all(isinstance(part, Tensor) for part in result):
         got = f"a {type(result).__name__}"
@@ -335,6 +375,32 @@ def estimate_advantages(
     _check_per_token("advantages", advantages, mask)
     _check_per_token("returns", returns, mask)
     return zero_outside(advantages, mask), zero_outside(returns, mask)
+
+
+def _given(
+    estimator: Callable[..., Any], fields: Mapping[str, Any], memory: dict[Hashable, Any] | None
+) -> dict[str, Any]:
+    """Keyword arguments that are not options: `rollout_id` and `memory`, if the estimator takes them.
+
+    Raises:
+        ConfigError: rollouts have several rows, and the estimator compares rows by `uid` alone.
+    """
+    taken = options(estimator)
+    arguments: dict[str, Any] = {}
+    if MEMORY in taken:
+        arguments[MEMORY] = {} if memory is None else memory
+    rollout_id = list(fields.get(ROLLOUT_ID, ()))
+    if len(set(rollout_id)) == len(rollout_id):
+        return arguments
+    if ROLLOUT_ID in taken:
+        arguments[ROLLOUT_ID] = rollout_id
+    elif "uid" in required_fields(estimator):
+        raise ConfigError(
+            _ESTIMATOR,
+            got="an estimator that counts each row, and rollouts with several rows",
+            expected="one that takes rollout_id, such as grpo, rloo, maxrl or gigpo",
+        )
+    return arguments
 
 
 def _check_per_token(name: str, values: Tensor, mask: Tensor) -> None:

@@ -29,7 +29,7 @@ import torch
 from quadriga.algorithms.kl import PENALTY_FIELDS, apply_kl_penalty, get_kl_controller
 from quadriga.algorithms.masked import log_prob_mismatch
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
-from quadriga.algorithms.registry import estimate_advantages
+from quadriga.algorithms.registry import MEMORY, EstimatorMemory, estimate_advantages, options
 from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import Config, learns_from_rewards, writes_checkpoints
 from quadriga.observe.metrics import Metric, reduce_metrics
@@ -132,7 +132,11 @@ class RayPPOTrainer(TrainingLoop):
         learners: dict[str, Any] = {"actor": self.actor}
         if self.critic:
             learners["critic"] = self.critic
-        resumable = {"loader": self.prompts, "kl_controller": self.kl_controller}
+        resumable: dict[str, Any] = {"loader": self.prompts, "kl_controller": self.kl_controller}
+        self.estimator = configured_estimator(config).function
+        self.memory = EstimatorMemory()
+        if MEMORY in options(self.estimator):
+            resumable["estimator"] = self.memory
         super().__init__(config, learners, total_training_steps, resumable)
 
         if not learns_from_rewards(config):
@@ -140,7 +144,6 @@ class RayPPOTrainer(TrainingLoop):
             self.warned.add("scores")
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
-        self.estimator = configured_estimator(config).function
         self.num_ranks = 1
         self.cost = SequenceCost()
         if config.trainer.balance_batch:
@@ -435,7 +438,13 @@ class RayPPOTrainer(TrainingLoop):
         with self.timer.phase("adv"):
             if learns_from_rewards(self.config):
                 fields = {**dict(batch.batch.items()), **batch.non_tensor_batch}
-                advantages, returns = estimate_advantages(self.estimator, fields)
+                # Estimators call the environment of a row `data_source`, whatever the data do.
+                source = self.config.data.reward_fn_key
+                if source in fields:
+                    fields["data_source"] = fields[source]
+                advantages, returns = estimate_advantages(
+                    self.estimator, fields, self.memory.values
+                )
             else:
                 # Distillation alone: the loss has no term with advantages.
                 advantages = torch.zeros_like(batch.batch["token_level_rewards"])

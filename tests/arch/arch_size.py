@@ -23,6 +23,8 @@ LARGE_FILES: dict[str, str] = {
 LARGE_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
     "packages/quadriga_verl/core_algos.py:compute_policy_loss": "the signature is verl's, for users' code",
+    "quadriga/algorithms/advantages/gigpo.py:gigpo": "five fields of the batch, and an option for each of its parts",
+    "quadriga/algorithms/losses/vespo.py:vespo": "four fields of the batch, and two shapes of two parameters",
     "quadriga/models/heads.py:token_scores": "one pass over the vocabulary: what it reads, and what it is asked for",
     "quadriga/models/fused_triton.py:_norm_kernel": "a kernel takes pointers and sizes one by one",
     "quadriga/models/fused_triton.py:_norm_gradients_kernel": "a kernel takes pointers and sizes one by one",

@@ -66,7 +66,21 @@ def batch(seed: int = 0) -> dict[str, Any]:
             [{"format": score.item()} for score in noise(seed + 5, 9)], dtype=object
         ),
         "uid": np.array(["a", "b", "a", "c", "b", "a", "d", "c", "b"], dtype=object),
+        "data_source": np.array(["chess"] * 9, dtype=object),
+        "agent": np.array(["white"] * 9, dtype=object),
+        "row_index": torch.arange(9),
+        **turns(lengths.tolist()),
     }
+
+
+def turns(lengths: list[int]) -> dict[str, np.ndarray]:
+    """A turn of up to two tokens and one of the rest for each row, all begun in the same states."""
+    spans = np.empty(len(lengths), dtype=object)
+    states = np.empty(len(lengths), dtype=object)
+    for row, length in enumerate(lengths):
+        spans[row] = [(0, min(2, length)), (min(2, length), length)]
+        states[row] = ["start", "middle"]
+    return {"turn_spans": spans, "turn_states": states}
 
 
 def rows(fields: dict[str, Any], order: np.ndarray) -> dict[str, Any]:
@@ -144,6 +158,7 @@ def test_group_estimators_are_exactly_zero_where_a_group_is_all_alike(estimator)
     }
     fields["response_mask"] = torch.ones(9, 5)
     fields["reward_extra"] = np.array([{"format": 0.1}] * 9, dtype=object)
+    fields |= turns([5] * 9)
     if "uid" in required_fields(estimator):
         assert not estimate_advantages(estimator, fields)[0].any()
 
@@ -155,6 +170,7 @@ def test_better_answers_get_more(estimator) -> None:
     fields |= {"values": torch.full((2, 3), 0.5), "reward_baselines": torch.full((2,), 0.5)}
     fields |= {"old_log_probs": torch.full((2, 3), -1.0), "sum_pi_squared": torch.full((2, 3), 0.3)}
     fields["reward_extra"] = np.array([{"format": 0.5}] * 2, dtype=object)
+    fields |= turns([3, 3]) | {"data_source": np.array(["chess"] * 2)}
     advantages, _ = estimate_advantages(estimator, fields)
     assert (advantages[1] > advantages[0]).all()
 

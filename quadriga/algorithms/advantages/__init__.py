@@ -9,14 +9,18 @@ outside the mask.
 
 from quadriga.algorithms.advantages.gae import gae
 from quadriga.algorithms.advantages.gdpo import gdpo
+from quadriga.algorithms.advantages.gigpo import gigpo
 from quadriga.algorithms.advantages.gpg import gpg
 from quadriga.algorithms.advantages.grpo import grpo
 from quadriga.algorithms.advantages.grpo_passk import grpo_passk
+from quadriga.algorithms.advantages.hierarchical_grpo import hierarchical_grpo
+from quadriga.algorithms.advantages.maxrl import maxrl
 from quadriga.algorithms.advantages.opo import opo
 from quadriga.algorithms.advantages.optimal_token_baseline import (
     optimal_token_baseline,
     tir_optimal_token_baseline,
 )
+from quadriga.algorithms.advantages.rae import rae
 from quadriga.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 from quadriga.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from quadriga.algorithms.advantages.remax import remax

@@ -42,6 +42,7 @@ def gdpo(
     gdpo_reward_keys: Sequence[str],
     gdpo_reward_weights: Sequence[float] | None = None,
     epsilon: float = 1e-6,
+    rollout_id: Iterable[Hashable] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantages of several rewards, whitened over the responses of the batch.
 
@@ -53,6 +54,7 @@ def gdpo(
         gdpo_reward_keys: names of the rewards to use; `score` is the response's reward itself.
         gdpo_reward_weights: one factor per reward; None weighs all by 1.
         epsilon: added to the standard deviation of a group.
+        rollout_id: rollout of each row, [B]. None: every row is a rollout.
 
     Returns:
         Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
@@ -73,7 +75,7 @@ def gdpo(
         )
 
     scores = token_level_rewards.sum(-1)  # [B]
-    groups = Groups.of(uid, scores)
+    groups = Groups.of(uid, scores, rollout_id)
     total = torch.zeros_like(scores)
     # Step 1: the advantage of each reward within its group, as in GRPO.
     for key, weight in zip(gdpo_reward_keys, weights, strict=True):
@@ -84,7 +86,8 @@ def gdpo(
     # Step 2: whiten over the batch. One entry per response, [B, 1], so that a long response does
     # not count more than a short one.
     has_tokens = response_mask.bool().any(-1)
-    whitened = masked_whiten(total[:, None], has_tokens[:, None])
+    row_weight = None if groups.row_weight is None else groups.row_weight[:, None]
+    whitened = masked_whiten(total[:, None], has_tokens[:, None], weights=row_weight)
     advantages = spread(whitened[:, 0], response_mask)
     return advantages, advantages
 

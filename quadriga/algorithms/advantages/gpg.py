@@ -28,6 +28,7 @@ def gpg(
     uid: Iterable[Hashable],
     *,
     f_norm: float = 1.0,
+    rollout_id: Iterable[Hashable] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantages, scaled up for groups without a gradient.
 
@@ -36,15 +37,16 @@ def gpg(
         response_mask: [B, T].
         uid: group of each response, [B].
         f_norm: constant that the advantages are divided by.
+        rollout_id: rollout of each row, [B]. None: every row is a rollout.
 
     Returns:
         Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
     """
     scores = token_level_rewards.sum(-1)  # [B]
-    groups = Groups.of(uid, scores)
+    groups = Groups.of(uid, scores, rollout_id)
     # A group of one has a deviation of 1 and counts, too.
-    num_with_gradient = (groups.deviation(scores) > 0).sum()
+    num_with_gradient = groups.count(groups.deviation(scores) > 0)
     # If no group has a gradient, all advantages are 0 and alpha does not matter.
-    alpha = len(scores) / num_with_gradient.clamp(min=1)
+    alpha = groups.count(groups.size > 0) / num_with_gradient.clamp(min=1)
     advantages = spread(alpha * groups.centered(scores) / f_norm, response_mask)
     return advantages, advantages

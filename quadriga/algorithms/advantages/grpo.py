@@ -35,6 +35,7 @@ def grpo(
     *,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
+    rollout_id: Iterable[Hashable] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantages.
 
@@ -44,12 +45,13 @@ def grpo(
         uid: group of each response, [B].
         epsilon: added to the group's standard deviation.
         norm_adv_by_std_in_grpo: whether to divide by the group's (unbiased) standard deviation.
+        rollout_id: rollout of each row, [B]. None: every row is a rollout.
 
     Returns:
         Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
     """
     scores = token_level_rewards.sum(-1)  # [B]
-    groups = Groups.of(uid, scores)
+    groups = Groups.of(uid, scores, rollout_id)
     advantage = groups.centered(scores)
     # Dr. GRPO leaves out this division.
     if norm_adv_by_std_in_grpo:

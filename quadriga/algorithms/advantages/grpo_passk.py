@@ -27,6 +27,7 @@ def grpo_passk(
     *,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
+    rollout_id: Iterable[Hashable] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantage of each group's best response over the second best; 0 for the other responses.
 
@@ -36,12 +37,13 @@ def grpo_passk(
         uid: group of each response, [B].
         epsilon: added to the group's standard deviation.
         norm_adv_by_std_in_grpo: whether to divide by the group's (unbiased) standard deviation.
+        rollout_id: rollout of each row, [B]. None: every row is a rollout.
 
     Returns:
         Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
     """
     scores = token_level_rewards.sum(-1)  # [B]
-    groups = Groups.of(uid, scores)
+    groups = Groups.of(uid, scores, rollout_id)
 
     # `Groups` has no largest value of a group, but the smallest of the negated scores is the same.
     best = -groups.smallest(-scores)
@@ -49,7 +51,7 @@ def grpo_passk(
     second_best = -groups.smallest(-scores.masked_fill(is_best, -float("inf")))
 
     # Where the best score is shared, no response raised it alone.
-    has_single_best = groups.sum(is_best.to(scores.dtype)) == 1
+    has_single_best = groups.mean(is_best.to(scores.dtype)) * groups.size < 1.5
     lead = (scores - second_best).masked_fill(~(is_best & has_single_best), 0)
     # A group of one has no second best.
     advantage = lead.where(groups.size > 1, scores)

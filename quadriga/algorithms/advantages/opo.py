@@ -21,7 +21,11 @@ from quadriga.algorithms.registry import register_adv_est
 
 @register_adv_est("opo", compares_group=True)
 def opo(
-    token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: Iterable[Hashable],
+    *,
+    rollout_id: Iterable[Hashable] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages over the length-weighted mean score of the group.
 
@@ -29,12 +33,13 @@ def opo(
         token_level_rewards: [B, T].
         response_mask: [B, T].
         uid: group of each response, [B].
+        rollout_id: rollout of each row, [B]. None: every row is a rollout.
 
     Returns:
         Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
     """
     scores = token_level_rewards.sum(-1)  # [B]
-    groups = Groups.of(uid, scores)
+    groups = Groups.of(uid, scores, rollout_id)
     # The squared length of a response's gradient is taken to grow with its number of tokens.
     lengths = response_mask.bool().sum(-1).to(scores.dtype)
     # A group without any token has no gradient, so any weights will do as long as they are not 0.

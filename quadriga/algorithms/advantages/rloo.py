@@ -24,7 +24,11 @@ from quadriga.algorithms.registry import register_adv_est
 @register_adv_est("rloo_vectorized", compares_group=True)
 @register_adv_est("rloo", compares_group=True)
 def rloo(
-    token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: Iterable[Hashable],
+    *,
+    rollout_id: Iterable[Hashable] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages over the mean score of the other responses to the prompt.
 
@@ -32,12 +36,13 @@ def rloo(
         token_level_rewards: [B, T].
         response_mask: [B, T].
         uid: group of each response, [B].
+        rollout_id: rollout of each row, [B]. None: every row is a rollout.
 
     Returns:
         Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
     """
     scores = token_level_rewards.sum(-1)  # [B]
-    groups = Groups.of(uid, scores)
+    groups = Groups.of(uid, scores, rollout_id)
     # A group of one has no others; its `centered` score is the score itself and stays unscaled.
     num_others = (groups.size - 1).clamp(min=1)
     advantage = groups.centered(scores) * (groups.size / num_others)

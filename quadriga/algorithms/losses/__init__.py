@@ -14,9 +14,11 @@ from quadriga.algorithms.losses.dro import dro
 from quadriga.algorithms.losses.geo_mean import geo_mean
 from quadriga.algorithms.losses.gpg import gpg
 from quadriga.algorithms.losses.gspo import gspo
+from quadriga.algorithms.losses.luspo import luspo
 from quadriga.algorithms.losses.sapo import sapo
 from quadriga.algorithms.losses.value import clipped_value_loss
 from quadriga.algorithms.losses.vanilla import vanilla
+from quadriga.algorithms.losses.vespo import vespo
 from quadriga.algorithms.registry import POLICY_LOSSES
 
 POLICY_LOSSES.built_in = frozenset(POLICY_LOSSES)

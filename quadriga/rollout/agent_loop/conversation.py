@@ -123,6 +123,8 @@ class Conversation:
     routes: np.ndarray | None = None
     # Further facts from a loop, for `extra_info` of the score function.
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    # States of an environment by number of the model's turn, counted from 0.
+    states: dict[int, str] = field(default_factory=dict)
     # A grade from the loop itself. None: the conversation is graded like others.
     outcome: Outcome | None = None
     # `quadriga.data.VisionProcessor` of a vision-language model. None: later turns have no images.
@@ -221,6 +223,32 @@ class Conversation:
         """Number of tokens that still fit."""
         total = self.limits.total_tokens - len(self.prompt_ids)
         return min(self.limits.response_tokens, total) - len(self.token_ids)
+
+    @property
+    def turn_spans(self) -> list[tuple[int, int]]:
+        """First position and position after the last of each turn of the model."""
+        spans = []
+        start = 0
+        for turn in self.turns:
+            end = start + len(turn.token_ids)
+            if turn.role == "assistant":
+                spans.append((start, end))
+            start = end
+        return spans
+
+    @property
+    def turn_states(self) -> list[str]:
+        """State in which each turn of the model began: the environment's own, or what was said.
+
+        A loop sets a state of the environment in `states`. Without one, it is the text of the turn
+        before, or "" at the beginning.
+        """
+        states = []
+        for number, turn in enumerate(self.turns):
+            if turn.role == "assistant":
+                observation = self.turns[number - 1].text if number else ""
+                states.append(self.states.get(len(states), observation))
+        return states
 
     @property
     def solution_messages(self) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -462,8 +463,8 @@ def to_batch(
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`,
         `token_versions` [B, T], `input_ids`, `attention_mask` [B, P + T], `position_ids`
         [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`, `finish_reason`, `tool_rewards`,
-        `turn_scores`, `solution_messages`, if graded `reward_outcome`, and with a processor
-        `multi_modal_inputs`.
+        `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`, if graded
+        `reward_outcome`, and with a processor `multi_modal_inputs`.
     """
     images = [chat.images for chat in chats]
     prompts = _prompt_columns(chats, limits.prompt_tokens, pad_token_id)
@@ -479,19 +480,26 @@ def to_batch(
     )
     tensors["position_ids"] = position_ids
 
-    non_tensors = {
-        "num_turns": object_array(len(chat.turns) for chat in chats),
-        "finish_reason": object_array(chat.finish_reason for chat in chats),
-        "tool_rewards": object_array(chat.tool_rewards for chat in chats),
-        "turn_scores": object_array(chat.turn_scores for chat in chats),
-        "solution_messages": object_array(chat.solution_messages for chat in chats),
-    }
+    non_tensors = _conversation_columns(chats)
     if chats and chats[0].processor is not None:
         inputs = [{} if shown is None else shown.inputs for shown in images]
         non_tensors["multi_modal_inputs"] = object_array(inputs)
     if outcomes is not None:
         non_tensors["reward_outcome"] = object_array(outcomes)
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
+
+
+def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray]:
+    """Object columns [B] with how each conversation went."""
+    return {
+        "num_turns": object_array(len(chat.turns) for chat in chats),
+        "finish_reason": object_array(chat.finish_reason for chat in chats),
+        "tool_rewards": object_array(chat.tool_rewards for chat in chats),
+        "turn_scores": object_array(chat.turn_scores for chat in chats),
+        "solution_messages": object_array(chat.solution_messages for chat in chats),
+        "turn_spans": object_array(chat.turn_spans for chat in chats),
+        "turn_states": object_array(chat.turn_states for chat in chats),
+    }
 
 
 def _prompt_columns(

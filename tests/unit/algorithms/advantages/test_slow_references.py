@@ -23,6 +23,8 @@ SETTINGS = {
     "lam": LAM,
     "gdpo_reward_keys": ["score", "style"],
     "gdpo_reward_weights": [1.0, 0.5],
+    "episode_agents": ["solver"],
+    "step_gamma": GAMMA,
 }
 Table = list[list[float]]
 
@@ -40,6 +42,9 @@ class Rows:
         self.is_weights: Table = fields["rollout_is_weights"].tolist()
         self.style = [row["style"] for row in fields["reward_extra"]]
         self.uid = list(fields["uid"])
+        self.agent = list(fields["agent"])
+        self.states = list(fields["turn_states"])
+        self.spans = list(fields["turn_spans"])
         self.size = len(self.uid)
         self.scores = [math.fsum(row) for row in self.rewards]
 
@@ -223,15 +228,69 @@ def tir_optimal_token_baseline(rows: Rows) -> Table:
     return table
 
 
+def maxrl(rows: Rows) -> Table:
+    results = []
+    for row in range(rows.size):
+        mean = statistics.fmean(rows.scores[other] for other in rows.group(row))
+        is_alone = len(rows.group(row)) == 1
+        results.append(0.0 if mean <= 0 or is_alone else (rows.scores[row] - mean) / mean)
+    return rows.spread(results)
+
+
+def hierarchical_grpo(rows: Rows) -> Table:
+    """Every row is a rollout: a solver has no peers, a proposer those of the group."""
+    results = []
+    for row in range(rows.size):
+        peers = [other for other in rows.group(row) if rows.agent[other] == rows.agent[row]]
+        mean = statistics.fmean(rows.scores[other] for other in peers)
+        results.append(0.0 if rows.agent[row] == "solver" else rows.scores[row] - mean)
+    return rows.spread(results)
+
+
+def rae(rows: Rows) -> Table:
+    baselines: dict[str, float] = {}
+    results = []
+    for row in range(rows.size):
+        baseline = baselines.get(rows.agent[row], 0.0)
+        results.append(rows.scores[row] - baseline)
+        baselines[rows.agent[row]] = 0.95 * baseline + 0.05 * rows.scores[row]
+    return rows.spread(results)
+
+
+def gigpo(rows: Rows) -> Table:
+    """Equations 3, 6, 7 and 8, turn by turn."""
+    turns = []
+    for row in range(rows.size):
+        starts = [start for start, _ in rows.spans[row]]
+        ends = [*starts[1:], WIDTH]
+        rewards = [math.fsum(rows.rewards[row][a:b]) for a, b in zip(starts, ends, strict=True)]
+        for k, state in enumerate(rows.states[row]):
+            to_go = sum(GAMMA ** (j - k) * rewards[j] for j in range(k, len(rewards)))
+            turns.append((row, rows.spans[row][k], (rows.uid[row], state), to_go))
+    table = rows.spread(relative(rows, rows.scores))
+    for row, (start, end), anchor, to_go in turns:
+        peers = [other_to_go for _, _, other, other_to_go in turns if other == anchor]
+        if len(peers) == 1:
+            continue
+        step = (to_go - statistics.fmean(peers)) / (statistics.stdev(peers) + 1e-6)
+        for t in range(start, end):
+            table[row][t] += step * rows.mask[row][t]
+    return table
+
+
 REFERENCES: dict[str, Callable[[Rows], Table]] = {
     "gae": gae,
     "gdpo": gdpo,
+    "gigpo": gigpo,
     "gpg": gpg,
     "grpo": grpo,
     "grpo_passk": grpo_passk,
     "grpo_vectorized": grpo,
+    "hierarchical_grpo": hierarchical_grpo,
+    "maxrl": maxrl,
     "opo": opo,
     "optimal_token_baseline": optimal_token_baseline,
+    "rae": rae,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
@@ -272,6 +331,10 @@ def test_advantages(name: str, uid: list[str], density: float, seed: int) -> Non
         "rollout_is_weights": 2 * torch.rand(shape, dtype=torch.float64, generator=generator),
         "reward_extra": np.array([{"style": style} for style in styles], dtype=object),
         "uid": np.array(uid, dtype=object),
+        "data_source": ["game"] * len(uid),
+        "agent": [("solver", "proposer")[(seed + row) % 3 == 0] for row in range(len(uid))],
+        "turn_spans": [[(0, 2), (3, 4)] for _ in uid],
+        "turn_states": [["start", "ab"[(seed + row) % 2]] for row in range(len(uid))],
     }
     advantages, _ = estimate_advantages(bind_options(ADVANTAGES.get(name), shared=SETTINGS), fields)
     expected = torch.tensor(REFERENCES[name](Rows(fields)), dtype=torch.float64)

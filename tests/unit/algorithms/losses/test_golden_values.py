@@ -36,6 +36,10 @@ EXPECTED = {
     "bypass_mode": [-1.5, 1.6, -1.0, 3.0],
     # Row 0: s = (2 * 0.5 * 1)^(1/3) = 1, losses -A. Row 1: s = 4 and A < 0: max(4, 1.5) = 4, without a dual clip.
     "gspo": [-1.0, 2.0, -1.0, 4.0],
+    # gspo's, times 3 tokens and 1 token.
+    "luspo": [-3.0, 6.0, -3.0, 4.0],
+    # -A phi(W) log p. Row 0: W = 1, so phi = 1. Row 1: W = 4 and A < 0: phi = 4^3 exp(2 (1 - 4)).
+    "vespo": [-HALF, 2 * QUARTER, -HALF, 64 * math.exp(-6) * HALF],
     # Row 0: log 2 = 0.693 held at 0.5 (A > 0); log 0.5 = -0.693 held at -0.2 (A < 0); 0. The ratio is exp(0.3 / 3).
     # Row 1: A < 0 and log 4 above: not held; 4.
     "geo_mean": [-math.exp(0.1), 2 * math.exp(0.1), -math.exp(0.1), 4.0],

@@ -51,6 +51,20 @@ def gspo(answer: Answer) -> Slopes:
     ]
 
 
+def luspo(answer: Answer) -> Slopes:
+    return [(len(answer) * loss, len(answer) * slope) for loss, slope in gspo(answer)]
+
+
+def vespo(answer: Answer) -> Slopes:
+    ratio = math.exp(sum(new - old for old, new, _, _ in answer))
+    results = []
+    for _, new, gain, _ in answer:
+        power, decay = (2, 3) if gain > 0 else (3, 2)
+        weight = ratio**power * math.exp(decay * (1 - ratio))
+        results.append((-gain * weight * new, -gain * weight))
+    return results
+
+
 def geo_mean(answer: Answer) -> Slopes:
     logs, frees = [], []
     for old, new, gain, _ in answer:
@@ -141,8 +155,10 @@ REFERENCES: dict[str, Callable[[Answer], Slopes]] = {
     "gpg": gpg,
     "gspo": gspo,
     "kl_cov": kl_cov,
+    "luspo": luspo,
     "sapo": sapo,
     "vanilla": vanilla,
+    "vespo": vespo,
 }
 
 

@@ -50,6 +50,12 @@ def test_account_and_teacher(converse, make_prompts, recorder) -> None:
     row = {name: column[0] for name, column in output.non_tensor_batch.items()}
     roles = [message["role"] for message in row.pop("solution_messages")]
     assert roles == ["assistant", "tool", "assistant", "tool", "assistant", "user", "assistant"]
+    spans = row.pop("turn_spans")
+    mask = output.batch["response_mask"][0]
+    assert len(spans) == 4 and all(mask[start:end].all() for start, end in spans)
+    assert sum(end - start for start, end in spans) == int(mask.sum())
+    states = row.pop("turn_states")
+    assert states[:2] == ["", "There are 70 EUR."]
     assert row == {
         "num_turns": 7,
         "finish_reason": "interaction",
