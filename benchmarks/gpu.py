@@ -13,6 +13,7 @@ Decode steps: of 1, 128 and 512 responses of 256 tokens to prompts of 256, eight
 behind the first 16, over their number, sampling included.
 """
 
+import gc
 import time
 from argparse import ArgumentParser
 
@@ -124,7 +125,9 @@ def time_updates(sizes: dict[str, int], batch: DataProto) -> None:
             f"MFU {mfu:.3f}, peak {gigabytes:.1f} GiB; log-probs {num_tokens / scored:.0f} tokens/s",
             flush=True,
         )
+        # The model's modules refer to themselves, and would stay beside the next engine.
         del engine, scorer
+        gc.collect()
 
 
 def time_decoding(sizes: dict[str, int], num_tokens: int, batches: tuple[int, ...]) -> None:

@@ -110,12 +110,12 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
     # The new forwards read a module's parameters when they are called: FSDP replaces them.
     counts = {"norms": 0, "mlps": 0}
     for module in model.modules():
-        if _is_plain_norm(module):
+        if is_plain_norm(module):
             module.forward = MethodType(
                 lambda norm, x: RMSNorm.apply(x, norm.weight, norm.variance_epsilon), module
             )
             counts["norms"] += 1
-        elif _is_gated_mlp(module):
+        elif is_gated_mlp(module):
             module.forward = MethodType(
                 lambda mlp, x: mlp.down_proj(GatedSiLU.apply(mlp.gate_proj(x), mlp.up_proj(x))),
                 module,
@@ -124,7 +124,7 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
     return counts
 
 
-def _is_plain_norm(module: nn.Module) -> bool:
+def is_plain_norm(module: nn.Module) -> bool:
     """Whether a norm multiplies by `weight` itself, as in the Llama family.
 
     Gemma's norms multiply by 1 + weight, and call the epsilon `eps`.
@@ -135,7 +135,7 @@ def _is_plain_norm(module: nn.Module) -> bool:
     return parameter_names == {"weight"} and hasattr(module, "variance_epsilon")
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
+def is_gated_mlp(module: nn.Module) -> bool:
     """Whether a module is down(silu(gate(x)) * up(x)) and nothing else, as in the Llama family."""
     if {name for name, _ in module.named_children()} != _MLP_PARTS:
         return False

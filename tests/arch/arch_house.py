@@ -23,6 +23,7 @@ SIZES: dict[str, int] = {
     "engines": 34800,
     "models": 32140,
     "observe": 13110,
+    "planning": 1600,
     "protocol": 13130,
     "quadriga_verl": 38690,
     "rewards": 28950,

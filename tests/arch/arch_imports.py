@@ -33,7 +33,13 @@ _BELOW_TRAINER = _CORE | {
     "single_controller",
     "workers",
 }
-_BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout", "weight_sync"}
+_BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {
+    "models",
+    "planning",
+    "engines",
+    "rollout",
+    "weight_sync",
+}
 
 # Each layer and what it may import besides itself. The order is the one in which they stand on each other.
 LAYERS: dict[str, frozenset[str]] = {
@@ -59,6 +65,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "data": _CORE | {"user_file", "http_client"},
     "recipes": frozenset({"errors", "config", "observe", "data", "rewards"}),
     "models": frozenset({"errors", "partition", "config", "observe"}),
+    "planning": frozenset({"errors", "config", "models"}),
     "single_controller": _CORE,
     "engines": _CORE | {"algorithms", "models"},
     "weight_sync": frozenset({"errors", "partition", "config", "observe"}),

@@ -26,7 +26,15 @@ PLAIN_PACKAGES = frozenset(
             "observe",
             "protocol",
         ),
-        *("quadriga_recipes", "rewards", "rollout", "single_controller", "weight_sync", "workers"),
+        *(
+            "planning",
+            "quadriga_recipes",
+            "rewards",
+            "rollout",
+            "single_controller",
+            "weight_sync",
+            "workers",
+        ),
     }
 )
 

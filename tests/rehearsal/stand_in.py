@@ -14,6 +14,8 @@ The mark of a tensor is on its storage, so views and parameters have it too. Wha
 
 In a capture of a graph both, and copies that are not asynchronous, are errors, as on a GPU.
 
+`memory` counts the bytes of live storages (memory.py).
+
 What it does not show: that a kernel exists for a dtype, is right or fast on a GPU, or how much memory it takes; races
 of streams, which run in the order of the program here. Different dtypes in a product are errors on a CPU, too.
 """
@@ -26,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any
-from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.rehearsal.devices import Graph, compute, cuda_names, nccl, recorded
+from tests.rehearsal.memory import DeviceMemory
 
 PACKAGE = str(Path(__file__).parents[2] / "quadriga")
 aten = torch.ops.aten
@@ -78,7 +80,7 @@ class StandIn:
         self.findings: list[str] = []
         self.host_reads: list[str] = []
         self.num_waits = 0
-        self.storages: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+        self.memory = DeviceMemory()
         self.modes = (_Functions(self), _Operators(self))
 
     # ---- marks ----------------------------------------------------------------------------------
@@ -101,10 +103,7 @@ class StandIn:
                 storage = storage_of(getattr(tensor, "_local_tensor", tensor))
                 storage.mark = device
                 if device.type == "cuda":
-                    self.storages[storage._cdata] = storage
-
-    def allocated_bytes(self) -> int:
-        return sum(one.nbytes() for one in list(self.storages.values()))
+                    self.memory.add(storage)
 
     def resolve(self, device: Any) -> torch.device | None:
         """A device that a call names; None: it names none. `cuda` is the thread's current one."""
@@ -209,7 +208,13 @@ class StandIn:
         for module, name in ((torch.cuda.profiler, "start"), (torch.cuda.profiler, "stop")):
             patch.setattr(module, name, partial(recorded, self, f"profiler.{name}"))
         patch.setattr(torch.cuda.nvtx, "range", self._range)
-        for name in ("mem_get_info", "memory_allocated", "max_memory_allocated", "empty_cache"):
+        for name in (
+            "mem_get_info",
+            "memory_allocated",
+            "max_memory_allocated",
+            "reset_peak_memory_stats",
+            "empty_cache",
+        ):
             patch.setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
         patch.setattr(torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)
         patch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -223,6 +228,7 @@ class StandIn:
         patch.setattr(
             storage, "device", property(lambda one: getattr(one, "mark", _HOST)), raising=False
         )
+        patch.setattr(storage, "resize_", self._resizer(storage.resize_))
         handles: list[torch.UntypedStorage] = []  # both sides are this process
 
         def share(one: torch.UntypedStorage) -> tuple[Any, ...]:
@@ -266,6 +272,17 @@ class StandIn:
 
         patch.setattr(dist, "init_process_group", start_group)
         patch.setattr(dist, "ProcessGroupNCCL", partial(nccl, self), raising=False)
+
+    def _resizer(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """`UntypedStorage.resize_`, counted: FSDP frees what it has gathered by it."""
+
+        def resize_counted(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            if getattr(storage, "mark", _HOST).type == "cuda":
+                self.memory.add(storage)
+            return storage
+
+        return resize_counted
 
     def _range(self, name: str) -> Any:
         self.counts["nvtx.range"] += 1

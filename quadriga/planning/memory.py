@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Formula of the memory that an update takes on an accelerator, for a dense decoder with gated MLPs.
+
+    between updates       weights, float32 masters, AdamW's moments
+    end of forward        + what the backward pass of each layer needs
+    head, backward        + a chunk of the logits' gradient, and the head's gradient twice
+    layers, backward      + gradients of the MLP's activations
+    optimizer step        + float32 gradients of all parameters
+
+The peak is the largest of these moments. Gradients count from the first micro-batch on, since
+later ones add to them. Terms were read off the code, and agree with the bytes of all live tensors
+on the stand-in for CUDA (tests/rehearsal/test_memory.py).
+
+Legend: N packed tokens, M predicted tokens, D hidden size, F width of the MLP, Q and K numbers of a
+token's queries and keys, V vocabulary, r rank of an adapter.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quadriga.planning.sizes import ModelSizes
+
+_CHUNK_TOKENS = 2048  # tokens whose logits' gradient is in memory at once
+_ROWS_PER_PART = 8192  # rows of the head with one set of statistics per token
+_NUM_LINEAR = 7  # linear modules of a layer, each with an adapter
+
+
+@dataclass(frozen=True)
+class UpdateShape:
+    """Conditions of an update that decide about its memory.
+
+    Attributes:
+        num_tokens: N of the largest micro-batch.
+        num_predicted: M of it.
+        itemsize: bytes of a number of the dtype that computes.
+        recomputes: whether activations are recomputed (gradient checkpointing).
+        num_shards: ranks that shard the weights (FSDP).
+        adapter_rank: r; 0 if all weights are trained.
+        has_head: whether a vocabulary head computes; False for a critic.
+        has_gradients: whether gradients of an earlier micro-batch are in memory.
+    """
+
+    num_tokens: int
+    num_predicted: int
+    itemsize: int = 2
+    recomputes: bool = False
+    num_shards: int = 1
+    adapter_rank: int = 0
+    has_head: bool = True
+    has_gradients: bool = True
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """Predicted bytes at the peak of an update on one rank.
+
+    Attributes:
+        weights: weights that compute, and float32 masters where these are other tensors.
+        optimizer: AdamW's moments.
+        gradients: float32 sums of gradients.
+        activations: tensors that are kept for the backward pass.
+        working: tensors of the moment of the peak: gathered weights, gradients of activations, a
+            chunk of the logits' gradient.
+        moment: the moment of the peak.
+    """
+
+    weights: float
+    optimizer: float
+    gradients: float
+    activations: float
+    working: float
+    moment: str
+
+    @property
+    def total(self) -> float:
+        """All bytes at the peak."""
+        state = self.weights + self.optimizer + self.gradients
+        return state + self.activations + self.working
+
+
+def layer_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
+    """Bytes that the backward pass of one layer needs, its input [N, D] included."""
+    # Input, first norm, sum and second norm of D; queries and result of Q; gate, up and product.
+    numbers = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys + 3 * sizes.mlp
+    # Norms keep a float32 scale per token, attention a log-sum-exp per head.
+    wide_numbers = 2 + sizes.num_heads
+    if sizes.norms_queries:
+        numbers += sizes.queries + sizes.keys
+        wide_numbers += (sizes.queries + sizes.keys) // sizes.head_size
+    numbers += _NUM_LINEAR * shape.adapter_rank
+    return shape.num_tokens * (numbers * shape.itemsize + wide_numbers * 4)
+
+
+def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
+    """Predict the peak of an update.
+
+    Args:
+        sizes: the model.
+        shape: the conditions.
+
+    Returns:
+        Bytes at the peak, by purpose.
+    """
+    num_frozen = sizes.num_parameters if shape.adapter_rank else 0
+    num_trained = sizes.num_parameters
+    if shape.adapter_rank:
+        num_trained = _adapter_parameters(sizes, shape.adapter_rank)
+    weights = 4.0 * num_trained / shape.num_shards
+    if shape.num_shards == 1:
+        # Narrow weights compute beside their float32 masters; sharded ones are gathered from them.
+        weights += (num_trained if shape.itemsize < 4 else 0) * shape.itemsize
+    weights += num_frozen * shape.itemsize / shape.num_shards
+    optimizer = 8.0 * num_trained / shape.num_shards
+    gradients = 4.0 * num_trained / shape.num_shards
+
+    moments = _moments(sizes, shape)
+    peak = max(moments, key=lambda moment: moment.activations + moment.working)
+    if not shape.has_gradients and gradients > peak.activations + peak.working:
+        peak = _Moment("the optimizer step", 0.0, gradients)
+    return UpdateMemory(
+        weights=weights,
+        optimizer=optimizer,
+        gradients=gradients if shape.has_gradients else 0.0,
+        activations=peak.activations,
+        working=peak.working,
+        moment=peak.name,
+    )
+
+
+def _adapter_parameters(sizes: ModelSizes, rank: int) -> int:
+    """Parameters of an adapter [r, in], [out, r] in all linear modules of the layers."""
+    attention = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys
+    mlp = 3 * (sizes.hidden + sizes.mlp)
+    return sizes.num_layers * rank * (attention + mlp)
+
+
+class _Moment(NamedTuple):
+    """A moment that may be the peak of an update, with its bytes beside the state."""
+
+    name: str
+    activations: float
+    working: float
+
+
+def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
+    """Moments of the forward and backward passes that may be the peak."""
+    token_bytes = shape.num_tokens * shape.itemsize
+    per_layer = token_bytes * sizes.hidden
+    recomputed = 0.0
+    if shape.recomputes:
+        recomputed = max(0.0, layer_bytes(sizes, shape) - per_layer)
+    else:
+        per_layer = layer_bytes(sizes, shape)
+    # Cosines and sines of the positions; int64 tokens, positions and places in shared prompts.
+    positions = shape.num_tokens * (2 * sizes.head_size * shape.itemsize + 3 * 8)
+    # int64 targets and their places, and columns of the batch.
+    targets = shape.num_predicted * (4 * 8 + 12)
+    kept_bytes = sizes.num_layers * per_layer + positions + targets
+    # Input and scale of the last norm; states before the predicted tokens.
+    last_norm = shape.num_tokens * (sizes.hidden * shape.itemsize + 4)
+    states = shape.num_predicted * sizes.hidden * shape.itemsize
+
+    # The gradient of the layer's output, and those of the MLP's product, gate and up; the product
+    # itself has been freed by then.
+    layer_work = recomputed + token_bytes * (sizes.hidden + 2 * sizes.mlp)
+    if sizes.is_tied and shape.has_head and not shape.adapter_rank:
+        # The embedding's own gradient is added to the head's at the end of the backward pass.
+        layer_work += sizes.table_parameters * shape.itemsize
+    gathered = 0.0
+    moments = []
+    if shape.num_shards > 1:
+        # Embedding and head, the layer, and the next one, which is gathered meanwhile.
+        outside_layers = sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
+        num_layers = min(2, sizes.num_layers)
+        gathered = (outside_layers + num_layers * sizes.layer_parameters) * shape.itemsize
+        if sizes.num_layers > 1:
+            # The last layer's gradients are being summed over the ranks in float32.
+            summed = sizes.layer_parameters * 4.0 * (1 + 1 / shape.num_shards)
+            work = layer_work + gathered + summed
+            if sizes.num_layers == 2:
+                # The first layer has no next one.
+                work -= sizes.layer_parameters * shape.itemsize
+            moments.append(_Moment("the layers' backward pass", kept_bytes - per_layer, work))
+        # The embedding and the head at the end: weights, gradients, and these once more in float32.
+        ends = outside_layers * (2 * shape.itemsize + 4.0)
+        sums = 4.0 * sizes.num_parameters / shape.num_shards
+        moments.append(_Moment("the end of the backward pass", positions + targets, ends + sums))
+    head_work = _head_bytes(sizes, shape) + gathered
+    moments.append(_Moment("the head's backward pass", kept_bytes + last_norm + states, head_work))
+    moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work + gathered))
+    return moments
+
+
+def _head_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
+    """Bytes of the backward pass of the vocabulary head, beside the kept ones."""
+    num_predicted = shape.num_predicted
+    if not shape.has_head:
+        return num_predicted * sizes.hidden * 4.0
+    num_parts = -(-sizes.vocabulary // _ROWS_PER_PART)
+    statistics = num_predicted * 4 * 4 * num_parts
+    chunk = min(_CHUNK_TOKENS, num_predicted) * sizes.vocabulary * shape.itemsize
+    gradient = num_predicted * sizes.hidden * shape.itemsize
+    weight_gradient = 0.0
+    if not shape.adapter_rank:
+        # Summed in float32 over the chunks, then rounded.
+        weight_gradient = sizes.table_parameters * (4.0 + shape.itemsize)
+    return statistics + chunk + gradient + weight_gradient
