@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga.streams import write_error
@@ -26,6 +27,10 @@ EXPIRY_VARIABLES = (
 STOP_NOTICE = "SIGTERM: the run ends after this step, with a checkpoint if it writes any; once more ends it at once."
 # Set: the training of this process ends after the current step.
 stop_requested = threading.Event()
+
+# Handlers of SIGTERM: the one from before, then those of open contexts. Contexts of trainers that
+# the garbage collector closes end in any order.
+_handlers: list[Any] = []
 
 
 @contextmanager
@@ -55,12 +60,18 @@ def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
         notice = f"{STOP_NOTICE} {fallback()}".rstrip()
         write_error(f"{notice}\n")
 
-    before = signal.signal(signal.SIGTERM, request)
+    if not _handlers:
+        _handlers.append(signal.getsignal(signal.SIGTERM))
+    _handlers.append(request)
+    signal.signal(signal.SIGTERM, request)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-        stop_requested.clear()
+        _handlers.remove(request)
+        signal.signal(signal.SIGTERM, _handlers[-1])
+        if len(_handlers) == 1:
+            _handlers.clear()
+            stop_requested.clear()
 
 
 def expiry() -> float:

@@ -30,7 +30,9 @@ LEARNING = (
 
 
 @pytest.fixture
-def make(verl_names: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def make(
+    verl_names: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
     """`make(name, *overrides)`: a trainer with its workers; prompts get the ids of `fit`."""
     import written_loop
 
@@ -53,9 +55,14 @@ def make(verl_names: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             val_reward_fn=written_loop.graded,
         )
         trainer.init_workers()
+        trainers.append(trainer)
         return trainer
 
-    return make
+    trainers: list[Any] = []
+    yield make
+    # A loop that is written out keeps its workers, and its handler of SIGTERM, while it exists.
+    for trainer in trainers:
+        trainer._steps.close()
 
 
 def logged(folder: Path) -> Iterator[dict[str, Any]]:

@@ -62,6 +62,18 @@ def test_sigterm_is_a_request_inside(capfd: pytest.CaptureFixture[str]) -> None:
     assert "the run ends after this step" in capfd.readouterr().err
 
 
+def test_contexts_may_end_in_any_order() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    older, newer = heeding_sigterm(), heeding_sigterm()
+    older.__enter__()
+    newer.__enter__()
+    handler = signal.getsignal(signal.SIGTERM)
+    older.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    newer.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_sigterm_in_a_fork_is_no_request() -> None:
     with heeding_sigterm():
         child = os.fork()

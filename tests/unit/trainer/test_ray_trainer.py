@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quadriga.algorithms.kl import get_kl_controller
-from quadriga.algorithms.registry import choose_estimator
+from quadriga.algorithms.registry import EstimatorMemory, choose_estimator
 from quadriga.config import Config
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
@@ -31,6 +31,7 @@ class Given(RayPPOTrainer):
         self.needs = SimpleNamespace(old_log_probs=False)
         batch.batch["position_ids"] = batch.batch["input_ids"] = batch.batch["attention_mask"]
         self.timer, self.metrics = PhaseTimer(), {}
+        self.memory = EstimatorMemory()
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.estimator = choose_estimator("grpo", {}, dict(config.algorithm)).function
 
