@@ -314,7 +314,9 @@ class RolloutEngine(WeightTarget, ABC):
         """
         self._is_aborting = True
         for loop in list(self._pending):
-            if not loop.is_closed():
+            if loop is asyncio._get_running_loop():
+                self._abort_pending(loop)
+            elif not loop.is_closed():
                 loop.call_soon_threadsafe(self._abort_pending, loop)
 
     def begin(
