@@ -73,8 +73,7 @@ class CallQueue:
         self._is_open = False
         self._running: dict[int, Future[Completion | None]] = {}
         self._finished: list[tuple[int, Outcome]] = []
-        # The number of threads is a setting of each thread.
-        self._thread.submit(_use_threads(torch.get_num_threads())).result()
+        self._num_threads = torch.get_num_threads()
 
     def exchange(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:
         """Take new calls, and return those that have finished.
@@ -139,6 +138,8 @@ class CallQueue:
     async def _answer(self, call: ServedCall) -> Completion | None:
         if not self._is_open:
             return None
+        # An engine that blocks computes here, and each thread has its own number of threads.
+        torch.set_num_threads(self._num_threads)
         self._num_computing += 1
         try:
             try:
@@ -167,7 +168,3 @@ class CallQueue:
                 outcome = RolloutError(self._engine.name, got=f"{type(error).__name__}: {error}")
             self._finished.append((number, outcome))
             self._changed.notify_all()
-
-
-async def _use_threads(num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
