@@ -111,14 +111,18 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
     _require_model(fields, policy)
     fields.refuse(_UNSUPPORTED)
     prompt, schemas = _rendered(fields, policy)
+    with_token_ids = fields.get("return_token_ids", "true or false", False)
     options = Fields(fields.get("stream_options", "an object", {}), "stream_options")
     return Call(
         prompt,
         _sampling(fields, ("max_completion_tokens", "max_tokens"), len(prompt), policy),
         has_seed=fields.values.get("seed") is not None,
         with_log_probs=fields.get("logprobs", "true or false", False),
-        with_token_ids=fields.get("return_token_ids", "true or false", False),
-        names_tokens_by_id=fields.get("return_tokens_as_token_ids", "true or false", False),
+        with_token_ids=with_token_ids,
+        # Whoever asks for ids trains on them, and a text may stand for several tokens.
+        names_tokens_by_id=fields.get(
+            "return_tokens_as_token_ids", "true or false", with_token_ids
+        ),
         schemas=schemas,
         is_streamed=fields.get("stream", "true or false", False),
         has_usage=options.get("include_usage", "true or false", False),

@@ -81,7 +81,11 @@ class TrainingServer:
         self._server, key = start_server(config, tokenizer, rollout, makes_key=True)
         self._file = config.trainer.directory / ADDRESS_FILE
         resolve_name(_WRITE_ADDRESS)(self._server, key, self._file)
-        print(f"  serving {self._server.url}, key in {self._file}; {self._server.limits}")
+
+    @property
+    def description(self) -> str:
+        """Address and limits, to be printed."""
+        return f"{self._server.url}, key in {self._file}; {self._server.limits}"
 
     def close(self) -> None:
         """End the server, and remove the file."""
@@ -96,7 +100,9 @@ def serve_rollout(
     """Start the server of a run, if the configuration asks for one; see `TrainingServer`."""
     if not config.actor_rollout_ref.rollout.serve.enable:
         return None
-    return TrainingServer(config, tokenizer, rollout)
+    server = TrainingServer(config, tokenizer, rollout)
+    print(f"  serving the policy at {server.description}")
+    return server
 
 
 def _exchange(

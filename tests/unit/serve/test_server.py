@@ -67,7 +67,8 @@ def test_chat_with_tools_and_as_events(serve: Callable[..., Served]) -> None:
     assert choice["finish_reason"] == "tool_calls" and message["content"] == "Yes."
     [call] = message["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    names = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert names == [f"token_id:{token}" for token in choice["token_ids"]]
     prompt = served.post("/tokenize", body).json()["tokens"]
     assert answer["prompt_token_ids"] == prompt
 
