@@ -131,6 +131,11 @@ class Completion:
     routes: np.ndarray | None = None
     versions: list[int] = field(default_factory=list)
 
+    @property
+    def token_versions(self) -> list[int]:
+        """Version of the weights that drew each token."""
+        return self.versions or [self.weight_version] * len(self.token_ids)
+
     def require_fit(self, max_tokens: int, where: str) -> None:
         """Check the number of tokens and log-probabilities.
 

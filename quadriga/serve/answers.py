@@ -53,6 +53,7 @@ def generate_body(call: Call, completion: Completion, log_probs: Sequence[float]
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "logprobs": None,
+        "weight_versions": completion.token_versions,
     }
     if call.with_log_probs:
         pairs = zip(completion.token_ids, log_probs, strict=True)
@@ -103,6 +104,7 @@ def chat_body(
     }
     if call.with_token_ids:
         choice["token_ids"] = completion.token_ids
+        choice["weight_versions"] = completion.token_versions
         body["prompt_token_ids"] = call.prompt
     return body
 

@@ -303,7 +303,6 @@ class PolicyApp:
         """Append an answered call to the record."""
         if self._record_file is None:
             return
-        length = len(completion.token_ids)
         line = {
             "time": time.time(),
             "path": request.url.path,
@@ -315,7 +314,7 @@ class PolicyApp:
             # Of the distribution that was sampled from, and of the one before the filters.
             "sampled_log_probs": log_probs,
             "log_probs": completion.log_probs,
-            "versions": completion.versions or [completion.weight_version] * length,
+            "versions": completion.token_versions,
             "finish_reason": completion.finish_reason,
         }
         with self._record_file.open("a", encoding="utf-8") as file:

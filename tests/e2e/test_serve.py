@@ -20,3 +20,12 @@ def test_an_agent_behind_the_server_is_trained_on(
     assert {version for call in calls for version in call["versions"]} == {0, 1}
     assert all(call["sampled_log_probs"] == call["log_probs"] for call in calls)
     assert not (tmp_path / "run" / "server.json").exists()
+
+
+def test_asynchronous_training_knows_the_versions_of_served_tokens(
+    train: Callable[..., Path], metric_lines: Callable[..., list], tmp_path: Path
+) -> None:
+    """The engine answers while the models train, and its tokens have their staleness."""
+    overrides = (*options(tmp_path, tmp_path / "run"), "async_training.preset=one_step_off")
+    lines = metric_lines(train(*overrides, "trainer.total_training_steps=3"))
+    assert [line["async/staleness_max"] for line in lines] == [0.0, 1.0, 1.0]
