@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "supervised fine-tuning on given responses, or a reward model on pairs of them",
     ),
     "eval": ("quadriga.cli.generate:grade", "grade a model or a checkpoint on a dataset"),
+    "serve": ("quadriga.cli.serve", "serve a model or a checkpoint over HTTP, as vLLM does"),
     "show": ("quadriga.cli.show", "show what a run has done: rewards, time, responses"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "data": ("quadriga.cli.data", "show a data file, and how a run would read it"),
@@ -54,7 +55,7 @@ if find_spec("quadriga_verl") is None:
     # The package is part of the wheel, but not of every installation.
     del COMMANDS["verl"]
 
-GUARDED = ("train", "generate", "sft", "eval", "verl")
+GUARDED = ("train", "generate", "sft", "eval", "serve", "verl")
 """Commands that start processes and run users' code. All their processes end with the command."""
 
 GOES_ON = ("train", "generate", "sft", "prepare", "verl")

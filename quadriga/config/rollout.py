@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 from quadriga.config.actor import LogProbConfig
 from quadriga.config.base import Findings, ReadIf, Section, absent, refuse, unused, wrong
 from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
+from quadriga.config.serve import ServeConfig
 from quadriga.config.types import Count, Meaning, MinusOneOrCount, Name, PathText, Share, TopShare
 from quadriga.engine_traits import (
     DEFAULT_ENGINE,
@@ -163,6 +164,7 @@ class RolloutConfig(LogProbConfig):
     skip: SkipConfig = Field(default_factory=SkipConfig)
     multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig)
     agent: AgentConfig = Field(default_factory=AgentConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
     val_kwargs: SamplingConfig = Field(default_factory=SamplingConfig)
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: options of the named engine, for `vllm` and `sglang` under that name as well; for `scripted` the

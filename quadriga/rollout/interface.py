@@ -6,6 +6,7 @@ An engine knows nothing of texts, templates, turns or `DataProto`s. A new engine
 """
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,6 +131,11 @@ class Completion:
     routes: np.ndarray | None = None
     versions: list[int] = field(default_factory=list)
 
+    @property
+    def token_versions(self) -> list[int]:
+        """Version of the weights that drew each token."""
+        return self.versions or [self.weight_version] * len(self.token_ids)
+
     def require_fit(self, max_tokens: int, where: str) -> None:
         """Check the number of tokens and log-probabilities.
 
@@ -213,8 +219,8 @@ class RolloutEngine(WeightTarget, ABC):
         generate(b) ──┼─> pending ── next turn of the loop ──> generate_batch([a, b, c])
         generate(c) ──┘
 
-    The batch blocks the event loop. `abort` ends pending requests; a subclass that can end a batch
-    in between checks `_is_aborting` meanwhile.
+    The batch blocks the event loop. Batches of several loops take turns (`batch_lock`). `abort` ends
+    pending requests; a subclass that can end a batch in between checks `_is_aborting` meanwhile.
 
     Attributes:
         name: name in configurations and errors.
@@ -227,6 +233,7 @@ class RolloutEngine(WeightTarget, ABC):
         is_load_stable: whether the sender leaves the tensors of a load unchanged until its end;
             else each only until the next one.
         counts: events since they were last read, such as restarts, by the name of the metric.
+        batch_lock: held while a batch of the base class is generated.
         num_steps: steps since the engine was made; 0 if it does not count them.
         before_step: called with `num_steps` before each step, if the engine is deterministic.
         take_weights: set on a group's members; called with the version that the leader has loaded.
@@ -244,8 +251,10 @@ class RolloutEngine(WeightTarget, ABC):
     def __init__(self) -> None:
         self.weight_version = 0
         self._state: Literal["awake", "asleep", "closed"] = "awake"
-        self._pending: list[_Request] = []
+        # Requests of each event loop: a server of this engine has one of its own.
+        self._pending: dict[asyncio.AbstractEventLoop, list[_Request]] = {}
         self._is_aborting = False
+        self.batch_lock = threading.RLock()
         self._arrived = Fingerprint({})
         self.counts = Counter[str]()
 
@@ -277,9 +286,10 @@ class RolloutEngine(WeightTarget, ABC):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         # The first request schedules the batch; later ones join it.
-        self._pending.append(_Request(prompt, sampling, images, future))
-        if len(self._pending) == 1:
-            loop.call_soon(self._generate_pending)
+        requests = self._pending.setdefault(loop, [])
+        requests.append(_Request(prompt, sampling, images, future))
+        if len(requests) == 1:
+            loop.call_soon(self._generate_pending, loop)
         return await future
 
     @abstractmethod
@@ -308,9 +318,11 @@ class RolloutEngine(WeightTarget, ABC):
         Called from another thread, it ends the batch that runs there.
         """
         self._is_aborting = True
-        for request in self._take_pending():
-            if not request.future.done():
-                request.future.set_result(Completion([], [], "abort", self.weight_version))
+        for loop in list(self._pending):
+            if loop is asyncio._get_running_loop():
+                self._abort_pending(loop)
+            elif not loop.is_closed():
+                loop.call_soon_threadsafe(self._abort_pending, loop)
 
     def begin(
         self,
@@ -410,21 +422,25 @@ class RolloutEngine(WeightTarget, ABC):
         """Fingerprint of each weight of the last load; empty before the first one."""
         return self._arrived
 
-    def _take_pending(self) -> list[_Request]:
-        """Requests that are not generated yet; they are not pending afterwards."""
-        pending = self._pending
-        self._pending = []
-        return pending
-
-    def _generate_pending(self) -> None:
-        """Generate the pending requests as a batch."""
+    def _take_pending(self, loop: asyncio.AbstractEventLoop) -> list[_Request]:
+        """Requests of a loop that are not generated yet; they are not pending afterwards."""
         # Callers may have been cancelled meanwhile.
-        requests = [request for request in self._take_pending() if not request.future.done()]
+        return [request for request in self._pending.pop(loop, []) if not request.future.done()]
+
+    def _abort_pending(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give the pending requests of a loop an empty response."""
+        for request in self._take_pending(loop):
+            request.future.set_result(Completion([], [], "abort", self.weight_version))
+
+    def _generate_pending(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Generate the pending requests of a loop as a batch."""
+        requests = self._take_pending(loop)
         if not requests:
             return
         prompts, sampling, images, futures = map(list, zip(*requests, strict=True))
         try:
-            completions = self.generate_batch(prompts, sampling, images)
+            with self.batch_lock:
+                completions = self.generate_batch(prompts, sampling, images)
         except Exception as error:  # raised where the callers await
             for future in futures:
                 future.set_exception(error)

@@ -141,7 +141,7 @@ def completed(
         completion.require_fit(response_length, f"engine, response {row}")
         length = len(completion.token_ids)
         responses.append((completion.token_ids, [1] * length, completion.log_probs))
-        versions.append(completion.versions or [completion.weight_version] * length)
+        versions.append(completion.token_versions)
         reasons[completion.finish_reason] += 1
         num_tokens += length
         total_log_prob += sum(completion.log_probs)

@@ -28,7 +28,7 @@ from quadriga.errors import ConfigError, WorkerLostError
 from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
-from quadriga.single_controller import ClassWithInitArgs, WorkerGroups
+from quadriga.single_controller import ClassWithInitArgs, WorkerGroup, WorkerGroups
 from quadriga.trainer.asynchronous.streams import StreamPool
 from quadriga.trainer.checkpoint import start_of
 from quadriga.trainer.launch import cluster_of
@@ -37,6 +37,7 @@ from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.responses import ModelReward
 from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
+from quadriga.trainer.serving import TrainingServer, check_server, serve_rollout
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer
 from quadriga.workers import (
     ActorRolloutRefWorker,
@@ -100,6 +101,7 @@ class Run:
 
     trainer: RayPPOTrainer | SupervisedTrainer
     team: WorkerGroups
+    server: TrainingServer | None = None
 
     def close(self, *, is_cut_short: bool = False) -> None:
         """Stop the trainer and end the workers.
@@ -110,6 +112,8 @@ class Run:
                 is only reported.
         """
         try:
+            if self.server is not None:
+                self.server.close()
             self.trainer.close()
         finally:
             # `close` calls the workers, `end` does not.
@@ -164,6 +168,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         check_teachers(config, tokenizer)
 
     reward: RewardManager | None = None
+    server: TrainingServer | None = None
     team = start_workers(config, tokenizer, needs, parts.workers)
     try:
         loaded_models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
@@ -202,6 +207,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
                 choices["asynchronous"] = (
                     f"staleness up to {overlap.max_staleness}, in versions; {overlap.in_flight}"
                 )
+            server = serve_rollout(config, tokenizer, rollout_of(team))
     except BaseException:
         # Graders and workers are processes that would outlive the error.
         if reward is not None:
@@ -215,7 +221,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         print(f"  {name:<{width}}  {choice}")
     for table in layout_tables(config, has_critic=needs.critic):
         print(table)
-    return Run(trainer, team)
+    return Run(trainer, team, server)
 
 
 def _check_before_start(config: Config, needs: Needs) -> None:
@@ -226,6 +232,7 @@ def _check_before_start(config: Config, needs: Needs) -> None:
         UpdateInputs(config)
         rollout_engine_class(config)
         check_overlap(config, needs)
+        check_server(config)
     check_models(config, has_critic=needs.critic)
     check_checkpoint(config, start_of(config.trainer))
 
@@ -343,6 +350,12 @@ def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
     return choices
 
 
+def rollout_of(team: WorkerGroups) -> WorkerGroup[Any]:
+    """Worker group of the rollout: one of its own, or the policy's."""
+    roles = (Role.Rollout, Role.ActorRolloutRef, Role.ActorRollout)
+    return next(team.groups[role] for role in roles if role in team.groups)
+
+
 def handles(team: WorkerGroups, config: Config) -> Workers:
     """Handles of the team's groups, as the training loop calls them.
 
@@ -374,6 +387,13 @@ def handles(team: WorkerGroups, config: Config) -> Workers:
 
 @contextmanager
 def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[list[Any]]:
+    """Context manager: handles of the groups of `frozen_team`, typed as their workers."""
+    with frozen_team(config, tokenizer, *roles) as team:
+        yield [team.groups[role].as_worker() for role in roles]
+
+
+@contextmanager
+def frozen_team(config: Config, tokenizer: Any, *roles: Role) -> Iterator[WorkerGroups]:
     """Context manager: workers whose models do not learn, on the processes that a run would use.
 
     Args:
@@ -404,7 +424,7 @@ def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[lis
         team: WorkerGroups = team_class(workers, pool_of_role, processes, trainer)
         try:
             load_models(team, Timeline())
-            yield [team.groups[role].as_worker() for role in roles]
+            yield team
         except BaseException:
             # Remote workers may be dead or in the middle of a call.
             team.end()

@@ -4,7 +4,7 @@
 Legend: B rows, P prompt positions, T response positions, L layers, k experts per token.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from quadriga.engines.step import infer
 from quadriga.models.adapter_files import base_name
 from quadriga.models.lora import adapter_off
 from quadriga.protocol import DataProto
+from quadriga.rollout.call_queue import Reply, ServedCall
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.third_party import require_room
 from quadriga.single_controller import Dispatch, Execute, register
@@ -140,6 +141,9 @@ class ActorRolloutRefWorker(Learner):
             choices["weights"] += self.offload_training(keeps_weights=is_shared)
         if self.parts.reference:
             choices["reference"] = self._make_reference()
+        if self.parts.rollout and not self.is_trained and self.generation.calls is not None:
+            # Weights that never change can be used at any time.
+            self.generation.calls.accept()
         return choices
 
     def _make_rollout(self, device: torch.device) -> None:
@@ -200,6 +204,12 @@ class ActorRolloutRefWorker(Learner):
             self.publish_weights(self.weight_version)
         self.weight_sync.verify(self.generation.engine, self.weight_version)
         return self.generation.generate(prompts, self.weight_version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
+    def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:
+        """Exchange the calls of a server; see `CallQueue.exchange`."""
+        generation = self.generation if self.stream is None else self.stream.generation
+        return generation.exchange_calls(calls, cancelled)
 
     @register(dispatch_mode=BY_REPLICA, blocking=False)
     @timed("old_log_prob")

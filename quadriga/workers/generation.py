@@ -2,6 +2,8 @@
 """Generation by a rollout engine, colocated with the actor or in separate processes."""
 
 from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from quadriga.protocol import DataProto
 from quadriga.rewards import early_grader
 from quadriga.rollout import generate_sequences
 from quadriga.rollout.agent_loop.manager import AgentLoopManager, offered_tools
+from quadriga.rollout.call_queue import CallQueue, Reply, ServedCall
 from quadriga.rollout.group import RolloutGroup
 from quadriga.workers.rollout_engines import make_rollout_engine
 
@@ -59,14 +62,17 @@ class Generation:
         )
         rollout = config.actor_rollout_ref.rollout
         self.sleeps = is_beside_training and rollout.free_cache_engine
-        self.vocabulary_size = _vocabulary_size(config)
+        self.vocabulary_size = vocabulary_size(config)
         self.loops: AgentLoopManager | None = None
         self.grader = None
+        self.calls: CallQueue | None = None
         self.choices = {"rollout": self.engine.description}
         is_leader = group is None or group.is_leader
         if is_leader:
             num_leaders = num_processes // (1 if group is None else group.size)
             self.grader = early_grader(config, tokenizer, num_leaders)
+        if rollout.serve.enable and is_leader:
+            self.calls = CallQueue(self.engine)
         if rollout.mode == "async" and is_leader:
             # Only loops with several turns add images to a conversation.
             adds_turns = rollout.multi_turn.enable or rollout.agent.agent_loop_path is not None
@@ -99,7 +105,6 @@ class Generation:
         Raises:
             EngineError: a prompt has a token that the model does not know.
         """
-        seed = self.config.trainer.seed
         # Padding is not checked: it is never computed with.
         token_ids = prompts.batch["input_ids"][prompts.batch["attention_mask"].bool()]
         if token_ids.numel() and int(token_ids.max()) >= self.vocabulary_size:
@@ -117,18 +122,8 @@ class Generation:
                 # Take the leader's steps until it releases the group.
                 self.engine.follow()
                 return DataProto()
-            if self.loops is not None:
-                grade = None if self.grader is None else self.grader.grade_one
-                responses = self.loops.generate(self.engine, prompts, seed=seed, grade=grade)
-            else:
-                responses = generate_sequences(
-                    self.engine,
-                    prompts,
-                    config=self.config.actor_rollout_ref.rollout,
-                    response_length=self.config.data.max_response_length,
-                    pad_token_id=self.tokenizer.pad_token_id,
-                    seed=seed,
-                )
+            with nullcontext() if self.calls is None else self.calls.opened():
+                responses = self._respond(prompts)
         finally:
             if self.group is not None and self.group.is_leader:
                 self.engine.release()
@@ -145,8 +140,32 @@ class Generation:
         release_free_memory()
         return responses
 
+    def _respond(self, prompts: DataProto) -> DataProto:
+        """Responses, as a batch or as conversations."""
+        seed = self.config.trainer.seed
+        if self.loops is not None:
+            grade = None if self.grader is None else self.grader.grade_one
+            return self.loops.generate(self.engine, prompts, seed=seed, grade=grade)
+        # Engines that compute in the calling thread take turns with the calls of a server.
+        with self.engine.batch_lock:
+            return generate_sequences(
+                self.engine,
+                prompts,
+                config=self.config.actor_rollout_ref.rollout,
+                response_length=self.config.data.max_response_length,
+                pad_token_id=self.tokenizer.pad_token_id,
+                seed=seed,
+            )
+
+    def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:
+        """Exchange the calls of a server; see `CallQueue.exchange`."""
+        assert self.calls is not None, "only ranks with a queue are asked"
+        return self.calls.exchange(calls, cancelled)
+
     def close(self) -> None:
         """Close the engine, the agent loops and the graders."""
+        if self.calls is not None:
+            self.calls.close()
         if self.loops is not None:
             self.loops.close()
         if self.grader is not None:
@@ -186,7 +205,7 @@ def embedding_limit(config: Config, tokenizer: Any) -> int | None:
     model = config.actor_rollout_ref.model
     if not model.path:
         return None
-    size = _vocabulary_size(config)
+    size = vocabulary_size(config)
     name = f"tokenizer {tokenizer.name_or_path}"
     stops = [(name, tokenizer.eos_token_id)]
     for token_id in declared_stop_token_ids(model.path):
@@ -218,7 +237,8 @@ def _text_config(config: Config) -> Any:
     return shape.get_text_config()
 
 
-def _vocabulary_size(config: Config) -> int:
+def vocabulary_size(config: Config) -> int:
+    """Rows of the embedding of the configured model."""
     return _text_config(config).vocab_size
 
 

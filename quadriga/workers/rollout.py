@@ -7,6 +7,7 @@ send_weights(v)   <── v ─────────────── v ─�
                   ── buckets of weights ────────>
 """
 
+from collections.abc import Collection, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from quadriga.errors import WeightSyncError
 from quadriga.observe.machine import choose_dtype
 from quadriga.observe.profiler import check_tool
 from quadriga.protocol import DataProto
+from quadriga.rollout.call_queue import Reply, ServedCall
 from quadriga.rollout.group import RolloutGroup
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.user_file import import_external
@@ -89,6 +91,12 @@ class RolloutWorker(Worker):
         """Events of the stream; see `ServedStream.events`."""
         assert self.stream is not None
         return self.stream.events()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
+    def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:
+        """Exchange the calls of a server; see `CallQueue.exchange`."""
+        generation = self.generation if self.stream is None else self.stream.generation
+        return generation.exchange_calls(calls, cancelled)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:

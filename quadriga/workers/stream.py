@@ -71,6 +71,8 @@ class GenerationStream:
         self.generation = generation
         self.engine = engine
         self.done = done
+        if generation.calls is not None:
+            generation.calls.accept()
         self._weights = CopiedWeights()
         self.group = generation.group
         if self.group is not None:

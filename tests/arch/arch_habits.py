@@ -18,6 +18,8 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/observe/tracking/__init__.py:Tracking._each": "all trackers are served, then the first error is raised",
     "quadriga/observe/watchdog.py:_Wait.report": "a description that fails is reported inside the report of the wait",
     "quadriga/trainer/asynchronous/batches.py:AsyncBatches._deciding": "the trainer's thread raises it",
+    "quadriga/serve/engines.py:Engines._run": "raised where the calls are awaited, each answered with it",
+    "quadriga/rollout/call_queue.py:CallQueue._answer": "the call is generated again, alone, which raises",
     "quadriga/trainer/asynchronous/streams.py:RemoteStream._listen": "the trainer's thread raises it, or goes on",
     "quadriga/data/prompt_lengths.py:_measure_elsewhere": "prompts are counted in this process; a notice says why",
     "quadriga/data/prompt_lengths.py:_serve": "the driver raises it, or counts itself and says why",

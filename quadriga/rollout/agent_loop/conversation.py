@@ -284,8 +284,7 @@ class Conversation:
             finish_reason=completion.finish_reason,
             messages=[dict(message)],
         )
-        versions = completion.versions or [completion.weight_version] * len(token_ids)
-        self.extend(turn, 1, completion.log_probs, versions)
+        self.extend(turn, 1, completion.log_probs, completion.token_versions)
         self.messages.append(message)
         # With a smaller `max_tokens` of the caller, a turn may end early while there is room.
         is_cut = completion.finish_reason == "length" and self.room < 1

@@ -175,7 +175,7 @@ class WorkerProcesses:
         runtime_env = dict(actor_options.pop("runtime_env", None) or {})
         variables |= runtime_env.pop("env_vars", {})
         # Ray's stubs know neither of these two options.
-        actor_options["concurrency_groups"] = {"control": 1, "beside": 1}
+        actor_options["concurrency_groups"] = {"control": 1, "beside": 2}
         # Calls run in the order of submission, even if the arguments of the first one arrive last:
         # all ranks must enter their collectives in the same order.
         actor_options["allow_out_of_order_execution"] = False

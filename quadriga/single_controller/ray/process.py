@@ -5,7 +5,7 @@
     ------                            ----------------------------------------------------
     load.remote, build.remote   --->  working thread    load, build, call: in order of submission
     call.remote                 --->
-    call_beside.remote          --->  second thread     methods that wait for other methods
+    call_beside.remote          --->  two more threads  methods that run beside other methods
     Call.ref                    <---    an output, or a Failure
     status.remote               --->  control thread    status, stacks: frames of the other threads
                                 <---    a Status                                     heartbeat.py
@@ -242,7 +242,7 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="beside")
     def call_beside(self, header: bytes | tuple[str, str, Any], *values: Any) -> Any:
-        """Call a method in the second thread; see `call`."""
+        """Call a method in a thread beside the working thread; see `call`."""
         return self.call(header, *values, is_shown=False)
 
     @ray.method(concurrency_group="control")

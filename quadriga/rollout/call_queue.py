@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of a server, which an engine answers beside the batches of its own process.
+
+    server     exchange([call 7, call 8]) ──> while open: engine.generate
+               <── call 5: its completion ─── finished
+               <── call 7: None ───────────── not taken, because the queue is closed
+
+An engine that generates continuously lets a call join what it computes. An engine that blocks takes
+all calls that have arrived as its next batch, in turn with the batches of training.
+
+exchange  consumes calls; waits up to `WAIT_S` for one that has finished, or up to `CLOSED_S` for the
+          queue to be opened; unblocked by it.
+a call    waits for the engine; unblocked by its completion, or by a cancellation.
+closing   waits for the calls in the engine.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Condition
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from quadriga.background import EventLoopThread
+from quadriga.errors import EngineLostError, QuadrigaError, RolloutError
+from quadriga.rollout.interface import Completion, RolloutEngine, SamplingParams
+
+WAIT_S = 0.02
+CLOSED_S = 0.1
+
+
+class ServedCall(NamedTuple):
+    """A request of a server, by a number that the server gives it."""
+
+    number: int
+    prompt: list[int]
+    sampling: SamplingParams
+
+
+Outcome: TypeAlias = Completion | QuadrigaError | None
+"""Completion of a call, the error that prevented it, or None: it was not taken."""
+
+
+class Reply(NamedTuple):
+    """Outcomes of earlier calls.
+
+    Attributes:
+        is_open: whether the queue takes calls.
+        outcomes: outcomes with the numbers of their calls.
+    """
+
+    is_open: bool
+    outcomes: list[tuple[int, Outcome]]
+
+
+class CallQueue:
+    """Answers calls with an engine while it is open.
+
+    Args:
+        engine: generates the responses.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._thread = EventLoopThread("served calls")
+        self._alone = asyncio.Lock()
+        # Calls that the engine computes; only the thread of the queue counts them.
+        self._num_computing = 0
+        # Guards everything below.
+        self._changed = Condition()
+        self._is_open = False
+        self._running: dict[int, Future[Completion | None]] = {}
+        self._finished: list[tuple[int, Outcome]] = []
+        self._num_threads = torch.get_num_threads()
+
+    def exchange(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:
+        """Take new calls, and return those that have finished.
+
+        Args:
+            calls: the new calls.
+            cancelled: numbers of earlier calls that nobody waits for any more.
+        """
+        with self._changed:
+            for call in calls:
+                self._running[call.number] = self._thread.submit(self._answer(call))
+            futures = {call.number: self._running[call.number] for call in calls}
+            cancelled_futures = [self._running.pop(n) for n in cancelled if n in self._running]
+        # Without the lock: a callback may run here.
+        for number, future in futures.items():
+            future.add_done_callback(lambda done, number=number: self._finish(number, done))
+        for future in cancelled_futures:
+            future.cancel()
+        with self._changed:
+            if self._running or self._finished or self._is_open:
+                self._changed.wait_for(lambda: self._finished or not self._running, WAIT_S)
+            else:
+                self._changed.wait_for(lambda: self._is_open, CLOSED_S)
+            outcomes = self._finished
+            self._finished = []
+            return Reply(self._is_open, outcomes)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Context manager in which the engine answers calls. It ends when no call is computed."""
+        self.accept()
+        try:
+            yield
+        finally:
+            self._thread.submit(self._drain()).result()
+
+    def accept(self) -> None:
+        """Answer calls with the engine from now on."""
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give up all calls, and end the thread."""
+        with self._changed:
+            futures = list(self._running.values())
+            self._running.clear()
+        for future in futures:
+            future.cancel()
+        if futures:
+            # A batch that blocks the thread ends at its next token.
+            self._engine.abort()
+        self._thread.close()
+
+    async def _drain(self) -> None:
+        """Take no further calls, and wait for those that the engine computes."""
+        with self._changed:
+            self._is_open = False
+        while self._num_computing:
+            await asyncio.sleep(WAIT_S / 10)
+
+    async def _answer(self, call: ServedCall) -> Completion | None:
+        if not self._is_open:
+            return None
+        # An engine that blocks computes here, and each thread has its own number of threads.
+        torch.set_num_threads(self._num_threads)
+        self._num_computing += 1
+        try:
+            try:
+                return await self._engine.generate(call.prompt, call.sampling)
+            except EngineLostError:
+                raise
+            except Exception:
+                # Another call of the same batch may be the one that cannot be answered.
+                async with self._alone:
+                    return await self._engine.generate(call.prompt, call.sampling)
+        finally:
+            self._num_computing -= 1
+
+    def _finish(self, number: int, done: "Future[Completion | None]") -> None:
+        """Store the outcome of a call, unless it was cancelled."""
+        with self._changed:
+            if self._running.pop(number, None) is None or done.cancelled():
+                return
+            error = done.exception()
+            if error is None:
+                outcome: Outcome = done.result()
+            elif isinstance(error, QuadrigaError):
+                outcome = error
+            else:
+                # Any error of a library: only ours are known to travel between processes.
+                outcome = RolloutError(self._engine.name, got=f"{type(error).__name__}: {error}")
+            self._finished.append((number, outcome))
+            self._changed.notify_all()

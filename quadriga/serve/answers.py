@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From completions to the bodies of answers.
+
+The log-probabilities in an answer are those of the distribution that the tokens were sampled from,
+after temperature and filters.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from uuid import uuid4
+
+from quadriga.rollout.interface import Completion
+from quadriga.serve.errors import CallError
+from quadriga.serve.policy import ServedPolicy
+from quadriga.serve.requests import Call
+
+
+def sampled_log_probs(call: Call, completion: Completion) -> list[float]:
+    """Log-probability of each token under the distribution that it was sampled from.
+
+    Raises:
+        CallError: the engine does not report it, or it is not finite.
+    """
+    drawing = call.sampling.drawing
+    has_filters = (drawing["top_p"], drawing["min_p"]) != (1, 0) or drawing["top_k"] > 0
+    log_probs = completion.sampling_log_probs
+    if not log_probs and completion.token_ids:
+        if has_filters and call.with_log_probs:
+            got = "top_p, top_k or min_p, and an engine that reports log-probabilities before them"
+            raise CallError("logprobs", got=got, expected="no filters", status=501)
+        log_probs = completion.log_probs
+        if call.sampling.is_greedy:
+            log_probs = [0.0] * len(log_probs)
+    if not all(map(math.isfinite, log_probs)):
+        expected = "numbers: the policy may be broken"
+        raise CallError("logprobs", got="NaN or infinity", expected=expected, status=500)
+    return list(log_probs)
+
+
+def generate_body(call: Call, completion: Completion, log_probs: Sequence[float]) -> dict[str, Any]:
+    """Answer of `/inference/v1/generate`.
+
+    Args:
+        call: the call.
+        completion: its completion.
+        log_probs: of the distribution that the tokens were sampled from.
+    """
+    choice: dict[str, Any] = {
+        "index": 0,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "logprobs": None,
+        "weight_versions": completion.token_versions,
+    }
+    if call.with_log_probs:
+        pairs = zip(completion.token_ids, log_probs, strict=True)
+        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in pairs]
+        choice["logprobs"] = {"content": content}
+    return {"request_id": f"generate-{uuid4().hex}", "choices": [choice]}
+
+
+def chat_body(
+    call: Call, completion: Completion, log_probs: Sequence[float], policy: ServedPolicy
+) -> dict[str, Any]:
+    """Answer of `/v1/chat/completions`.
+
+    Args:
+        call: the call.
+        completion: its completion.
+        log_probs: of the distribution that the tokens were sampled from.
+        policy: the served policy.
+    """
+    with policy.lock:
+        text = policy.encoder.text(completion.token_ids, with_special=False)
+        message = _message(call, completion, text, policy)
+        entries = None
+        if call.with_log_probs:
+            entries = _entries(call, completion.token_ids, log_probs, policy)
+    reason: str = completion.finish_reason
+    if "tool_calls" in message and reason == "stop":
+        reason = "tool_calls"
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": message,
+        "logprobs": None if entries is None else {"content": entries},
+        "finish_reason": reason,
+    }
+    num_prompt_tokens = len(call.prompt)
+    num_tokens = len(completion.token_ids)
+    body: dict[str, Any] = {
+        "id": f"chatcmpl-{uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": policy.name,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+        },
+    }
+    if call.with_token_ids:
+        choice["token_ids"] = completion.token_ids
+        choice["weight_versions"] = completion.token_versions
+        body["prompt_token_ids"] = call.prompt
+    return body
+
+
+def chat_events(body: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
+    """A finished answer as server-sent events: its beginning, its content, its end.
+
+    Args:
+        body: answer of `/v1/chat/completions`.
+        has_usage: whether the numbers of tokens come last.
+    """
+    choice = dict(body["choices"][0])
+    message = choice.pop("message")
+    reason = choice.pop("finish_reason")
+    head = {name: body[name] for name in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
+    beginning: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+    first = {**head, "choices": [{**beginning, "finish_reason": None}]}
+    if "prompt_token_ids" in body:
+        first["prompt_token_ids"] = body["prompt_token_ids"]
+    yield _event(first)
+
+    delta = {"content": message["content"]}
+    if "tool_calls" in message:
+        calls = enumerate(message["tool_calls"])
+        delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
+    yield _event({**head, "choices": [{**choice, "delta": delta, "finish_reason": None}]})
+    yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+    if has_usage:
+        yield _event({**head, "choices": [], "usage": body["usage"]})
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy) -> dict[str, Any]:
+    """The assistant's message, with the calls of tools if all of them can be read."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if not call.schemas:
+        return message
+    with_special = policy.encoder.text(completion.token_ids, with_special=True)
+    calls = policy.parser(with_special, call.schemas)
+    if not calls or any(tool_call.problem for tool_call in calls):
+        return message
+    message["content"] = text.partition("<tool_call>")[0].strip() or None
+    message["tool_calls"] = [
+        {
+            "id": f"call_{uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": tool_call.name, "arguments": json.dumps(tool_call.arguments)},
+        }
+        for tool_call in calls
+    ]
+    return message
+
+
+def _entries(
+    call: Call, token_ids: Sequence[int], log_probs: Sequence[float], policy: ServedPolicy
+) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities, as in OpenAI's API."""
+    entries = []
+    for token, log_prob in zip(token_ids, log_probs, strict=True):
+        text = policy.encoder.text([token], with_special=True)
+        name = f"token_id:{token}" if call.names_tokens_by_id else text
+        entry = {"token": name, "logprob": log_prob, "bytes": list(text.encode())}
+        entries.append({**entry, "top_logprobs": []})
+    return entries

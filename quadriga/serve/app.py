@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of the server: chat and generation, tokens, the model, health, metrics.
+
+a call    waits for its body, then for the engine; unblocked by the completion, by the end of its
+          connection (the engine gives it up), or by the time limit.
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from quadriga.errors import EngineLostError, QuadrigaError, WorkerLostError
+from quadriga.rollout.interface import Completion
+from quadriga.serve.answers import chat_body, chat_events, generate_body, sampled_log_probs
+from quadriga.serve.engines import Engines
+from quadriga.serve.errors import CallError
+from quadriga.serve.fields import read_json
+from quadriga.serve.gate import read_body, require_caller
+from quadriga.serve.policy import ServedPolicy
+from quadriga.serve.requests import Call, chat_call, generate_call, tokenized
+from quadriga.serve.seeds import Ask, Seeds
+
+MAX_CALLS = 256
+"""Calls in flight. Further ones are told to come again."""
+KEEP_ALIVE_S = 10.0
+"""A stream whose answer takes longer gets a comment, so that nobody on the way closes it."""
+_INLINE_BYTES = 64 << 10
+_MAX_SESSION_CHARACTERS = 256
+_NUM_TIMED = 10_000
+
+Reader: TypeAlias = Callable[[Any, ServedPolicy], Call]
+Writer: TypeAlias = Callable[[Call, Completion, list[float]], dict[str, Any]]
+
+
+class PolicyApp:
+    """The application behind the server.
+
+    Args:
+        policy: the served policy.
+        engines: generate its responses.
+        seed: `trainer.seed`.
+        key: the key that callers must have; "" for none.
+        hosts: names under which the server is reached.
+        timeout_s: time limit of a call, in seconds.
+        record_file: file to which each answered call is appended.
+
+    Attributes:
+        asgi: the application, as uvicorn runs it.
+        is_closing: whether the server ends; calls are refused then.
+        timeout_s: time limit of a call, in seconds.
+    """
+
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        engines: Engines,
+        *,
+        seed: int,
+        key: str,
+        hosts: Collection[str],
+        timeout_s: float,
+        record_file: str | None = None,
+    ) -> None:
+        self.policy = policy
+        self.engines = engines
+        self.is_closing = False
+        self._seeds = Seeds(seed)
+        self._key = key
+        self._hosts = hosts
+        self.timeout_s = timeout_s
+        self._record_file = None if record_file is None else Path(record_file)
+        self._started = int(time.time())
+        self._calls: set[asyncio.Task[Completion]] = set()
+        self._num_calls = 0
+        self._counts = Counter[str]()
+        # Seconds of the latest calls without their time in the engine.
+        self._own_s: deque[float] = deque(maxlen=_NUM_TIMED)
+        post = {"methods": ["POST"]}
+        get = {"methods": ["GET"]}
+        chat = partial(chat_body, policy=policy)
+        routes = [
+            Route("/health", self._route(self._health), **get),
+            Route("/metrics", self._route(self._metrics), **get),
+            Route("/v1/models", self._route(self._models), **get),
+            Route("/tokenize", self._route(self._tokenize), **post),
+            Route(
+                "/inference/v1/generate",
+                self._route(partial(self._generate, read=generate_call, write=generate_body)),
+                **post,
+            ),
+            Route(
+                "/v1/chat/completions",
+                self._route(partial(self._generate, read=chat_call, write=chat)),
+                **post,
+            ),
+        ]
+        self.asgi = Starlette(routes=routes)
+
+    def cancel_all(self) -> None:
+        """Refuse new calls, and end those that wait for the engine. Any thread may call this."""
+        self.is_closing = True
+        for task in list(self._calls):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    def _route(
+        self, handle: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """A route whose callers are checked, and whose errors are answered."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                require_caller(request.scope, request.headers, self._key, self._hosts)
+                return await handle(request)
+            except QuadrigaError as error:
+                return self._error_response(error)
+
+        return answer
+
+    def _error_response(self, error: QuadrigaError) -> Response:
+        refusal = error
+        if not isinstance(refusal, CallError):
+            is_lost = isinstance(error, EngineLostError | WorkerLostError)
+            refusal = CallError(str(error).rstrip("."), status=503 if is_lost else 500)
+        self._counts[f'quadriga_serve_refused_total{{status="{refusal.status}"}}'] += 1
+        headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {}
+        return JSONResponse(refusal.body, refusal.status, headers)
+
+    # Facts
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "closing" if self.is_closing else "ok"})
+
+    async def _models(self, request: Request) -> Response:
+        model = {
+            "id": self.policy.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "quadriga",
+            "max_model_len": self.policy.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _metrics(self, request: Request) -> Response:
+        lines = [f"{name} {count}" for name, count in sorted(self._counts.items())]
+        lines.append(f"quadriga_serve_calls_in_flight {self._num_calls}")
+        times = sorted(self._own_s)
+        for quantile in (0.5, 0.99):
+            if times:
+                value = times[int(quantile * (len(times) - 1))]
+                lines.append(f'quadriga_serve_own_seconds{{quantile="{quantile}"}} {value:.6f}')
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await read_body(request.receive, request.headers)
+        ids = await asyncio.to_thread(lambda: tokenized(read_json(body), self.policy))
+        content = {"count": len(ids), "max_model_len": self.policy.max_model_len, "tokens": ids}
+        return JSONResponse(content)
+
+    # Completions
+
+    async def _generate(self, request: Request, read: Reader, write: Writer) -> Response:
+        started = time.perf_counter()
+        body = await self._within_limit(read_body(request.receive, request.headers))
+
+        def read_call() -> Call:
+            return read(read_json(body), self.policy)
+
+        # A long conversation takes seconds to tokenize, and others shall not wait for it.
+        is_short = len(body) < _INLINE_BYTES and not self.policy.lock.locked()
+        call = read_call() if is_short else await asyncio.to_thread(read_call)
+        session = request.headers.get("x-session-id", "")
+        if len(session) > _MAX_SESSION_CHARACTERS:
+            got = f"{len(session)} characters"
+            expected = f"at most {_MAX_SESSION_CHARACTERS}"
+            raise CallError("x-session-id", got=got, expected=expected)
+        self._require_room()
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        ask = self._seeds.ask(session, call.prompt, is_retry=is_retry)
+        answer = self._answer(request, call, ask, write, started)
+        if call.is_streamed:
+            events = self._events(call, answer)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return JSONResponse(await answer)
+
+    def _require_room(self) -> None:
+        """Refuse a call if the server ends, or has too many."""
+        if self.is_closing:
+            raise CallError(
+                "server", got="its shutdown", fix="Send the call again later.", status=503
+            )
+        if self._num_calls >= MAX_CALLS:
+            got = f"{self._num_calls} calls in flight"
+            expected = f"fewer than {MAX_CALLS}"
+            raise CallError("server", got=got, expected=expected, status=429)
+
+    async def _answer(
+        self, request: Request, call: Call, ask: Ask, write: Writer, started: float
+    ) -> dict[str, Any]:
+        """Body of the answer to a call. If there is none, the call gives its seed back."""
+        is_answered = False
+        try:
+            with self._counted():
+                before = time.perf_counter()
+                completion = await self._completion(request, call, ask)
+                engine_s = time.perf_counter() - before
+                log_probs = sampled_log_probs(call, completion)
+                body = write(call, completion, log_probs)
+            self._write_record(request, call, ask, completion, log_probs)
+            self._counts["quadriga_serve_answered_total"] += 1
+            self._counts["quadriga_serve_prompt_tokens_total"] += len(call.prompt)
+            self._counts["quadriga_serve_generated_tokens_total"] += len(completion.token_ids)
+            self._own_s.append(time.perf_counter() - started - engine_s)
+            is_answered = True
+            return body
+        finally:
+            if not is_answered:
+                ask.lose()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
+    async def _completion(self, request: Request, call: Call, ask: Ask) -> Completion:
+        """Completion of a call, unless its client leaves before."""
+        sampling = call.sampling
+        if not call.has_seed:
+            sampling = replace(sampling, seed=ask.seed)
+        work = asyncio.ensure_future(self.engines.generate(call.prompt, sampling))
+        self._calls.add(work)
+        # Starlette itself watches the connections of streams.
+        waiting: set[asyncio.Future[Any]] = {work}
+        if not call.is_streamed:
+            waiting.add(asyncio.ensure_future(_disconnected(request)))
+        try:
+            await asyncio.wait(waiting, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.cancelled():
+                raise CallError(
+                    "server", got="its shutdown", fix="Send the call again later.", status=503
+                )
+            if not work.done():
+                raise self._unanswered(waiting)
+            completion = work.result()
+        finally:
+            self._calls.discard(work)
+            for task in waiting:
+                task.cancel()
+        completion.require_fit(sampling.max_tokens, "engine, a served call")
+        if completion.finish_reason == "abort":
+            raise CallError("engine", got="an aborted response", fix="Try again.", status=503)
+        return completion
+
+    def _unanswered(self, waiting: Collection["asyncio.Future[Any]"]) -> CallError:
+        """The reason why a call has no completion: its client is gone, or it took too long."""
+        if any(task.done() for task in waiting):
+            self._counts["quadriga_serve_clients_gone_total"] += 1
+            return CallError("call", got="a client that is gone", status=499)
+        got = f"no answer within {self.timeout_s:g} s"
+        fix = "Raise actor_rollout_ref.rollout.serve.timeout_s, or lower max_tokens."
+        return CallError("call", got=got, fix=fix, status=504)
+
+    async def _within_limit(self, work: Awaitable[bytes]) -> bytes:
+        try:
+            return await asyncio.wait_for(work, self.timeout_s)
+        except TimeoutError as error:
+            got = f"no complete body within {self.timeout_s:g} s"
+            raise CallError("body", got=got, status=408) from error
+
+    async def _events(self, call: Call, answer: Awaitable[dict[str, Any]]) -> AsyncIterator[str]:
+        """Events of a streamed answer, made of the finished one; comments until it is there."""
+        task = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait({task}, timeout=KEEP_ALIVE_S))[0]:
+                yield ": waiting\n\n"
+            body = task.result()
+        except QuadrigaError as error:
+            refusal = self._error_response(error)
+            yield f"data: {bytes(refusal.body).decode()}\n\n"
+            return
+        finally:
+            task.cancel()
+        for event in chat_events(body, has_usage=call.has_usage):
+            yield event
+
+    def _write_record(
+        self, request: Request, call: Call, ask: Ask, completion: Completion, log_probs: list[float]
+    ) -> None:
+        """Append an answered call to the record."""
+        if self._record_file is None:
+            return
+        line = {
+            "time": time.time(),
+            "path": request.url.path,
+            "session": request.headers.get("x-session-id", ""),
+            "number": ask.number,
+            "seed": call.sampling.seed if call.has_seed else ask.seed,
+            "prompt_ids": call.prompt,
+            "token_ids": completion.token_ids,
+            # Of the distribution that was sampled from, and of the one before the filters.
+            "sampled_log_probs": log_probs,
+            "log_probs": completion.log_probs,
+            "versions": completion.token_versions,
+            "finish_reason": completion.finish_reason,
+        }
+        with self._record_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

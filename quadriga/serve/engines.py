@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines behind the server, in this process or others, each with a thread that exchanges calls.
+
+    event loop of the server    generate ──> waiting ──────┬──────────> as many as its share
+                                <── future <── outcomes ──┤
+    a thread for each engine                              └─ exchange (`CallQueue`), again and again
+                                                             while calls wait or are under way
+
+An engine whose queue is closed gives calls back; they wait for another one, or until it is open.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import count
+from threading import Condition, Thread
+from typing import TypeAlias
+
+from quadriga.errors import QuadrigaError, RolloutError
+from quadriga.rollout.call_queue import Outcome, Reply, ServedCall
+from quadriga.rollout.interface import Completion, SamplingParams
+
+Exchange: TypeAlias = Callable[[Sequence[ServedCall], Collection[int]], Reply]
+"""`CallQueue.exchange` of an engine, perhaps in another process."""
+PAUSE_S = 1.0  # after an error of an engine, which may be starting again
+
+
+class EngineLine:
+    """State of an engine, as its thread and the server know it.
+
+    Args:
+        exchange: exchanges calls with the engine.
+
+    Attributes:
+        exchange: likewise.
+        is_open: whether it took calls in the last exchange.
+        running: its unfinished calls, by number.
+        cancelled: numbers of calls that nobody waits for any more, for the next exchange.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.is_open = False
+        self.running: dict[int, ServedCall] = {}
+        self.cancelled: list[int] = []
+
+
+class Engines:
+    """All engines of a policy, which share its calls evenly.
+
+    Args:
+        exchanges: `CallQueue.exchange` of each engine.
+    """
+
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self._numbers = count()
+        # Guards everything below, and the state of the lines.
+        self._changed = Condition()
+        self._waiting: deque[ServedCall] = deque()
+        self._futures: dict[int, asyncio.Future[Completion]] = {}
+        self._is_closed = False
+        self._lines = [EngineLine(exchange) for exchange in exchanges]
+        self._threads = []
+        for number, line in enumerate(self._lines):
+            name = f"served engine {number}"
+            thread = Thread(target=self._run, args=(line,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    async def generate(self, prompt: list[int], sampling: SamplingParams) -> Completion:
+        """Completion of a prompt. Cancelling the caller cancels the call.
+
+        Args:
+            prompt: token ids.
+            sampling: how it is sampled.
+
+        Raises:
+            QuadrigaError: the engine failed.
+        """
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        call = ServedCall(next(self._numbers), prompt, sampling)
+        with self._changed:
+            self._futures[call.number] = future
+            self._waiting.append(call)
+            self._changed.notify_all()
+        try:
+            return await future
+        finally:
+            self._forget(call)
+
+    def close(self) -> None:
+        """End the threads, after the exchanges that are under way."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(PAUSE_S)
+
+    def _forget(self, call: ServedCall) -> None:
+        """Cancel a call, unless it has its outcome."""
+        with self._changed:
+            if self._futures.pop(call.number, None) is None:
+                return
+            if call in self._waiting:
+                self._waiting.remove(call)
+            for line in self._lines:
+                if line.running.pop(call.number, None) is not None:
+                    line.cancelled.append(call.number)
+            self._changed.notify_all()
+
+    def _run(self, line: EngineLine) -> None:
+        """Exchange calls with an engine; its thread."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._waiting or line.running or line.cancelled or self._is_closed
+                )
+                if self._is_closed:
+                    return
+                calls = self._take(line)
+                cancelled = line.cancelled
+                line.cancelled = []
+            try:
+                reply = line.exchange(calls, cancelled)
+            except Exception as error:  # raised where the calls are awaited
+                if not isinstance(error, QuadrigaError):
+                    error = RolloutError("engine", got=f"{type(error).__name__}: {error}")
+                reply = Reply(False, [(number, error) for number in list(line.running)])
+                time.sleep(PAUSE_S)
+            with self._changed:
+                line.is_open = reply.is_open
+                self._deliver(line, reply.outcomes)
+
+    def _take(self, line: EngineLine) -> list[ServedCall]:
+        """Give an open engine its share of the waiting calls. The caller holds the lock."""
+        if not line.is_open:
+            return []
+        open_lines = [other for other in self._lines if other.is_open]
+        num_calls = len(self._waiting) + sum(len(other.running) for other in open_lines)
+        share = -(-num_calls // len(open_lines)) - len(line.running)
+        calls = [self._waiting.popleft() for _ in range(min(share, len(self._waiting)))]
+        for call in calls:
+            line.running[call.number] = call
+        return calls
+
+    def _deliver(self, line: EngineLine, outcomes: Iterable[tuple[int, Outcome]]) -> None:
+        """Give calls their outcomes, in the loop of the server. The caller holds the lock."""
+        for number, outcome in outcomes:
+            call = line.running.pop(number, None)
+            if call is None:
+                continue
+            if outcome is None:
+                self._waiting.appendleft(call)
+                continue
+            future = self._futures.pop(number)
+            if not future.get_loop().is_closed():
+                future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: "asyncio.Future[Completion]", outcome: Completion | QuadrigaError) -> None:
+    """Give a future its result or its error, unless its caller is gone."""
+    if future.done():
+        return
+    if isinstance(outcome, Completion):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)

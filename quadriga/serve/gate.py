@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate before the server's routes: who may call, what a body may be, and how large."""
+
+import hmac
+import zlib
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+from quadriga.serve.errors import CallError, shown
+
+MAX_BODY_BYTES = 8 << 20
+"""Largest body, also after decompression."""
+MAX_HEADER_BYTES = 16 << 10
+_DRAINED_BYTES = 256 << 20
+OPEN_PATH = "/health"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+
+
+def require_caller(
+    scope: Mapping[str, Any], headers: Mapping[str, str], key: str, hosts: Collection[str]
+) -> None:
+    """Check where a call comes from.
+
+    Args:
+        scope: scope of ASGI.
+        headers: headers, by names in lower case.
+        key: the key that callers must have; "" for none.
+        hosts: names under which the server is reached.
+
+    Raises:
+        CallError: the host is another one, the key is wrong, the headers are too large, or the body
+            is not JSON.
+    """
+    header_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+    if header_bytes > MAX_HEADER_BYTES:
+        expected = f"at most {MAX_HEADER_BYTES}"
+        raise CallError("headers", got=f"{header_bytes} bytes", expected=expected, status=431)
+    # A page in a browser may reach a server on loopback under a name of its own.
+    host = headers.get("host", "").lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name not in {*hosts, scope["server"][0]}:
+        expected = f"one of {', '.join(sorted(hosts))}"
+        raise CallError("Host", got=shown(host), expected=expected, status=403)
+    if scope["path"] == OPEN_PATH:
+        return
+    if key:
+        sent = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(sent.encode(), key.encode()):
+            got = "a wrong key" if sent else "no key"
+            expected = "the server's, as Authorization: Bearer or x-api-key"
+            raise CallError("key", got=got, expected=expected, status=401)
+    if scope["method"] == "POST":
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise CallError(
+                "Content-Type", got=shown(kind), expected="application/json", status=415
+            )
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
+    """Body of a call, decompressed.
+
+    Args:
+        receive: receives the next message of ASGI.
+        headers: headers, by names in lower case.
+
+    Raises:
+        CallError: it is too large, cannot be decompressed, or the client is gone.
+    """
+    chunks = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise CallError("body", got="a client that is gone", status=499)
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        # The rest is read and dropped: a client that still sends would not see the answer.
+        if size <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+        if not message.get("more_body", False) or size > _DRAINED_BYTES:
+            break
+    if size > MAX_BODY_BYTES:
+        raise _too_large(f"{size} bytes")
+    body = b"".join(chunks)
+    encoding = headers.get("content-encoding", "identity").lower()
+    if encoding == "identity":
+        return body
+    if encoding not in ("gzip", "deflate"):
+        expected = "gzip, deflate or nothing"
+        raise CallError("Content-Encoding", got=shown(encoding), expected=expected, status=415)
+    try:
+        # Both formats are recognized by their first bytes.
+        decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
+        body = decompressor.decompress(body, MAX_BODY_BYTES + 1)
+    except zlib.error as error:
+        raise CallError("body", got=str(error), expected=encoding) from error
+    if len(body) > MAX_BODY_BYTES:
+        raise _too_large(f"more than {MAX_BODY_BYTES} bytes after decompression")
+    if not decompressor.eof:
+        raise CallError("body", got="an incomplete stream", expected=encoding)
+    return body
+
+
+def _too_large(got: str) -> CallError:
+    return CallError("body", got=got, expected=f"at most {MAX_BODY_BYTES} bytes", status=413)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The served policy: facts about it that calls are checked against."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from quadriga.config import Config
+from quadriga.rollout.agent_loop.conversation import TurnEncoder
+from quadriga.rollout.agent_loop.parsers import PARSERS, Parser
+from quadriga.rollout.sequences import sampling_of
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """Facts about a policy.
+
+    Attributes:
+        name: name of the model in calls.
+        encoder: renders and tokenizes messages.
+        max_model_len: tokens of the longest prompt and response together.
+        vocabulary_size: token ids are below it.
+        defaults: sampling parameters of calls that do not name them.
+        parser: finds the calls of tools in a response.
+        lock: held by the thread that uses the tokenizer, which is not safe for several at once.
+    """
+
+    name: str
+    encoder: TurnEncoder
+    max_model_len: int
+    vocabulary_size: int
+    defaults: Mapping[str, Any]
+    parser: Parser
+    lock: Lock
+
+    @classmethod
+    def of(
+        cls, config: Config, tokenizer: Any, *, vocabulary_size: int, positions: int | None
+    ) -> "ServedPolicy":
+        """The policy of a configuration.
+
+        Args:
+            config: the resolved configuration.
+            tokenizer: tokenizer of the policy; training goes on using it, so it is copied.
+            vocabulary_size: rows of the model's embedding.
+            positions: positions of the model; None: any number.
+        """
+        rollout = config.actor_rollout_ref.rollout
+        data = config.data
+        limit = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+        template_kwargs = data.apply_chat_template_kwargs
+        return cls(
+            name=rollout.serve.model_name or str(config.actor_rollout_ref.model.path),
+            encoder=TurnEncoder(deepcopy(tokenizer), template_kwargs, vocabulary_size),
+            max_model_len=min(limit, positions or limit),
+            vocabulary_size=vocabulary_size,
+            defaults=sampling_of({}, rollout, max_tokens=limit),
+            parser=PARSERS[rollout.multi_turn.format],
+            lock=Lock(),
+        )

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server in front of a rollout, in training and for `quadriga serve`."""
+
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from copy import copy
+from functools import partial
+from os import environ
+from pkgutil import resolve_name
+from typing import Any
+
+from quadriga.config import Config
+from quadriga.config.placement import rollout_group_size
+from quadriga.errors import MachineError
+from quadriga.single_controller import WorkerGroup
+from quadriga.workers.generation import num_positions, vocabulary_size
+
+# Import strings: Starlette and uvicorn are an extra.
+_POLICY = "quadriga.serve.policy:ServedPolicy"
+_SERVER = "quadriga.serve.server:PolicyServer"
+_REQUIRE_ADDRESS = "quadriga.serve.server:require_address"
+_WRITE_ADDRESS = "quadriga.serve.server:write_address"
+KEY_VARIABLE = "QUADRIGA_SERVE_KEY"
+ADDRESS_FILE = "server.json"
+
+
+def check_server(config: Config) -> None:
+    """Check that a server can be started, if the configuration asks for one.
+
+    Raises:
+        MachineError: a package is missing.
+        ConfigError: the server cannot listen on its address.
+    """
+    if config.actor_rollout_ref.rollout.serve.enable:
+        _resolved(_REQUIRE_ADDRESS)(config)
+
+
+def start_server(
+    config: Config, tokenizer: Any, rollout: WorkerGroup[Any], *, makes_key: bool
+) -> tuple[Any, str]:
+    """Start a server in front of a rollout.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: the tokenizer of the policy.
+        rollout: worker group of the rollout.
+        makes_key: whether a key is made if the environment has none.
+
+    Returns:
+        The `quadriga.serve.server.PolicyServer`, and its key; "" if it has none.
+
+    Raises:
+        ConfigError: the server cannot listen on its address.
+    """
+    policy = resolve_name(_POLICY).of(
+        config,
+        tokenizer,
+        vocabulary_size=vocabulary_size(config),
+        positions=num_positions(config),
+    )
+    # The first rank of a rollout group has its requests.
+    leaders = rollout.ranks[:: rollout_group_size(config)]
+    exchanges = [partial(_exchange, rollout, rank) for rank in leaders]
+    key = environ.get(KEY_VARIABLE, "")
+    if not key and makes_key:
+        key = secrets.token_urlsafe(32)
+    return resolve_name(_SERVER)(config, policy, exchanges, key), key
+
+
+class TrainingServer:
+    """The server of a run. Its address and key are in a file of the run's directory.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: the tokenizer of the policy.
+        rollout: worker group of the rollout.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, rollout: WorkerGroup[Any]) -> None:
+        self._server, key = start_server(config, tokenizer, rollout, makes_key=True)
+        self._file = config.trainer.directory / ADDRESS_FILE
+        resolve_name(_WRITE_ADDRESS)(self._server, key, self._file)
+
+    @property
+    def description(self) -> str:
+        """Address and limits, to be printed."""
+        return f"{self._server.url}, key in {self._file}; {self._server.limits}"
+
+    def close(self) -> None:
+        """End the server, and remove the file."""
+        self._server.close()
+        with suppress(FileNotFoundError):
+            self._file.unlink()
+
+
+def serve_rollout(
+    config: Config, tokenizer: Any, rollout: WorkerGroup[Any]
+) -> TrainingServer | None:
+    """Start the server of a run, if the configuration asks for one; see `TrainingServer`."""
+    if not config.actor_rollout_ref.rollout.serve.enable:
+        return None
+    server = TrainingServer(config, tokenizer, rollout)
+    print(f"  serving the policy at {server.description}")
+    return server
+
+
+def _exchange(
+    rollout: WorkerGroup[Any], rank: int, calls: Sequence[Any], cancelled: Collection[int]
+) -> Any:
+    """Exchange calls with the engine of a rank."""
+    engine = copy(rollout).use_ranks([rank])
+    [outcomes] = engine.resolve(engine.start_all("exchange_calls", [((calls, cancelled), {})]))
+    return outcomes
+
+
+def _resolved(name: str) -> Callable[..., Any]:
+    """A name of the server's package.
+
+    Raises:
+        MachineError: a package that it needs is missing.
+    """
+    try:
+        return resolve_name(name)
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            "actor_rollout_ref.rollout.serve",
+            got=f"no package {error.name}",
+            expected="starlette and uvicorn",
+            fix='Install them: pip install "quadriga[serve]".',
+        ) from error
