@@ -63,7 +63,7 @@ from quadriga.rollout.vllm.library import (
     load,
     one_by_one,
     repack_tied,
-    tensor_parallel_rank,
+    tensor_parallel_place,
 )
 from quadriga.rollout.vllm.memory import Memory
 from quadriga.weight_sync.buckets import pack, unpack
@@ -717,9 +717,9 @@ class WorkerExtension:
     def missing_factors(self) -> list[str]:
         """Names of the matrices that `adapter_marks` has read and no layer of this process holds.
 
-        In tensor-parallel layers each rank holds a part of A or of B. Of B it is this rank's part of
-        the rows, or all rows where the layer's input is cut. Several ranks have the same part where
-        there are fewer heads of keys and values than ranks.
+        In tensor-parallel layers each rank holds a part of A or of B. Of B it holds its part of the
+        rows, or all rows where the layer's input is cut. Ranks share a part if there are fewer KV
+        heads than ranks.
         """
         shape = self.quadriga_shape
         factors = self.quadriga_factors
@@ -728,8 +728,7 @@ class WorkerExtension:
         if not layers:
             # This version keeps them elsewhere, which `missing_parts` has reported.
             return []
-        num_ranks = self.vllm_config.parallel_config.tensor_parallel_size
-        rank = tensor_parallel_rank() if num_ranks > 1 else 0
+        rank, num_ranks = tensor_parallel_place(self)
         # The rank of the adapter, or a part of it if A is cut along the rank.
         sizes = {shape.rank, -(-shape.rank // num_ranks)}
         loaded = set()

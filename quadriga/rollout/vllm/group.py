@@ -59,7 +59,7 @@ def group_arguments(group: RolloutGroup) -> dict[str, Any]:
         group: the rollout group.
 
     Returns:
-        Arguments by vLLM's names, which the user's cannot replace, and defaults for the user's.
+        Arguments by vLLM's names. They replace the user's.
     """
     arguments: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
     if not sees_peers(group):

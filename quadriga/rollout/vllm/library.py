@@ -316,9 +316,13 @@ def drawn_tokens(runner: Any) -> dict[str, int] | None:
     return {name: total_lengths[slot] - prompt_lengths[slot] for name, slot in slots.items()}
 
 
-def tensor_parallel_rank() -> int:
-    """Rank of vLLM's worker in this process among those that share its layers."""
-    return importlib.import_module("vllm.distributed").get_tensor_model_parallel_rank()
+def tensor_parallel_place(worker: Any) -> tuple[int, int]:
+    """Rank of vLLM's worker among those that share its layers, and their number."""
+    num_ranks = worker.vllm_config.parallel_config.tensor_parallel_size
+    if num_ranks == 1:
+        return 0, 1
+    distributed = importlib.import_module("vllm.distributed")
+    return distributed.get_tensor_model_parallel_rank(), num_ranks
 
 
 def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
