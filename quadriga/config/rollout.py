@@ -119,7 +119,8 @@ class RolloutConfig(LogProbConfig):
     do_sample: bool = True
     """Whether tokens are sampled; training needs it."""
     max_num_seqs: Count = 256
-    """Sequences that are generated at the same time (continuous batching); others wait for a free slot."""
+    """Sequences that are generated at the same time (continuous batching); others wait for a free slot. If it is not
+    given, `vllm` on a GPU takes up to 1024, as far as its KV cache reaches."""
     ignore_eos: bool = False
     """Whether generation continues after the end-of-text token, up to `data.max_response_length`."""
     stop_token_ids: list[int] = Field(default_factory=list)
@@ -134,7 +135,8 @@ class RolloutConfig(LogProbConfig):
     """Memory of the KV cache, in GiB, of each engine. null: `native` takes what the running sequences need, on a GPU at
     most 70 % of what is free; `vllm` and `sglang` what `gpu_memory_utilization` leaves on a GPU, 1 GiB on a CPU."""
     gpu_memory_utilization: TopShare = 0.5
-    """Share of an accelerator's memory for all engines of a process, weights included; `vllm` and `sglang`."""
+    """Share of an accelerator's memory for all engines of a process, weights included; `vllm` and `sglang`. If it is
+    not given, `vllm` takes 0.9 in a pool that does not train."""
     tensor_model_parallel_size: Count = 1
     """Tensor parallelism of generation: ranks that hold one engine together, a rollout group, each a shard of it; of n
     ranks there are n/k groups. `sglang`, and `vllm` without Ray or beside training, start k processes instead."""

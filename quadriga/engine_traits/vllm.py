@@ -18,7 +18,7 @@ TRAITS = EngineTraits(
         title="vLLM",
         least_version="0.30",
         install=(
-            "pip install 'vllm>=0.30'; on a machine without an accelerator: scripts/install-vllm."
+            "pip install 'vllm>=0.30,<0.34'; on a machine without an accelerator: scripts/install-vllm."
         ),
     ),
 )

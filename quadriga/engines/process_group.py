@@ -193,6 +193,8 @@ def _form_group(place: Place, device: torch.device) -> None:
     host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
     address = f"{host}:{place.master_port}"
     where = f"rank {place.rank} of {place.world_size} at {address}"
+    # The group is not bound to its device (`device_id`): torch would then split a communicator of
+    # NCCL for every later group, those of gloo included, on ranks that are no members as well.
     if is_cuda:
         torch.cuda.set_device(device)
     try:
@@ -203,7 +205,6 @@ def _form_group(place: Place, device: torch.device) -> None:
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=TIMEOUT,
-                device_id=device if is_cuda else None,
             )
     except RuntimeError as error:
         raise EngineError(

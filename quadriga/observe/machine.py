@@ -5,6 +5,7 @@ import ctypes
 import os
 import platform
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,18 +161,36 @@ def describe_machine() -> str:
     limit = _read(_CGROUP / "memory.max")
     if limit.isdigit():
         num_bytes = min(num_bytes, int(limit))
-    accelerators = "no GPU"
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        memory = f"{properties.total_memory / GIB:.0f} GiB"
-        accelerators = f"{torch.cuda.device_count()} x {properties.name} with {memory}"
     parts = [
         f"{num_cores} core{'s' if num_cores != 1 else ''} of {cpu} ({torch.backends.cpu.get_cpu_capability()})",
         f"{num_bytes / GIB:.0f} GiB memory",
-        accelerators,
+        describe_gpus(),
         f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}",
     ]
     return ", ".join(parts)
+
+
+def describe_gpus() -> str:
+    """Number, name and memory of the visible GPUs.
+
+    A process that does not compute must not make a CUDA context, which takes half a gigabyte of the
+    first GPU, and fails on one that admits a single process. It asks the driver's program instead.
+    """
+    if not torch.cuda.is_available():
+        return "no GPU"
+    count = torch.cuda.device_count()
+    if torch.cuda.is_initialized():
+        properties = torch.cuda.get_device_properties(0)
+        return f"{count} x {properties.name} with {properties.total_memory / GIB:.0f} GiB"
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(
+            query, capture_output=True, encoding="utf-8", check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return f"{count} GPU{'s' if count != 1 else ''}"
+    name, _, mebibytes = output.stdout.partition("\n")[0].rpartition(",")
+    return f"{count} x {name} with {int(mebibytes) / 1024:.0f} GiB"
 
 
 def _physical_bytes() -> int:

@@ -14,6 +14,7 @@ from quadriga.config import Config
 from quadriga.config.placement import asked_roles, role_pools
 from quadriga.errors import ConfigError
 from quadriga.lazy import collector_paused
+from quadriga.observe.gpu_machine import check_machine
 from quadriga.observe.timing import Timeline
 from quadriga.observe.watchdog import NOTICE_S, waiting
 from quadriga.streams import log_to
@@ -56,7 +57,8 @@ def steps(
         The items of `TaskRunner.steps`.
 
     Raises:
-        ConfigError: Ray is configured but not installed.
+        ConfigError: Ray is configured but not installed, or limits of this machine are too low for
+            processes with GPUs.
         QuadrigaError: an error of the run, wherever it arose.
     """
     is_local = config.trainer.backend == "local"
@@ -91,7 +93,8 @@ def cluster_of(
             processes.
 
     Raises:
-        ConfigError: Ray is configured but not installed.
+        ConfigError: Ray is configured but not installed, or limits of this machine are too low for
+            processes with GPUs.
     """
     if config.trainer.backend == "local":
         yield
@@ -101,6 +104,9 @@ def cluster_of(
     num_processes = sum(map(sum, processes_of_nodes))
     num_nodes = max(map(len, processes_of_nodes))
     timeline = timeline or Timeline()
+    # Processes of a cluster that is started here inherit the limits.
+    num_processes_here = sum(counts[0] for counts in processes_of_nodes)
+    check_machine(config.trainer.device, num_processes_here, num_nodes)
     with timeline.part("imports", since_origin=True):
         cluster = _load_with_torch(CLUSTER)
     with ExitStack() as last_wait, ExitStack() as stack:

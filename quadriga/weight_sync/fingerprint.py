@@ -34,16 +34,51 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
     return Fingerprint({name: tensor_fingerprint(tensor) for name, tensor in weights})
 
 
-@torch.no_grad()
 def tensor_fingerprint(tensor: torch.Tensor) -> str:
     """16 hexadecimal digits computed from shape, dtype and content, on any device."""
-    content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    source = repr((tuple(tensor.shape), str(tensor.dtype), _weighted_sums(content)))
+    return _digest(tensor, *_weighted_sums(tensor).tolist())
+
+
+class PendingFingerprints:
+    """Fingerprints of a stream of tensors whose sums stay on the device until all are read at once.
+
+    Reading each fingerprint would make the host wait for the device twice per tensor.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}  # on "meta": shapes and dtypes
+        self._sums: dict[str, torch.Tensor] = {}  # [2] int64
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Start to compute a fingerprint. The tensor is not kept."""
+        self._tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        self._sums[name] = _weighted_sums(tensor)
+
+    def read(self) -> dict[str, str]:
+        """Wait for the fingerprints of all tensors, and return them by name."""
+        if not self._sums:
+            return {}
+        # A CPU and a GPU may both have tensors of one stream.
+        by_device: dict[torch.device, list[str]] = {}
+        for name, sums in self._sums.items():
+            by_device.setdefault(sums.device, []).append(name)
+        digests = {}
+        for names in by_device.values():
+            rows = torch.stack([self._sums[name] for name in names]).tolist()
+            for name, (row_sum, column_sum) in zip(names, rows, strict=True):
+                digests[name] = _digest(self._tensors[name], row_sum, column_sum)
+        return digests
+
+
+def _digest(tensor: torch.Tensor, row_sum: int, column_sum: int) -> str:
+    source = repr((tuple(tensor.shape), str(tensor.dtype), (row_sum, column_sum)))
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
 
 
-def _weighted_sums(content: torch.Tensor) -> tuple[int, int]:
-    """Weighted sums of [bytes] uint8 over rows and over columns, modulo 2^64."""
+@torch.no_grad()
+def _weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """[2] int64 on the tensor's device: weighted sums of its bytes over rows and columns, mod 2^64."""
+    content = tensor.detach().contiguous().flatten().view(torch.uint8)
     full_rows_bytes = content.numel() - content.numel() % (_ROW * _WORD)
     blocks = []
     if full_rows_bytes:
@@ -66,7 +101,7 @@ def _weighted_sums(content: torch.Tensor) -> tuple[int, int]:
         column_factors = _odd_numbers(matrix.shape[1], 2 * number + 2, content.device)
         row_sum = row_sum * 3 + (matrix.sum(1) * row_factors).sum()
         column_sum = column_sum * 3 + (matrix.sum(0) * column_factors).sum()
-    return int(row_sum), int(column_sum)
+    return torch.stack([row_sum, column_sum])
 
 
 def _odd_numbers(count: int, stream: int, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from quadriga.errors import PeerLostError, WeightSyncError
 from quadriga.weight_sync.buckets import NamedTensors
-from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
+from quadriga.weight_sync.fingerprint import Fingerprint, PendingFingerprints
 
 NamedWeights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 _NUM_NAMED = 5  # parameters that a message names
@@ -140,6 +140,7 @@ class CopiedWeights:
         """
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
         sent: dict[str, str] = {}
+        pending = PendingFingerprints()
 
         def stream() -> NamedTensors:
             for name, tensor in weights:
@@ -148,7 +149,10 @@ class CopiedWeights:
                 digest = None
                 if known is not None and converted.dtype == tensor.dtype:
                     digest = known.get(name)
-                sent[name] = digest or tensor_fingerprint(converted)
+                if digest is None:
+                    pending.add(name, converted)
+                else:
+                    sent[name] = digest
                 yield name, converted
 
         running = stream()
@@ -157,7 +161,7 @@ class CopiedWeights:
             # A target that stops early must not block the sender of the remaining parameters.
             for _ in running:
                 pass
-            self._published |= sent
+            self._published |= sent | pending.read()
             self.verify(target, version)
         except BaseException as error:
             target.weight_version = -1

@@ -36,7 +36,13 @@ from quadriga.models.experts import ROUTES
 from quadriga.models.flops import peak_flops
 from quadriga.models.probe import probe
 from quadriga.models.weight_files import MODEL
-from quadriga.observe.machine import Choice, choose_dtype, release_free_memory
+from quadriga.observe.gpu_machine import (
+    DRIVER,
+    require_machine,
+    require_visible_devices,
+    visible_devices,
+)
+from quadriga.observe.machine import GIB, Choice, choose_dtype, release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.observe.profiler import check_tool
 from quadriga.protocol import DataProto
@@ -76,6 +82,25 @@ MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
 MODEL_OBJECTS = ("multi_modal_inputs",)
 
 
+def driver_problem() -> ConfigError | None:
+    """The error of a machine with a driver that torch cannot use; None if there is no such driver.
+
+    torch then says that there is no GPU, and a run would compute on the CPU.
+    """
+    if torch.version.cuda is None or torch.cuda.is_available() or not DRIVER.exists():
+        return None
+    if visible_devices() == []:
+        return None
+    lines = DRIVER.read_text(encoding="utf-8").splitlines()
+    return ConfigError(
+        "trainer.device",
+        got=f"the driver of this machine ({lines[0].strip() if lines else 'unknown'}),"
+        f" which torch {torch.__version__} for CUDA {torch.version.cuda} cannot use",
+        expected="a driver that is new enough for torch",
+        fix="Update the driver, install torch for an older CUDA, or set trainer.device=cpu.",
+    )
+
+
 def choose_device(wish: str, local_rank: int = 0) -> torch.device:
     """Choose the device of a worker. A GPU becomes the current device of the process.
 
@@ -85,8 +110,13 @@ def choose_device(wish: str, local_rank: int = 0) -> torch.device:
         local_rank: index of the GPU if several are visible.
 
     Raises:
-        ConfigError: the device does not exist.
+        ConfigError: the device does not exist, or torch cannot use the driver.
     """
+    if wish == "auto" or wish.startswith("cuda"):
+        if wish != "auto":
+            require_visible_devices()
+        if problem := driver_problem():
+            raise problem
     if wish == "auto":
         wish = "cuda" if torch.cuda.is_available() else "cpu"
     # Ray shows each process only its device; torchrun shows all devices.
@@ -106,6 +136,23 @@ def choose_device(wish: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def warn_about_unequal_devices(world: process_group.ProcessGroup, device: torch.device) -> None:
+    """Print a warning on the first rank if the ranks have different GPUs.
+
+    Args:
+        world: the ranks of a role.
+        device: the GPU of this rank.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    kinds = world.gather(f"{properties.name} with {properties.total_memory / GIB:.0f} GiB")
+    if world.is_first and len(set(kinds)) > 1:
+        counts = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
+        print(
+            f"warning: the ranks have different GPUs ({', '.join(counts)}): the smallest one limits"
+            " what fits, and the slowest one each step."
+        )
 
 
 def timed(phase: str) -> Callable[[Pass], Pass]:
@@ -150,7 +197,11 @@ class EngineWorker(Worker):
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
         settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
+        if self.device.type == "cuda":
+            require_machine(self.local_world_size)
         world = process_group.join(self.place, self.device, also_alone=settings is not None)
+        if self.device.type == "cuda":
+            warn_about_unequal_devices(world, self.device)
         self.processes = Processes.arrange(world, sizes.layout(world.size, where, settings))
         place = self.processes.place
         self.register_mesh(MESH, place.dp_rank, place.is_collected)

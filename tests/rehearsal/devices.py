@@ -8,6 +8,7 @@ computes them again into the same memory. The `owner` is a `StandIn` (stand_in.p
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.cuda._utils import _get_device_index
 from torch.utils._pytree import tree_leaves
 
 from quadriga.models.flash import Scores, plain_forward
@@ -249,6 +251,37 @@ class Event:
         return 1.0
 
 
+class Runtime:
+    """The CUDA runtime: host memory is pinned by its address."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.owner.counts["pinned buffers"] += 1
+        self.owner.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.owner.pinned.pop(address, None)
+        return 0
+
+
+def number_of(device: Any) -> int:
+    """The number of a device as torch.cuda reads it, which refuses those of other types."""
+    return _get_device_index(device, optional=True)
+
+
+def free_memory(device: Any = None) -> tuple[int, int]:
+    number_of(device)
+    return MEMORY_BYTES // 2, MEMORY_BYTES
+
+
+def allocated_memory(owner: Any, device: Any = None) -> int:
+    number_of(device)
+    return owner.memory.current
+
+
 def cuda_names(owner: Any) -> dict[str, Any]:
     """Names of torch.cuda, and what they are here."""
     event_type = type("Event", (Event,), {"owner": owner})
@@ -289,8 +322,13 @@ def cuda_names(owner: Any) -> dict[str, Any]:
             owner.here.graph = None
 
     def synchronize(device: Any = None) -> None:
+        number_of(device)
         owner.counts["synchronize"] += 1
         owner.read("synchronize")
+
+    def current_stream(device: Any = None) -> Stream:
+        number_of(device)
+        return getattr(streams, "current", main)
 
     properties = {
         "name": "stand-in",
@@ -312,16 +350,17 @@ def cuda_names(owner: Any) -> dict[str, Any]:
         "Stream": stream_type,
         "Event": event_type,
         "stream": stream,
-        "current_stream": lambda device=None: getattr(streams, "current", main),
+        "current_stream": current_stream,
         "default_stream": lambda device=None: main,
         "synchronize": synchronize,
+        "cudart": lambda: Runtime(owner),
         "CUDAGraph": type("CUDAGraph", (Graph,), {"owner": owner}),
         "graph": graph,
         "is_current_stream_capturing": lambda: owner.here.graph is not None,
         "empty_cache": lambda: owner.counts.update(["empty_cache"]),
         "ipc_collect": lambda: owner.counts.update(["ipc_collect"]),
-        "mem_get_info": lambda device=None: (MEMORY_BYTES // 2, MEMORY_BYTES),
-        "memory_allocated": lambda device=None: owner.memory.current,
+        "mem_get_info": free_memory,
+        "memory_allocated": partial(allocated_memory, owner),
         "max_memory_allocated": lambda device=None: owner.memory.peak,
         "memory_reserved": lambda device=None: owner.memory.current,
         "reset_peak_memory_stats": lambda device=None: owner.memory.reset_peak(),

@@ -73,6 +73,8 @@ class _Thread(threading.local):
 class StandIn:
     """`num_devices` devices, installed with `installed`. `counts` is what happened, by name; `file` gets findings."""
 
+    installed_one: "StandIn | None" = None
+
     def __init__(self, num_devices: int = 1, file: Path | None = None) -> None:
         self.num_devices, self.file = num_devices, file
         self.here = _Thread()
@@ -81,6 +83,7 @@ class StandIn:
         self.host_reads: list[str] = []
         self.num_waits = 0
         self.memory = DeviceMemory()
+        self.pinned: dict[int, int] = {}  # sizes of registered host memory, by address
         self.modes = (_Functions(self), _Operators(self))
 
     # ---- marks ----------------------------------------------------------------------------------
@@ -190,6 +193,7 @@ class StandIn:
         """torch has the devices, in every thread that starts meanwhile."""
         with pytest.MonkeyPatch.context() as patch:
             self._patch(patch)
+            StandIn.installed_one = self
             with self.entered():
                 yield self
 
@@ -228,20 +232,8 @@ class StandIn:
         patch.setattr(
             storage, "device", property(lambda one: getattr(one, "mark", _HOST)), raising=False
         )
+        self._patch_handles(patch)
         patch.setattr(storage, "resize_", self._resizer(storage.resize_))
-        handles: list[torch.UntypedStorage] = []  # both sides are this process
-
-        def share(one: torch.UntypedStorage) -> tuple[Any, ...]:
-            handles.append(one)
-            return one.device.index, len(handles) - 1, one.nbytes(), 0, b"", 0, b"", False
-
-        patch.setattr(storage, "_share_cuda_", share, raising=False)
-        patch.setattr(
-            storage,
-            "_new_shared_cuda",
-            lambda device, number, *more: handles[number],
-            raising=False,
-        )
         run_backward = torch.autograd._engine_run_backward
 
         def run_backward_entered(*args: Any, **options: Any) -> Any:
@@ -273,6 +265,25 @@ class StandIn:
         patch.setattr(dist, "init_process_group", start_group)
         patch.setattr(dist, "ProcessGroupNCCL", partial(nccl, self), raising=False)
 
+    def _patch_handles(self, patch: pytest.MonkeyPatch) -> None:
+        """Handles of memory for other processes; here both sides are this process."""
+        storage = torch.UntypedStorage
+        handles: list[torch.UntypedStorage] = []
+
+        def share(one: torch.UntypedStorage) -> tuple[Any, ...]:
+            if one.device.type != "cuda":
+                raise RuntimeError(f"_share_cuda_: only available on CUDA, got {one.device}")
+            handles.append(one)
+            return one.device.index, len(handles) - 1, one.nbytes(), 0, b"", 0, b"", False
+
+        patch.setattr(storage, "_share_cuda_", share, raising=False)
+        patch.setattr(
+            storage,
+            "_new_shared_cuda",
+            lambda device, number, *more: handles[number],
+            raising=False,
+        )
+
     def _resizer(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         """`UntypedStorage.resize_`, counted: FSDP frees what it has gathered by it."""
 
@@ -300,7 +311,11 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    return getattr(storage_of(tensor), "is_pinned_here", False)
+    storage = storage_of(tensor)
+    if getattr(storage, "is_pinned_here", False):
+        return True
+    owner = StandIn.installed_one
+    return owner is not None and storage.data_ptr() in owner.pinned
 
 
 def place() -> str:

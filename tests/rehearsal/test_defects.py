@@ -9,6 +9,7 @@ import torch
 
 from quadriga.config import ActorConfig
 from quadriga.engines.batches import MicroBatching, Passes
+from quadriga.engines.fsdp import offload
 from quadriga.engines.fsdp.engine import ALL_KINDS
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import update
@@ -99,9 +100,8 @@ def test_an_asynchronous_copy_from_memory_that_is_not_pinned(
         return found(stand_in)
 
     assert sleep_and_wake() == []
-    empty = torch.empty
     monkeypatch.setattr(
-        torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more)
+        offload, "pinned_memory", lambda size, what: torch.empty(size, dtype=torch.uint8)
     )
     pageable = sleep_and_wake()
     assert any(

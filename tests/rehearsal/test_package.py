@@ -6,6 +6,7 @@ What none of it proves: anything about kernels, time or memory of a GPU; tests/g
 
 import json
 import os
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -22,9 +23,10 @@ from quadriga.api import _Draft
 from quadriga.cli.doctor import _machine_lines
 from quadriga.config import load_config, training_findings
 from quadriga.engines import process_group
+from quadriga.engines.fsdp import offload
 from quadriga.errors import ConfigError
 from quadriga.models.flops import peak_flops
-from quadriga.observe.machine import choose_dtype, describe_machine
+from quadriga.observe.machine import choose_dtype, describe_gpus, describe_machine
 from quadriga.observe.profiler import Recording, check_tool
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
@@ -169,7 +171,7 @@ def test_what_other_parts_decide_by_the_device(
         ["trainer.backend=ray", "trainer.device=cuda", "trainer.n_gpus_per_node=2", *keys]
     ).config
     assert any("Ray gives no devices" in str(problem) for problem in training_findings(several)[0])
-    assert _Draft._choose_batch_size(SimpleNamespace(config=several), 8) == 8  # pyrefly: ignore[bad-argument-type]
+    assert _Draft._choose_batch_size(SimpleNamespace(config=several), 8, 1) == 8  # pyrefly: ignore[bad-argument-type]
     config = load_config(
         ["actor_rollout_ref.rollout.name=sglang", "data.max_prompt_length=10"]
     ).config
@@ -297,6 +299,47 @@ def test_memory_that_moves(
     same(on_host, lines, 1e-3)
 
 
+def test_pinned_memory_is_not_rounded_up(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly what is offloaded is pinned, and the room is checked for all ranks of the node."""
+    tensors = [torch.ones(size, device=CUDA) for size in (33, 700)]
+    others = dict(stand_in.pinned)
+    pinned = offload.PinnedCopy(tensors, torch.cuda.Stream(), "moments")
+    padded_bytes = 192 + 2816  # each to a multiple of 64
+    new_sizes = [size for address, size in stand_in.pinned.items() if address not in others]
+    assert new_sizes == [padded_bytes]
+    pinned.sleep(is_changed=True)
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
+    pinned.wake()
+    assert all(torch.equal(tensor.cpu(), torch.ones(len(tensor))) for tensor in tensors)
+    del pinned
+    assert stand_in.pinned.keys() <= others.keys()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(offload, "available_bytes", lambda: 3 * padded_bytes)
+    with pytest.raises(ConfigError, match=r"\(the moments\) by each of 8 processes"):
+        offload.PinnedCopy(tensors, torch.cuda.Stream(), "moments")
+
+
+def test_a_driver_makes_no_context(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that does not compute asks the driver's program, or only counts."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+    def refuse(device: Any) -> Any:
+        raise AssertionError("makes a context")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    answer = SimpleNamespace(stdout="NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: answer)
+    assert describe_gpus() == "2 x NVIDIA H100 80GB HBM3 with 80 GiB"
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert describe_gpus() == "2 GPUs"
+
+
 def test_a_step_on_ray(
     train: Train,
     metric_lines: Lines,
@@ -336,15 +379,27 @@ def test_weights_to_vllm_beside(
     )
     assert list(sizes_of_models(config, has_critic=False))[1].endswith("bfloat16)")
     engine.core.is_in_process = False
-    weights = dict(make_model().to(CUDA).named_parameters())
-    CopiedWeights().publish(weights.items(), engine, 1)
     (process,) = engine.core.processes
-    assert process.weights.keys() == weights.keys()
-    assert all(
-        process.weights[name].is_cuda and torch.equal(process.weights[name], weights[name])
-        for name in weights
-    )
+    process.device = CUDA
+    # Asynchronous training on Ray publishes copies on the host.
+    for version, place in enumerate(("cuda", "cpu"), start=1):
+        weights = dict(make_model().to(place).named_parameters())
+        process.weights.clear()
+        CopiedWeights().publish(weights.items(), engine, version)
+        assert process.weights.keys() == weights.keys()
+        assert all(
+            process.weights[name].is_cuda and torch.equal(process.weights[name].cpu(), weight.cpu())
+            for name, weight in weights.items()
+        )
     assert any("a wait for a stream" in read for read in stand_in.host_reads)
+
+    # A rank with another GPU keeps nothing on the sender's.
+    process.device = torch.device("cuda", 1)
+    process.weights.clear()
+    CopiedWeights().publish(make_model().to(CUDA).named_parameters(), engine, 3)
+    assert {weight.device for weight in process.weights.values()} == {process.device}
+    # Here both sides are one process, with one current device.
+    stand_in.findings.clear()
 
 
 def test_weights_to_sglang_beside(stand_in: StandIn) -> None:

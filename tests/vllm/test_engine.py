@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.rollout.vllm.library import require_version
 from quadriga.weight_sync import CopiedWeights
 from small_models import EOS, greedy, model, save
+from vllm_contract import missing_names, reader_of
 
 LONG = [2 + number * 7 % 250 for number in range(200)]
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7], [9, 10, 11, 12, 13], LONG]
@@ -355,14 +357,16 @@ def test_without_seeds_of_their_own(start) -> None:
 
 
 def test_the_module_that_is_rebuilt_is_counted(engine: VLLMEngine) -> None:
-    """Of whole tensors there are no more at a time than those of the largest module, the embedding."""
+    """The largest module, the embedding, beside the first weight that arrives after it."""
     _publish(engine, 0)
-    assert engine.rebuilt == (256 * 64 * 4, "model.embed_tokens")
+    assert engine.rebuilt == ((256 + 64) * 64 * 4, "model.layers.0.self_attn.q_proj")
 
 
 def test_private_parts_are_there(engine: VLLMEngine) -> None:
     """This version still has what is used of it beyond its public interface."""
     assert engine.missing_parts == []
+    folder = Path(engine.library.module.__file__).parents[1]
+    assert missing_names(reader_of(folder)) == {}
 
 
 def test_bad_settings_are_told_in_vllms_words(start) -> None:

@@ -15,6 +15,7 @@ import errno
 import mmap
 import os
 import shutil
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -86,6 +87,40 @@ class MappedFile:
     wait = wake
 
 
+def pinned_memory(num_bytes: int, description: str) -> torch.Tensor:
+    """Allocate pinned host memory of exactly this size. torch rounds up to powers of two.
+
+    Args:
+        num_bytes: size.
+        description: what the memory is for, for an error.
+
+    Returns:
+        [num_bytes] uint8. Unpin it by `cudaHostUnregister` before it is freed.
+
+    Raises:
+        ConfigError: the driver does not pin as much.
+    """
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    runtime = torch.cuda.cudart()
+    address = memory.data_ptr()
+    status = int(runtime.cudaHostRegister(address, num_bytes, 0))
+    if status:
+        raise ConfigError(
+            "fsdp_config.param_offload and optimizer_offload",
+            got=f"error {status} of the CUDA driver for {num_bytes / GIB:.2f} GiB of pinned memory"
+            f" (the {description})",
+            expected="memory that can be pinned",
+            fix="Allow it (`ulimit -l unlimited`, or --ulimit memlock=-1 of Docker), or leave them"
+            " out.",
+        )
+    return memory
+
+
+def _content(storage: torch.UntypedStorage) -> torch.Tensor:
+    """[bytes] uint8: the whole content of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 class PinnedCopy:
     """Pinned host memory for tensors on a CUDA device, which stay the same objects.
 
@@ -115,17 +150,28 @@ class PinnedCopy:
         self._sizes = [storage.nbytes() for storage in self._storages]
         self.num_bytes = sum(self._sizes)
         free = available_bytes()
-        if self.num_bytes > free:
+        # All ranks of the node allocate the same at the same time.
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        if self.num_bytes * num_ranks > free:
             size = f"{self.num_bytes / GIB:.2f} GiB"
+            got = f"{size} to offload to the host (the {description})"
+            if num_ranks > 1:
+                got += f" by each of {num_ranks} processes"
             raise ConfigError(
                 "fsdp_config.param_offload and optimizer_offload",
-                got=f"{size} to offload to the host (the {description}), with {free / GIB:.2f} GiB free",
+                got=f"{got}, with {free / GIB:.2f} GiB free",
                 expected="as much free memory on the host",
                 fix="Leave them out, or use more ranks with fsdp_config.fsdp_size=-1.",
             )
-        self._copies = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in self._sizes
-        ]
+        padded_sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
+        self._memory = pinned_memory(sum(padded_sizes), description)
+        unpin = torch.cuda.cudart().cudaHostUnregister
+        # Runs before the attributes of this object, and so the memory, are freed.
+        finalizer = weakref.finalize(self, unpin, self._memory.data_ptr())
+        finalizer.atexit = False
+        self._copies = []
+        for start, size in zip(accumulate(padded_sizes, initial=0), self._sizes, strict=False):
+            self._copies.append(self._memory[start : start + size])
         self._arrived = torch.cuda.Event()
 
     def sleep(self, *, is_changed: bool) -> None:
@@ -134,7 +180,7 @@ class PinnedCopy:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for copy, storage in zip(self._copies, self._storages, strict=True):
-                    copy.untyped_storage().copy_(storage, non_blocking=True)
+                    copy.copy_(_content(storage), non_blocking=True)
         # Without a change, copies to the device may still be under way.
         self._stream.synchronize()
         for storage in self._storages:
@@ -148,7 +194,7 @@ class PinnedCopy:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for copy, storage in zip(self._copies, self._storages, strict=True):
-                storage.copy_(copy.untyped_storage(), non_blocking=True)
+                _content(storage).copy_(copy, non_blocking=True)
             self._arrived.record(self._stream)
 
     def wait(self) -> None:

@@ -24,6 +24,7 @@ from quadriga.config.placement import devices_problem
 from quadriga.engine_traits.sglang import TRAITS
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.models.load import stop_token_ids
+from quadriga.observe.gpu_machine import require_plain_segments
 from quadriga.partition import buckets
 from quadriga.rollout.balancer import Balancer, start_balanced, start_engines
 from quadriga.rollout.causal_model import cache_bytes_per_token
@@ -122,6 +123,8 @@ class SGLangEngine(ThirdPartyEngine):
         )
         if setup.options.keys() & {"url", "urls"}:
             return _connect_engines(setup, make)
+        if setup.device.type != "cpu":
+            require_plain_segments(cls.title)
 
         cache_tokens = None
         cache = "as much KV cache as fits"
@@ -237,7 +240,8 @@ class SGLangEngine(ThirdPartyEngine):
         """
         takes_handles = self.connection.takes_handles
         if takes_handles:
-            copy = _copy
+            # Handles exist only for memory of a GPU, also where copies come from another process.
+            copy = partial(_copy, device="cuda")
             dump = ForkingPickler.dumps
         else:
             copy = partial(_copy, device="cpu")
@@ -409,15 +413,13 @@ def _connect_engines(
     return Balancer(engines, description, makers)
 
 
-def _copy(
-    weight: tuple[str, torch.Tensor], offset: int, device: str | None = None
-) -> tuple[str, torch.Tensor]:
-    """Copy a weight, to `device` if given, without a gradient.
+def _copy(weight: tuple[str, torch.Tensor], offset: int, device: str) -> tuple[str, torch.Tensor]:
+    """Copy a weight to a device, without a gradient.
 
     Without the copy, all of the memory that the tensor is a part of would be sent.
     """
     name, tensor = weight
-    return name, tensor.detach().to(device or tensor.device, copy=True).contiguous()
+    return name, tensor.detach().to(device, copy=True).contiguous()
 
 
 def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, Any]:

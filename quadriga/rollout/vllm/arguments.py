@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from quadriga.config.placement import role_pools
 from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import SEED_BITS
@@ -11,6 +12,10 @@ from quadriga.rollout.vllm.adapter import Adapter
 from quadriga.rollout.vllm.library import Library
 
 _GIB = 1 << 30
+SEQUENCES_ON_GPU = 1024
+"""Sequences at a time on a GPU, unless `max_num_seqs` is given."""
+SHARE_WITHOUT_TRAINING = 0.9
+"""Share of a GPU that trains nothing, unless `gpu_memory_utilization` is given."""
 
 
 def arguments_of(
@@ -33,23 +38,33 @@ def arguments_of(
     is_on_cpu = setup.device.type == "cpu"
     # A pass has at least one token of each sequence. On a CPU it also holds a whole prompt: vLLM
     # cannot cut a prompt with a seed there, because it cannot put the generator back.
-    smallest_pass = rollout.max_num_seqs
+    max_num_seqs = rollout.max_num_seqs
+    if not is_on_cpu and "max_num_seqs" not in rollout.model_fields_set:
+        # A GPU decodes more rows in about the same time. vLLM starts those that its cache holds.
+        max_num_seqs = SEQUENCES_ON_GPU
+    smallest_pass = max_num_seqs
     if is_on_cpu:
         smallest_pass = max(smallest_pass, setup.max_model_len)
     # Training needs log-probabilities before filters. vLLM reports those only at temperature 1,
     # which the checks of the configuration require.
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    # In asynchronous training one engine generates and another one validates.
-    num_engines = rollout.data_parallel_size * (1 + setup.config.async_training.enable)
+    # In asynchronous training one engine generates and, if there are prompts for it, another one
+    # validates.
+    has_two = setup.config.async_training.enable and bool(data.val_files)
+    num_engines = rollout.data_parallel_size * (1 + has_two)
+    share = rollout.gpu_memory_utilization
+    trains_here = "rollout" not in role_pools(setup.config.trainer)
+    if not trains_here and "gpu_memory_utilization" not in rollout.model_fields_set:
+        share = SHARE_WITHOUT_TRAINING
     arguments: dict[str, Any] = {
         "model": str(model.path),
         "tokenizer": str(data.tokenizer or model.path),
         "dtype": str(setup.dtype).removeprefix("torch."),
         "max_model_len": setup.max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, smallest_pass),
         "enable_chunked_prefill": not is_on_cpu,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization / num_engines,
+        "gpu_memory_utilization": share / num_engines,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "enable_expert_parallel": rollout.expert_parallel_size > 1,
         "enforce_eager": rollout.enforce_eager or is_on_cpu,

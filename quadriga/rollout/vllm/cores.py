@@ -22,6 +22,7 @@ import inspect
 import itertools
 import logging
 import math
+import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -30,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -158,7 +160,8 @@ class Response:
         ends.append(len(self.token_ids))
         versions: list[int] = []
         for end, (_, version) in zip(ends, self.versions, strict=False):
-            versions += [version] * (end - len(versions))
+            # With asynchronous scheduling vLLM may draw one token beyond the end of a response.
+            versions += [version] * (min(end, len(self.token_ids)) - len(versions))
         return Completion(
             self.token_ids,
             log_probs,
@@ -206,6 +209,30 @@ class Core(ABC):
         return self.ask("collective_rpc", method, args=args)
 
 
+@contextmanager
+def process_state_kept(device: torch.device) -> Iterator[None]:
+    """Context manager: restore random states and the number of threads of this process on exit.
+
+    vLLM sets seeds while it starts and, on a GPU, one thread. In this process both are the
+    trainer's.
+
+    Args:
+        device: device of vLLM.
+    """
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    num_threads = torch.get_num_threads()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            if device.type == "cuda":
+                torch.set_num_threads(num_threads)
+
+
 class InProcessCore(Core):
     """vLLM's engine in this process.
 
@@ -233,7 +260,13 @@ class InProcessCore(Core):
         self._aborted = threading.Event()
         # Steps run under the stance of the start, at which vLLM compiles and captures CUDA graphs.
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
-        with started(), torch.compiler.set_stance(self._stance):
+        # With asynchronous scheduling a batch may be in flight when this process lets vLLM sleep.
+        arguments = {"async_scheduling": False} | arguments
+        with (
+            started(),
+            torch.compiler.set_stance(self._stance),
+            process_state_kept(device),
+        ):
             engine_config = library.module.EngineArgs(**arguments).create_engine_config()
             self.engine: Any = library.module.LLMEngine(
                 engine_config, executor(device, place), log_stats=False

@@ -25,6 +25,8 @@ from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_
 from quadriga.models.adapter_files import AdapterFiles, is_factor
 from quadriga.models.load import stop_token_ids
 from quadriga.models.lora import adapter_of, add_adapter
+from quadriga.observe.gpu_machine import require_plain_segments
+from quadriga.partition import buckets
 from quadriga.rollout.balancer import Balancer, start_balanced
 from quadriga.rollout.interface import (
     BatchImages,
@@ -48,22 +50,24 @@ from quadriga.rollout.third_party import (
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
 from quadriga.rollout.vllm.arguments import arguments_of, sampling_of
 from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore, Request, Response, results_of
-from quadriga.rollout.vllm.group import GroupCore
+from quadriga.rollout.vllm.group import GroupCore, sees_peers
 from quadriga.rollout.vllm.library import (
     LEAST_OF_ADAPTERS,
     MIXTURES,
     WHERE,
     adapter_layers,
     cache_tensors,
+    drawn_tokens,
     forget_packed_experts,
     layerwise_reload,
     load,
     one_by_one,
     repack_tied,
+    tensor_parallel_place,
 )
 from quadriga.rollout.vllm.memory import Memory
 from quadriga.weight_sync.buckets import pack, unpack
-from quadriga.weight_sync.fingerprint import tensor_fingerprint
+from quadriga.weight_sync.fingerprint import PendingFingerprints, tensor_fingerprint
 from quadriga.weight_sync.reshard import Wanted
 
 logger = logging.getLogger(__name__)
@@ -323,9 +327,9 @@ class VLLMEngine(ThirdPartyEngine):
             if self._slot is not None:
                 model_weights = separated(model_weights, factors)
             try:
-                with closing(self._buckets(model_weights)) as buckets:
+                with closing(self._buckets(model_weights)) as stream:
                     # There is no bucket if the adapter arrives alone.
-                    for bucket in buckets:
+                    for bucket in stream:
                         self._frozen = {}
                         self.core.call("load_bucket", bucket)
             finally:
@@ -377,16 +381,21 @@ class VLLMEngine(ThirdPartyEngine):
         The content of a bucket is valid until the next one.
         """
         if self.core.is_in_process:
-            for name, tensor in weights:
-                tensor = tensor.detach()
+
+            def hold(weight: tuple[str, torch.Tensor], _: int) -> tuple[str, torch.Tensor]:
                 # Either way the storage is a new object, so `load_bucket` sees when vLLM frees it.
+                name, tensor = weight
+                tensor = tensor.detach()
                 if self.is_load_stable:
-                    yield [(name, torch.from_dlpack(tensor))]
-                else:
-                    yield [(name, tensor.clone())]
+                    return name, torch.from_dlpack(tensor)
+                return name, tensor.clone()
+
+            yield from buckets(weights, lambda weight: weight[1].nbytes, self.bucket_bytes, hold)
             return
         if self.setup.device.type == "cuda":
-            for entries, content in pack(weights, self.bucket_bytes):
+            # Handles exist only for memory of a GPU, and a copy from another process is on the host.
+            on_device = ((name, tensor.to(self.setup.device)) for name, tensor in weights)
+            for entries, content in pack(on_device, self.bucket_bytes):
                 # The other process reads it in another stream.
                 torch.cuda.current_stream(content.device).synchronize()
                 handle = content.untyped_storage()._share_cuda_()
@@ -446,6 +455,8 @@ class VLLMEngine(ThirdPartyEngine):
                 return GroupCore(self.library, self.arguments, self.setup.group)
             if not is_beside and rollout.tensor_model_parallel_size == 1:
                 return InProcessCore(self.library, self.arguments, self.setup.device)
+            if self.setup.device.type == "cuda":
+                require_plain_segments(self.title)
             return ProcessCore(
                 self.library, self.arguments, self.setup.config.trainer.stall_timeout_s
             )
@@ -473,6 +484,9 @@ class VLLMEngine(ThirdPartyEngine):
         cache = "as much KV cache as fits"
         if cache_bytes is not None:
             cache = f"{cache_bytes / _GIB:g} GiB of KV cache"
+        cache += f" for at most {self.arguments['max_num_seqs']} sequences at a time"
+        if self.setup.device.type != "cpu":
+            cache += f", of {self.arguments['gpu_memory_utilization']:.2g} of the GPU"
 
         if not self.arguments["enforce_eager"]:
             compiled = "compiled"
@@ -484,6 +498,8 @@ class VLLMEngine(ThirdPartyEngine):
         parts = [f"vllm {self.library.version} {where}, {weights}", cache, compiled]
         if not self.can_sleep:
             parts.append("memory is kept while training")
+        if self.setup.group is not None and not sees_peers(self.setup.group):
+            parts.append("all-reduce by NCCL, for each process sees its own GPU only")
         parts += [f"without {part}" for part in self.missing_parts]
         return "; ".join(parts)
 
@@ -546,6 +562,24 @@ class VLLMEngine(ThirdPartyEngine):
             ) from error
 
 
+def own_parts(matrix: torch.Tensor, num_ranks: int, rank: int) -> list[torch.Tensor]:
+    """The parts of rows that a tensor-parallel rank may hold of a matrix.
+
+    Args:
+        matrix: [rows, ...].
+        num_ranks: number of ranks.
+        rank: the rank.
+
+    Returns:
+        All rows, and the rank's part if 2, 3, ... `num_ranks` ranks or groups of ranks share them.
+    """
+    parts = [matrix]
+    for num_parts in range(2, num_ranks + 1):
+        if num_ranks % num_parts == 0 and matrix.shape[0] % num_parts == 0:
+            parts.append(matrix.chunk(num_parts)[rank * num_parts // num_ranks])
+    return parts
+
+
 class WorkerExtension:
     """Our methods of vLLM's workers, the processes that hold the model.
 
@@ -564,7 +598,8 @@ class WorkerExtension:
     vllm_config: Any
     model_runner: Any
     model_config: Any
-    quadriga_marks: dict[str, str] | None = None
+    device: torch.device
+    quadriga_marks: PendingFingerprints | None = None
     quadriga_rebuilt: tuple[int, str] = (0, "")
     quadriga_held: list[tuple[StorageWeakRef, int]]
 
@@ -575,9 +610,12 @@ class WorkerExtension:
         gets.
         """
         if isinstance(bucket, list):
-            weights = iter(bucket)
+            # Emptied, so that a tensor is freed when vLLM has it in its layer.
+            weights = (bucket.pop(0) for _ in range(len(bucket)))
         else:
+            device = torch.device("cpu")
             if "handle" in bucket:
+                device = self.device
                 storage = torch.UntypedStorage._new_shared_cuda(*bucket["handle"])
                 offset, size = bucket["place"]
                 content = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -586,9 +624,11 @@ class WorkerExtension:
                 content = torch.from_file(
                     bucket["path"], True, bucket["num_bytes"], dtype=torch.uint8
                 )
-            # Copies, because the sender reuses the memory of the bucket.
+            # Copies, because the sender reuses the memory of the bucket, to this process's device:
+            # the memory of another rank may be on the first one.
             weights = (
-                (name, tensor.clone()) for name, tensor in unpack(bucket["entries"], content)
+                (name, tensor.to(device, copy=True))
+                for name, tensor in unpack(bucket["entries"], content)
             )
         begin, _, configured = layerwise_reload()
         model = self.model_runner.get_model()
@@ -597,14 +637,22 @@ class WorkerExtension:
             if self.quadriga_marks is None:
                 forget_packed_experts(model, model_type)
                 begin(model)
-                self.quadriga_marks = {}
+                self.quadriga_marks = PendingFingerprints()
                 self.quadriga_rebuilt = (0, "")
                 self.quadriga_held = []
-            for name, tensor in weights:
-                self.quadriga_marks[name] = tensor_fingerprint(tensor)
-                self._note_held(name, tensor)
-                with torch.no_grad():
-                    model.load_weights(one_by_one(name, tensor, model_type))
+            marks = self.quadriga_marks
+
+            def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in weights:
+                    marks.add(name, tensor)
+                    self._note_held(name, tensor)
+                    yield from one_by_one(name, tensor, model_type)
+
+            with torch.no_grad():
+                model.load_weights(arriving())
+        if isinstance(bucket, dict) and "handle" in bucket:
+            # The copies are complete before the sender writes the next bucket.
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _note_held(self, name: str, tensor: torch.Tensor) -> None:
         """Count the bytes of a tensor and of those that vLLM still holds of incomplete modules."""
@@ -634,7 +682,7 @@ class WorkerExtension:
             with configured(self.vllm_config), torch.no_grad():
                 end(model, self.model_config)
                 repack_tied(model)
-        return marks or {}
+        return {} if marks is None else marks.read()
 
     def drawn_tokens(self) -> dict[str, int]:
         """Number of tokens of each request that has begun, by vLLM's name for it.
@@ -642,16 +690,16 @@ class WorkerExtension:
         Raises:
             WeightSyncError: this version of vLLM does not report it.
         """
-        states = getattr(self.model_runner, "requests", None)
-        if not isinstance(states, dict):
+        num_tokens = drawn_tokens(self.model_runner)
+        if num_tokens is None:
             raise WeightSyncError(
                 f"{WHERE}, beside training",
                 got="a vLLM whose model runner does not say what it has drawn"
-                " (model_runner.requests)",
-                expected="0.32, or one like it",
+                " (model_runner.requests or req_states)",
+                expected="0.30 to 0.33",
                 fix="Set async_training.in_flight=finish, or generate with native.",
             )
-        return {name: len(state.output_token_ids) for name, state in states.items()}
+        return num_tokens
 
     def clear_cache(self) -> None:
         """Zero the KV cache. A NaN in a block would outlive the weights that made it."""
@@ -669,8 +717,9 @@ class WorkerExtension:
     def missing_factors(self) -> list[str]:
         """Names of the matrices that `adapter_marks` has read and no layer of this process holds.
 
-        In tensor-parallel layers each rank holds a part of A or of B. Which part of B it holds is
-        not checked.
+        In tensor-parallel layers each rank holds a part of A or of B. Of B it holds its part of the
+        rows, or all rows where the layer's input is cut. Ranks share a part if there are fewer KV
+        heads than ranks.
         """
         shape = self.quadriga_shape
         factors = self.quadriga_factors
@@ -679,7 +728,7 @@ class WorkerExtension:
         if not layers:
             # This version keeps them elsewhere, which `missing_parts` has reported.
             return []
-        num_ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        rank, num_ranks = tensor_parallel_place(self)
         # The rank of the adapter, or a part of it if A is cut along the rank.
         sizes = {shape.rank, -(-shape.rank // num_ranks)}
         loaded = set()
@@ -693,10 +742,8 @@ class WorkerExtension:
             matrix = tensor.to(dtype)
             if ".lora_A." in name:
                 parts = [matrix, *matrix.chunk(num_ranks, 0), *matrix.chunk(num_ranks, 1)]
-            elif num_ranks == 1:
-                parts = [matrix * shape.scale]
             else:
-                continue
+                parts = own_parts(matrix * shape.scale, num_ranks, rank)
             if loaded.isdisjoint(tensor_fingerprint(part) for part in parts):
                 missing.append(name)
         return missing

@@ -25,6 +25,7 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.rollout.group import RolloutGroup, require_same_tokens
+from quadriga.rollout.third_party import process_environment
 from quadriga.rollout.vllm.cores import InProcessCore, Request, Response
 from quadriga.rollout.vllm.library import Library, unfinished_outputs
 
@@ -44,6 +45,27 @@ class _Call:
     response: Response
     future: Future[Response] = field(default_factory=Future)
     is_given_up: bool = False
+
+
+def sees_peers(group: RolloutGroup) -> bool:
+    """Whether this process sees the devices of all ranks of its group. On Ray it sees its own."""
+    return group.device.type != "cuda" or torch.cuda.device_count() >= group.size
+
+
+def group_arguments(group: RolloutGroup) -> dict[str, Any]:
+    """Arguments of vLLM's engine that a rollout group needs.
+
+    Args:
+        group: the rollout group.
+
+    Returns:
+        Arguments by vLLM's names. They replace the user's.
+    """
+    arguments: dict[str, Any] = {"distributed_executor_backend": "external_launcher"}
+    if not sees_peers(group):
+        # Custom all-reduce looks up the devices of all ranks in CUDA_VISIBLE_DEVICES.
+        arguments["disable_custom_all_reduce"] = True
+    return arguments
 
 
 class GroupCore(InProcessCore):
@@ -72,8 +94,11 @@ class GroupCore(InProcessCore):
             group.tell(name)
         else:
             name = group.hear()
-        arguments = arguments | {"distributed_executor_backend": "external_launcher"}
-        super().__init__(library, arguments, group.device, (name, group.ranks[group.rank]))
+        arguments = arguments | group_arguments(group)
+        # Symmetric memory needs the peers' devices, too; vLLM would warn and go on without it.
+        variables = {} if sees_peers(group) else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+        with process_environment(0, **variables):
+            super().__init__(library, arguments, group.device, (name, group.ranks[group.rank]))
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
         calls = [_Call(request, Response(request.expanded)) for request in requests]

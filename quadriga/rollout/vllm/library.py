@@ -6,15 +6,18 @@ import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from quadriga.errors import RolloutError
-from quadriga.observe.probe import installed
+from quadriga.errors import ConfigError, RolloutError
+from quadriga.observe.probe import installed, release_numbers
 from quadriga.rollout.third_party import process_environment, require_release
 
 LEAST = "0.30"
+NEWEST_READ = "0.33"
+"""Newest version whose sources this package was written against."""
 LEAST_OF_ADAPTERS = "0.32"
 """First version that takes the weights below an adapter under the names they have without one."""
 # The library is published under one name per kind of device. The module is always `vllm`.
@@ -31,7 +34,7 @@ MIXTURES = {
 The value is vLLM's name for the module with the router and the experts.
 """
 _INSTALL = (
-    f"pip install 'vllm>={LEAST}'; on a machine without an accelerator: scripts/install-vllm."
+    f"pip install 'vllm>={LEAST},<0.34'; on a machine without an accelerator: scripts/install-vllm."
 )
 
 # Read by vLLM when it is imported. Variables that are already set are not changed.
@@ -65,6 +68,16 @@ def require_version(version: str) -> None:
     require_release("vLLM", version, LEAST, where=WHERE, fix=_INSTALL)
 
 
+def warn_about_version(version: str) -> None:
+    """Warn about a vLLM that is newer than the newest one whose private parts are known."""
+    if release_numbers(version)[:2] > release_numbers(NEWEST_READ)[:2]:
+        print(
+            f"warning: vLLM {version} is newer than {NEWEST_READ}, the newest version that Quadriga"
+            " was read against. If its engine fails, install an older one:"
+            f" pip install 'vllm>={LEAST},<0.34'"
+        )
+
+
 def load() -> Library:
     """Import vLLM, with only errors in its log and unpinned threads.
 
@@ -73,6 +86,7 @@ def load() -> Library:
     """
     _, version = installed(*DISTRIBUTIONS)
     require_version(version)
+    warn_about_version(version)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -93,10 +107,44 @@ def started(num_processes: int = 0) -> AbstractContextManager[None]:
             engine is in this process.
     """
     variables = {_IN_PROCESS: "1" if num_processes else "0"}
-    if num_processes and not torch.accelerator.is_available():
+    if torch.accelerator.is_available():
+        variables["VLLM_CACHE_ROOT"] = str(cache_folder())
+    elif num_processes:
         # On a CPU compiling takes longer than it saves.
         variables["TORCH_COMPILE_DISABLE"] = "1"
     return process_environment(num_processes, **variables)
+
+
+def cache_folder() -> Path:
+    """Folder for what vLLM compiles, one per rank.
+
+    vLLM names its files by the rank within an engine. Engines with a GPU each would all write those
+    of rank 0 at the same time, and read files that are half written.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm")
+    folder = Path(os.environ.get("VLLM_CACHE_ROOT") or default)
+    if "RANK" in os.environ:
+        folder /= f"rank{os.environ['RANK']}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable_cache(folder, error.strerror) from error
+    if not os.access(folder, os.W_OK):
+        raise unwritable_cache(folder, "not writable")
+    return folder
+
+
+def unwritable_cache(folder: Path, reason: str) -> ConfigError:
+    """The error of a cache folder that vLLM cannot write."""
+    return ConfigError(
+        "VLLM_CACHE_ROOT",
+        got=f"{folder} ({reason})",
+        expected="a folder that this process can write, for compiled kernels",
+        fix="Set VLLM_CACHE_ROOT to a folder on a local disk.",
+    )
 
 
 def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
@@ -240,6 +288,41 @@ def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
         return ()
     is_known = all(isinstance(tensor, torch.Tensor) for tensor in tensors)
     return tensors if is_known else ()
+
+
+def drawn_tokens(runner: Any) -> dict[str, int] | None:
+    """Number of tokens that each request has drawn, by vLLM's name for it.
+
+    vLLM has two model runners. The first keeps a state for each request; the second, the default on
+    CUDA, keeps arrays over its slots, and only the one on the device counts sampled tokens exactly.
+    It is read once for all requests. A request that the second runner has preempted has no slot.
+
+    Args:
+        runner: the model runner of vLLM's worker, whose last step is complete.
+
+    Returns:
+        The numbers; None if this version keeps them elsewhere.
+    """
+    requests = getattr(runner, "requests", None)
+    if isinstance(requests, dict):
+        return {name: len(state.output_token_ids) for name, state in requests.items()}
+    try:
+        states = runner.req_states
+        slots = states.req_id_to_index
+        total_lengths = states.total_len.gpu.tolist()
+        prompt_lengths = states.prompt_len.np.tolist()
+    except AttributeError:
+        return None
+    return {name: total_lengths[slot] - prompt_lengths[slot] for name, slot in slots.items()}
+
+
+def tensor_parallel_place(worker: Any) -> tuple[int, int]:
+    """Rank of vLLM's worker among those that share its layers, and their number."""
+    num_ranks = worker.vllm_config.parallel_config.tensor_parallel_size
+    if num_ranks == 1:
+        return 0, 1
+    distributed = importlib.import_module("vllm.distributed")
+    return distributed.get_tensor_model_parallel_rank(), num_ranks
 
 
 def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:

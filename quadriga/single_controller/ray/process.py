@@ -52,6 +52,7 @@ with collector_paused():
     from quadriga.single_controller.worker_group import ClassWithInitArgs, describe_arguments
 
 LOOK_AFTER_RAYLET_S = 1.0
+NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class WorkerProcess:
         self._names: dict[str, WorkerName] = {}
         self._not_built: dict[str, Failure] = {}
         self._running: _Running | None = None
+        show_own_devices()
         streams.install()
         # All threads, because the one that gets the signal is not the one that computes.
         faulthandler.enable(all_threads=True)
@@ -283,6 +285,18 @@ class WorkerProcess:
         finally:
             if is_shown:
                 self._running = None
+
+
+def show_own_devices() -> None:
+    """Show this process only the GPUs that Ray gave it, also where Ray is told not to.
+
+    With RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES every process sees all GPUs of its node, and
+    the first ranks of two pools would take the same ones.
+    """
+    if os.environ.get(NOSET, "").lower() not in ("", "0", "false"):
+        devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(sorted(devices))
 
 
 def state_of(pid: int) -> str:

@@ -48,7 +48,9 @@ def test_a_stream_that_is_not_the_models(stream: list, message: str) -> None:
 @pytest.mark.parametrize("found", ["", "0.19.1", "0.29"])
 def test_versions_that_are_refused(found: str) -> None:
     """None, and those that are too old: with what to install."""
-    with pytest.raises(RolloutError, match=r"expected 0\.30 or newer\. pip install 'vllm>=0\.30'"):
+    with pytest.raises(
+        RolloutError, match=r"expected 0\.30 or newer\. pip install 'vllm>=0\.30,<0\.34'"
+    ):
         require_version(found)
 
 

@@ -100,8 +100,13 @@ def test_frozen_weights_travel_once_and_after_a_resume(
 def test_frozen_weights_that_an_engine_lost(run: Config, tokenizer: Any) -> None:
     """After a load that broke off among them, they are sent again."""
     worker, engine, _ = together(run, tokenizer)
-    with pytest.raises(WeightSyncError, match="a stream without 32 of 33"):
-        engine.load_weights([("model.norm.weight", torch.ones(16))], 1)
+    engine.bucket_bytes = 1  # so that a weight is written before the stream breaks off
+    broken_stream = [
+        ("model.norm.weight", torch.ones(16)),
+        ("model.embed_tokens.weight", torch.ones(23, 16)),
+    ]
+    with pytest.raises(WeightSyncError, match="a stream without 31 of 33"):
+        engine.load_weights(broken_stream, 1)
     worker.publish_weights(2)
     assert counts(engine)[-1] == (NUM_FACTORS, NUM_FROZEN) and engine.weight_version == 2
 

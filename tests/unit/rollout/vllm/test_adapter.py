@@ -83,7 +83,7 @@ def test_frozen_weights_come_once(engine: StandIn) -> None:
         assert engine.fingerprint().tensors.keys() == FROZEN.keys() | FACTORS.keys()
         assert answers(engine) == [version] and engine.core.adapters == {version}
     assert [len(names) for names in engine.loads] == [7, 4, 4]
-    assert engine.core.asked.count("load_bucket") == len(FROZEN)
+    assert engine.core.asked.count("load_bucket") == 1
     held = engine.core.processes[0].layers["layer.q_proj"]
     sent = dict(weights(3, with_frozen=False))
     assert torch.equal(held.lora_a_stacked[0][0, 0, :3], sent[A])
@@ -169,22 +169,21 @@ def stream(kind: str) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in weights(2, with_frozen=False):
         if kind != "incomplete" or name != A:
             yield name, tensor
-    if kind == "with a frozen weight":
+    if kind == "with frozen weights":
         yield "norm.weight", torch.ones(4)
+        yield "embed.weight", torch.ones(7, 4)
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         ("incomplete", rf"a stream without 1 of 7 weights: {A}"),
-        (
-            "with a frozen weight",
-            r"a stream without 2 of 7 weights: embed\.weight, layer\.q_proj\.weight",
-        ),
+        ("with frozen weights", r"a stream without 1 of 7 weights: layer\.q_proj\.weight"),
     ],
 )
 def test_sets_that_are_not_complete(engine: StandIn, kind: str, message: str) -> None:
     """Frozen weights come all, or not at all; those that some of were written to are gone."""
+    engine.bucket_bytes = 1  # so that a weight is written before the stream breaks off
     engine.load_weights(weights(1, with_frozen=True), 1)
     with pytest.raises(WeightSyncError, match=message):
         engine.load_weights(stream(kind), 2)
