@@ -18,17 +18,21 @@ from quadriga.serve.policy import ServedPolicy
 from quadriga.serve.requests import Call
 
 
-def sampled_log_probs(call: Call, completion: Completion) -> list[float]:
+def sampled_log_probs(call: Call, completion: Completion) -> list[float] | None:
     """Log-probability of each token under the distribution that it was sampled from.
 
+    None if the engine does not report it, and the call does not ask for it.
+
     Raises:
-        CallError: the engine does not report it, or it is not finite.
+        CallError: the call asks for it, and the engine does not report it, or it is not finite.
     """
     drawing = call.sampling.drawing
     has_filters = (drawing["top_p"], drawing["min_p"]) != (1, 0) or drawing["top_k"] > 0
     log_probs = completion.sampling_log_probs
     if not log_probs and completion.token_ids:
-        if has_filters and call.with_log_probs:
+        if has_filters:
+            if not call.with_log_probs:
+                return None
             got = "top_p, top_k or min_p, and an engine that reports log-probabilities before them"
             raise CallError("logprobs", got=got, expected="no filters", status=501)
         log_probs = completion.log_probs
@@ -40,7 +44,9 @@ def sampled_log_probs(call: Call, completion: Completion) -> list[float]:
     return list(log_probs)
 
 
-def generate_body(call: Call, completion: Completion, log_probs: Sequence[float]) -> dict[str, Any]:
+def generate_body(
+    call: Call, completion: Completion, log_probs: Sequence[float] | None
+) -> dict[str, Any]:
     """Answer of `/inference/v1/generate`.
 
     Args:
@@ -55,7 +61,7 @@ def generate_body(call: Call, completion: Completion, log_probs: Sequence[float]
         "logprobs": None,
         "weight_versions": completion.token_versions,
     }
-    if call.with_log_probs:
+    if call.with_log_probs and log_probs is not None:
         pairs = zip(completion.token_ids, log_probs, strict=True)
         content = [{"token": f"token_id:{token}", "logprob": value} for token, value in pairs]
         choice["logprobs"] = {"content": content}
@@ -63,7 +69,7 @@ def generate_body(call: Call, completion: Completion, log_probs: Sequence[float]
 
 
 def chat_body(
-    call: Call, completion: Completion, log_probs: Sequence[float], policy: ServedPolicy
+    call: Call, completion: Completion, log_probs: Sequence[float] | None, policy: ServedPolicy
 ) -> dict[str, Any]:
     """Answer of `/v1/chat/completions`.
 
@@ -74,10 +80,13 @@ def chat_body(
         policy: the served policy.
     """
     with policy.lock:
-        text = policy.encoder.text(completion.token_ids, with_special=False)
+        text = policy.encoder.text(completion.token_ids, with_special=call.keeps_special)
+        if completion.finish_reason == "stop":
+            for stop in call.sampling.stop:
+                text = text.partition(stop)[0]
         message = _message(call, completion, text, policy)
         entries = None
-        if call.with_log_probs:
+        if call.with_log_probs and log_probs is not None:
             entries = _entries(call, completion.token_ids, log_probs, policy)
     reason: str = completion.finish_reason
     if "tool_calls" in message and reason == "stop":
@@ -151,7 +160,9 @@ def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy
     calls = policy.parser(with_special, call.schemas)
     if not calls or any(tool_call.problem for tool_call in calls):
         return message
-    message["content"] = text.partition("<tool_call>")[0].strip() or None
+    before, has_tag, _ = text.partition("<tool_call>")
+    # Where special tokens begin a call, the text of the turn is all of the call.
+    message["content"] = (before.strip() if has_tag else "") or None
     message["tool_calls"] = [
         {
             "id": f"call_{uuid4().hex[:24]}",

@@ -90,12 +90,13 @@ class Engines:
             self._forget(call)
 
     def close(self) -> None:
-        """End the threads, after the exchanges that are under way."""
+        """End the threads; wait up to `PAUSE_S` for exchanges that are under way."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        deadline = time.monotonic() + PAUSE_S
         for thread in self._threads:
-            thread.join(PAUSE_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _forget(self, call: ServedCall) -> None:
         """Cancel a call, unless it has its outcome."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the bodies of calls to token ids and sampling parameters."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from quadriga.errors import RolloutError
 from quadriga.rollout.interface import SamplingParams
 from quadriga.serve.errors import CallError, shown
-from quadriga.serve.fields import Fields
+from quadriga.serve.fields import Fields, read_json
 from quadriga.serve.policy import ServedPolicy
 
 MAX_STOPS = 16
@@ -22,6 +21,8 @@ _SAMPLING = {
     "min_p": "a number",
     "ignore_eos": "true or false",
 }
+_NO_FORCE = "The policy decides whether it calls a tool."
+_WHOLE_TURN = "An answer is a turn of the assistant, as the chat template opens it."
 _ASK_AGAIN = "Send the call again: each call of a prompt has a seed of its own."
 _NO_STATE = "Send the whole conversation: the server keeps none."
 _NOT_SAMPLED = "Leave it out: the policy samples from its own distribution."
@@ -38,6 +39,16 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": (({"type": "text"},), _NOT_SAMPLED),
     "structured_outputs": (({},), _NOT_SAMPLED),
     "min_tokens": ((0,), _NOT_SAMPLED),
+    "bad_words": (([],), _NOT_SAMPLED),
+    "allowed_token_ids": (([],), _NOT_SAMPLED),
+    "tool_choice": (("auto", "none"), _NO_FORCE),
+    "functions": (([],), "Send them as `tools`."),
+    "continue_final_message": ((False,), _WHOLE_TURN),
+    "add_generation_prompt": ((True,), _WHOLE_TURN),
+    "echo": ((False,), _WHOLE_TURN),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "truncate_prompt_tokens": ((), "Shorten the prompt."),
+    "include_stop_str_in_output": ((False,), "The text ends before the stop string."),
     "prompt_logprobs": ((0,), "Only sampled tokens have log-probabilities."),
     "top_logprobs": ((0,), "Only the sampled token's log-probability is known."),
     "store": ((False,), _NO_STATE),
@@ -60,6 +71,7 @@ class Call:
         with_log_probs: whether the answer has log-probabilities.
         with_token_ids: whether the answer has token ids.
         names_tokens_by_id: whether tokens with log-probabilities are named by their ids.
+        keeps_special: whether special tokens are part of the text.
         schemas: JSON schema of the arguments of each tool, by its name.
         is_streamed: whether the answer comes as events.
         has_usage: whether the events end with the numbers of tokens.
@@ -71,6 +83,7 @@ class Call:
     with_log_probs: bool
     with_token_ids: bool = True
     names_tokens_by_id: bool = True
+    keeps_special: bool = False
     schemas: Mapping[str, Mapping[str, Any]] | None = None
     is_streamed: bool = False
     has_usage: bool = False
@@ -86,7 +99,7 @@ def generate_call(body: Any, policy: ServedPolicy) -> Call:
     _require_model(fields, policy)
     streams = {"stream": ((False,), "Stream /v1/chat/completions.")}
     fields.refuse(_UNSUPPORTED | streams)
-    prompt = token_ids(fields, policy)
+    prompt = _token_ids(fields, "token_ids", policy)
     sampling = Fields(fields.get("sampling_params", "an object", {}), "sampling_params")
     sampling.refuse(_UNSUPPORTED)
     log_probs = sampling.get("logprobs", "an integer", None)
@@ -123,6 +136,7 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
         names_tokens_by_id=fields.get(
             "return_tokens_as_token_ids", "true or false", with_token_ids
         ),
+        keeps_special=not fields.get("skip_special_tokens", "true or false", True),
         schemas=schemas,
         is_streamed=fields.get("stream", "true or false", False),
         has_usage=options.get("include_usage", "true or false", False),
@@ -145,17 +159,17 @@ def tokenized(body: Any, policy: ServedPolicy) -> list[int]:
         return policy.encoder.tokenizer.encode(text, add_special_tokens=with_special)
 
 
-def token_ids(fields: Fields, policy: ServedPolicy) -> list[int]:
-    """The prompt of a call as token ids.
+def _token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int]:
+    """A field that is a list of token ids; empty if it is missing.
 
     Raises:
-        CallError: they are no token ids of the policy.
+        CallError: it is no list, or has something else than token ids of the policy.
     """
-    ids = fields.need("token_ids", "a list")
+    ids = fields.get(name, "a list", [])
     limit = policy.vocabulary_size
     for place, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < limit:
-            where = fields.where(f"token_ids[{place}]")
+            where = fields.where(f"{name}[{place}]")
             raise CallError(where, got=shown(token), expected=f"an id in [0, {limit})")
     return ids
 
@@ -188,9 +202,7 @@ def _sampling(
     stops = fields.values.get("stop")
     if stops is not None:
         settings["stop"] = _stops(fields, [stops] if isinstance(stops, str) else stops)
-    stop_ids = fields.get("stop_token_ids", "a list", [])
-    for token in stop_ids:
-        fields.require("stop_token_ids", token, "an integer")
+    stop_ids = _token_ids(fields, "stop_token_ids", policy)
     seed = fields.get("seed", "an integer", 0)
     settings |= {
         "max_tokens": min(asked, room),
@@ -233,7 +245,7 @@ def _rendered(
         with policy.lock:
             prompt = policy.encoder.prompt(messages, [] if is_silent else tools)
     except RolloutError as error:
-        raise CallError("messages", got=str(error)) from error
+        raise CallError(error.where, error.got, error.expected, error.fix) from error
     if is_silent:
         return prompt, {}
     functions = [tool["function"] for tool in tools]
@@ -289,12 +301,7 @@ def _tool_call(fields: Fields, names: dict[str, str]) -> dict[str, Any]:
     names[call_id] = name
     arguments = function.values.get("arguments", "{}")
     if isinstance(arguments, str):
-        where = function.where("arguments")
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            got = f"no JSON ({error})"
-            raise CallError(where, got=got, expected="an object as JSON") from error
+        arguments = read_json(arguments or "{}", function.where("arguments"))
     arguments = Fields(arguments, function.where("arguments")).values
     return {
         "id": call_id,
@@ -324,6 +331,8 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
             raise CallError(function.where("parameters"), got=got, expected=expected)
         properties = parameters.get("properties", "an object", {})
         for name, schema in properties.items():
-            Fields(schema, parameters.where(f"properties.{name}"))
+            choice = Fields(schema, parameters.where(f"properties.{name}"))
+            for number, option in enumerate(choice.get("anyOf", "a list", [])):
+                Fields(option, choice.where(f"anyOf[{number}]"))
         parameters.get("required", "a list")
     return tools

@@ -12,6 +12,7 @@ from typing import Any
 
 from quadriga.config import Config
 from quadriga.config.placement import rollout_group_size
+from quadriga.config.serve import KEY_VARIABLE
 from quadriga.errors import MachineError
 from quadriga.single_controller import WorkerGroup
 from quadriga.workers.generation import num_positions, vocabulary_size
@@ -21,7 +22,6 @@ _POLICY = "quadriga.serve.policy:ServedPolicy"
 _SERVER = "quadriga.serve.server:PolicyServer"
 _REQUIRE_ADDRESS = "quadriga.serve.server:require_address"
 _WRITE_ADDRESS = "quadriga.serve.server:write_address"
-KEY_VARIABLE = "QUADRIGA_SERVE_KEY"
 ADDRESS_FILE = "server.json"
 
 
