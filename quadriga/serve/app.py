@@ -222,10 +222,12 @@ class PolicyApp:
         """Result of work with the tokenizer, which is done elsewhere if others would wait for it.
 
         Args:
-            num_bytes: size of what it is done on; a long conversation takes seconds.
+            num_bytes: size of what it is done on; a long conversation takes seconds, and so may an
+                image of any size.
             work: the work.
         """
-        if num_bytes < _INLINE_BYTES and not self.policy.lock.locked():
+        is_short = num_bytes < _INLINE_BYTES and self.policy.processor is None
+        if is_short and not self.policy.lock.locked():
             return work()
         return await asyncio.to_thread(work)
 
@@ -246,7 +248,8 @@ class PolicyApp:
         """Body of the answer to a call. If there is none, the call gives its seed back."""
         session = request.headers.get("x-session-id", "")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        ask = self._seeds.ask(session, call.prompt, is_retry=is_retry)
+        images_key = "" if call.images is None else call.images.key
+        ask = self._seeds.ask(session, call.prompt, images_key, is_retry=is_retry)
         is_answered = False
         try:
             before = time.perf_counter()
@@ -280,7 +283,7 @@ class PolicyApp:
         sampling = call.sampling
         if not call.has_seed:
             sampling = replace(sampling, seed=ask.seed)
-        work = asyncio.ensure_future(self.engines.generate(call.prompt, sampling))
+        work = asyncio.ensure_future(self.engines.generate(call.prompt, sampling, call.images))
         self._calls.add(work)
         if self.is_closing:
             work.cancel()

@@ -96,7 +96,7 @@ def test_chat_with_tools_and_as_events(serve: Callable[..., Served]) -> None:
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "content[0].type: got a part of type 'image_url', expected 'text'",
+            "content[0].type: got a part of type 'image_url', expected 'text'. m takes no others",
         ),
         (CHAT, {"messages": [USER] * 200}, "the prompt: got"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function: got nothing"),
