@@ -23,7 +23,7 @@ _ABOUT = f"""Serve a model: POST /v1/chat/completions and /inference/v1/generate
 Callers need the key in the environment variable {KEY_VARIABLE}, if it is set."""
 _LONGEST = 8192
 # Ctrl-C ends the command within this time, even in the middle of a long computation.
-_END_S = 1.5
+_END_S = 1.2
 
 
 def main(argv: Sequence[str]) -> int:

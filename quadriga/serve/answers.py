@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from quadriga.rollout.interface import Completion
+from quadriga.rollout.third_party import has_filters
 from quadriga.serve.errors import CallError
 from quadriga.serve.policy import ServedPolicy
 from quadriga.serve.requests import Call
@@ -21,27 +22,27 @@ from quadriga.serve.requests import Call
 def sampled_log_probs(call: Call, completion: Completion) -> list[float] | None:
     """Log-probability of each token under the distribution that it was sampled from.
 
-    None if the engine does not report it, and the call does not ask for it.
+    None if the engine does not report it, and the call does not ask for it. Engines with
+    programs of others may report only what training needs, and that in some cases as NaN.
 
     Raises:
-        CallError: the call asks for it, and the engine does not report it, or it is not finite.
+        CallError: the call asks for it, and the engine does not report it.
     """
-    drawing = call.sampling.drawing
-    has_filters = (drawing["top_p"], drawing["min_p"]) != (1, 0) or drawing["top_k"] > 0
-    log_probs = completion.sampling_log_probs
-    if not log_probs and completion.token_ids:
-        if has_filters:
-            if not call.with_log_probs:
-                return None
-            got = "top_p, top_k or min_p, and an engine that reports log-probabilities before them"
-            raise CallError("logprobs", got=got, expected="no filters", status=501)
-        log_probs = completion.log_probs
-        if call.sampling.is_greedy:
-            log_probs = [0.0] * len(log_probs)
-    if not all(map(math.isfinite, log_probs)):
-        expected = "numbers: the policy may be broken"
-        raise CallError("logprobs", got="NaN or infinity", expected=expected, status=500)
-    return list(log_probs)
+    log_probs = completion.sampling_log_probs or completion.log_probs
+    if call.sampling.is_greedy:
+        return [0.0] * len(completion.token_ids)
+    is_known = bool(completion.sampling_log_probs) or not has_filters(call.sampling)
+    if is_known and all(map(math.isfinite, log_probs)):
+        return list(log_probs)
+    if not call.with_log_probs:
+        return None
+    raise CallError(
+        "logprobs",
+        got="none from the engine, or NaN",
+        expected="one for each token",
+        fix="Some engines have none beside filters, or other temperatures than the configured one.",
+        status=501,
+    )
 
 
 def generate_body(

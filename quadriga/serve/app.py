@@ -7,6 +7,7 @@ a call    waits for its body, then for the engine; unblocked by the completion, 
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
@@ -347,6 +348,7 @@ class PolicyApp:
         """
         if self._record_file is None:
             return
+        is_known = all(map(math.isfinite, completion.log_probs))
         line = {
             "time": time.time(),
             "path": request.url.path,
@@ -355,10 +357,10 @@ class PolicyApp:
             "seed": call.sampling.seed if call.has_seed else ask.seed,
             "prompt_ids": call.prompt,
             "token_ids": completion.token_ids,
-            # Of the distribution that was sampled from (null if the engine reports it without
-            # filters alone), and of the one before the filters.
+            # Of the distribution that was sampled from, and of the one before the filters; null if
+            # the engine does not report them.
             "sampled_log_probs": log_probs,
-            "log_probs": completion.log_probs,
+            "log_probs": completion.log_probs if is_known else None,
             "versions": completion.token_versions,
             "finish_reason": completion.finish_reason,
         }

@@ -14,6 +14,7 @@ from quadriga.serve.policy import ServedPolicy
 
 MAX_STOPS = 16
 LEAST_TEMPERATURE = 1e-4
+MAX_TEMPERATURE = 2.0  # vLLM's, and OpenAI's
 _SAMPLING = {
     "temperature": "a number",
     "top_p": "a number",
@@ -195,10 +196,11 @@ def _sampling(
     settings = dict(policy.defaults)
     for name, kind in _SAMPLING.items():
         settings[name] = fields.get(name, kind, settings[name])
-    if 0 < settings["temperature"] < LEAST_TEMPERATURE:
-        expected = f"0, or at least {LEAST_TEMPERATURE:g}"
-        got = shown(settings["temperature"])
-        raise CallError(fields.where("temperature"), got=got, expected=expected)
+    # 0 takes the likeliest token. The configuration may have a higher temperature than clients.
+    temperature = fields.values.get("temperature") or LEAST_TEMPERATURE
+    if not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        expected = f"0, or {LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        raise CallError(fields.where("temperature"), got=shown(temperature), expected=expected)
     settings["top_k"] = min(settings["top_k"], policy.vocabulary_size)
     lengths = [fields.get(name, "an integer") for name in length_names]
     asked = next((length for length in lengths if length is not None), room)

@@ -117,7 +117,7 @@ def require_address(config: Config) -> None:
     _listen(settings.host, settings.port).close()
     if settings.record_file is not None:
         try:
-            Path(settings.record_file).open("a").close()
+            Path(settings.record_file).open("a", encoding="utf-8").close()
         except OSError as error:
             got = f"{settings.record_file} ({error.strerror})"
             expected = "a file that can be written"
