@@ -10,11 +10,12 @@ from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.config import Config
 from quadriga.config.placement import rollout_group_size
 from quadriga.config.rollout import ROLLOUT
+from quadriga.config.serve import KEY_VARIABLE
 from quadriga.errors import ConfigError
 from quadriga.trainer.build import build_tokenizer, frozen_team, rollout_of
 from quadriga.trainer.checkpoint import model_folder
 from quadriga.trainer.roles import Role
-from quadriga.trainer.serving import KEY_VARIABLE, check_server, start_server
+from quadriga.trainer.serving import check_server, start_server
 from quadriga.workers.generation import num_positions
 
 _ABOUT = f"""Serve a model: POST /v1/chat/completions and /inference/v1/generate, GET /v1/models.
@@ -22,7 +23,7 @@ _ABOUT = f"""Serve a model: POST /v1/chat/completions and /inference/v1/generate
 Callers need the key in the environment variable {KEY_VARIABLE}, if it is set."""
 _LONGEST = 8192
 # Ctrl-C ends the command within this time, even in the middle of a long computation.
-_END_S = 1.5
+_END_S = 1.2
 
 
 def main(argv: Sequence[str]) -> int:

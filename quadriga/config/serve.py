@@ -8,6 +8,9 @@ from pydantic import Field, PositiveFloat
 from quadriga.config.base import Section
 from quadriga.config.types import Name, PathText
 
+KEY_VARIABLE = "QUADRIGA_SERVE_KEY"
+"""Environment variable with the key that callers must have."""
+
 
 class ServeConfig(Section):
     """The HTTP server in front of the rollout. `quadriga serve` reads the section, too."""

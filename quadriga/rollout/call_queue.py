@@ -25,7 +25,7 @@ import torch
 
 from quadriga.background import EventLoopThread
 from quadriga.errors import EngineLostError, QuadrigaError, RolloutError
-from quadriga.rollout.interface import Completion, RolloutEngine, SamplingParams
+from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 
 WAIT_S = 0.02
 CLOSED_S = 0.1
@@ -37,6 +37,7 @@ class ServedCall(NamedTuple):
     number: int
     prompt: list[int]
     sampling: SamplingParams
+    images: Images | None = None
 
 
 Outcome: TypeAlias = Completion | QuadrigaError | None
@@ -143,13 +144,13 @@ class CallQueue:
         self._num_computing += 1
         try:
             try:
-                return await self._engine.generate(call.prompt, call.sampling)
+                return await self._engine.generate(call.prompt, call.sampling, call.images)
             except EngineLostError:
                 raise
             except Exception:
                 # Another call of the same batch may be the one that cannot be answered.
                 async with self._alone:
-                    return await self._engine.generate(call.prompt, call.sampling)
+                    return await self._engine.generate(call.prompt, call.sampling, call.images)
         finally:
             self._num_computing -= 1
 

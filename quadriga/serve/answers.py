@@ -13,34 +13,41 @@ from typing import Any
 from uuid import uuid4
 
 from quadriga.rollout.interface import Completion
+from quadriga.rollout.third_party import has_filters
 from quadriga.serve.errors import CallError
 from quadriga.serve.policy import ServedPolicy
 from quadriga.serve.requests import Call
 
 
-def sampled_log_probs(call: Call, completion: Completion) -> list[float]:
+def sampled_log_probs(call: Call, completion: Completion) -> list[float] | None:
     """Log-probability of each token under the distribution that it was sampled from.
 
+    None if the engine does not report it, and the call does not ask for it. Engines with
+    programs of others may report only what training needs, and that in some cases as NaN.
+
     Raises:
-        CallError: the engine does not report it, or it is not finite.
+        CallError: the call asks for it, and the engine does not report it.
     """
-    drawing = call.sampling.drawing
-    has_filters = (drawing["top_p"], drawing["min_p"]) != (1, 0) or drawing["top_k"] > 0
-    log_probs = completion.sampling_log_probs
-    if not log_probs and completion.token_ids:
-        if has_filters and call.with_log_probs:
-            got = "top_p, top_k or min_p, and an engine that reports log-probabilities before them"
-            raise CallError("logprobs", got=got, expected="no filters", status=501)
-        log_probs = completion.log_probs
-        if call.sampling.is_greedy:
-            log_probs = [0.0] * len(log_probs)
-    if not all(map(math.isfinite, log_probs)):
-        expected = "numbers: the policy may be broken"
-        raise CallError("logprobs", got="NaN or infinity", expected=expected, status=500)
-    return list(log_probs)
+    log_probs = completion.sampling_log_probs or completion.log_probs
+    if call.sampling.is_greedy:
+        return [0.0] * len(completion.token_ids)
+    is_known = bool(completion.sampling_log_probs) or not has_filters(call.sampling)
+    if is_known and all(map(math.isfinite, log_probs)):
+        return list(log_probs)
+    if not call.with_log_probs:
+        return None
+    raise CallError(
+        "logprobs",
+        got="none from the engine, or NaN",
+        expected="one for each token",
+        fix="Some engines have none beside filters, or other temperatures than the configured one.",
+        status=501,
+    )
 
 
-def generate_body(call: Call, completion: Completion, log_probs: Sequence[float]) -> dict[str, Any]:
+def generate_body(
+    call: Call, completion: Completion, log_probs: Sequence[float] | None
+) -> dict[str, Any]:
     """Answer of `/inference/v1/generate`.
 
     Args:
@@ -55,7 +62,7 @@ def generate_body(call: Call, completion: Completion, log_probs: Sequence[float]
         "logprobs": None,
         "weight_versions": completion.token_versions,
     }
-    if call.with_log_probs:
+    if call.with_log_probs and log_probs is not None:
         pairs = zip(completion.token_ids, log_probs, strict=True)
         content = [{"token": f"token_id:{token}", "logprob": value} for token, value in pairs]
         choice["logprobs"] = {"content": content}
@@ -63,7 +70,7 @@ def generate_body(call: Call, completion: Completion, log_probs: Sequence[float]
 
 
 def chat_body(
-    call: Call, completion: Completion, log_probs: Sequence[float], policy: ServedPolicy
+    call: Call, completion: Completion, log_probs: Sequence[float] | None, policy: ServedPolicy
 ) -> dict[str, Any]:
     """Answer of `/v1/chat/completions`.
 
@@ -74,10 +81,13 @@ def chat_body(
         policy: the served policy.
     """
     with policy.lock:
-        text = policy.encoder.text(completion.token_ids, with_special=False)
+        text = policy.encoder.text(completion.token_ids, with_special=call.keeps_special)
+        if completion.finish_reason == "stop":
+            for stop in call.sampling.stop:
+                text = text.partition(stop)[0]
         message = _message(call, completion, text, policy)
         entries = None
-        if call.with_log_probs:
+        if call.with_log_probs and log_probs is not None:
             entries = _entries(call, completion.token_ids, log_probs, policy)
     reason: str = completion.finish_reason
     if "tool_calls" in message and reason == "stop":
@@ -151,7 +161,9 @@ def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy
     calls = policy.parser(with_special, call.schemas)
     if not calls or any(tool_call.problem for tool_call in calls):
         return message
-    message["content"] = text.partition("<tool_call>")[0].strip() or None
+    before, has_tag, _ = text.partition("<tool_call>")
+    # Where special tokens begin a call, the text of the turn is all of the call.
+    message["content"] = (before.strip() if has_tag else "") or None
     message["tool_calls"] = [
         {
             "id": f"call_{uuid4().hex[:24]}",

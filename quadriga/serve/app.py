@@ -7,6 +7,7 @@ a call    waits for its body, then for the engine; unblocked by the completion, 
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
@@ -14,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -25,7 +27,7 @@ from quadriga.errors import EngineLostError, QuadrigaError, WorkerLostError
 from quadriga.rollout.interface import Completion
 from quadriga.serve.answers import chat_body, chat_events, generate_body, sampled_log_probs
 from quadriga.serve.engines import Engines
-from quadriga.serve.errors import CallError
+from quadriga.serve.errors import CallError, shown
 from quadriga.serve.fields import read_json
 from quadriga.serve.gate import read_body, require_caller
 from quadriga.serve.policy import ServedPolicy
@@ -37,11 +39,14 @@ MAX_CALLS = 256
 KEEP_ALIVE_S = 10.0
 """A stream whose answer takes longer gets a comment, so that nobody on the way closes it."""
 _INLINE_BYTES = 64 << 10
+_BYTES_PER_TOKEN = 4
 _MAX_SESSION_CHARACTERS = 256
 _NUM_TIMED = 10_000
 
 Reader: TypeAlias = Callable[[Any, ServedPolicy], Call]
-Writer: TypeAlias = Callable[[Call, Completion, list[float]], dict[str, Any]]
+LogProbs: TypeAlias = list[float] | None
+Writer: TypeAlias = Callable[[Call, Completion, LogProbs], dict[str, Any]]
+Result = TypeVar("Result")
 
 
 class PolicyApp:
@@ -106,7 +111,9 @@ class PolicyApp:
                 **post,
             ),
         ]
-        self.asgi = Starlette(routes=routes)
+        self._paths = ", ".join(route.path for route in routes)
+        handlers: Any = {HTTPException: self._no_route, Exception: self._unexpected}
+        self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     def cancel_all(self) -> None:
         """Refuse new calls, and end those that wait for the engine. Any thread may call this."""
@@ -132,10 +139,22 @@ class PolicyApp:
         refusal = error
         if not isinstance(refusal, CallError):
             is_lost = isinstance(error, EngineLostError | WorkerLostError)
-            refusal = CallError(str(error).rstrip("."), status=503 if is_lost else 500)
+            status = 503 if is_lost else 500
+            refusal = CallError(error.where, error.got, error.expected, error.fix, status=status)
         self._counts[f'quadriga_serve_refused_total{{status="{refusal.status}"}}'] += 1
         headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {}
         return JSONResponse(refusal.body, refusal.status, headers)
+
+    async def _no_route(self, request: Request, error: HTTPException) -> Response:
+        got = f"{request.method} {shown(request.url.path)}"
+        expected = f"a method of one of {self._paths}"
+        status = error.status_code
+        return self._error_response(CallError("path", got=got, expected=expected, status=status))
+
+    async def _unexpected(self, request: Request, error: Exception) -> Response:
+        """Answer of a call that raised an error of no kind of ours; the server prints it, too."""
+        got = f"{type(error).__name__}, which the server's log shows"
+        return self._error_response(CallError("server", got=got, status=500))
 
     # Facts
 
@@ -163,8 +182,8 @@ class PolicyApp:
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await read_body(request.receive, request.headers)
-        ids = await asyncio.to_thread(lambda: tokenized(read_json(body), self.policy))
+        body = await self._body(request)
+        ids = await self._tokenizing(len(body), lambda: tokenized(read_json(body), self.policy))
         content = {"count": len(ids), "max_model_len": self.policy.max_model_len, "tokens": ids}
         return JSONResponse(content)
 
@@ -172,27 +191,46 @@ class PolicyApp:
 
     async def _generate(self, request: Request, read: Reader, write: Writer) -> Response:
         started = time.perf_counter()
-        body = await self._within_limit(read_body(request.receive, request.headers))
-
-        def read_call() -> Call:
-            return read(read_json(body), self.policy)
-
-        # A long conversation takes seconds to tokenize, and others shall not wait for it.
-        is_short = len(body) < _INLINE_BYTES and not self.policy.lock.locked()
-        call = read_call() if is_short else await asyncio.to_thread(read_call)
         session = request.headers.get("x-session-id", "")
         if len(session) > _MAX_SESSION_CHARACTERS:
             got = f"{len(session)} characters"
             expected = f"at most {_MAX_SESSION_CHARACTERS}"
             raise CallError("x-session-id", got=got, expected=expected)
         self._require_room()
-        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        ask = self._seeds.ask(session, call.prompt, is_retry=is_retry)
-        answer = self._answer(request, call, ask, write, started)
-        if call.is_streamed:
-            events = self._events(call, answer)
-            return StreamingResponse(events, media_type="text/event-stream")
-        return JSONResponse(await answer)
+        with self._counted():
+            body = await self._body(request)
+            call = await self._tokenizing(len(body), lambda: read(read_json(body), self.policy))
+            if not call.is_streamed:
+                return JSONResponse(await self._answer(request, call, write, started))
+        # Made when the response is sent: nothing is left behind if it never is.
+        events = self._events(call, lambda: self._answer(request, call, write, started))
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _body(self, request: Request) -> bytes:
+        """Body of a call.
+
+        Raises:
+            CallError: it is refused, or does not arrive in time.
+        """
+        try:
+            body = read_body(request.receive, request.headers)
+            return await asyncio.wait_for(body, self.timeout_s)
+        except TimeoutError as error:
+            got = f"no complete body within {self.timeout_s:g} s"
+            raise CallError("body", got=got, status=408) from error
+
+    async def _tokenizing(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        """Result of work with the tokenizer, which is done elsewhere if others would wait for it.
+
+        Args:
+            num_bytes: size of what it is done on; a long conversation takes seconds, and so may an
+                image of any size.
+            work: the work.
+        """
+        is_short = num_bytes < _INLINE_BYTES and self.policy.processor is None
+        if is_short and not self.policy.lock.locked():
+            return work()
+        return await asyncio.to_thread(work)
 
     def _require_room(self) -> None:
         """Refuse a call if the server ends, or has too many."""
@@ -206,17 +244,21 @@ class PolicyApp:
             raise CallError("server", got=got, expected=expected, status=429)
 
     async def _answer(
-        self, request: Request, call: Call, ask: Ask, write: Writer, started: float
+        self, request: Request, call: Call, write: Writer, started: float
     ) -> dict[str, Any]:
         """Body of the answer to a call. If there is none, the call gives its seed back."""
+        session = request.headers.get("x-session-id", "")
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        images_key = "" if call.images is None else call.images.key
+        ask = self._seeds.ask(session, call.prompt, images_key, is_retry=is_retry)
         is_answered = False
         try:
-            with self._counted():
-                before = time.perf_counter()
-                completion = await self._completion(request, call, ask)
-                engine_s = time.perf_counter() - before
-                log_probs = sampled_log_probs(call, completion)
-                body = write(call, completion, log_probs)
+            before = time.perf_counter()
+            completion = await self._completion(request, call, ask)
+            engine_s = time.perf_counter() - before
+            log_probs = sampled_log_probs(call, completion)
+            num_bytes = _BYTES_PER_TOKEN * len(completion.token_ids)
+            body = await self._tokenizing(num_bytes, lambda: write(call, completion, log_probs))
             self._write_record(request, call, ask, completion, log_probs)
             self._counts["quadriga_serve_answered_total"] += 1
             self._counts["quadriga_serve_prompt_tokens_total"] += len(call.prompt)
@@ -230,6 +272,7 @@ class PolicyApp:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
+        """Context manager: a call is in flight."""
         self._num_calls += 1
         try:
             yield
@@ -241,8 +284,10 @@ class PolicyApp:
         sampling = call.sampling
         if not call.has_seed:
             sampling = replace(sampling, seed=ask.seed)
-        work = asyncio.ensure_future(self.engines.generate(call.prompt, sampling))
+        work = asyncio.ensure_future(self.engines.generate(call.prompt, sampling, call.images))
         self._calls.add(work)
+        if self.is_closing:
+            work.cancel()
         # Starlette itself watches the connections of streams.
         waiting: set[asyncio.Future[Any]] = {work}
         if not call.is_streamed:
@@ -274,20 +319,16 @@ class PolicyApp:
         fix = "Raise actor_rollout_ref.rollout.serve.timeout_s, or lower max_tokens."
         return CallError("call", got=got, fix=fix, status=504)
 
-    async def _within_limit(self, work: Awaitable[bytes]) -> bytes:
-        try:
-            return await asyncio.wait_for(work, self.timeout_s)
-        except TimeoutError as error:
-            got = f"no complete body within {self.timeout_s:g} s"
-            raise CallError("body", got=got, status=408) from error
-
-    async def _events(self, call: Call, answer: Awaitable[dict[str, Any]]) -> AsyncIterator[str]:
+    async def _events(
+        self, call: Call, answer: Callable[[], Awaitable[dict[str, Any]]]
+    ) -> AsyncIterator[str]:
         """Events of a streamed answer, made of the finished one; comments until it is there."""
-        task = asyncio.ensure_future(answer)
+        task = asyncio.ensure_future(answer())
         try:
-            while not (await asyncio.wait({task}, timeout=KEEP_ALIVE_S))[0]:
-                yield ": waiting\n\n"
-            body = task.result()
+            with self._counted():
+                while not (await asyncio.wait({task}, timeout=KEEP_ALIVE_S))[0]:
+                    yield ": waiting\n\n"
+                body = task.result()
         except QuadrigaError as error:
             refusal = self._error_response(error)
             yield f"data: {bytes(refusal.body).decode()}\n\n"
@@ -298,11 +339,16 @@ class PolicyApp:
             yield event
 
     def _write_record(
-        self, request: Request, call: Call, ask: Ask, completion: Completion, log_probs: list[float]
+        self, request: Request, call: Call, ask: Ask, completion: Completion, log_probs: LogProbs
     ) -> None:
-        """Append an answered call to the record."""
+        """Append an answered call to the record.
+
+        Raises:
+            CallError: it cannot be written.
+        """
         if self._record_file is None:
             return
+        is_known = all(map(math.isfinite, completion.log_probs))
         line = {
             "time": time.time(),
             "path": request.url.path,
@@ -311,14 +357,19 @@ class PolicyApp:
             "seed": call.sampling.seed if call.has_seed else ask.seed,
             "prompt_ids": call.prompt,
             "token_ids": completion.token_ids,
-            # Of the distribution that was sampled from, and of the one before the filters.
+            # Of the distribution that was sampled from, and of the one before the filters; null if
+            # the engine does not report them.
             "sampled_log_probs": log_probs,
-            "log_probs": completion.log_probs,
+            "log_probs": completion.log_probs if is_known else None,
             "versions": completion.token_versions,
             "finish_reason": completion.finish_reason,
         }
-        with self._record_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self._record_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            got = f"{self._record_file} ({error.strerror})"
+            raise CallError("record of calls", got=got, status=500) from error
 
 
 async def _disconnected(request: Request) -> None:

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from quadriga.errors import QuadrigaError, RolloutError
 from quadriga.rollout.call_queue import Outcome, Reply, ServedCall
-from quadriga.rollout.interface import Completion, SamplingParams
+from quadriga.rollout.interface import Completion, Images, SamplingParams
 
 Exchange: TypeAlias = Callable[[Sequence[ServedCall], Collection[int]], Reply]
 """`CallQueue.exchange` of an engine, perhaps in another process."""
@@ -68,18 +68,21 @@ class Engines:
             thread.start()
             self._threads.append(thread)
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: list[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         """Completion of a prompt. Cancelling the caller cancels the call.
 
         Args:
             prompt: token ids.
             sampling: how it is sampled.
+            images: images of the prompt.
 
         Raises:
             QuadrigaError: the engine failed.
         """
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        call = ServedCall(next(self._numbers), prompt, sampling)
+        call = ServedCall(next(self._numbers), prompt, sampling, images)
         with self._changed:
             self._futures[call.number] = future
             self._waiting.append(call)
@@ -90,12 +93,13 @@ class Engines:
             self._forget(call)
 
     def close(self) -> None:
-        """End the threads, after the exchanges that are under way."""
+        """End the threads; wait up to `PAUSE_S` for exchanges that are under way."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        deadline = time.monotonic() + PAUSE_S
         for thread in self._threads:
-            thread.join(PAUSE_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _forget(self, call: ServedCall) -> None:
         """Cancel a call, unless it has its outcome."""

@@ -2,6 +2,7 @@
 """Reading JSON from a client: every field is checked, and every refusal names it."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from quadriga.serve.errors import CallError, shown
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda value: isinstance(value, str),
-    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "a number": lambda value: type(value) in (int, float) and _is_finite(value),
     "an integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "true or false": lambda value: isinstance(value, bool),
     "a list": lambda value: isinstance(value, list),
@@ -63,14 +64,11 @@ class Fields:
         """Check the kind of a value.
 
         Raises:
-            CallError: it is of another kind, or a text that cannot be encoded.
+            CallError: it is of another kind.
         """
-        where = self.where(name)
         if not _KINDS[kind](value):
             got = shown(value) if name in self.values else "nothing"
-            raise CallError(where, got=got, expected=kind)
-        if isinstance(value, str) and not _is_encodable(value):
-            raise CallError(where, got="half of a surrogate pair", expected="text in Unicode")
+            raise CallError(self.where(name), got=got, expected=kind)
 
     def refuse(self, harmless: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
         """Refuse fields that would change the answer and are not supported.
@@ -88,25 +86,32 @@ class Fields:
                 raise CallError(self.where(name), got=shown(value), expected=expected, fix=fix)
 
 
-def read_json(body: bytes) -> Any:
-    """Value of a body.
+def read_json(text: str | bytes, where: str = "body") -> Any:
+    """Value of a JSON text.
+
+    Args:
+        text: the text.
+        where: its place, for errors.
 
     Raises:
-        CallError: it is not JSON.
+        CallError: it is not JSON, or has a text that cannot be encoded, such as half of a surrogate
+            pair.
     """
     try:
-        return json.loads(body, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CallError("body", got=f"no JSON ({error})", expected="a JSON object") from error
+        raise CallError(where, got=f"no JSON ({error})", expected="a JSON object") from error
+    return value
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _is_encodable(text: str) -> bool:
+def _is_finite(value: float) -> bool:
+    """Whether a number fits into a float; an integer of JSON may have any length."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
+        return math.isfinite(value)
+    except OverflowError:
         return False
-    return True

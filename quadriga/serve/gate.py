@@ -46,7 +46,8 @@ def require_caller(
     if scope["path"] == OPEN_PATH:
         return
     if key:
-        sent = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        sent = headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
         if not hmac.compare_digest(sent.encode(), key.encode()):
             got = "a wrong key" if sent else "no key"
             expected = "the server's, as Authorization: Bearer or x-api-key"
@@ -101,8 +102,9 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
         raise CallError("body", got=str(error), expected=encoding) from error
     if len(body) > MAX_BODY_BYTES:
         raise _too_large(f"more than {MAX_BODY_BYTES} bytes after decompression")
-    if not decompressor.eof:
-        raise CallError("body", got="an incomplete stream", expected=encoding)
+    if not decompressor.eof or decompressor.unused_data:
+        expected = f"one complete {encoding} stream"
+        raise CallError("body", got="an incomplete stream, or several", expected=expected)
     return body
 
 

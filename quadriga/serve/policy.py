@@ -24,6 +24,7 @@ class ServedPolicy:
         vocabulary_size: token ids are below it.
         defaults: sampling parameters of calls that do not name them.
         parser: finds the calls of tools in a response.
+        processor: `quadriga.data.VisionProcessor` of a vision-language model; None: it reads text.
         lock: held by the thread that uses the tokenizer, which is not safe for several at once.
     """
 
@@ -33,11 +34,18 @@ class ServedPolicy:
     vocabulary_size: int
     defaults: Mapping[str, Any]
     parser: Parser
+    processor: Any
     lock: Lock
 
     @classmethod
     def of(
-        cls, config: Config, tokenizer: Any, *, vocabulary_size: int, positions: int | None
+        cls,
+        config: Config,
+        tokenizer: Any,
+        *,
+        vocabulary_size: int,
+        positions: int | None,
+        processor: Any = None,
     ) -> "ServedPolicy":
         """The policy of a configuration.
 
@@ -46,6 +54,7 @@ class ServedPolicy:
             tokenizer: tokenizer of the policy; training goes on using it, so it is copied.
             vocabulary_size: rows of the model's embedding.
             positions: positions of the model; None: any number.
+            processor: see the attribute.
         """
         rollout = config.actor_rollout_ref.rollout
         data = config.data
@@ -58,5 +67,6 @@ class ServedPolicy:
             vocabulary_size=vocabulary_size,
             defaults=sampling_of({}, rollout, max_tokens=limit),
             parser=PARSERS[rollout.multi_turn.format],
+            processor=processor,
             lock=Lock(),
         )

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the bodies of calls to token ids and sampling parameters."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.interface import Images, SamplingParams
 from quadriga.serve.errors import CallError, shown
 from quadriga.serve.fields import Fields
+from quadriga.serve.messages import rendered_prompt
 from quadriga.serve.policy import ServedPolicy
 
 MAX_STOPS = 16
 LEAST_TEMPERATURE = 1e-4
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MAX_TEMPERATURE = 2.0  # vLLM's, and OpenAI's
 _SAMPLING = {
     "temperature": "a number",
     "top_p": "a number",
@@ -22,10 +22,12 @@ _SAMPLING = {
     "min_p": "a number",
     "ignore_eos": "true or false",
 }
+_NO_FORCE = "The policy decides whether it calls a tool."
+_WHOLE_TURN = "An answer is a turn of the assistant, as the chat template opens it."
 _ASK_AGAIN = "Send the call again: each call of a prompt has a seed of its own."
 _NO_STATE = "Send the whole conversation: the server keeps none."
 _NOT_SAMPLED = "Leave it out: the policy samples from its own distribution."
-_TEXT_ONLY = "Send text: this server takes no images."
+_NO_FEATURES = "Send images in the messages of /v1/chat/completions."
 # Fields that would change the answer: values that change nothing, and what to do instead.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), _ASK_AGAIN),
@@ -38,14 +40,24 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": (({"type": "text"},), _NOT_SAMPLED),
     "structured_outputs": (({},), _NOT_SAMPLED),
     "min_tokens": ((0,), _NOT_SAMPLED),
+    "bad_words": (([],), _NOT_SAMPLED),
+    "allowed_token_ids": (([],), _NOT_SAMPLED),
+    "tool_choice": (("auto", "none"), _NO_FORCE),
+    "functions": (([],), "Send them as `tools`."),
+    "continue_final_message": ((False,), _WHOLE_TURN),
+    "add_generation_prompt": ((True,), _WHOLE_TURN),
+    "echo": ((False,), _WHOLE_TURN),
+    "modalities": ((["text"],), "The policy writes text."),
+    "truncate_prompt_tokens": ((), "Shorten the prompt."),
+    "include_stop_str_in_output": ((False,), "The text ends before the stop string."),
     "prompt_logprobs": ((0,), "Only sampled tokens have log-probabilities."),
     "top_logprobs": ((0,), "Only the sampled token's log-probability is known."),
     "store": ((False,), _NO_STATE),
     "previous_response_id": ((), _NO_STATE),
     "chat_template": ((), "The server has data.chat_template."),
     "chat_template_kwargs": (({},), "The server has data.apply_chat_template_kwargs."),
-    "content_parts": (([],), _TEXT_ONLY),
-    "features": (({},), _TEXT_ONLY),
+    "content_parts": (([],), _NO_FEATURES),
+    "features": (({},), _NO_FEATURES),
 }
 
 
@@ -54,15 +66,17 @@ class Call:
     """A call that was checked.
 
     Attributes:
-        prompt: token ids.
+        prompt: token ids, with one for each embedding of an image.
         sampling: sampling parameters; the seed is the client's, or 0.
         has_seed: whether the client gave a seed.
         with_log_probs: whether the answer has log-probabilities.
         with_token_ids: whether the answer has token ids.
         names_tokens_by_id: whether tokens with log-probabilities are named by their ids.
+        keeps_special: whether special tokens are part of the text.
         schemas: JSON schema of the arguments of each tool, by its name.
         is_streamed: whether the answer comes as events.
         has_usage: whether the events end with the numbers of tokens.
+        images: images of the prompt; None if there are none.
     """
 
     prompt: list[int]
@@ -71,9 +85,11 @@ class Call:
     with_log_probs: bool
     with_token_ids: bool = True
     names_tokens_by_id: bool = True
+    keeps_special: bool = False
     schemas: Mapping[str, Mapping[str, Any]] | None = None
     is_streamed: bool = False
     has_usage: bool = False
+    images: Images | None = None
 
 
 def generate_call(body: Any, policy: ServedPolicy) -> Call:
@@ -86,7 +102,7 @@ def generate_call(body: Any, policy: ServedPolicy) -> Call:
     _require_model(fields, policy)
     streams = {"stream": ((False,), "Stream /v1/chat/completions.")}
     fields.refuse(_UNSUPPORTED | streams)
-    prompt = token_ids(fields, policy)
+    prompt = _token_ids(fields, "token_ids", policy)
     sampling = Fields(fields.get("sampling_params", "an object", {}), "sampling_params")
     sampling.refuse(_UNSUPPORTED)
     log_probs = sampling.get("logprobs", "an integer", None)
@@ -110,7 +126,7 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
     fields = Fields(body)
     _require_model(fields, policy)
     fields.refuse(_UNSUPPORTED)
-    prompt, schemas = _rendered(fields, policy)
+    prompt, schemas, images = rendered_prompt(fields, policy)
     with_token_ids = fields.get("return_token_ids", "true or false", False)
     options = Fields(fields.get("stream_options", "an object", {}), "stream_options")
     return Call(
@@ -123,9 +139,11 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
         names_tokens_by_id=fields.get(
             "return_tokens_as_token_ids", "true or false", with_token_ids
         ),
+        keeps_special=not fields.get("skip_special_tokens", "true or false", True),
         schemas=schemas,
         is_streamed=fields.get("stream", "true or false", False),
         has_usage=options.get("include_usage", "true or false", False),
+        images=images,
     )
 
 
@@ -138,24 +156,24 @@ def tokenized(body: Any, policy: ServedPolicy) -> list[int]:
     fields = Fields(body)
     _require_model(fields, policy)
     if "messages" in fields.values:
-        return _rendered(fields, policy)[0]
+        return rendered_prompt(fields, policy).token_ids
     text = fields.need("prompt", "a text")
     with_special = fields.get("add_special_tokens", "true or false", True)
     with policy.lock:
         return policy.encoder.tokenizer.encode(text, add_special_tokens=with_special)
 
 
-def token_ids(fields: Fields, policy: ServedPolicy) -> list[int]:
-    """The prompt of a call as token ids.
+def _token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int]:
+    """A field that is a list of token ids; empty if it is missing.
 
     Raises:
-        CallError: they are no token ids of the policy.
+        CallError: it is no list, or has something else than token ids of the policy.
     """
-    ids = fields.need("token_ids", "a list")
+    ids = fields.get(name, "a list", [])
     limit = policy.vocabulary_size
     for place, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < limit:
-            where = fields.where(f"token_ids[{place}]")
+            where = fields.where(f"{name}[{place}]")
             raise CallError(where, got=shown(token), expected=f"an id in [0, {limit})")
     return ids
 
@@ -178,19 +196,18 @@ def _sampling(
     settings = dict(policy.defaults)
     for name, kind in _SAMPLING.items():
         settings[name] = fields.get(name, kind, settings[name])
-    if 0 < settings["temperature"] < LEAST_TEMPERATURE:
-        expected = f"0, or at least {LEAST_TEMPERATURE:g}"
-        got = shown(settings["temperature"])
-        raise CallError(fields.where("temperature"), got=got, expected=expected)
+    # 0 takes the likeliest token. The configuration may have a higher temperature than clients.
+    temperature = fields.values.get("temperature") or LEAST_TEMPERATURE
+    if not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        expected = f"0, or {LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        raise CallError(fields.where("temperature"), got=shown(temperature), expected=expected)
     settings["top_k"] = min(settings["top_k"], policy.vocabulary_size)
     lengths = [fields.get(name, "an integer") for name in length_names]
     asked = next((length for length in lengths if length is not None), room)
     stops = fields.values.get("stop")
     if stops is not None:
         settings["stop"] = _stops(fields, [stops] if isinstance(stops, str) else stops)
-    stop_ids = fields.get("stop_token_ids", "a list", [])
-    for token in stop_ids:
-        fields.require("stop_token_ids", token, "an integer")
+    stop_ids = _token_ids(fields, "stop_token_ids", policy)
     seed = fields.get("seed", "an integer", 0)
     settings |= {
         "max_tokens": min(asked, room),
@@ -212,118 +229,3 @@ def _stops(fields: Fields, stops: Any) -> tuple[str, ...]:
     for text in stops:
         fields.require("stop", text, "a text")
     return tuple(stops)
-
-
-# Messages and tools
-
-
-def _rendered(
-    fields: Fields, policy: ServedPolicy
-) -> tuple[list[int], dict[str, Mapping[str, Any]]]:
-    """Token ids of the messages with their tools, and the schemas of these."""
-    tools = _tools(fields)
-    messages = []
-    names: dict[str, str] = {}  # of the functions, by the id of the call
-    for place, message in enumerate(fields.need("messages", "a list")):
-        messages.append(_message(Fields(message, f"messages[{place}]"), names, policy))
-    if not messages:
-        raise CallError("messages", got="an empty list", expected="at least one message")
-    is_silent = fields.values.get("tool_choice") == "none"
-    try:
-        with policy.lock:
-            prompt = policy.encoder.prompt(messages, [] if is_silent else tools)
-    except RolloutError as error:
-        raise CallError("messages", got=str(error)) from error
-    if is_silent:
-        return prompt, {}
-    functions = [tool["function"] for tool in tools]
-    return prompt, {function["name"]: function.get("parameters") or {} for function in functions}
-
-
-def _message(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> dict[str, Any]:
-    """A message for the chat template, with texts in which no special token is left."""
-    role = fields.need("role", "a text")
-    if role == "tool":
-        call_id = fields.need("tool_call_id", "a text")
-        message = {"role": role, "tool_call_id": call_id}
-        message["name"] = fields.get("name", "a text", names.get(call_id, ""))
-    elif role in _ROLES:
-        message = {"role": _ROLES[role]}
-    else:
-        expected = f"one of {', '.join(_ROLES)}, tool"
-        raise CallError(fields.where("role"), got=shown(role), expected=expected)
-    calls = fields.get("tool_calls", "a list", []) if role == "assistant" else []
-    if calls:
-        message["tool_calls"] = [
-            _tool_call(Fields(call, fields.where(f"tool_calls[{place}]")), names)
-            for place, call in enumerate(calls)
-        ]
-    if role == "assistant" and fields.values.get("content") is None:
-        message["content"] = ""
-    else:
-        message["content"] = policy.encoder.plain(_text(fields))
-    return message
-
-
-def _text(fields: Fields) -> str:
-    """Content of a message: a text, or a list of parts that are texts."""
-    content = fields.values.get("content")
-    if not isinstance(content, list):
-        return fields.need("content", "a text")
-    texts = []
-    for place, value in enumerate(content):
-        part = Fields(value, fields.where(f"content[{place}]"))
-        kind = part.need("type", "a text")
-        if kind != "text":
-            got = f"a part of type {shown(kind)}"
-            raise CallError(part.where("type"), got=got, expected="'text'", fix=_TEXT_ONLY)
-        texts.append(part.need("text", "a text"))
-    return "".join(texts)
-
-
-def _tool_call(fields: Fields, names: dict[str, str]) -> dict[str, Any]:
-    """A call of a tool in an earlier turn, with its arguments as an object."""
-    function = Fields(fields.need("function", "an object"), fields.where("function"))
-    name = function.need("name", "a text")
-    call_id = fields.get("id", "a text", "")
-    names[call_id] = name
-    arguments = function.values.get("arguments", "{}")
-    if isinstance(arguments, str):
-        where = function.where("arguments")
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            got = f"no JSON ({error})"
-            raise CallError(where, got=got, expected="an object as JSON") from error
-    arguments = Fields(arguments, function.where("arguments")).values
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": dict(arguments)},
-    }
-
-
-def _tools(fields: Fields) -> list[dict[str, Any]]:
-    """Schemas of the tools that a call offers."""
-    tools = fields.get("tools", "a list", [])
-    for place, value in enumerate(tools):
-        tool = Fields(value, f"tools[{place}]")
-        if tool.need("type", "a text") != "function":
-            where = tool.where("type")
-            raise CallError(where, got=shown(tool.values["type"]), expected="'function'")
-        function = Fields(tool.need("function", "an object"), tool.where("function"))
-        if not function.need("name", "a text"):
-            raise CallError(function.where("name"), got="an empty text", expected="a name")
-        function.get("description", "a text")
-        parameters = Fields(
-            function.get("parameters", "an object", {}), function.where("parameters")
-        )
-        if parameters.values.get("type", "object") != "object":
-            got = f"the type {shown(parameters.values['type'])}"
-            expected = "a JSON schema of type 'object'"
-            raise CallError(function.where("parameters"), got=got, expected=expected)
-        properties = parameters.get("properties", "an object", {})
-        for name, schema in properties.items():
-            Fields(schema, parameters.where(f"properties.{name}"))
-        parameters.get("required", "a list")
-    return tools

@@ -56,15 +56,18 @@ class Seeds:
         self._seed = seed
         self._asked: OrderedDict[bytes, _Asked] = OrderedDict()
 
-    def ask(self, session: str, prompt: Sequence[int], *, is_retry: bool = False) -> Ask:
+    def ask(
+        self, session: str, prompt: Sequence[int], images_key: str = "", *, is_retry: bool = False
+    ) -> Ask:
         """Number a call, and derive its seed.
 
         Args:
             session: name of the session; "" if the client names none.
             prompt: token ids.
+            images_key: `Images.key` of its images; "" if there are none.
             is_retry: whether the client says that it repeats a call.
         """
-        source = repr((self._seed, session)).encode() + array("q", prompt).tobytes()
+        source = repr((self._seed, session, images_key)).encode() + array("q", prompt).tobytes()
         digest = hashlib.blake2b(source, digest_size=16).digest()
         asked = self._asked.setdefault(digest, _Asked())
         self._asked.move_to_end(digest)

@@ -17,13 +17,13 @@ import uvicorn
 
 from quadriga.config import Config
 from quadriga.config.rollout import ROLLOUT
+from quadriga.config.serve import KEY_VARIABLE
 from quadriga.errors import ConfigError
 from quadriga.serve.app import MAX_CALLS, PolicyApp
 from quadriga.serve.engines import Engines, Exchange
 from quadriga.serve.gate import LOOPBACK, MAX_BODY_BYTES, MAX_HEADER_BYTES
 from quadriga.serve.policy import ServedPolicy
 
-KEY_VARIABLE = "QUADRIGA_SERVE_KEY"
 CLOSE_S = 1.0
 # Longer than the idle connections of clients last, which would otherwise use a closed one.
 _KEEP_ALIVE_S = 75
@@ -50,8 +50,7 @@ class PolicyServer:
         self, config: Config, policy: ServedPolicy, exchanges: Sequence[Exchange], key: str
     ) -> None:
         settings = config.actor_rollout_ref.rollout.serve
-        is_loopback = settings.host in LOOPBACK
-        self._socket = _bind(settings.host, settings.port)
+        self._socket = _listen(settings.host, settings.port)
         port = self._socket.getsockname()[1]
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"http://{name}:{port}"
@@ -61,7 +60,7 @@ class PolicyServer:
             self._engines,
             seed=config.trainer.seed,
             key=key,
-            hosts=LOOPBACK if is_loopback else (settings.host.lower(), socket.gethostname()),
+            hosts=_host_names(settings.host),
             timeout_s=settings.timeout_s,
             record_file=settings.record_file,
         )
@@ -73,12 +72,10 @@ class PolicyServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            backlog=4 * MAX_CALLS,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(options)
-        self._socket.listen(4 * MAX_CALLS)
         self._thread = Thread(
             target=self._server.run, args=([self._socket],), name="server", daemon=True
         )
@@ -103,11 +100,11 @@ class PolicyServer:
 
 
 def require_address(config: Config) -> None:
-    """Check that a server can listen on the configured address, before models are loaded.
+    """Check address and record of the configured server, before models are loaded.
 
     Raises:
-        ConfigError: the port is in use, the address is not this machine's, or callers from other
-            machines would need no key.
+        ConfigError: the port is in use, the address is not this machine's, callers from other
+            machines would need no key, or the record cannot be written.
     """
     settings = config.actor_rollout_ref.rollout.serve
     if settings.host not in LOOPBACK and not os.environ.get(KEY_VARIABLE):
@@ -117,7 +114,14 @@ def require_address(config: Config) -> None:
             expected="127.0.0.1, or a key",
             fix=f"Set the environment variable {KEY_VARIABLE}.",
         )
-    _bind(settings.host, settings.port).close()
+    _listen(settings.host, settings.port).close()
+    if settings.record_file is not None:
+        try:
+            Path(settings.record_file).open("a", encoding="utf-8").close()
+        except OSError as error:
+            got = f"{settings.record_file} ({error.strerror})"
+            expected = "a file that can be written"
+            raise ConfigError(f"{_SERVE}.record_file", got=got, expected=expected) from error
 
 
 def write_address(server: PolicyServer, key: str, path: Path) -> None:
@@ -136,8 +140,16 @@ def write_address(server: PolicyServer, key: str, path: Path) -> None:
         json.dump(content, file)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket on an address.
+def _host_names(host: str) -> set[str]:
+    """Names under which callers reach a server that listens on an address."""
+    names = set(LOOPBACK)
+    if host not in LOOPBACK:
+        names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+    return names
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on an address.
 
     Raises:
         ConfigError: the port is in use, or the address is not this machine's.
@@ -147,6 +159,8 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        # Two sockets may be bound to a port, but only one may listen.
+        listener.listen(4 * MAX_CALLS)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

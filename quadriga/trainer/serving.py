@@ -12,16 +12,16 @@ from typing import Any
 
 from quadriga.config import Config
 from quadriga.config.placement import rollout_group_size
+from quadriga.config.serve import KEY_VARIABLE
 from quadriga.errors import MachineError
 from quadriga.single_controller import WorkerGroup
-from quadriga.workers.generation import num_positions, vocabulary_size
+from quadriga.workers.generation import build_processor, num_positions, vocabulary_size
 
 # Import strings: Starlette and uvicorn are an extra.
 _POLICY = "quadriga.serve.policy:ServedPolicy"
 _SERVER = "quadriga.serve.server:PolicyServer"
 _REQUIRE_ADDRESS = "quadriga.serve.server:require_address"
 _WRITE_ADDRESS = "quadriga.serve.server:write_address"
-KEY_VARIABLE = "QUADRIGA_SERVE_KEY"
 ADDRESS_FILE = "server.json"
 
 
@@ -58,6 +58,7 @@ def start_server(
         tokenizer,
         vocabulary_size=vocabulary_size(config),
         positions=num_positions(config),
+        processor=build_processor(config),
     )
     # The first rank of a rollout group has its requests.
     leaders = rollout.ranks[:: rollout_group_size(config)]

@@ -55,6 +55,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/engines/fsdp/offload.py:ActivationsOnHost._to_device": "a hook of saved tensors that torch calls",
     "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",
     "quadriga/serve/app.py:PolicyApp._health": "a route",
+    "quadriga/serve/app.py:PolicyApp._unexpected": "a handler that Starlette calls",
     "quadriga/serve/app.py:_disconnected": "the task that watches a connection",
     "quadriga/serve/fields.py:_refuse_constant": "what json.loads calls",
     "quadriga/serve/seeds.py:Ask.lose": "half of a pair with `Seeds.ask`",

@@ -11,8 +11,10 @@ import pytest
 
 from quadriga.config import Config
 from quadriga.config.loader import load_config
+from quadriga.data import VisionProcessor
 from quadriga.rollout import Completion, RolloutEngine, SamplingParams
 from quadriga.rollout.call_queue import CallQueue
+from quadriga.rollout.interface import Images
 from quadriga.serve.policy import ServedPolicy
 from quadriga.serve.server import PolicyServer
 from tests.limits import SOON_S
@@ -28,6 +30,7 @@ class Halves(RolloutEngine):
     """
 
     name = "halves"
+    takes_images = True
 
     def __init__(self, text: str = "hi") -> None:
         super().__init__()
@@ -36,12 +39,15 @@ class Halves(RolloutEngine):
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.batches: list[list[tuple[list[int], SamplingParams]]] = []
+        self.images: list[Images | None] = []
+        self.processor: VisionProcessor | None = None
 
     def generate_batch(
         self, prompts: Sequence[Any], sampling: Sequence[SamplingParams], images: Any = None
     ) -> list[Completion]:
         self._require_ready(prompts, sampling, images)
         self.batches.append(list(zip(prompts, sampling, strict=True)))
+        self.images += images or [None] * len(prompts)
         assert self.goes_on.wait(SOON_S)
         if any(0 in prompt for prompt in prompts):
             raise RuntimeError("token 0")
@@ -73,7 +79,11 @@ class Served:
             ]
         ).config
         policy = ServedPolicy.of(
-            self.config, engine.tokenizer, vocabulary_size=len(engine.tokenizer), positions=None
+            self.config,
+            engine.tokenizer,
+            vocabulary_size=len(engine.tokenizer),
+            positions=None,
+            processor=engine.processor,
         )
         self.queue = CallQueue(engine)
         stack.callback(self.queue.close)
