@@ -204,6 +204,9 @@ def describe_gpus() -> str:
     except (OSError, subprocess.SubprocessError):
         return f"{count} GPU{'s' if count != 1 else ''}"
     name, _, mebibytes = output.stdout.partition("\n")[0].rpartition(",")
+    if not mebibytes.strip().isdigit():
+        # GPUs that share the memory of the host have "[N/A]".
+        return f"{count} x {name or 'GPU'}"
     return f"{count} x {name} with {int(mebibytes) / 1024:.0f} GiB"
 
 

@@ -344,6 +344,14 @@ def test_pinned_memory_is_not_rounded_up(stand_in: StandIn) -> None:
     assert stand_in.pinned.keys() <= others.keys()
 
 
+def test_memory_that_cannot_be_pinned(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a small limit of locked memory."""
+    runtime: Any = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(ConfigError, match=r"error 2 of the CUDA driver .*ulimit -l unlimited"):
+        offload.pinned_memory(64, "moments")
+
+
 def test_a_driver_makes_no_context(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that does not compute asks the driver's program, or only counts."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
