@@ -121,6 +121,10 @@ def num_usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
+    if not quota:
+        # Version 1 of the interface; a quota of -1 is none.
+        quota = _read(_CGROUP / "cpu/cpu.cfs_quota_us")
+        period = _read(_CGROUP / "cpu/cpu.cfs_period_us")
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
@@ -129,11 +133,21 @@ def num_usable_cores() -> int:
 def available_bytes() -> int:
     """Memory that this process can get without swapping, from the machine and its control group."""
     free = _field_bytes(Path("/proc/meminfo"), "MemAvailable", _physical_bytes())
-    limit = _read(_CGROUP / "memory.max")
-    used = _read(_CGROUP / "memory.current")
-    if limit.isdigit() and used.isdigit():
-        free = min(free, int(limit) - int(used))
+    limit, used = _memory_of_control_group()
+    if limit is not None and used is not None:
+        free = min(free, limit - used)
     return free
+
+
+def _memory_of_control_group() -> tuple[int | None, int | None]:
+    """Limit and use of the control group's memory, in bytes, by version 2 or 1 of the interface."""
+    files = [_CGROUP / "memory.max", _CGROUP / "memory.current"]
+    if not files[0].exists():
+        folder = _CGROUP / "memory"
+        files = [folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes"]
+    texts = [_read(file) for file in files]
+    limit, used = (int(text) if text.isdigit() else None for text in texts)
+    return limit, used
 
 
 def is_in_memory(folder: Path) -> bool:
@@ -158,9 +172,9 @@ def describe_machine() -> str:
     cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
     num_cores = num_usable_cores()
     num_bytes = _physical_bytes()
-    limit = _read(_CGROUP / "memory.max")
-    if limit.isdigit():
-        num_bytes = min(num_bytes, int(limit))
+    limit, _ = _memory_of_control_group()
+    if limit is not None:
+        num_bytes = min(num_bytes, limit)
     parts = [
         f"{num_cores} core{'s' if num_cores != 1 else ''} of {cpu} ({torch.backends.cpu.get_cpu_capability()})",
         f"{num_bytes / GIB:.0f} GiB memory",
@@ -190,6 +204,9 @@ def describe_gpus() -> str:
     except (OSError, subprocess.SubprocessError):
         return f"{count} GPU{'s' if count != 1 else ''}"
     name, _, mebibytes = output.stdout.partition("\n")[0].rpartition(",")
+    if not mebibytes.strip().isdigit():
+        # GPUs that share the memory of the host have "[N/A]".
+        return f"{count} x {name or 'GPU'}"
     return f"{count} x {name} with {int(mebibytes) / 1024:.0f} GiB"
 
 

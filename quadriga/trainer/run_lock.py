@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from quadriga.errors import CheckpointError
+from quadriga.observe.kernel import kernel_identity
 
 LOCK = ".lock"
 KEY = "trainer.default_local_dir"
@@ -105,7 +106,7 @@ def is_held(directory: Path) -> bool:
     try:
         # Shared and at once given up: a run that starts meanwhile tries again.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        is_here = _holder(descriptor).get("kernel") == _kernel()
+        is_here = _holder(descriptor).get("kernel") == kernel_identity()
         return not is_here and time.time() - os.fstat(descriptor).st_mtime < SILENCE_S
     except BlockingIOError:
         return True
@@ -127,7 +128,7 @@ def _take(path: Path) -> int | None:
     try:
         without_locks = _lock(descriptor, path)
         holder = _holder(descriptor)
-        kernel = _kernel()
+        kernel = kernel_identity()
         if holder and (without_locks or holder.get("kernel") != kernel):
             reason = without_locks or "locks may not reach from its host to this one"
             _wait_for_silence(path, holder, reason)
@@ -147,14 +148,6 @@ def _take(path: Path) -> int | None:
         raise
     os.close(descriptor)
     return None
-
-
-def _kernel() -> str:
-    """Identity of the running kernel: containers on one kernel see each other's locks."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if boot.is_file():
-        return boot.read_text(encoding="ascii").strip()
-    return socket.gethostname()
 
 
 def _lock(descriptor: int, path: Path) -> str:

@@ -41,6 +41,7 @@ from quadriga.single_controller import WorkerPlace
 from quadriga.single_controller.ray.transport import stamp_of
 from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.weight_sync import CopiedWeights, WeightReceiver, WeightSender, fingerprint
+from quadriga.workers import base
 from quadriga.workers.base import choose_device
 from quadriga.workers.models import sizes_of_models
 from quadriga_verl.commands.meaning import device
@@ -148,6 +149,34 @@ def test_what_is_chosen_for_the_device(stand_in: StandIn) -> None:
     )
     assert "2 x stand-in with 80 GiB" in describe_machine()
     assert any("dtype on cuda" in line for line in _machine_lines())
+
+
+def test_a_driver_that_torch_cannot_use(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch says that there is no GPU then; a run must not go on with the CPU."""
+    driver = tmp_path / "version"
+    monkeypatch.setattr(base, "DRIVER", driver)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == torch.device("cpu")
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54\n")
+    with pytest.raises(ConfigError, match=r"Module  535\.54\), which torch .* for CUDA 13\.0"):
+        choose_device("auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("auto") == torch.device("cpu")
+
+
+def test_ranks_with_different_gpus(stand_in: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    """One warning, from the first rank."""
+    kinds = ["stand-in with 80 GiB", "other with 40 GiB", "stand-in with 80 GiB"]
+    world: Any = SimpleNamespace(gather=lambda kind: kinds, is_first=True)
+    base.warn_about_unequal_devices(world, CUDA)
+    expected = "different GPUs (2 x stand-in with 80 GiB, 1 x other with 40 GiB)"
+    assert expected in capsys.readouterr().out
+    world.gather = lambda kind: [kind] * 3
+    base.warn_about_unequal_devices(world, CUDA)
+    assert capsys.readouterr().out == ""
     assert peak_flops(CUDA, torch.float32) > 0
 
 
@@ -299,10 +328,8 @@ def test_memory_that_moves(
     same(on_host, lines, 1e-3)
 
 
-def test_pinned_memory_is_not_rounded_up(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exactly what is offloaded is pinned, and the room is checked for all ranks of the node."""
+def test_pinned_memory_is_not_rounded_up(stand_in: StandIn) -> None:
+    """Exactly what is offloaded is pinned."""
     tensors = [torch.ones(size, device=CUDA) for size in (33, 700)]
     others = dict(stand_in.pinned)
     pinned = offload.PinnedCopy(tensors, torch.cuda.Stream(), "moments")
@@ -315,10 +342,14 @@ def test_pinned_memory_is_not_rounded_up(
     assert all(torch.equal(tensor.cpu(), torch.ones(len(tensor))) for tensor in tensors)
     del pinned
     assert stand_in.pinned.keys() <= others.keys()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(offload, "available_bytes", lambda: 3 * padded_bytes)
-    with pytest.raises(ConfigError, match=r"\(the moments\) by each of 8 processes"):
-        offload.PinnedCopy(tensors, torch.cuda.Stream(), "moments")
+
+
+def test_memory_that_cannot_be_pinned(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a small limit of locked memory."""
+    runtime: Any = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(ConfigError, match=r"error 2 of the CUDA driver .*ulimit -l unlimited"):
+        offload.pinned_memory(64, "moments")
 
 
 def test_a_driver_makes_no_context(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from quadriga.config import OptimConfig
-from quadriga.engines.fsdp.offload import ActivationsOnHost, MappedFile, PinnedCopy
+from quadriga.engines.fsdp.offload import (
+    ActivationsOnHost,
+    MappedFile,
+    PinnedCopy,
+    require_host_memory,
+)
 from quadriga.engines.fsdp.replicated import NamedTensors, ReplicatedWeights
 from quadriga.engines.fsdp.sharded import Memory, PartialWeights, ReadWeight, ShardedWeights, shard
 from quadriga.engines.packing import LossFunction, Outputs
@@ -490,13 +496,19 @@ class FSDPEngine:
         stream = torch.cuda.Stream(self.device) if is_cuda else None
         self.frees_gradients = frees_gradients
         self._is_changed = True
+        offloadable: dict[str, list[torch.Tensor]] = {}
         for kind, tensors_of_kind in tensors.items():
             # With `offload_weights`, some are on the host already.
             on_device = [
                 tensor for tensor in tensors_of_kind if tensor.device.type == self.device.type
             ]
             if kind in kinds and on_device:
-                self._make_offloadable(kind, on_device, folder, stream)
+                offloadable[kind] = on_device
+        if is_cuda and kinds:
+            description = f"{' and '.join(kinds)} of the {self.name}"
+            require_host_memory(self.world, chain(*offloadable.values()), description)
+        for kind, tensors_of_kind in offloadable.items():
+            self._make_offloadable(kind, tensors_of_kind, folder, stream)
         self.sleep()
         if not self.resting:
             return ""

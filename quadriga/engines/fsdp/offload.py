@@ -16,7 +16,7 @@ import mmap
 import os
 import shutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import ConfigError
+from quadriga.observe.kernel import kernel_identity
 from quadriga.observe.machine import GIB, available_bytes
 
 _ALIGNMENT = 64  # bytes: of vector registers
@@ -87,6 +89,47 @@ class MappedFile:
     wait = wake
 
 
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Storages of tensors that are not empty, each once: several tensors may be views of one."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage
+    return list(storages.values())
+
+
+def require_host_memory(
+    world: ProcessGroup, tensors: Iterable[torch.Tensor], description: str
+) -> None:
+    """Check that the host has memory for the tensors of all ranks on it.
+
+    Every rank calls it before any of them allocates: afterwards, the free memory that a rank sees
+    depends on how far the others are.
+
+    Args:
+        world: the ranks.
+        tensors: tensors of this rank that are about to be copied to the host.
+        description: what the tensors are, for an error.
+
+    Raises:
+        ConfigError: on all ranks of a host that lacks memory.
+    """
+    host = kernel_identity()
+    num_bytes = sum(storage.nbytes() for storage in storages_of(tensors))
+    facts = world.gather((host, num_bytes, available_bytes()))
+    sizes = [size for other_host, size, _ in facts if other_host == host]
+    free = min(free for other_host, _, free in facts if other_host == host)
+    if sum(sizes) > free:
+        raise ConfigError(
+            "fsdp_config.param_offload and optimizer_offload",
+            got=f"{sum(sizes) / GIB:.2f} GiB to offload to the host (the {description},"
+            f" {len(sizes)} ranks), with {free / GIB:.2f} GiB free",
+            expected="as much free memory on the host",
+            fix="Leave them out, or use more ranks with fsdp_config.fsdp_size=-1.",
+        )
+
+
 def pinned_memory(num_bytes: int, description: str) -> torch.Tensor:
     """Allocate pinned host memory of exactly this size. torch rounds up to powers of two.
 
@@ -133,36 +176,16 @@ class PinnedCopy:
         num_bytes: size of the host memory.
 
     Raises:
-        ConfigError: the host lacks memory.
+        ConfigError: the driver does not pin as much.
     """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream, description: str
     ) -> None:
-        # Several tensors may be views of one storage.
-        storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes():
-                storages[storage.data_ptr()] = storage
-        self._storages = list(storages.values())
+        self._storages = storages_of(tensors)
         self._stream = stream
         self._sizes = [storage.nbytes() for storage in self._storages]
         self.num_bytes = sum(self._sizes)
-        free = available_bytes()
-        # All ranks of the node allocate the same at the same time.
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        if self.num_bytes * num_ranks > free:
-            size = f"{self.num_bytes / GIB:.2f} GiB"
-            got = f"{size} to offload to the host (the {description})"
-            if num_ranks > 1:
-                got += f" by each of {num_ranks} processes"
-            raise ConfigError(
-                "fsdp_config.param_offload and optimizer_offload",
-                got=f"{got}, with {free / GIB:.2f} GiB free",
-                expected="as much free memory on the host",
-                fix="Leave them out, or use more ranks with fsdp_config.fsdp_size=-1.",
-            )
         padded_sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
         self._memory = pinned_memory(sum(padded_sizes), description)
         unpin = torch.cuda.cudart().cudaHostUnregister

@@ -82,3 +82,26 @@ def test_the_description_names_cores_memory_and_torch():
     assert f"torch {torch.__version__}" in text
     assert "GiB memory" in text
     assert 1 <= machine.num_usable_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"memory.max": "5000", "memory.current": "2000", "cpu.max": "100000 100000"},
+        {
+            "memory/memory.limit_in_bytes": "5000",
+            "memory/memory.usage_in_bytes": "2000",
+            "cpu/cpu.cfs_quota_us": "100000",
+            "cpu/cpu.cfs_period_us": "100000",
+        },
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_limits_of_a_control_group(monkeypatch, tmp_path, files):
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text + "\n")
+    assert machine.available_bytes() == 3000
+    assert machine.num_usable_cores() == 1

@@ -202,6 +202,15 @@ def test_a_difference_above_the_second_limit_stops() -> None:
         check(difference(0.75), 3, log_prob_diff_stop=0.5)
 
 
+def test_another_model_stops_in_the_first_step() -> None:
+    """Of an engine that repacks weights; afterwards, and for others, there is no limit."""
+    vllm = RolloutConfig(name="vllm")
+    with pytest.raises(RolloutError, match=r"step 1: got a mean difference of 1\.5 nats"):
+        check_log_probs(difference(1.5), vllm, 1)
+    check_log_probs(difference(1.5), vllm, 2)
+    check_log_probs(difference(1.5), RolloutConfig(name="native"), 1)
+
+
 def test_what_is_no_number_stops_without_a_limit() -> None:
     with pytest.raises(RolloutError, match=r"mean difference of nan nats .* expected a number"):
         check(difference(math.nan), 1)

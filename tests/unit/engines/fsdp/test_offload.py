@@ -3,12 +3,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from quadriga.engines.fsdp import offload
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
 from quadriga.engines.fsdp.offload import ActivationsOnHost, MappedFile
 from quadriga.engines.fsdp.replicated import ReplicatedWeights
@@ -142,3 +144,19 @@ def test_activations_go_to_the_host_and_weights_stay() -> None:
     on_host = {shape for shape, one in kept if isinstance(one, tuple)}
     assert (5, 16) in on_host
     assert {shape for shape, one in kept if not isinstance(one, tuple)} == {(16, 4)}
+
+
+def test_host_memory_is_counted_for_the_ranks_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three ranks of 400 bytes: the third is on another host, and the second saw less free memory."""
+    monkeypatch.setattr(offload, "kernel_identity", lambda: "here")
+    monkeypatch.setattr(offload, "available_bytes", lambda: 1000)
+    facts: list[tuple[str, int, int]] = [("there", 400, 0)]
+    world: Any = SimpleNamespace(gather=lambda fact: [fact, ("here", 400, 800), *facts])
+    tensor = torch.zeros(100)
+    views = [tensor, tensor[:50]]
+    offload.require_host_memory(world, views, "moments")
+    facts.append(("here", 4, 900))
+    with pytest.raises(ConfigError, match=r"\(the moments, 3 ranks\)"):
+        offload.require_host_memory(world, views, "moments")
