@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga env`: list environments, and play episodes of one."""
+
+import argparse
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.config import Config
+from quadriga.data.episodes import episode_seed
+from quadriga.errors import MachineError
+from quadriga.rollout.environments.adapters import LIBRARIES
+from quadriga.rollout.environments.interface import RANDOM
+from quadriga.rollout.environments.libraries import identifiers
+from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool
+from quadriga.trainer.checkpoint import model_folder
+from quadriga.trainer.evaluate import evaluate
+
+_SERVED = frozenset({"openenv"})  # a server has the names of its environments
+_MAX_SHOWN_CHARACTERS = 2000
+
+
+def main(argv: Sequence[str]) -> int:
+    """List environments, or play episodes of one and print its turns."""
+    parser = argparse.ArgumentParser(prog="quadriga env", description=main.__doc__)
+    commands = parser.add_subparsers(dest="action", required=True)
+    listing = commands.add_parser("list", help="names of environments that are installed")
+    listing.add_argument("library", nargs="?", choices=sorted(LIBRARIES))
+    trial = commands.add_parser("try", help="play episodes, and print their turns")
+    trial.add_argument("name", help="an environment, as env.name")
+    trial.add_argument("--episodes", type=int, default=1, metavar="N", help="default: 1")
+    trial.add_argument(
+        "--model", help="a model, run or checkpoint that plays; default: random actions"
+    )
+    trial.add_argument("--max-turns", type=int, default=50, metavar="N", help="default: 50")
+    add_config_arguments(trial)
+    options = parser.parse_args(list(argv))
+    if options.action == "list":
+        list_environments(options.library)
+        return 0
+    options.overrides.append(f"env.name={options.name}")
+    options.overrides.append(f"env.num_val_episodes={options.episodes}")
+    if options.model is not None:
+        options.overrides.append(f"actor_rollout_ref.model.path={model_folder(options.model)}")
+        turns = f"actor_rollout_ref.rollout.multi_turn.max_assistant_turns={options.max_turns}"
+        options.overrides.append(turns)
+        for row in evaluate(load_from(options)).rows:
+            print(f"> {row['input']}\n{row['output']}\n= {row['score']:g}\n")
+        return 0
+    return play_at_random(load_from(options), options.episodes, options.max_turns)
+
+
+def list_environments(library: str | None) -> None:
+    """Print the names of the environments of a library, or of all with their numbers."""
+    for name in LIBRARIES if library is None else [library]:
+        if name in _SERVED:
+            print(f"{name}:ws://HOST:PORT    a server of OpenEnv")
+            continue
+        try:
+            names = identifiers(name)
+        except MachineError as error:
+            print(f"{name}: not installed. {error.fix}")
+            continue
+        if library is None:
+            print(f"{name}: {len(names)} environments, such as {name}:{names[0]}")
+        else:
+            print("\n".join(f"{name}:{identifier}" for identifier in names))
+    if library is None:
+        print("file.py:Class    a class of your own: docs/environments.md")
+
+
+def play_at_random(config: Config, num_episodes: int, max_turns: int) -> int:
+    """Play episodes with random actions; return 1 if one failed, else 0.
+
+    Args:
+        config: its section `env` names the environment.
+        num_episodes: number of episodes.
+        max_turns: an episode ends after so many turns.
+    """
+    status = 0
+    with closing(EnvironmentPool(config.env)) as pool:
+        for number in range(num_episodes):
+            seed = episode_seed(config.data.seed, number, is_validation=True)
+            print(f"---- episode {number}, seed {seed}")
+            try:
+                asyncio.run(_play(pool, seed, max_turns))
+            except EnvironmentFailedError as error:
+                print(error.details or error)
+                status = 1
+    return status
+
+
+async def _play(pool: EnvironmentPool, seed: int, max_turns: int) -> None:
+    totals = dict.fromkeys(range(pool.config.num_agents), 0.0)
+    generator = random.Random(seed)
+    schemas = pool.description.schemas
+    async with pool.open(seed, {}) as episode:
+        step = await episode.reset()
+        for _ in range(max_turns):
+            print(f"[agent {step.agent}] {step.text[:_MAX_SHOWN_CHARACTERS]}")
+            if step.is_done:
+                break
+            action: Any
+            if schemas:
+                action = _random_call(schemas, generator)
+            else:
+                action = await episode.sample(step.text, generator.randrange(2**31), RANDOM)
+            print(f"> {action}")
+            step = await episode.step(action)
+            for agent, reward in step.rewards.items():
+                totals[agent] += reward
+        for agent, reward in (await episode.finish()).rewards.items():
+            totals[agent] += reward
+    rewards = ", ".join(f"{reward:g}" for reward in totals.values())
+    print(f"= reward {rewards}; {'over' if step.is_done else 'not over'}")
+
+
+def _random_call(schemas: Sequence[Any], generator: random.Random) -> dict[str, Any]:
+    """A call of a tool with arguments of the right types."""
+    function = generator.choice(schemas)["function"]
+    arguments: dict[str, Any] = {}
+    for name, schema in function["parameters"].get("properties", {}).items():
+        kind = schema.get("type")
+        if "enum" in schema:
+            arguments[name] = generator.choice(schema["enum"])
+        elif kind in ("integer", "number"):
+            arguments[name] = generator.randrange(10)
+        elif kind == "boolean":
+            arguments[name] = generator.random() < 0.5
+        else:
+            arguments[name] = generator.choice(["a", "b", "c"])
+    return {"name": function["name"], "arguments": arguments}
