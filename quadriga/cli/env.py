@@ -26,21 +26,24 @@ _MAX_SHOWN_CHARACTERS = 2000
 def main(argv: Sequence[str]) -> int:
     """List environments, or play episodes of one and print its turns."""
     parser = argparse.ArgumentParser(prog="quadriga env", description=main.__doc__)
-    commands = parser.add_subparsers(dest="action", required=True)
-    listing = commands.add_parser("list", help="names of environments that are installed")
-    listing.add_argument("library", nargs="?", choices=sorted(LIBRARIES))
-    trial = commands.add_parser("try", help="play episodes, and print their turns")
-    trial.add_argument("name", help="an environment, as env.name")
-    trial.add_argument("--episodes", type=int, default=1, metavar="N", help="default: 1")
-    trial.add_argument(
-        "--model", help="a model, run or checkpoint that plays; default: random actions"
+    parser.add_argument("action", choices=("list", "try"), help="what to do")
+    parser.add_argument(
+        "name", nargs="?", help="list: a library; default: all. try: an environment, as env.name"
     )
-    trial.add_argument("--max-turns", type=int, default=50, metavar="N", help="default: 50")
-    add_config_arguments(trial)
-    options = parser.parse_args(list(argv))
+    parser.add_argument("--episodes", type=int, default=1, metavar="N", help="try; default: 1")
+    parser.add_argument(
+        "--model", help="try: a model, run or checkpoint that plays; default: random actions"
+    )
+    parser.add_argument("--max-turns", type=int, default=50, metavar="N", help="try; default: 50")
+    add_config_arguments(parser)
+    options = parser.parse_intermixed_args(list(argv))
     if options.action == "list":
-        list_environments(options.library)
+        if options.name not in (None, *LIBRARIES):
+            parser.error(f"no library {options.name!r}; there are {', '.join(LIBRARIES)}")
+        list_environments(options.name)
         return 0
+    if options.name is None:
+        parser.error("name an environment, such as my_env.py:MyEnv")
     options.overrides.append(f"env.name={options.name}")
     options.overrides.append(f"env.num_val_episodes={options.episodes}")
     if options.model is not None:

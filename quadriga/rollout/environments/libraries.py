@@ -92,6 +92,7 @@ class TextArenaEnvironment(TextEnvironment):
 
     def __init__(self, spec: EnvironmentSpec, identifier: str) -> None:
         textarena = library("textarena")
+        self._where = f"environment {spec.name}"
         self._num_agents = spec.num_agents
         _known(identifier, identifiers("textarena"), "textarena")
         self._game = textarena.make(identifier, **spec.options)
@@ -100,7 +101,15 @@ class TextArenaEnvironment(TextEnvironment):
         self._is_done = False
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
-        self._game.reset(num_players=self._num_agents, seed=seed)
+        try:
+            self._game.reset(num_players=self._num_agents, seed=seed)
+        except AssertionError as error:
+            raise RolloutError(
+                self._where,
+                got=str(error),
+                expected="as many agents as the game has",
+                fix="env.agents has a player for each of them, such as [policy, random].",
+            ) from error
         return self._observe({})
 
     def step(self, action: Action) -> Step:

@@ -97,8 +97,11 @@ class OpenEnvEnvironment(TextEnvironment):
                 return Step("Error: expected a JSON object", info={"is_invalid": True})
         reply = self._ask("step", data)
         if reply["type"] == "error" and reply["data"].get("code") in _REFUSALS:
-            message = str(reply["data"].get("message", ""))
-            return Step(f"Error: {message}", info={"is_invalid": True})
+            reasons = [str(reply["data"].get("message", ""))]
+            for problem in reply["data"].get("errors", ()):
+                if isinstance(problem, dict):
+                    reasons.append(f"{problem.get('loc')}: {problem.get('msg')}")
+            return Step(f"Error: {'; '.join(reasons)}", info={"is_invalid": True})
         return self._step_of(reply)
 
     def finish(self) -> Step:
