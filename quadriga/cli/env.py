@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if options.name is None:
         parser.error("name an environment, such as my_env.py:MyEnv")
+    if options.episodes < 1:
+        parser.error(f"--episodes: got {options.episodes}, expected a positive number")
     options.overrides.append(f"env.name={options.name}")
     options.overrides.append(f"env.num_val_episodes={options.episodes}")
     if options.model is not None:

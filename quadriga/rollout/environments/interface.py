@@ -39,7 +39,6 @@ class EnvironmentSpec:
     num_agents: int = 1
     has_network: bool = False
     max_observation_length: int = 8192  # in characters
-    truncate_side: str = "middle"  # side on which a longer observation is cut
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def finite_rewards(rewards: Mapping[Any, Any], num_agents: int) -> dict[int, flo
     """Check rewards.
 
     Args:
-        rewards: reward by number of the agent. None, as the reward of an agent: 0.
+        rewards: reward by number of the agent. None: no reward, which is not 0.
         num_agents: number of agents.
 
     Returns:
@@ -133,8 +132,8 @@ def finite_rewards(rewards: Mapping[Any, Any], num_agents: int) -> dict[int, flo
         if agent not in range(num_agents):
             raise ValueError(f"got a reward of agent {agent!r}, expected {num_agents} agents")
         if reward is None:
-            reward = 0.0
-        elif hasattr(reward, "item"):
+            continue
+        if hasattr(reward, "item"):
             reward = reward.item()
         if not isinstance(reward, Real) or not abs(reward) <= _LARGEST_REWARD:
             shown = repr(reward)[:_MAX_SHOWN_CHARACTERS]

@@ -4,8 +4,8 @@
     reset ──> observation ──> model ──> step ──> observation ──> model ──> step ──> is_done     actions are texts
     reset ──> observation ──> model ──> calls ──> results ──> model, without a call             actions are tools
 
-The score is the sum of the rewards of all steps. `extra_fields` of the conversation have for each turn of the model
-its reward (`turn_rewards`) and the state that it acted on (`turn_states`: `info["state"]`, or else the observation).
+The score is the sum of the rewards of all steps. The conversation has for each turn of the model its reward
+(`turn_scores`) and the state that it acted on (`turn_states`: `info["state"]`, or else the observation).
 
 With several agents each response to a row trains the same one of the trained agents, its seat; rows take the seats in
 turn.
@@ -34,8 +34,8 @@ from quadriga.rollout.environments.players import (
 )
 from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool, Episode
 
-# Columns of a batch that no row of a file has.
-_OURS = frozenset(
+# Columns that a batch has besides those of the data file.
+_BATCH_COLUMNS = frozenset(
     {"uid", "item", "source_row", "sample_index", "raw_prompt_ids", "multi_modal_data"}
     | {"multi_modal_inputs", "raw_prompt", "full_prompts", "tools_kwargs", "interaction_kwargs"}
 )
@@ -149,7 +149,8 @@ class EnvironmentAgent(AgentLoop):
             started = time.perf_counter()
             responses = []
             for call in calls[: config.max_parallel_calls]:
-                responses.append(await self._call(play, episode, call))
+                if not play.is_done:
+                    responses.append(await self._call(play, episode, call))
             if not play.is_done:
                 messages = _tool_messages(chat, responses)
                 seconds = time.perf_counter() - started
@@ -196,8 +197,12 @@ class Play:
     async def generate(self) -> Turn:
         """Generate the agent's next turn."""
         self.chat.states[len(self._rewards)] = self._state
-        self._rewards.append(0.0)
-        return await self.chat.generate()
+        try:
+            return await self.chat.generate()
+        finally:
+            # A turn that the engine cut is in the conversation, too.
+            num_turns = sum(turn.role == "assistant" for turn in self.chat.turns)
+            self._rewards += [0.0] * (num_turns - len(self._rewards))
 
     def record(self, step: Step) -> None:
         """Record a step: its reward belongs to the agent's last turn."""
@@ -207,11 +212,9 @@ class Play:
             if self._rewards:
                 self._rewards[-1] += reward
         self.is_done = self.is_done or step.is_done
-        if step.agent == self.agent or step.is_done:
-            self._num_invalid += bool(step.info.get("is_invalid"))
-        if step.info:
-            self._info = {**self._info, **step.info}
+        self._info = {**self._info, **step.info}
         if step.agent == self.agent:
+            self._num_invalid += bool(step.info.get("is_invalid"))
             self._state = str(step.info.get("state", step.text))
 
     def outcome(self, *, is_graded_elsewhere: bool) -> Outcome | None:
@@ -229,13 +232,11 @@ class Play:
         """
         chat = self.chat
         chat.turn_scores = list(self._rewards)
-        chat.extra_fields["turn_rewards"] = list(self._rewards)
-        chat.extra_fields["turn_states"] = list(chat.states.values())
         chat.extra_fields["num_invalid"] = self._num_invalid
         chat.extra_fields["agent"] = self.agent
+        if not self._has_rewards and is_graded_elsewhere:
+            return None
         if not self._has_rewards and chat.turns and not self._is_cut:
-            if is_graded_elsewhere:
-                return None
             raise RolloutError(
                 "environment",
                 got="an episode without rewards",
@@ -296,5 +297,5 @@ def row_of(sample: Sample) -> dict[str, Any]:
     """Columns of a row, as arguments of `reset`; none if the row is only a seed."""
     if is_seed(sample):
         return {}
-    row = {name: value for name, value in sample.columns.items() if name not in _OURS}
+    row = {name: value for name, value in sample.columns.items() if name not in _BATCH_COLUMNS}
     return {**row, "prompt": sample.messages or []}

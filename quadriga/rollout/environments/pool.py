@@ -15,7 +15,6 @@ are replayed. A call in which a process dies three times ends its episode, too.
 
 import hashlib
 import os
-import pickle
 from asyncio import wrap_future
 from collections import Counter
 from collections.abc import Mapping
@@ -69,6 +68,10 @@ class EnvironmentPool:
     Attributes:
         config: the section `env`.
         is_graded_elsewhere: as in the arguments.
+        description: facts about the environment.
+
+    Raises:
+        QuadrigaError: the environment cannot be loaded.
     """
 
     def __init__(
@@ -84,15 +87,13 @@ class EnvironmentPool:
         for _ in range(max(1, num_processes // num_shares)):
             host = _Host(spec_of(config), config.timeout_s, self._printed, self._counts)
             self._hosts.append(host)
-
-    @property
-    def description(self) -> Description:
-        """Facts about the environment, from its first process.
-
-        Raises:
-            QuadrigaError: the environment cannot be loaded.
-        """
-        return self._hosts[0].submit(self._hosts[0].start).result()
+        # All processes start now. A later one that fails raises in its first call.
+        starts = [host.submit(host.start) for host in self._hosts]
+        try:
+            self.description: Description = starts[0].result()
+        except BaseException:
+            self.close()
+            raise
 
     def open(self, seed: int, row: Mapping[str, Any]) -> "Episode":
         """Make an episode, in the process with the fewest of them.
@@ -331,4 +332,4 @@ class _Host:
 
 def _digest(step: Step) -> str:
     """Hash of a step, to compare answers of two processes."""
-    return hashlib.blake2b(pickle.dumps(step), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(step).encode(), digest_size=16).hexdigest()

@@ -176,7 +176,6 @@ class EpisodeHost:
         try:
             environment = self._make()
             self.description = Description(tuple(environment.schemas))
-            environment.discard()
         except QuadrigaError:
             raise
         except (Exception, SystemExit) as error:
@@ -185,6 +184,7 @@ class EpisodeHost:
                 got=f"an object that cannot be made:\n{traceback_text(error)}",
                 expected="a class that can be called with env.options",
             ) from error
+        _discard(environment)
         self._environments: dict[int, TextEnvironment] = {}
         self._random_states: dict[int, dict[str, Any]] = {}
 
@@ -209,7 +209,7 @@ class EpisodeHost:
         """Forget an episode, which may have ended already."""
         environment = self._environments.pop(episode, None)
         if environment is not None:
-            environment.discard()
+            _discard(environment)
         self._random_states.pop(episode, None)
 
     def _checked(self, step: Step) -> Step:
@@ -218,14 +218,22 @@ class EpisodeHost:
         if not step.is_done and step.agent not in range(num_agents):
             raise ValueError(f"agent {step.agent!r} is to act, expected one of {num_agents} agents")
         limit = self.spec.max_observation_length
-        text = truncate(step.text, limit, self.spec.truncate_side)
+        text = truncate(step.text, limit, "middle")
         info = plain_value(step.info)
         if isinstance(info.get("state"), str):
-            info["state"] = truncate(info["state"], limit, self.spec.truncate_side)
+            info["state"] = truncate(info["state"], limit, "middle")
         # Half of a surrogate pair cannot be encoded; it becomes a question mark.
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         rewards = finite_rewards(step.rewards, num_agents)
         return replace(step, text=text, info=info, rewards=rewards)
+
+
+def _discard(environment: TextEnvironment) -> None:
+    """Free what an environment holds; an error of it is printed, for nothing waits for this."""
+    try:
+        environment.discard()
+    except Exception as error:
+        print(traceback_text(error), file=sys.stderr, flush=True)
 
 
 def seed_global_states(seed: int) -> None:

@@ -37,7 +37,7 @@ from quadriga.rollout.environments.interface import (
 )
 from quadriga.user_file import taken
 
-_NO_TOOLS = frozenset({"reset", "step", "get_reward", "close", "render"})
+_NO_TOOLS = frozenset({"reset", "get_reward", "close"})
 _MAX_ERROR_CHARACTERS = 2000
 
 
@@ -123,10 +123,11 @@ class SteppedEnvironment(TextEnvironment):
         return Step(text, self._agent, rewards, is_done, self._with_state(info, observation))
 
     def finish(self) -> Step:
-        close = getattr(self.environment, "close", None)
-        if callable(close):
-            close()
+        self.discard()
         return Step()
+
+    def discard(self) -> None:
+        _close(self.environment)
 
     def text_of(self, observation: Any, info: Mapping[str, Any]) -> str:
         """Text that the model reads of an observation. A subclass may use `info` as well."""
@@ -223,13 +224,18 @@ class ToolEnvironment(TextEnvironment):
             reward = get_reward()
         elif not isinstance(reward, Real):
             reward = None
-        close = getattr(self.environment, "close", None)
-        if callable(close):
-            close()
-        rewards: dict[int, Any] = {}
-        if reward is not None:
-            rewards[0] = reward
-        return Step(rewards=rewards)
+        self.discard()
+        return Step(rewards={0: reward})
+
+    def discard(self) -> None:
+        _close(self.environment)
+
+
+def _close(environment: Any) -> None:
+    """Call the environment's own `close`, if it has one."""
+    close = getattr(environment, "close", None)
+    if callable(close):
+        close()
 
 
 def _refusal(reason: str) -> Step:
