@@ -3,10 +3,10 @@
 
 import argparse
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
 
 from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.config import Config
@@ -101,40 +101,20 @@ def play_at_random(config: Config, num_episodes: int, max_turns: int) -> int:
 async def _play(pool: EnvironmentPool, seed: int, max_turns: int) -> None:
     totals = dict.fromkeys(range(pool.config.num_agents), 0.0)
     generator = random.Random(seed)
-    schemas = pool.description.schemas
     async with pool.open(seed, {}) as episode:
         step = await episode.reset()
+        print(f"[agent {step.agent}] {step.text[:_MAX_SHOWN_CHARACTERS]}")
         for _ in range(max_turns):
-            print(f"[agent {step.agent}] {step.text[:_MAX_SHOWN_CHARACTERS]}")
             if step.is_done:
                 break
-            action: Any
-            if schemas:
-                action = _random_call(schemas, generator)
-            else:
-                action = await episode.sample(step.text, generator.randrange(2**31), RANDOM)
+            action = await episode.sample(step.text, generator.randrange(2**31), RANDOM)
             print(f"> {action}")
-            step = await episode.step(action)
+            # A call of a tool arrives as JSON.
+            step = await episode.step(json.loads(action) if pool.description.schemas else action)
+            print(f"[agent {step.agent}] {step.text[:_MAX_SHOWN_CHARACTERS]}")
             for agent, reward in step.rewards.items():
-                totals[agent] += reward
+                totals[agent] += reward or 0.0
         for agent, reward in (await episode.finish()).rewards.items():
-            totals[agent] += reward
+            totals[agent] += reward or 0.0
     rewards = ", ".join(f"{reward:g}" for reward in totals.values())
     print(f"= reward {rewards}; {'over' if step.is_done else 'not over'}")
-
-
-def _random_call(schemas: Sequence[Any], generator: random.Random) -> dict[str, Any]:
-    """A call of a tool with arguments of the right types."""
-    function = generator.choice(schemas)["function"]
-    arguments: dict[str, Any] = {}
-    for name, schema in function["parameters"].get("properties", {}).items():
-        kind = schema.get("type")
-        if "enum" in schema:
-            arguments[name] = generator.choice(schema["enum"])
-        elif kind in ("integer", "number"):
-            arguments[name] = generator.randrange(10)
-        elif kind == "boolean":
-            arguments[name] = generator.random() < 0.5
-        else:
-            arguments[name] = generator.choice(["a", "b", "c"])
-    return {"name": function["name"], "arguments": arguments}

@@ -29,6 +29,9 @@ class EnvironmentConfig(Section):
     """Seconds that one call of `reset` or `step` may take; a later one ends its episode, and its process is killed."""
     num_processes: Count | None = None
     """Processes of environments, shared by all rollout processes; each has many episodes. null: one for each core."""
+    max_concurrent_episodes: Count | None = None
+    """Episodes that are played at a time, shared by all rollout processes; each plays at least one. A server of OpenEnv
+    may have only one session. null: as many as there are responses."""
     network: bool = False
     """Whether environments may use the network. Those of `openenv` always may."""
     max_observation_length: Count = 8192

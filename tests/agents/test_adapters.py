@@ -111,9 +111,19 @@ def test_a_redirect_is_refused_with_a_sentence(http_port: int) -> None:
         OpenEnvEnvironment(EnvironmentSpec(f"openenv:{url}"), url)
 
 
+_num_refused = 0
+
+
 def _session(connection: Any) -> None:
+    global _num_refused
     for text in connection:
         message = json.loads(text)
+        if _num_refused == 0:
+            # The session of another episode has not ended yet.
+            _num_refused = 1
+            error = {"code": "CAPACITY_REACHED", "message": "1 of 1 sessions"}
+            connection.send(json.dumps({"type": "error", "data": error}))
+            return
         observation = {"said": message["data"], "reward": 1, "done": True, "metadata": {}}
         reply = {"observation": observation, "reward": 0.5, "done": message["type"] == "step"}
         answer = {"type": "observation", "data": reply}
@@ -142,5 +152,6 @@ def test_a_session_of_openenv() -> None:
         assert environment.step('{"x": 0}').text == "Error: no 0"
         step = environment.step('{"x": 4}')
         assert (step.text, step.rewards, step.is_done) == ('{"said": {"x": 4}}', {0: 0.5}, True)
+        assert isinstance(json.loads(environment.sample_action("", random.Random(0)))["x"], int)
         environment.discard()
         server.shutdown()

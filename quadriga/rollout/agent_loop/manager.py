@@ -241,9 +241,10 @@ class AgentLoopManager:
     def close(self) -> None:
         """Stop the MCP servers, the thread in which tools run, and the environments."""
         close_tools(self._thread, self._servers)
+        off_the_loop(self._runner.close)
+        # Conversations that the runner cancelled have left their episodes.
         if self._environments is not None:
             self._environments.close()
-        off_the_loop(self._runner.close)
 
     async def _lead_one(
         self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None

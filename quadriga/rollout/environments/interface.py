@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from quadriga.user_file import referred
@@ -47,7 +48,8 @@ class Step:
 
     text: str = ""  # observation of the agent that acts next, or result of a tool
     agent: int = 0  # number of the agent that acts next
-    rewards: Mapping[int, float] = field(default_factory=dict)  # of this step, by agent
+    # Rewards of this step by agent. None: the environment has not scored it, which is not 0.
+    rewards: Mapping[int, float | None] = field(default_factory=dict)
     is_done: bool = False
     # Plain values. "state" identifies the state, "is_invalid" marks an action without effect;
     # numbers of the last step become metrics.
@@ -109,29 +111,38 @@ class TextEnvironment(ABC):
         return Step(action if isinstance(action, str) else json.dumps(action))
 
     def sample_action(self, text: str, generator: random.Random) -> Action:
-        """Draw a random action, by default one of the examples in the text of an observation."""
+        """Draw a random action.
+
+        By default it is a call of a tool or, without tools, one of the examples in brackets in the
+        text of the observation.
+        """
+        if self.schemas:
+            function = generator.choice(self.schemas)["function"]
+            arguments = random_value(function["parameters"], generator)
+            return {"name": function["name"], "arguments": arguments}
         examples = _BRACKETED.findall(text)
         return generator.choice(examples) if examples else f"[{generator.randrange(10)}]"
 
 
-def finite_rewards(rewards: Mapping[Any, Any], num_agents: int) -> dict[int, float]:
+def finite_rewards(rewards: Mapping[Any, Any], num_agents: int) -> dict[int, float | None]:
     """Check rewards.
 
     Args:
-        rewards: reward by number of the agent. None: no reward, which is not 0.
+        rewards: reward by number of the agent, as in `Step`.
         num_agents: number of agents.
 
     Returns:
-        The rewards as floats.
+        The rewards as floats, or None.
 
     Raises:
         ValueError: a reward is not a finite number, or there is no such agent.
     """
-    checked: dict[int, float] = {}
+    checked: dict[int, float | None] = {}
     for agent, reward in rewards.items():
         if agent not in range(num_agents):
             raise ValueError(f"got a reward of agent {agent!r}, expected {num_agents} agents")
         if reward is None:
+            checked[int(agent)] = None
             continue
         if hasattr(reward, "item"):
             reward = reward.item()
@@ -140,6 +151,44 @@ def finite_rewards(rewards: Mapping[Any, Any], num_agents: int) -> dict[int, flo
             raise ValueError(f"got the reward {shown}, expected a finite number")
         checked[int(agent)] = float(reward)
     return checked
+
+
+def random_value(
+    schema: Mapping[str, Any],
+    generator: random.Random,
+    definitions: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """Draw a value of a JSON schema. Limits of lengths and patterns are not kept.
+
+    Args:
+        schema: the schema.
+        generator: draws the values.
+        definitions: schemas that `$ref` names, besides those of the schema itself.
+    """
+    definitions = {**definitions, **schema.get("$defs", {})}
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return random_value(definitions[name], generator, definitions)
+    if "enum" in schema:
+        return generator.choice(schema["enum"])
+    if "const" in schema:
+        return schema["const"]
+    if schema.get("anyOf"):
+        return random_value(generator.choice(schema["anyOf"]), generator, definitions)
+    kind = schema.get("type")
+    if kind == "object" or "properties" in schema:
+        properties = schema.get("properties", {})
+        return {
+            name: random_value(part, generator, definitions) for name, part in properties.items()
+        }
+    if kind == "array":
+        return [random_value(schema.get("items", {}), generator, definitions)]
+    if kind in ("integer", "number"):
+        low = int(schema.get("minimum", 0))
+        return generator.randint(low, int(schema.get("maximum", low + 9)))
+    if kind == "boolean":
+        return generator.random() < 0.5
+    return None if kind == "null" else generator.choice("abc")
 
 
 def plain_value(value: Any) -> Any:

@@ -99,6 +99,13 @@ class EnvironmentAgent(AgentLoop):
             messages[-1] = {**last, "content": f"{last['content']}\n\n{text}".strip()}
         elif text:
             messages.append({"role": "user", "content": text})
+        if not messages:
+            raise RolloutError(
+                f"environment {self._pool.config.name}",
+                got="no text from reset",
+                expected="an observation that the model can answer",
+                fix="Set env.system_prompt, or data.train_files to a file with prompts.",
+            )
         return messages
 
     async def _take_turns(self, play: "Play", episode: Episode, step: Step) -> None:
@@ -190,6 +197,7 @@ class Play:
         self.is_done = False
         self._rewards: list[float] = []
         self._has_rewards = False
+        self._is_unscored = False
         self._num_invalid = 0
         self._info: Mapping[str, Any] = {}
         self._state = ""
@@ -207,10 +215,13 @@ class Play:
     def record(self, step: Step) -> None:
         """Record a step: its reward belongs to the agent's last turn."""
         if step.rewards:
-            self._has_rewards = True
             reward = step.rewards.get(self.agent, 0.0)
-            if self._rewards:
-                self._rewards[-1] += reward
+            if reward is None:
+                self._is_unscored = True
+            else:
+                self._has_rewards = True
+                if self._rewards:
+                    self._rewards[-1] += reward
         self.is_done = self.is_done or step.is_done
         self._info = {**self._info, **step.info}
         if step.agent == self.agent:
@@ -224,11 +235,11 @@ class Play:
             is_graded_elsewhere: whether a score function or a reward model is configured.
 
         Returns:
-            The grade. None: the environment has no rewards, and the conversation is graded like
-            others.
+            The grade; 0 if the agent did nothing that the environment rewards. None: the
+            environment has no rewards, and the conversation is graded like others.
 
         Raises:
-            RolloutError: nothing grades the episode.
+            RolloutError: the environment has not scored the episode, and nothing else will.
         """
         chat = self.chat
         chat.turn_scores = list(self._rewards)
@@ -236,7 +247,7 @@ class Play:
         chat.extra_fields["agent"] = self.agent
         if not self._has_rewards and is_graded_elsewhere:
             return None
-        if not self._has_rewards and chat.turns and not self._is_cut:
+        if not self._has_rewards and self._is_unscored and not self._is_cut:
             raise RolloutError(
                 "environment",
                 got="an episode without rewards",

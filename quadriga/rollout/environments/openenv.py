@@ -12,18 +12,30 @@ server an action is JSON, which the server checks against its schema.
 import inspect
 import json
 import os
+import random
+import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from quadriga.errors import RolloutError
 from quadriga.http_client import HTTPClient, ServerLostError
-from quadriga.rollout.environments.interface import Action, EnvironmentSpec, Step, TextEnvironment
+from quadriga.rollout.environments.interface import (
+    Action,
+    EnvironmentSpec,
+    Step,
+    TextEnvironment,
+    random_value,
+)
 from quadriga.rollout.environments.libraries import library, read_json
 from quadriga.rollout.environments.user_classes import as_observation
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _CONNECT_S = 20.0
+# An episode that has ended may hold its session for a moment.
+_MAX_WAIT_S = 10.0
+_PAUSE_S = 0.1
+_FULL = "CAPACITY_REACHED"
 # Errors that say what is wrong with an action. All others are the server's own.
 _REFUSALS = frozenset({"VALIDATION_ERROR", "INVALID_JSON"})
 # Fields of an observation that the model does not read.
@@ -48,7 +60,7 @@ class OpenEnvEnvironment(TextEnvironment):
         self._options = dict(spec.options)
         if not self._url.startswith(("ws://", "wss://")):
             raise RolloutError("env.name", got=repr(url), expected="openenv:ws://HOST:PORT")
-        self._instructions = ""
+        self._action_schema: Mapping[str, Any] = {}
         client = HTTPClient(
             f"http{self._url.removeprefix('ws')}",
             RolloutError,
@@ -61,15 +73,13 @@ class OpenEnvEnvironment(TextEnvironment):
             schema = client.call("schema", method="GET")["action"]
         except ServerLostError as error:
             raise self._failure(f"no answer ({error})") from error
+        self._session = ExitStack()
         self._socket = self._connect()
         is_tool_call = schema.get("properties", {}).keys() >= {"tool_name", "arguments"}
         if is_tool_call:
             self.schemas = self._list_tools()
         else:
-            self._instructions = (
-                f"Reply with JSON that fits the schema {json.dumps(_short(schema))}, "
-                "and nothing else."
-            )
+            self._action_schema = _short(schema)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
         # A server refuses arguments that its environment does not know, seeds included.
@@ -77,7 +87,12 @@ class OpenEnvEnvironment(TextEnvironment):
         if reply["type"] == "error":
             reply = self._ask("reset", self._options)
         step = self._step_of(reply, is_first=True)
-        text = f"{step.text}\n{self._instructions}".strip()
+        text = step.text
+        if self._action_schema:
+            schema = json.dumps(self._action_schema)
+            text = (
+                f"{text}\nReply with JSON that fits the schema {schema}, and nothing else.".strip()
+            )
         return Step(text, info=step.info)
 
     def step(self, action: Action) -> Step:
@@ -104,12 +119,17 @@ class OpenEnvEnvironment(TextEnvironment):
             return Step(f"Error: {'; '.join(reasons)}", info={"is_invalid": True})
         return self._step_of(reply)
 
+    def sample_action(self, text: str, generator: random.Random) -> Action:
+        if self._action_schema:
+            return json.dumps(random_value(self._action_schema, generator))
+        return super().sample_action(text, generator)
+
     def finish(self) -> Step:
         self.discard()
         return Step()
 
     def discard(self) -> None:
-        self._socket.close()
+        self._session.close()
 
     def _connect(self) -> Any:
         # websockets follows redirects, also to other hosts. It counts the first connection, too.
@@ -120,7 +140,7 @@ class OpenEnvEnvironment(TextEnvironment):
         if "proxy" in inspect.signature(client.connect).parameters:
             options["proxy"] = None
         try:
-            return client.connect(f"{self._url}/ws", **options)
+            return self._session.enter_context(client.connect(f"{self._url}/ws", **options))
         except Exception as error:
             # A handshake fails in many ways: refused, no WebSocket, a redirect.
             raise self._failure(f"no WebSocket ({type(error).__name__}: {error})") from error
@@ -140,6 +160,23 @@ class OpenEnvEnvironment(TextEnvironment):
         return schemas
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The server's reply to a request; a server without a free session is asked again."""
+        until = time.monotonic() + _MAX_WAIT_S
+        while True:
+            reply = self._ask_once(kind, data)
+            if reply["type"] != "error" or reply["data"].get("code") != _FULL:
+                return reply
+            if time.monotonic() > until:
+                raise self._failure(
+                    f"the error {_FULL}: {reply['data'].get('message')}",
+                    "Set env.max_concurrent_episodes to the number of its sessions, or start it "
+                    "with more of them (max_concurrent_envs).",
+                )
+            time.sleep(_PAUSE_S)
+            self.discard()
+            self._socket = self._connect()
+
+    def _ask_once(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         exceptions = library("websockets.exceptions")
         try:
             # A server that closes the session says why before.
@@ -173,13 +210,12 @@ class OpenEnvEnvironment(TextEnvironment):
             return Step(text, info=info)
         return Step(text, 0, {0: data.get("reward")}, bool(data.get("done")), info)
 
-    def _failure(self, got: str) -> RolloutError:
+    def _failure(self, got: str, fix: str = "") -> RolloutError:
         return RolloutError(
             self._where,
             got=got,
             expected="a server of OpenEnv",
-            fix="Start it, with a session for each episode at a time (max_concurrent_envs), "
-            "and name its own address: redirects are not followed.",
+            fix=fix or "Start it, and name its own address: redirects are not followed.",
         )
 
 

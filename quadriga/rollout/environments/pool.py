@@ -13,12 +13,13 @@ then the same actions. A call that is too late ends its own episode; the other e
 are replayed. A call in which a process dies three times ends its episode, too.
 """
 
+import asyncio
 import hashlib
 import os
-from asyncio import wrap_future
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -58,11 +59,12 @@ def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
 
 
 class EnvironmentPool:
-    """Processes of environments. Event loops and threads may share it.
+    """Processes of environments.
 
     Args:
         config: the section `env`.
-        num_shares: number of pools among which `env.num_processes` are divided.
+        num_shares: number of pools among which `env.num_processes` and
+            `env.max_concurrent_episodes` are divided.
         is_graded_elsewhere: whether a score function or a reward model is configured, too.
 
     Attributes:
@@ -83,6 +85,9 @@ class EnvironmentPool:
         self._counts = Counter[str]()
         self._printed = Printed("environments")
         self._numbers = count()
+        self._places: asyncio.Semaphore | None = None
+        if config.max_concurrent_episodes is not None:
+            self._places = asyncio.Semaphore(max(1, config.max_concurrent_episodes // num_shares))
         self._hosts = []
         for _ in range(max(1, num_processes // num_shares)):
             host = _Host(spec_of(config), config.timeout_s, self._printed, self._counts)
@@ -95,15 +100,23 @@ class EnvironmentPool:
             self.close()
             raise
 
-    def open(self, seed: int, row: Mapping[str, Any]) -> "Episode":
-        """Make an episode, in the process with the fewest of them.
+    @asynccontextmanager
+    async def open(self, seed: int, row: Mapping[str, Any]) -> "AsyncIterator[Episode]":
+        """An episode, in the process with the fewest of them, as an async context manager.
 
         Args:
             seed: seed of `reset`.
             row: columns of the data row for `reset`.
         """
-        host = min(self._hosts, key=lambda candidate: len(candidate.episodes))
-        return Episode(host, next(self._numbers), seed, row)
+        async with self._places or nullcontext():
+            host = min(self._hosts, key=lambda candidate: len(candidate.episodes))
+            episode = Episode(host, next(self._numbers), seed, row)
+            host.episodes.add(episode)
+            try:
+                yield episode
+            finally:
+                host.episodes.discard(episode)
+                host.submit(host.drop, episode)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Failures and restarts since the last call, as metrics."""
@@ -121,7 +134,7 @@ class EnvironmentPool:
 
 
 class Episode:
-    """An episode of an environment, as an async context manager. One task at a time uses it.
+    """An episode of an environment. One task at a time uses it.
 
     Args:
         host: the process that has it.
@@ -140,14 +153,6 @@ class Episode:
         self._beginning = (seed, dict(row))
         self.calls: list[tuple[str, tuple[Any, ...], str]] = []
         self.generation = -1
-
-    async def __aenter__(self) -> "Episode":
-        self._host.episodes.add(self)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._host.episodes.discard(self)
-        self._host.submit(self._host.drop, self)
 
     async def reset(self) -> Step:
         """Begin the episode. Errors are those of `step`."""
@@ -172,7 +177,9 @@ class Episode:
         return await self._call("finish", ())
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Step:
-        return await wrap_future(self._host.submit(self._host.call, self, method, arguments))
+        return await asyncio.wrap_future(
+            self._host.submit(self._host.call, self, method, arguments)
+        )
 
 
 class _Host:

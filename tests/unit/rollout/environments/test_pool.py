@@ -128,6 +128,19 @@ def test_killed_processes_change_no_text(game: str) -> None:
     assert metrics["env/irreproducible"].value == 0
 
 
+def test_episodes_wait_for_their_place(game: str) -> None:
+    async def count_open(pool: EnvironmentPool) -> int:
+        async with pool.open(1, {}) as episode:
+            await episode.reset()
+            return len(pool._hosts[0].episodes)
+
+    async def count_all(pool: EnvironmentPool) -> list[int]:
+        return await asyncio.gather(*[count_open(pool) for _ in range(4)])
+
+    with closing(pool_of(game, max_concurrent_episodes=1)) as pool:
+        assert asyncio.run(count_all(pool)) == [1, 1, 1, 1]
+
+
 def test_a_long_observation_is_cut(game: str) -> None:
     with closing(pool_of(game, "long", max_observation_length=100)) as pool:
         assert len(asyncio.run(play(pool, 1, ["a"]))[1]) == 100

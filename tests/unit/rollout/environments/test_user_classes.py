@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes of the user: public methods as tools, and reset with step."""
 
+import random
 from typing import Any
 
 import pytest
@@ -73,6 +74,10 @@ def test_public_methods_are_tools() -> None:
         step = environment.step(refused)
         assert step.text.startswith(message)
         assert step.info == {"is_invalid": True}
+    random_call = environment.sample_action("", random.Random(0))
+    assert environment.step(random_call).text != ""
+    assert random_call["name"] == "increment"
+    environment.environment.count = 3
     environment.step(call("increment", step=2))
     assert environment.finish().rewards == {0: 1.0}
 
