@@ -17,6 +17,8 @@ from quadriga.data.files import written_aside
 
 SEED = "env_seed"
 """Entry of `extra_info` with the seed of `reset`."""
+IS_SEED = "is_env_seed"
+"""Entry of `extra_info` of a row that is only a seed, so that its prompt says nothing."""
 
 
 def with_episodes(config: Config) -> Config:
@@ -59,7 +61,7 @@ def _write_rows(config: Config, num_rows: int, *, is_validation: bool) -> str:
             config.data.prompt_key: prompt,
             config.data.reward_fn_key: name,
             "reward_model": {"style": "environment", "ground_truth": ""},
-            "extra_info": {"index": number, SEED: seed},
+            "extra_info": {"index": number, SEED: seed, IS_SEED: True},
         }
         rows.append(row)
     content = BytesIO()

@@ -288,7 +288,7 @@ def _tool_messages(chat: Conversation, responses: list[ToolResponse]) -> list[di
 
 def is_seed(sample: Sample) -> bool:
     """Whether a row is only a seed, so that its prompt says nothing."""
-    return "env_seed" in (sample.columns.get("extra_info") or {})
+    return bool((sample.columns.get("extra_info") or {}).get("is_env_seed"))
 
 
 def episode_seed_of(sample: Sample) -> int:

@@ -80,7 +80,7 @@ def play(tokenizer: Any, tmp_path: Path) -> Any:
 
 def test_replies_are_actions(play: Any, recorder: Any, make_prompts: Any, tokenizer: Any) -> None:
     engine = recorder(["<think>\n7?</think> 4", "2"])
-    prompts = make_prompts(["0"], extra_info=[{"env_seed": 6}])
+    prompts = make_prompts(["0"], extra_info=[{"env_seed": 6, "is_env_seed": True}])
     batch = play("Guess", engine, prompts, system_prompt="Be quick.")
     first, second = (tokenizer.decode(prompt) for prompt, _, _ in engine.seen)
     assert first == (
