@@ -106,12 +106,14 @@ def test_two_agents(train: Train, overrides: list[str], tmp_path: Path, opponent
     assert line["reward/extra/env_turns"] > 1
 
 
+@pytest.mark.parametrize("preset", ["one_step_off", "bounded"])
 def test_an_environment_plays_in_asynchronous_training(
-    train: Train, overrides: list[str], tmp_path: Path
+    train: Train, overrides: list[str], tmp_path: Path, preset: str
 ) -> None:
     words = [f"env={tmp_path}/envs.py:Letters", *overrides, "async_training.enable=True"]
-    run = train(*words, "async_training.preset=one_step_off")
-    assert (run / "metrics.jsonl").exists()
+    run = train(*words, f"async_training.preset={preset}")
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["reward/extra/env_turns"] > 1
 
 
 def test_an_environment_that_fails_ends_the_run_with_its_error(
