@@ -195,6 +195,7 @@ class Play:
         self.chat = chat
         self.agent = agent
         self.is_done = False
+        self._score = 0.0
         self._rewards: list[float] = []
         self._has_rewards = False
         self._is_unscored = False
@@ -220,6 +221,8 @@ class Play:
                 self._is_unscored = True
             else:
                 self._has_rewards = True
+                # An agent may be rewarded before its first turn, when another one loses.
+                self._score += reward
                 if self._rewards:
                     self._rewards[-1] += reward
         self.is_done = self.is_done or step.is_done
@@ -261,7 +264,7 @@ class Play:
         for name, value in self._info.items():
             if isinstance(value, bool | int | float) and name not in ("is_invalid", "agent"):
                 extra[f"env_{name}"] = float(value)
-        return Outcome(sum(self._rewards), extra, "", "graded")
+        return Outcome(self._score, extra, "", "graded")
 
     @property
     def _is_cut(self) -> bool:
