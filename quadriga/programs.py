@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 
 from quadriga import streams
 from quadriga.descendants import end_descendants, end_group, supervise
@@ -37,9 +39,15 @@ class SupervisedProgram:
         module: name of the module with `main`.
         output_fd: file descriptor for standard output and standard error, in UTF-8. None: those of
             this process.
+        variables: environment variables that the program has besides those of this process.
     """
 
-    def __init__(self, module: str, output_fd: int | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        output_fd: int | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         ours, theirs = socket.socketpair()
         their_lifeline, self._lifeline = os.pipe()
         fds = (theirs.fileno(), their_lifeline)
@@ -57,7 +65,13 @@ class SupervisedProgram:
         ]
         standard = {"stdin": subprocess.DEVNULL, "stdout": output_fd, "stderr": output_fd}
         try:
-            self.process = subprocess.Popen(command, **standard, pass_fds=fds, process_group=0)
+            self.process = subprocess.Popen(
+                command,
+                **standard,
+                env={**os.environ, **variables},
+                pass_fds=fds,
+                process_group=0,
+            )
         finally:
             theirs.close()
             os.close(their_lifeline)

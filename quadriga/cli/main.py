@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "data": ("quadriga.cli.data", "show a data file, and how a run would read it"),
     "verl": ("quadriga_verl.cli", "run a command line of verl, or translate it"),
+    "env": ("quadriga.cli.env", "list environments, and play episodes of one"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),
     "doctor": (
         "quadriga.cli.doctor",
@@ -55,7 +56,7 @@ if find_spec("quadriga_verl") is None:
     # The package is part of the wheel, but not of every installation.
     del COMMANDS["verl"]
 
-GUARDED = ("train", "generate", "sft", "eval", "serve", "verl")
+GUARDED = ("train", "generate", "sft", "eval", "env", "serve", "verl")
 """Commands that start processes and run users' code. All their processes end with the command."""
 
 GOES_ON = ("train", "generate", "sft", "prepare", "verl")

@@ -43,6 +43,7 @@ _MISSING = object()
 CUSTOM_CLASS = "data.custom_cls.path"
 CUSTOM_OPTIONS = "data.custom_cls.options"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
+_ENVIRONMENT = "env"  # a section that can be written as its name
 _SIZES_OF_MEGATRON = {
     "context_parallel_size": "ulysses_sequence_parallel_size",
     "expert_model_parallel_size": "expert_parallel_size",
@@ -154,6 +155,8 @@ def parse_override(
         fix = _fix_of_word(argument)
         raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
     key = spelled(match["key"], task)
+    if key == _ENVIRONMENT:
+        key = f"{_ENVIRONMENT}.name"
     text = match["value"].strip()
     section, _, name = key.partition(".")
     if match["sign"] and not leaf_of(key, task):
@@ -279,6 +282,8 @@ class _Reading:
         spelled_key = key
         place = places.get(key)
         key = spelled(key, self.task)
+        if key == _ENVIRONMENT and isinstance(value, str):
+            key = f"{_ENVIRONMENT}.name"
         sections = section_keys(self.task)
         if leaf_of(key, self.task) is not None:
             self._set(key, value, place)

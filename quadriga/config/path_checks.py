@@ -93,11 +93,14 @@ def check_files(config: Config) -> Findings:
     """Yield data files and models that do not exist."""
     trainer = config.trainer
     validates_first = trainer.val_before_train and config.task == "rl"
-    yield from _check_data("data.train_files", config.data.train_files, is_needed=True)
+    env = config.env
+    needs_files = env.name is None
+    yield from _check_data("data.train_files", config.data.train_files, is_needed=needs_files)
     yield from _check_data(
         "data.val_files",
         config.data.val_files,
-        is_needed=validates_first or trainer.test_freq != -1,
+        is_needed=(validates_first or trainer.test_freq != -1)
+        and (needs_files or env.num_val_episodes == 0),
         alternative=" To train without validation set trainer.val_before_train=False "
         "and leave trainer.test_freq at -1.",
     )

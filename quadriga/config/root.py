@@ -15,6 +15,7 @@ from quadriga.config.async_training import CORRECTION, AsyncTrainingConfig
 from quadriga.config.base import Section, filled
 from quadriga.config.data import DataConfig
 from quadriga.config.distillation import DistillationConfig
+from quadriga.config.environment import EnvironmentConfig
 from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig
 from quadriga.config.trainer import ProfilerConfig, RayConfig, TrainerConfig
@@ -130,6 +131,7 @@ class Config(Section):
     """Task. rl: train a policy by rewards; sft: train a model on responses (supervised fine-tuning);
     reward_model: train a reward model that scores the better response of a pair higher."""
     data: DataConfig = Field(default_factory=DataConfig)
+    env: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
@@ -150,6 +152,7 @@ class Config(Section):
         if not isinstance(values, dict):
             return values
         values = _with_correction(values)
+        values = _with_environment(values)
         task = values.get("task")
         if task not in ("sft", "reward_model"):
             return values
@@ -181,6 +184,18 @@ def _with_correction(tree: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(algorithm, dict) or algorithm.get("rollout_correction"):
         return tree
     return filled(tree, {"algorithm": {"rollout_correction": {"preset": CORRECTION}}})
+
+
+def _with_environment(tree: dict[str, Any]) -> dict[str, Any]:
+    """Generate conversations with the environment, if the configuration names one."""
+    section = tree.get("env")
+    if not isinstance(section, dict) or not section.get("name"):
+        return tree
+    agent = {"default_agent_loop": "environment"}
+    rollout = {"mode": "async", "agent": agent, "multi_turn": {"enable": True}}
+    return filled(
+        tree, {"data": {"return_raw_chat": True}, "actor_rollout_ref": {"rollout": rollout}}
+    )
 
 
 def spelled(key: str, task: str, *, in_full: bool = False) -> str:

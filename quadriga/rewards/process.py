@@ -79,9 +79,13 @@ class Printed:
     """Shows on the standard output what score functions print, up to the limits.
 
     The processes of a pool share one object. Bytes beyond the limits are counted.
+
+    Args:
+        source: the code that prints, in words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: str = "score functions") -> None:
+        self._source = source
         self._lock = threading.Lock()
         self._since = time.monotonic()
         self._room = MINUTE_BYTES
@@ -113,14 +117,14 @@ class Printed:
         """Print how many bytes were left out, if any."""
         if self._num_left_out:
             print(
-                f"\nscore functions printed {self._num_left_out:,} more bytes; "
-                f"{SAMPLE_BYTES:,} of a sample and {MINUTE_BYTES:,} a minute are shown.",
+                f"\n{self._source} printed {self._num_left_out:,} more bytes; "
+                f"{SAMPLE_BYTES:,} of a call and {MINUTE_BYTES:,} a minute are shown.",
                 flush=True,
             )
         self._num_left_out = 0
 
 
-class _OutputPipe:
+class OutputPipe:
     """The read end of the pipe for what a grading process prints.
 
     `room` is how many more bytes of the sample in work may be shown.
@@ -164,7 +168,7 @@ class GradingProcess:
         finally:
             os.close(their_output_fd)
         self._connection = self._program.connection
-        self._output = _OutputPipe(output_fd, printed)
+        self._output = OutputPipe(output_fd, printed)
         self._messages = select.poll()
         self._messages.register(self._connection, select.POLLIN)
         self._messages.register(output_fd, select.POLLIN)

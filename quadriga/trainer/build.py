@@ -20,6 +20,7 @@ from quadriga.config.placement import (
     rollout_group_size,
 )
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_tokenizer
+from quadriga.data.episodes import with_episodes
 from quadriga.data.prompt_lengths import PromptContext
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.rm_dataset import RMDataset
@@ -160,6 +161,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         timeline: records how long each part of the start-up takes.
         parts: objects that replace what the configuration names.
     """
+    config = with_episodes(config)
     with timeline.part("checks"):
         needs = Needs.of(config)
         _check_before_start(config, needs)

@@ -28,6 +28,7 @@ import torch
 
 from quadriga.config import Config, show
 from quadriga.data import RLHFDataset, collate_fn, create_dataloader
+from quadriga.data.episodes import with_episodes
 from quadriga.data.files import RowTable, read_table, resolve_files, written_aside
 from quadriga.data.media import with_parts
 from quadriga.data.pictures import read_picture
@@ -84,6 +85,7 @@ def evaluate(config: Config) -> Grades:
     Raises:
         DataError: there are no validation files.
     """
+    config = with_episodes(config)
     if not config.data.val_files:
         raise DataError(
             "data.val_files",

@@ -22,6 +22,7 @@ from quadriga.rewards import early_grader
 from quadriga.rollout import generate_sequences
 from quadriga.rollout.agent_loop.manager import AgentLoopManager, offered_tools
 from quadriga.rollout.call_queue import CallQueue, Reply, ServedCall
+from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.rollout.group import RolloutGroup
 from quadriga.workers.rollout_engines import make_rollout_engine
 
@@ -68,8 +69,8 @@ class Generation:
         self.calls: CallQueue | None = None
         self.choices = {"rollout": self.engine.description}
         is_leader = group is None or group.is_leader
+        num_leaders = num_processes // (1 if group is None else group.size)
         if is_leader:
-            num_leaders = num_processes // (1 if group is None else group.size)
             self.grader = early_grader(config, tokenizer, num_leaders)
         if rollout.serve.enable and is_leader:
             self.calls = CallQueue(self.engine)
@@ -85,7 +86,10 @@ class Generation:
                 log_dir=config.trainer.directory / "logs",
                 processor=build_processor(config) if adds_turns else None,
                 vocabulary_size=self.vocabulary_size,
+                environments=_environments(config, num_leaders),
             )
+            if config.env.name is not None:
+                self.choices["environment"] = config.env.name
             if self.loops.description:
                 self.choices["tools"] = self.loops.description
         # Leave the device to the models that train.
@@ -171,6 +175,15 @@ class Generation:
         if self.grader is not None:
             self.grader.close()
         self.engine.close()
+
+
+def _environments(config: Config, num_leaders: int) -> EnvironmentPool | None:
+    """Processes of `env.name`, an equal share of all for each process that generates; or None."""
+    if config.env.name is None:
+        return None
+    has_function = config.custom_reward_function.path is not None
+    is_graded_elsewhere = has_function or config.reward_model.enable
+    return EnvironmentPool(config.env, num_leaders, is_graded_elsewhere=is_graded_elsewhere)
 
 
 def build_processor(config: Config) -> Any:

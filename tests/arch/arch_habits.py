@@ -14,6 +14,9 @@ BROAD = frozenset({"Exception", "BaseException"})
 
 # Where anything may be raised and every one of it is passed on in another form: "file:function" and that form.
 CATCHES_ANYTHING: dict[str, str] = {
+    "quadriga/rollout/environments/process.py:_serve": "the driver raises it; only its episode ends",
+    "quadriga/rollout/environments/process.py:_discard": "printed: the episode is over, and no call waits for it",
+    "quadriga/rollout/environments/user_classes.py:ToolEnvironment.step": "a tool raises what the model should read",
     "quadriga/rewards/graders/math.py:compute_score": "a response is never the grader's failure; told as ungradable",
     "quadriga/observe/tracking/__init__.py:Tracking._each": "all trackers are served, then the first error is raised",
     "quadriga/observe/watchdog.py:_Wait.report": "a description that fails is reported inside the report of the wait",

@@ -103,7 +103,9 @@ COMMAND = "quadriga/trainer/main_ppo.py"
 ONE_FILE_EACH = frozenset(
     {
         "accelerate",
+        "gem",
         "gguf",
+        "gymnasium",
         "httpx2",
         "math_verify",
         "matplotlib",
@@ -111,9 +113,11 @@ ONE_FILE_EACH = frozenset(
         "mlflow",
         "peft",
         "sglang",
+        "skyrl_gym",
         "starlette",
         "swanlab",
         "tensorboard",
+        "textarena",
         "uvicorn",
         "vllm",
         "wandb",

@@ -22,6 +22,7 @@ LARGE_FILES: dict[str, str] = {
 }
 LARGE_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
+    "quadriga/rollout/agent_loop/manager.py:AgentLoopManager.__init__": "services of its loops, each optional",
     "packages/quadriga_verl/core_algos.py:compute_policy_loss": "the signature is verl's, for users' code",
     "quadriga/algorithms/advantages/gigpo.py:gigpo": "five fields of the batch, and an option for each of its parts",
     "quadriga/algorithms/losses/vespo.py:vespo": "four fields of the batch, and two shapes of two parameters",

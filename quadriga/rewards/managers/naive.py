@@ -71,8 +71,8 @@ class NaiveRewardManager(SampleManager):
 
     Attributes:
         function: the score function.
-        has_grades: whether it is called at all. If not, a reward model alone grades, and the
-            scores here are zero, except for what the manager adds to them.
+        has_grades: whether it is called at all. If not, a reward model or the environment grades,
+            and other scores are zero, except for what the manager adds to them.
     """
 
     grades_early = True
@@ -84,7 +84,9 @@ class NaiveRewardManager(SampleManager):
         self.function = ScoreFunction(
             custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self.is_batch
         )
-        self.has_grades = custom.path is not None or not self.settings.enable
+        # A reward model or the environment may grade instead.
+        grades_elsewhere = self.settings.enable or config.env.name is not None
+        self.has_grades = custom.path is not None or not grades_elsewhere
         self.needs_truths = self.has_grades
         num_workers = 1 if self.is_batch else self.settings.num_workers
         self._pool = GradingPool(self.function, num_workers=num_workers)
@@ -101,7 +103,8 @@ class NaiveRewardManager(SampleManager):
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         if not self.has_grades:
-            outcomes = [NO_GRADE] * len(data)
+            early_outcomes = [None] * len(data) if outcomes is None else outcomes
+            outcomes = [outcome or NO_GRADE for outcome in early_outcomes]
         return super().begin(data, outcomes)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:

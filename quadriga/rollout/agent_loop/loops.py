@@ -35,6 +35,7 @@ from quadriga.rollout.agent_loop.interactions import Interactions, UserSimulator
 from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_named
+from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.user_file import import_file
 
 LoopClass = TypeVar("LoopClass", bound="type[AgentLoop]")
@@ -48,6 +49,7 @@ class Services:
     tools: Mapping[str, ToolSpec]  # tools of the configuration, by name
     interactions: Interactions  # user simulators of the configuration, by name
     thread: ToolThread  # the thread in which tools and user simulators run
+    environments: EnvironmentPool | None = None  # of `env.name`
 
 
 class AgentLoop(ABC):

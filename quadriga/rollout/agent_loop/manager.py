@@ -62,6 +62,8 @@ from quadriga.rollout.agent_loop.loops import (
 from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_tools
+from quadriga.rollout.environments.loop import EnvironmentAgent
+from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.rollout.interface import Images, RolloutEngine, SamplingParams
 from quadriga.rollout.sequences import images_of, sampling_of, sequence_seeds, with_responses
 from quadriga.weight_sync.publish import require_version
@@ -91,6 +93,7 @@ class AgentLoopManager:
         processor: processor of a vision-language model. Later turns may then show images, and the
             rows have `multi_modal_inputs`.
         vocabulary_size: rows of the model's embedding. None: at least one for each token.
+        environments: processes of `env.name`, which are closed with the manager. None: none.
 
     Raises:
         ConfigError: a file of tools, interactions or loops is invalid.
@@ -108,6 +111,7 @@ class AgentLoopManager:
         log_dir: Path | None = None,
         processor: Any = None,
         vocabulary_size: int | None = None,
+        environments: EnvironmentPool | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -122,6 +126,7 @@ class AgentLoopManager:
             user_turns=turns.max_user_turns,
         )
         self._thread = ToolThread()
+        self._environments = environments
         self._servers: list[Server] = []
         self._runner = asyncio.Runner()
         self._loops: dict[str, AgentLoop] = {}
@@ -136,7 +141,7 @@ class AgentLoopManager:
         except BaseException:
             self.close()
             raise
-        self.services = Services(config, tools, interactions, self._thread)
+        self.services = Services(config, tools, interactions, self._thread, environments)
 
     @property
     def description(self) -> str:
@@ -228,13 +233,18 @@ class AgentLoopManager:
         batch = to_batch(chats, grades, self.limits, self.tokenizer.pad_token_id)
         batch.to(prompts.batch["input_ids"].device)
         metrics = metrics_of(chats, time.perf_counter() - started)
+        if self._environments is not None:
+            metrics |= self._environments.take_metrics()
         batch.meta_info = {"metrics": metrics, "weight_version": engine.weight_version}
         return batch
 
     def close(self) -> None:
-        """Stop the MCP servers and the thread in which tools run."""
+        """Stop the MCP servers, the thread in which tools run, and the environments."""
         close_tools(self._thread, self._servers)
         off_the_loop(self._runner.close)
+        # Conversations that the runner cancelled have left their episodes.
+        if self._environments is not None:
+            self._environments.close()
 
     async def _lead_one(
         self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None
@@ -247,7 +257,8 @@ class AgentLoopManager:
                 self._loops[sample.agent] = REGISTRY[sample.agent](self.services)
             loop = self._loops[sample.agent]
             # Everything that the built-in loops call has time limits already.
-            is_built_in = type(loop).run in (SingleTurnAgent.run, ToolAgent.run)
+            runs = (SingleTurnAgent.run, ToolAgent.run, EnvironmentAgent.run)
+            is_built_in = type(loop).run in runs
             timeout_s = self.config.agent.timeout_s
             async with nullcontext() if is_built_in else chat.limited(timeout_s):
                 await _run(loop, chat)
@@ -255,7 +266,7 @@ class AgentLoopManager:
         except ConversationOver as over:
             chat.finish(over.reason)
         except ToolFailedError as error:
-            reason = f"tool_error: {error}"[:_MAX_REASON_CHARACTERS]
+            reason = f"{error.reason}: {error}"[:_MAX_REASON_CHARACTERS]
             chat.finish(reason, failure=error.details or str(error))
         except (KeyboardInterrupt, GeneratorExit):
             raise

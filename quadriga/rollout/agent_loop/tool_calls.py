@@ -59,9 +59,11 @@ class ToolFailedError(RolloutError):
     """A tool or user simulator failed by itself; the conversation that called it ends.
 
     Attributes:
+        reason: first word of the conversation's `finish_reason`.
         details: the traceback, for the trace; "" if there is none.
     """
 
+    reason = "tool_error"
     details: str = ""
 
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga env`: list environments, and play episodes of one."""
+
+import argparse
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from contextlib import closing
+
+from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.config import Config
+from quadriga.data.episodes import episode_seed
+from quadriga.errors import MachineError
+from quadriga.rollout.environments.adapters import LIBRARIES
+from quadriga.rollout.environments.interface import RANDOM
+from quadriga.rollout.environments.libraries import identifiers
+from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool
+from quadriga.trainer.checkpoint import model_folder
+from quadriga.trainer.evaluate import evaluate
+
+_SERVED = frozenset({"openenv"})  # a server has the names of its environments
+_MAX_SHOWN_CHARACTERS = 2000
+
+
+def main(argv: Sequence[str]) -> int:
+    """List environments, or play episodes of one and print its turns."""
+    parser = argparse.ArgumentParser(prog="quadriga env", description=main.__doc__)
+    parser.add_argument("action", choices=("list", "try"), help="what to do")
+    parser.add_argument(
+        "name", nargs="?", help="list: a library; default: all. try: an environment, as env.name"
+    )
+    parser.add_argument("--episodes", type=int, default=1, metavar="N", help="try; default: 1")
+    parser.add_argument(
+        "--model", help="try: a model, run or checkpoint that plays; default: random actions"
+    )
+    parser.add_argument("--max-turns", type=int, default=50, metavar="N", help="try; default: 50")
+    add_config_arguments(parser)
+    options = parser.parse_intermixed_args(list(argv))
+    if options.action == "list":
+        if options.name not in (None, *LIBRARIES):
+            parser.error(f"no library {options.name!r}; there are {', '.join(LIBRARIES)}")
+        list_environments(options.name)
+        return 0
+    if options.name is None:
+        parser.error("name an environment, such as my_env.py:MyEnv")
+    if options.episodes < 1:
+        parser.error(f"--episodes: got {options.episodes}, expected a positive number")
+    options.overrides.append(f"env.name={options.name}")
+    options.overrides.append(f"env.num_val_episodes={options.episodes}")
+    if options.model is not None:
+        options.overrides.append(f"actor_rollout_ref.model.path={model_folder(options.model)}")
+        turns = f"actor_rollout_ref.rollout.multi_turn.max_assistant_turns={options.max_turns}"
+        options.overrides.append(turns)
+        for row in evaluate(load_from(options)).rows:
+            print(f"> {row['input']}\n{row['output']}\n= {row['score']:g}\n")
+        return 0
+    return play_at_random(load_from(options), options.episodes, options.max_turns)
+
+
+def list_environments(library: str | None) -> None:
+    """Print the names of the environments of a library, or of all with their numbers."""
+    for name in LIBRARIES if library is None else [library]:
+        if name in _SERVED:
+            print(f"{name}:ws://HOST:PORT    a server of OpenEnv")
+            continue
+        try:
+            names = identifiers(name)
+        except MachineError as error:
+            print(f"{name}: not installed. {error.fix}")
+            continue
+        if library is None:
+            print(f"{name}: {len(names)} environments, such as {name}:{names[0]}")
+        else:
+            print("\n".join(f"{name}:{identifier}" for identifier in names))
+    if library is None:
+        print("file.py:Class    a class of your own: docs/environments.md")
+
+
+def play_at_random(config: Config, num_episodes: int, max_turns: int) -> int:
+    """Play episodes with random actions; return 1 if one failed, else 0.
+
+    Args:
+        config: its section `env` names the environment.
+        num_episodes: number of episodes.
+        max_turns: an episode ends after so many turns.
+    """
+    status = 0
+    with closing(EnvironmentPool(config.env)) as pool:
+        for number in range(num_episodes):
+            seed = episode_seed(config.data.seed, number, is_validation=True)
+            print(f"---- episode {number}, seed {seed}")
+            try:
+                asyncio.run(_play(pool, seed, max_turns))
+            except EnvironmentFailedError as error:
+                print(error.details or error)
+                status = 1
+    return status
+
+
+async def _play(pool: EnvironmentPool, seed: int, max_turns: int) -> None:
+    totals = dict.fromkeys(range(pool.config.num_agents), 0.0)
+    generator = random.Random(seed)
+    async with pool.open(seed, {}) as episode:
+        step = await episode.reset()
+        print(f"[agent {step.agent}] {step.text[:_MAX_SHOWN_CHARACTERS]}")
+        for _ in range(max_turns):
+            if step.is_done:
+                break
+            action = await episode.sample(step.text, generator.randrange(2**31), RANDOM)
+            print(f"> {action}")
+            # A call of a tool arrives as JSON.
+            step = await episode.step(json.loads(action) if pool.description.schemas else action)
+            print(f"[agent {step.agent}] {step.text[:_MAX_SHOWN_CHARACTERS]}")
+            for agent, reward in step.rewards.items():
+                totals[agent] += reward or 0.0
+        for agent, reward in (await episode.finish()).rewards.items():
+            totals[agent] += reward or 0.0
+    rewards = ", ".join(f"{reward:g}" for reward in totals.values())
+    print(f"= reward {rewards}; {'over' if step.is_done else 'not over'}")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`env`: an environment with reset and step, its episodes, and the agents in it."""
+
+from typing import Any
+
+from pydantic import Field, NonNegativeInt, PositiveFloat
+
+from quadriga.config.base import Findings, Section, wrong
+from quadriga.config.types import Count, Name
+
+_FORMS = "textarena:ID, gem:ID, gymnasium:ID, skyrl_gym:ID, openenv:ws://HOST:PORT, file.py:Class"
+
+
+class EnvironmentConfig(Section):
+    """An environment that responses are played in. `env=NAME` is short for `env.name=NAME`."""
+
+    name: Name | None = None
+    """Environment: `textarena:ID`, `gem:ID`, `gymnasium:ID`, `skyrl_gym:ID`, `openenv:ws://HOST:PORT`, or a class of
+    your own, `path/to/file.py:Class`. null: none."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: arguments of the environment's constructor; for `openenv` of every reset."""
+    num_episodes: Count = 1024
+    """Training rows where `data.train_files` is empty: each is a seed of `reset`."""
+    num_val_episodes: NonNegativeInt = 32
+    """Validation rows where `data.val_files` is empty. Their seeds are disjoint from those of training."""
+    system_prompt: str | None = None
+    """System message in front of the first observation. null: none."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds that one call of `reset` or `step` may take; a later one ends its episode, and its process is killed."""
+    num_processes: Count | None = None
+    """Processes of environments, shared by all rollout processes; each has many episodes. null: one for each core."""
+    max_concurrent_episodes: Count | None = None
+    """Episodes that are played at a time, shared by all rollout processes; each plays at least one. A server of OpenEnv
+    may have only one session. null: as many as there are responses."""
+    network: bool = False
+    """Whether environments may use the network. Those of `openenv` always may."""
+    max_observation_length: Count = 8192
+    """Longest observation, in characters; the middle of a longer one is cut out."""
+    agents: list[Name] = Field(default_factory=list)
+    """Players of several agents, in the environment's order: `policy`, `random`, `path/to/file.py:function`, or the URL
+    of a server with a fixed model. Empty: one agent, the policy."""
+    trained_agents: list[NonNegativeInt] = Field(default_factory=list)
+    """Numbers of the agents that are trained, of those that the policy plays. Empty: all of these."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the environment is behind a server."""
+        return self.name is not None and self.name.startswith("openenv:")
+
+    @property
+    def num_agents(self) -> int:
+        """Number of agents."""
+        return max(1, len(self.agents))
+
+    @property
+    def seats(self) -> list[int]:
+        """Numbers of the agents that are trained."""
+        players = self.agents or ["policy"]
+        numbers = [number for number, player in enumerate(players) if player == "policy"]
+        if not self.trained_agents:
+            return numbers
+        return [number for number in numbers if number in self.trained_agents]
+
+    def findings(self, at: str) -> Findings:
+        if self.name is None:
+            changed_keys = self.changed(at)
+            if changed_keys:
+                fix = f"Set env=NAME: {_FORMS}."
+                yield wrong(f"{at}.name", f"null, with {', '.join(changed_keys)}", "a name", fix)
+            return
+        num_trained = len(set(self.trained_agents))
+        if not self.seats or (num_trained and num_trained != len(self.seats)):
+            got = f"{self.trained_agents}, with {at}.agents={self.agents}"
+            yield wrong(f"{at}.trained_agents", got, "numbers of agents that the policy plays")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of an environment that needs no data file: each row is a seed of `reset`.
+
+seed of an episode = 2 * hash(data.seed, number) for training, 2 * hash(...) + 1 for validation
+"""
+
+import hashlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quadriga.config import Config
+from quadriga.data.files import written_aside
+
+SEED = "env_seed"
+"""Entry of `extra_info` with the seed of `reset`."""
+IS_SEED = "is_env_seed"
+"""Entry of `extra_info` of a row that is only a seed, so that its prompt says nothing."""
+
+
+def with_episodes(config: Config) -> Config:
+    """Write the rows of the environment to files in the cache, and name these files.
+
+    Files that the configuration names already are left as they are. Without an environment nothing
+    changes.
+    """
+    env = config.env
+    if env.name is None:
+        return config
+    files: dict[str, Any] = {}
+    if not config.data.train_files:
+        files["train_files"] = _write_rows(config, env.num_episodes, is_validation=False)
+    if not config.data.val_files and env.num_val_episodes:
+        files["val_files"] = _write_rows(config, env.num_val_episodes, is_validation=True)
+    return config.model_copy(update={"data": config.data.model_copy(update=files)})
+
+
+def episode_seed(seed: int, number: int, *, is_validation: bool) -> int:
+    """Seed of an episode, below 2**31: even for training, odd for validation.
+
+    Args:
+        seed: `data.seed`.
+        number: number of the row.
+        is_validation: whether it is a validation row.
+    """
+    digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    return 2 * (int.from_bytes(digest, "big") % 2**30) + is_validation
+
+
+def _write_rows(config: Config, num_rows: int, *, is_validation: bool) -> str:
+    name = str(config.env.name)
+    rows = []
+    for number in range(num_rows):
+        seed = episode_seed(config.data.seed, number, is_validation=is_validation)
+        # The environment's first observation replaces this prompt, which must fit everywhere.
+        prompt = [{"role": "user", "content": str(number)}]
+        row = {
+            config.data.prompt_key: prompt,
+            config.data.reward_fn_key: name,
+            "reward_model": {"style": "environment", "ground_truth": ""},
+            "extra_info": {"index": number, SEED: seed, IS_SEED: True},
+        }
+        rows.append(row)
+    content = BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), content)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()[:20]
+    file = Path(config.data.cache_dir).expanduser() / "episodes" / f"{digest}.parquet"
+    if not file.is_file():
+        with written_aside(file, where="data.cache_dir") as draft:
+            draft.write_bytes(content.getvalue())
+    return str(file)

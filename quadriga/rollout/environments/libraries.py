@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of published libraries, which are imported when an environment of theirs is made.
+
+TextArena (arXiv 2504.11442), GEM (arXiv 2510.01051), Gymnasium (arXiv 2407.17032) and SkyRL Gym.
+"""
+
+import importlib
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quadriga.errors import MachineError, RolloutError, did_you_mean
+from quadriga.rollout.environments.interface import (
+    Action,
+    EnvironmentSpec,
+    Step,
+    TextEnvironment,
+    plain_value,
+)
+from quadriga.rollout.environments.user_classes import SteppedEnvironment, as_observation
+
+_EXTRAS = {
+    "textarena": "textarena",
+    "gem": "gem",
+    "gymnasium": "gymnasium",
+    "skyrl_gym": "skyrl-gym",
+    "websockets": "openenv",
+}
+_INVALID_MOVE = "invalid move"  # in messages of TextArena's games
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # colors of a terminal
+
+
+def library(name: str) -> Any:
+    """Import a library of environments.
+
+    Raises:
+        MachineError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            "env.name",
+            got=f"the library {name}, which cannot be imported ({error})",
+            expected="an installed one",
+            fix=f"Install it: pip install 'quadriga[{_EXTRAS[name]}]', or scripts/install-agents.",
+        ) from error
+
+
+def _known(identifier: str, known: Sequence[str], name: str) -> str:
+    """The identifier, if the library has such an environment."""
+    if identifier not in known:
+        raise RolloutError(
+            "env.name",
+            got=f"{name}:{identifier}",
+            expected=f"an environment of {name}",
+            fix=did_you_mean(identifier, known) or f"See `quadriga env list {name}`.",
+        )
+    return identifier
+
+
+def identifiers(name: str) -> list[str]:
+    """Names of the environments of a library.
+
+    Raises:
+        MachineError: it is not installed.
+    """
+    module = library(name)
+    if name == "textarena":
+        return sorted(module.envs.registration.ENV_REGISTRY)
+    if name == "gem":
+        return sorted(importlib.import_module("gem.envs.registration").ENV_REGISTRY)
+    return sorted(module.envs.registration.registry)
+
+
+class TextArenaEnvironment(TextEnvironment):
+    """Adapter of a game of TextArena, with one agent or several.
+
+    An agent reads the messages since its last move, without those that repeat its own move: the
+    conversation has the earlier ones already.
+
+    Args:
+        spec: the environment.
+        identifier: name of the game.
+
+    Raises:
+        MachineError: TextArena is not installed.
+        RolloutError: there is no such game.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, identifier: str) -> None:
+        textarena = library("textarena")
+        self._where = f"environment {spec.name}"
+        self._num_agents = spec.num_agents
+        _known(identifier, identifiers("textarena"), "textarena")
+        self._game = textarena.make(identifier, **spec.options)
+        self._admin = textarena.ObservationType.GAME_ADMIN
+        self._own_move = textarena.ObservationType.PLAYER_ACTION
+        self._is_done = False
+
+    def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        try:
+            self._game.reset(num_players=self._num_agents, seed=seed)
+        except AssertionError as error:
+            raise RolloutError(
+                self._where,
+                got=str(error),
+                expected="as many agents as the game has",
+                fix="env.agents has a player for each of them, such as [policy, random].",
+            ) from error
+        return self._observe({})
+
+    def step(self, action: Action) -> Step:
+        agent = self._game.state.current_player_id
+        self._is_done, _ = self._game.step(str(action))
+        if not self._is_done:
+            return self._observe({})
+        rewards, game_info = self._game.close()
+        facts = game_info.get(agent, {})
+        rewards = dict(rewards or {})
+        for number, reward in rewards.items():
+            if isinstance(reward, str):
+                # Some games exchange the reward of an invalid move with its reason.
+                rewards[number] = float(str(facts.get("reason")).rpartition(": ")[2])
+        is_invalid = bool(facts.get("invalid_move", False))
+        best = max(rewards.values(), default=0)
+        # A winner has the reward 1; an invalid move may be paid, too, but wins nothing.
+        wins = [number for number, reward in rewards.items() if reward == best >= 1]
+        info = {"is_invalid": is_invalid, "reason": facts.get("reason"), "wins": wins}
+        return Step(str(facts.get("reason") or ""), agent, rewards, True, info)
+
+    def finish(self) -> Step:
+        if self._is_done:
+            return Step()
+        # The episode was cut off: nobody has won.
+        return Step(rewards=dict.fromkeys(range(self._num_agents), 0.0), info={"wins": []})
+
+    def _observe(self, info: dict[str, Any]) -> Step:
+        """The messages that the next agent has not read."""
+        state = self._game.state
+        agent = state.current_player_id
+        texts = []
+        for sender, message, kind in state.get_current_player_observation():
+            if kind is self._own_move and sender == agent:
+                continue
+            if kind is self._admin and _INVALID_MOVE in message:
+                info["is_invalid"] = True
+            sender_name = state.role_mapping.get(sender, f"Player {sender}")
+            texts.append(message if sender == -1 else f"[{sender_name}] {message}")
+        return Step("\n".join(texts), agent, info=info)
+
+
+class _GemEnvironment(SteppedEnvironment):
+    """Adapter of a game of GEM, whose `info["suffix"]` belongs to the observation."""
+
+    def text_of(self, observation: Any, info: Mapping[str, Any]) -> str:
+        suffix = info.get("suffix") or ""
+        return f"{as_observation(observation)}\n{suffix}".strip()
+
+    def sample_action(self, text: str, generator: random.Random) -> Action:
+        try:
+            return str(self.environment.sample_random_action())
+        except NotImplementedError:
+            return super().sample_action(text, generator)
+
+
+def gem_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
+    """Adapter of a game of GEM; the prefix `game:` of its name may be left out.
+
+    Raises:
+        MachineError: GEM is not installed.
+        RolloutError: there is no such game.
+    """
+    gem = library("gem")
+    known = identifiers("gem")
+    if f"game:{identifier}" in known:
+        identifier = f"game:{identifier}"
+    return _GemEnvironment(gem.make(_known(identifier, known, "gem"), **spec.options))
+
+
+def gymnasium_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
+    """Adapter of an environment of Gymnasium.
+
+    Actions are JSON that must fit the action space, or the reply itself if that is a space of texts.
+    With the option `render_mode: ansi` the model reads the rendered text.
+
+    Raises:
+        MachineError: Gymnasium is not installed.
+        RolloutError: there is no such environment.
+    """
+    gymnasium = library("gymnasium")
+    known = [*gymnasium.envs.registration.registry]
+    if "/" not in identifier:
+        _known(identifier, known, "gymnasium")
+    return _GymnasiumEnvironment(gymnasium.make(identifier, **spec.options))
+
+
+class _GymnasiumEnvironment(SteppedEnvironment):
+    """Adapter of an environment of Gymnasium."""
+
+    def __init__(self, environment: Any) -> None:
+        space = environment.action_space
+        if type(space).__name__ == "Text":
+            super().__init__(environment)
+            return
+        schema = json.dumps(space_schema(space))
+        instructions = f"Reply with JSON that fits the schema {schema}, and nothing else."
+        super().__init__(environment, lambda text: read_space(space, text), instructions)
+
+    def text_of(self, observation: Any, info: Mapping[str, Any]) -> str:
+        if self.environment.render_mode != "ansi":
+            return as_observation(observation)
+        return _ESCAPE.sub("", str(self.environment.render())).strip()
+
+    def sample_action(self, text: str, generator: random.Random) -> Action:
+        space = self.environment.action_space
+        space.seed(generator.randrange(2**31))
+        sample = space.sample()
+        return sample if isinstance(sample, str) else json.dumps(plain_value(sample))
+
+
+def space_schema(space: Any) -> dict[str, Any]:
+    """JSON schema of the actions of one of Gymnasium's spaces."""
+    kind = type(space).__name__
+    if kind == "Discrete":
+        first = int(space.start)
+        return {"type": "integer", "minimum": first, "maximum": first + int(space.n) - 1}
+    if kind == "Dict":
+        properties = {name: space_schema(part) for name, part in space.spaces.items()}
+        return {"type": "object", "properties": properties, "required": [*properties]}
+    if kind == "Tuple":
+        parts = [space_schema(part) for part in space.spaces]
+        return {"type": "array", "prefixItems": parts}
+    if kind == "Text":
+        return {"type": "string"}
+    return {"type": "array", "description": str(space)}
+
+
+def read_space(space: Any, text: str) -> Any:
+    """Read an action of one of Gymnasium's spaces.
+
+    Args:
+        space: the space.
+        text: JSON.
+
+    Raises:
+        ValueError: the text is no JSON, or no action of the space.
+    """
+    value = read_json(text)
+    try:
+        action = _decoded(space, value)
+    except (KeyError, TypeError, OverflowError, IndexError) as error:
+        raise ValueError(f"got {text[:200]!r}, expected an action of {space}") from error
+    if not space.contains(action):
+        raise ValueError(f"got {text[:200]!r}, expected an action of {space}")
+    return action
+
+
+def read_json(text: str) -> Any:
+    """Read JSON that may stand in a block of Markdown.
+
+    Raises:
+        ValueError: the text is no JSON.
+    """
+    stripped = text.strip()
+    if stripped.startswith("```"):
+        stripped = stripped.strip("`").removeprefix("json").strip()
+    try:
+        return json.loads(stripped)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"got {text[:200]!r}, expected JSON and nothing else") from error
+
+
+def _decoded(space: Any, value: Any) -> Any:
+    """A JSON value as the space's own type."""
+    kind = type(space).__name__
+    if kind == "Dict":
+        return {name: _decoded(part, value[name]) for name, part in space.spaces.items()}
+    if kind == "Tuple":
+        pairs = zip(space.spaces, value, strict=True)
+        return tuple(_decoded(part, entry) for part, entry in pairs)
+    if kind in ("Discrete", "Text"):
+        is_wrong = isinstance(value, bool) or (kind == "Discrete" and not isinstance(value, int))
+        if is_wrong:
+            raise TypeError(f"got {value!r}")
+        return value
+    numpy = importlib.import_module("numpy")
+    return numpy.asarray(value, dtype=space.dtype).reshape(space.shape)
+
+
+class SkyRLEnvironment(TextEnvironment):
+    """Adapter of an environment of SkyRL Gym, which needs the rows of a data file.
+
+    Args:
+        spec: the environment; its options are the `env_config`.
+        identifier: name of the environment.
+
+    Raises:
+        MachineError: SkyRL Gym is not installed.
+        RolloutError: there is no such environment.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, identifier: str) -> None:
+        self._library = library("skyrl_gym")
+        self._identifier = _known(identifier, identifiers("skyrl_gym"), "skyrl_gym")
+        self._options = dict(spec.options)
+
+    def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        extras = {"reward_spec": row.get("reward_model"), **(row.get("extra_info") or {}), **row}
+        self._environment = self._library.make(
+            self._identifier, env_config=self._options, extras=extras
+        )
+        prompt = row.get("prompt") or []
+        messages, info = self._environment.init(prompt)
+        # The prompt of the row is in the conversation already.
+        added = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+        return Step(_contents(added), info=info or {})
+
+    def step(self, action: Action) -> Step:
+        result = self._environment.step(str(action))
+        text = _contents(result["observations"])
+        rewards = {0: result["reward"]}
+        return Step(text, 0, rewards, bool(result["done"]), result.get("metadata") or {})
+
+    def finish(self) -> Step:
+        info = self._environment.get_metrics()
+        self._environment.close()
+        return Step(info=info)
+
+
+def _contents(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(str(message["content"]) for message in messages)

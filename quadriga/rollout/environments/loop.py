@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent loop of environments: the policy plays an episode.
+
+    reset ──> observation ──> model ──> step ──> observation ──> model ──> step ──> is_done     actions are texts
+    reset ──> observation ──> model ──> calls ──> results ──> model, without a call             actions are tools
+
+The score is the sum of the rewards of all steps. The conversation has for each turn of the model its reward
+(`turn_scores`) and the state that it acted on (`turn_states`: `info["state"]`, or else the observation).
+
+With several agents each response to a row trains the same one of the trained agents, its seat; rows take the seats in
+turn.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quadriga.errors import RolloutError
+from quadriga.rewards.outcome import Outcome, failure
+from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Sample, Turn
+from quadriga.rollout.agent_loop.loops import AgentLoop, Services, register
+from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
+from quadriga.rollout.agent_loop.tool_calls import ToolResponse
+from quadriga.rollout.environments.interface import Step
+from quadriga.rollout.environments.players import (
+    Player,
+    PolicyPlayer,
+    ScriptedPlayer,
+    ServerPlayer,
+    seed_of,
+)
+from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool, Episode
+
+# Columns that a batch has besides those of the data file.
+_BATCH_COLUMNS = frozenset(
+    {"uid", "item", "source_row", "sample_index", "raw_prompt_ids", "multi_modal_data"}
+    | {"multi_modal_inputs", "raw_prompt", "full_prompts", "tools_kwargs", "interaction_kwargs"}
+)
+
+
+@register("environment")
+class EnvironmentAgent(AgentLoop):
+    """Agent loop that plays an episode of `env.name` in each conversation."""
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        if services.environments is None:
+            fix = "Set env=NAME: `quadriga env list` has names."
+            raise RolloutError("agent loop environment", got="env.name=null", fix=fix)
+        self._pool: EnvironmentPool = services.environments
+        self._schemas = self._pool.description.schemas
+        parser_name = services.config.multi_turn.format
+        if self._schemas and parser_name not in PARSERS:
+            expected = f"one of {', '.join(PARSERS)}"
+            raise RolloutError("multi_turn.format", got=repr(parser_name), expected=expected)
+        num_agents = self._pool.config.num_agents
+        if self._schemas and num_agents > 1:
+            got = f"{num_agents} agents, of an environment whose actions are tools"
+            raise RolloutError("env.agents", got=got, expected="one")
+
+    async def run(self, chat: Conversation) -> None:
+        """Play the episode of a conversation's row, and score it."""
+        seed = episode_seed_of(chat.sample)
+        # All responses to a row play the same seat, so that they can be compared.
+        seats = self._pool.config.seats
+        play = Play(chat, seats[seed // 2 % len(seats)])
+        async with self._pool.open(seed, row_of(chat.sample)) as episode:
+            try:
+                try:
+                    step = await episode.reset()
+                    play.record(step)
+                    if self._schemas:
+                        chat.begin(self._prompt(chat, step.text), self._schemas)
+                        await self._call_tools(play, episode)
+                    else:
+                        await self._take_turns(play, episode, step)
+                except ConversationOver as over:
+                    # The part that was played is scored.
+                    chat.finish_reason = over.reason
+                play.record(await episode.finish())
+            except EnvironmentFailedError as error:
+                chat.outcome = failure(error.kind, error.details or str(error))
+                raise
+        chat.outcome = play.outcome(is_graded_elsewhere=self._pool.is_graded_elsewhere)
+
+    def _prompt(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
+        """Messages in front of the first turn: system prompt, the row's own, the observation."""
+        messages: list[dict[str, Any]] = []
+        if self._pool.config.system_prompt is not None:
+            messages.append({"role": "system", "content": self._pool.config.system_prompt})
+        if not is_seed(chat.sample):
+            messages += chat.sample.messages or []
+        text = chat.encoder.plain(observation)
+        last = messages[-1] if messages else {}
+        if last.get("role") == "user" and isinstance(last["content"], str):
+            messages[-1] = {**last, "content": f"{last['content']}\n\n{text}".strip()}
+        elif text:
+            messages.append({"role": "user", "content": text})
+        if not messages:
+            raise RolloutError(
+                f"environment {self._pool.config.name}",
+                got="no text from reset",
+                expected="an observation that the model can answer",
+                fix="Set env.system_prompt, or data.train_files to a file with prompts.",
+            )
+        return messages
+
+    async def _take_turns(self, play: "Play", episode: Episode, step: Step) -> None:
+        """Ask the agents for actions in turn until the episode is over."""
+        players = self._players(play, episode)
+        while not step.is_done:
+            play.chat.activity = "in the environment"
+            action = await players[step.agent].act(step.text)
+            step = await episode.step(action)
+            play.record(step)
+
+    def _players(self, play: "Play", episode: Episode) -> "list[Player]":
+        """The player of each agent: the trained policy, the policy, a fixed model or a script."""
+        chat = play.chat
+        names = self._pool.config.agents or ["policy"]
+        players: list[Player] = []
+        for number, player in enumerate(names):
+            name = f"agent {number}"
+            if number == play.agent:
+                players.append(PolicyPlayer(chat, self._prompt, play))
+            elif player == "policy":
+                seed = seed_of(chat.sampling.seed, number)
+                sampling = replace(chat.sampling, seed=seed)
+                sample = replace(chat.sample)
+                twin = Conversation(chat.engine, chat.encoder, sample, sampling, chat.limits)
+                players.append(PolicyPlayer(twin, self._prompt, name=name))
+            elif player.startswith(("http://", "https://")):
+                players.append(ServerPlayer(player, chat, self._pool.config.system_prompt, name))
+            else:
+                seed = seed_of(chat.sampling.seed, number)
+                players.append(ScriptedPlayer(episode, player, seed))
+        return players
+
+    async def _call_tools(self, play: "Play", episode: Episode) -> None:
+        """Generate turns, and make their calls of tools, until a turn has none."""
+        chat = play.chat
+        config = self.services.config.multi_turn
+        parser = PARSERS[config.format]
+        parameters = {}
+        for schema in self._schemas:
+            parameters[schema["function"]["name"]] = schema["function"]["parameters"]
+        while not play.is_done:
+            turn = await play.generate()
+            calls = parser(turn.text, parameters)
+            if not calls:
+                return
+            chat.activity = "in the environment"
+            started = time.perf_counter()
+            responses = []
+            for call in calls[: config.max_parallel_calls]:
+                if not play.is_done:
+                    responses.append(await self._call(play, episode, call))
+            if not play.is_done:
+                messages = _tool_messages(chat, responses)
+                seconds = time.perf_counter() - started
+                chat.append(messages, tool_responses=responses, seconds=seconds)
+
+    async def _call(self, play: "Play", episode: Episode, call: ToolCall) -> ToolResponse:
+        """Response to one call; a call that cannot be read is refused here."""
+        started = time.perf_counter()
+        step = Step(f"Error: {call.problem}", info={"is_invalid": True})
+        if not call.problem:
+            step = await episode.step({"name": call.name, "arguments": call.arguments})
+        play.record(step)
+        return ToolResponse(
+            name=call.name,
+            arguments=json.dumps(call.arguments, ensure_ascii=False, default=str),
+            text=step.text,
+            num_chars=len(step.text),
+            seconds=time.perf_counter() - started,
+            is_refused=bool(step.info.get("is_invalid")),
+        )
+
+
+class Play:
+    """The rewards and states of one agent in an episode.
+
+    Args:
+        chat: the agent's conversation.
+        agent: number of the agent.
+
+    Attributes:
+        is_done: whether the episode is over.
+    """
+
+    def __init__(self, chat: Conversation, agent: int = 0) -> None:
+        self.chat = chat
+        self.agent = agent
+        self.is_done = False
+        self._score = 0.0
+        self._rewards: list[float] = []
+        self._has_rewards = False
+        self._is_unscored = False
+        self._num_invalid = 0
+        self._info: Mapping[str, Any] = {}
+        self._state = ""
+
+    async def generate(self) -> Turn:
+        """Generate the agent's next turn."""
+        self.chat.states[len(self._rewards)] = self._state
+        try:
+            return await self.chat.generate()
+        finally:
+            # A turn that the engine cut is in the conversation, too.
+            num_turns = sum(turn.role == "assistant" for turn in self.chat.turns)
+            self._rewards += [0.0] * (num_turns - len(self._rewards))
+
+    def record(self, step: Step) -> None:
+        """Record a step: its reward belongs to the agent's last turn."""
+        if step.rewards:
+            reward = step.rewards.get(self.agent, 0.0)
+            if reward is None:
+                self._is_unscored = True
+            else:
+                self._has_rewards = True
+                # An agent may be rewarded before its first turn, when another one loses.
+                self._score += reward
+                if self._rewards:
+                    self._rewards[-1] += reward
+        self.is_done = self.is_done or step.is_done
+        self._info = {**self._info, **step.info}
+        if step.agent == self.agent:
+            self._num_invalid += bool(step.info.get("is_invalid"))
+            self._state = str(step.info.get("state", step.text))
+
+    def outcome(self, *, is_graded_elsewhere: bool) -> Outcome | None:
+        """The grade of the episode, whose parts are also written to the conversation.
+
+        Args:
+            is_graded_elsewhere: whether a score function or a reward model is configured.
+
+        Returns:
+            The grade; 0 if the agent did nothing that the environment rewards. None: the
+            environment has no rewards, and the conversation is graded like others.
+
+        Raises:
+            RolloutError: the environment has not scored the episode, and nothing else will.
+        """
+        chat = self.chat
+        chat.turn_scores = list(self._rewards)
+        chat.extra_fields["num_invalid"] = self._num_invalid
+        chat.extra_fields["agent"] = self.agent
+        if not self._has_rewards and is_graded_elsewhere:
+            return None
+        if not self._has_rewards and self._is_unscored and not self._is_cut:
+            raise RolloutError(
+                "environment",
+                got="an episode without rewards",
+                expected="get_reward(), an attribute `reward`, or rewards of step",
+                fix="Or set custom_reward_function.path to a file with a score function.",
+            )
+        extra: dict[str, Any] = {"env_turns": len(self._rewards), "env_invalid": self._num_invalid}
+        wins = self._info.get("wins")
+        if isinstance(wins, list):
+            extra["env_won"] = float(self.agent in wins)
+        for name, value in self._info.items():
+            if isinstance(value, bool | int | float) and name not in ("is_invalid", "agent"):
+                extra[f"env_{name}"] = float(value)
+        return Outcome(self._score, extra, "", "graded")
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether a limit ended the conversation before the episode was over."""
+        return bool(self.chat.finish_reason) and not self.is_done
+
+
+def _tool_messages(chat: Conversation, responses: list[ToolResponse]) -> list[dict[str, Any]]:
+    """Messages with the responses of tools."""
+    # Templates may need an id for each call; it counts the calls of the conversation.
+    number = sum(len(earlier.tool_responses) for earlier in chat.turns)
+    messages = []
+    for response in responses:
+        message = {
+            "role": "tool",
+            "name": response.name or "unknown",
+            "tool_call_id": f"call{number:05d}",
+            "content": response.text,
+        }
+        messages.append(message)
+        number += 1
+    return messages
+
+
+def is_seed(sample: Sample) -> bool:
+    """Whether a row is only a seed, so that its prompt says nothing."""
+    return bool((sample.columns.get("extra_info") or {}).get("is_env_seed"))
+
+
+def episode_seed_of(sample: Sample) -> int:
+    """Seed of a row's episode, which all responses to the row share.
+
+    A row of a file that does not name one (`extra_info.env_seed`) has a hash of its content.
+    """
+    extra_info = sample.columns.get("extra_info") or {}
+    if "env_seed" in extra_info:
+        return int(extra_info["env_seed"])
+    identity = repr((sample.prompt_ids, sample.columns.get("index")))
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**31
+
+
+def row_of(sample: Sample) -> dict[str, Any]:
+    """Columns of a row, as arguments of `reset`; none if the row is only a seed."""
+    if is_seed(sample):
+        return {}
+    row = {name: value for name, value in sample.columns.items() if name not in _BATCH_COLUMNS}
+    return {**row, "prompt": sample.messages or []}

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments behind a server of OpenEnv, over its WebSocket.
+
+    GET /schema                                     JSON schema of an action
+    {"type": "reset", "data": {"seed": 7}}    ──>   {"type": "observation", "data": {observation, reward, done}}
+    {"type": "step", "data": ACTION}          ──>   the same, or {"type": "error", "data": {message, code}}
+
+A server of tools (MCP) lists them in reply to the action `list_tools`; the model calls them as tools. Of any other
+server an action is JSON, which the server checks against its schema.
+"""
+
+import inspect
+import json
+import os
+import random
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from quadriga.errors import RolloutError
+from quadriga.http_client import HTTPClient, ServerLostError
+from quadriga.rollout.environments.interface import (
+    Action,
+    EnvironmentSpec,
+    Step,
+    TextEnvironment,
+    random_value,
+)
+from quadriga.rollout.environments.libraries import library, read_json
+from quadriga.rollout.environments.user_classes import as_observation
+
+_MAX_MESSAGE_BYTES = 64 << 20
+_CONNECT_S = 20.0
+# An episode that has ended may hold its session for a moment.
+_MAX_WAIT_S = 10.0
+_PAUSE_S = 0.1
+_FULL = "CAPACITY_REACHED"
+# Errors that say what is wrong with an action. All others are the server's own.
+_REFUSALS = frozenset({"VALIDATION_ERROR", "INVALID_JSON"})
+# Fields of an observation that the model does not read.
+_HIDDEN = frozenset({"reward", "done", "metadata"})
+
+
+class OpenEnvEnvironment(TextEnvironment):
+    """Adapter of a session with a server of OpenEnv.
+
+    Args:
+        spec: the environment; its options are arguments of every reset.
+        url: address of the server, `ws://HOST:PORT` or `wss://HOST:PORT`.
+
+    Raises:
+        RolloutError: the server cannot be reached, or redirects.
+        MachineError: the package websockets is not installed.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, url: str) -> None:
+        self._where = f"environment {spec.name}"
+        self._url = url.rstrip("/").removesuffix("/ws")
+        self._options = dict(spec.options)
+        if not self._url.startswith(("ws://", "wss://")):
+            raise RolloutError("env.name", got=repr(url), expected="openenv:ws://HOST:PORT")
+        self._action_schema: Mapping[str, Any] = {}
+        client = HTTPClient(
+            f"http{self._url.removeprefix('ws')}",
+            RolloutError,
+            setting="env.name",
+            where=self._where,
+            fix="Redirects are not followed: name the server's own address in env.name.",
+            timeout_s=_CONNECT_S,
+        )
+        try:
+            schema = client.call("schema", method="GET")["action"]
+        except ServerLostError as error:
+            raise self._failure(f"no answer ({error})") from error
+        self._session = ExitStack()
+        self._socket = self._connect()
+        is_tool_call = schema.get("properties", {}).keys() >= {"tool_name", "arguments"}
+        if is_tool_call:
+            self.schemas = self._list_tools()
+        else:
+            self._action_schema = _short(schema)
+
+    def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        # A server refuses arguments that its environment does not know, seeds included.
+        reply = self._ask("reset", {"seed": seed, **self._options})
+        if reply["type"] == "error":
+            reply = self._ask("reset", self._options)
+        step = self._step_of(reply, is_first=True)
+        text = step.text
+        if self._action_schema:
+            schema = json.dumps(self._action_schema)
+            text = (
+                f"{text}\nReply with JSON that fits the schema {schema}, and nothing else.".strip()
+            )
+        return Step(text, info=step.info)
+
+    def step(self, action: Action) -> Step:
+        data: Any
+        if isinstance(action, dict):
+            data = {
+                "type": "call_tool",
+                "tool_name": action["name"],
+                "arguments": action["arguments"],
+            }
+        else:
+            try:
+                data = read_json(action)
+            except ValueError as error:
+                return Step(f"Error: {error}", info={"is_invalid": True})
+            if not isinstance(data, dict):
+                return Step("Error: expected a JSON object", info={"is_invalid": True})
+        reply = self._ask("step", data)
+        if reply["type"] == "error" and reply["data"].get("code") in _REFUSALS:
+            reasons = [str(reply["data"].get("message", ""))]
+            for problem in reply["data"].get("errors", ()):
+                if isinstance(problem, dict):
+                    reasons.append(f"{problem.get('loc')}: {problem.get('msg')}")
+            return Step(f"Error: {'; '.join(reasons)}", info={"is_invalid": True})
+        return self._step_of(reply)
+
+    def sample_action(self, text: str, generator: random.Random) -> Action:
+        if self._action_schema:
+            return json.dumps(random_value(self._action_schema, generator))
+        return super().sample_action(text, generator)
+
+    def finish(self) -> Step:
+        self.discard()
+        return Step()
+
+    def discard(self) -> None:
+        self._session.close()
+
+    def _connect(self) -> Any:
+        # websockets follows redirects, also to other hosts. It counts the first connection, too.
+        os.environ["WEBSOCKETS_MAX_REDIRECTS"] = "1"
+        library("websockets")
+        client = library("websockets.sync.client")
+        options: dict[str, Any] = {"max_size": _MAX_MESSAGE_BYTES, "open_timeout": _CONNECT_S}
+        if "proxy" in inspect.signature(client.connect).parameters:
+            options["proxy"] = None
+        try:
+            return self._session.enter_context(client.connect(f"{self._url}/ws", **options))
+        except Exception as error:
+            # A handshake fails in many ways: refused, no WebSocket, a redirect.
+            raise self._failure(f"no WebSocket ({type(error).__name__}: {error})") from error
+
+    def _list_tools(self) -> list[Mapping[str, Any]]:
+        reply = self._ask("step", {"type": "list_tools"})
+        if reply["type"] == "error":
+            raise self._failure(str(reply["data"]))
+        schemas: list[Mapping[str, Any]] = []
+        for tool in reply["data"]["observation"]["tools"]:
+            function = {
+                "name": tool["name"],
+                "description": tool.get("description") or tool["name"],
+                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+            }
+            schemas.append({"type": "function", "function": function})
+        return schemas
+
+    def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The server's reply to a request; a server without a free session is asked again."""
+        until = time.monotonic() + _MAX_WAIT_S
+        while True:
+            reply = self._ask_once(kind, data)
+            if reply["type"] != "error" or reply["data"].get("code") != _FULL:
+                return reply
+            if time.monotonic() > until:
+                raise self._failure(
+                    f"the error {_FULL}: {reply['data'].get('message')}",
+                    "Set env.max_concurrent_episodes to the number of its sessions, or start it "
+                    "with more of them (max_concurrent_envs).",
+                )
+            time.sleep(_PAUSE_S)
+            self.discard()
+            self._socket = self._connect()
+
+    def _ask_once(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        exceptions = library("websockets.exceptions")
+        try:
+            # A server that closes the session says why before.
+            with suppress(exceptions.ConnectionClosed):
+                self._socket.send(json.dumps({"type": kind, "data": data}))
+            reply = json.loads(self._socket.recv())
+        except exceptions.ConnectionClosed as error:
+            raise self._failure(f"a session that the server closed ({error})") from error
+        if not isinstance(reply, dict) or reply.get("type") not in ("observation", "error"):
+            raise self._failure(f"the reply {json.dumps(reply)[:200]}")
+        return reply
+
+    def _step_of(self, reply: Mapping[str, Any], *, is_first: bool = False) -> Step:
+        data = reply["data"]
+        if reply["type"] == "error":
+            raise self._failure(f"the error {data.get('code')}: {data.get('message')}")
+        observation = dict(data["observation"])
+        is_invalid = bool(observation.get("error"))
+        shown: Any = {name: value for name, value in observation.items() if name not in _HIDDEN}
+        if "tool_name" in shown:
+            result = shown.get("result")
+            if isinstance(result, dict) and "structured_content" in result:
+                # The form in which FastMCP returns results.
+                is_invalid = is_invalid or bool(result.get("is_error"))
+                result = result.get("data", result.get("content"))
+            shown = shown.get("error") or result
+        # An observation without fields says nothing: the prompt is the tools, or the schema.
+        text = as_observation(shown) if shown else ""
+        info = {"is_invalid": True} if is_invalid else {}
+        if is_first:
+            return Step(text, info=info)
+        return Step(text, 0, {0: data.get("reward")}, bool(data.get("done")), info)
+
+    def _failure(self, got: str, fix: str = "") -> RolloutError:
+        return RolloutError(
+            self._where,
+            got=got,
+            expected="a server of OpenEnv",
+            fix=fix or "Start it, and name its own address: redirects are not followed.",
+        )
+
+
+def _short(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of an action without what every action of OpenEnv has."""
+    kept_keys = ("$defs", "type", "properties", "required")
+    short = {key: schema[key] for key in kept_keys if key in schema}
+    properties = dict(short.get("properties", {}))
+    properties.pop("metadata", None)
+    return {**short, "properties": properties}

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Players of the agents in an episode: the policy, a fixed model behind a server, or a script."""
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from quadriga.errors import RolloutError
+from quadriga.http_client import HTTPClient, ServerLostError
+from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Turn
+from quadriga.rollout.environments.pool import Episode
+
+_END_OF_THOUGHT = "</think>"
+
+
+class Player(Protocol):
+    """Plays one agent of an episode."""
+
+    async def act(self, observation: str) -> str:
+        """Respond to an observation with an action."""
+
+
+class GeneratesTurns(Protocol):
+    """Generates the turns of a conversation, and notes them."""
+
+    def generate(self) -> Awaitable[Turn]:
+        """Generate the next turn."""
+
+
+class PolicyPlayer:
+    """The policy, in a conversation of its own.
+
+    Args:
+        chat: the conversation.
+        prompt: function that makes the first messages of a conversation and an observation.
+        play: notes the turns of the agent that is trained. None: the agent is not trained.
+        name: name of an agent that is not trained, for the reason why an episode was cut off.
+    """
+
+    def __init__(
+        self,
+        chat: Conversation,
+        prompt: Callable[[Conversation, str], list[dict[str, Any]]],
+        play: GeneratesTurns | None = None,
+        name: str = "",
+    ) -> None:
+        self._chat = chat
+        self._prompt = prompt
+        self._play = play
+        self._name = name
+
+    async def act(self, observation: str) -> str:
+        """Generate a turn; its action is the text behind its thoughts.
+
+        Raises:
+            ConversationOver: the conversation reached a limit.
+        """
+        try:
+            if self._chat.turns:
+                self._chat.append([{"role": "user", "content": observation}])
+            else:
+                self._chat.begin(self._prompt(self._chat, observation))
+            if self._play is not None:
+                turn = await self._play.generate()
+            else:
+                turn = await self._chat.generate()
+        except ConversationOver as over:
+            if self._play is not None:
+                raise
+            raise ConversationOver(f"{self._name}: {over.reason}") from over
+        text = str(turn.messages[0]["content"])
+        return text.rpartition(_END_OF_THOUGHT)[2].strip()
+
+
+class ScriptedPlayer:
+    """A function of the user, or random actions, in the process of the environment.
+
+    Args:
+        episode: the episode.
+        reference: "random", or `file.py:function`.
+        seed: seed of the player.
+    """
+
+    def __init__(self, episode: Episode, reference: str, seed: int) -> None:
+        self._episode = episode
+        self._reference = reference
+        self._seed = seed
+        self._num_actions = 0
+
+    async def act(self, observation: str) -> str:
+        """Draw an action, each with a seed of its own."""
+        seed = seed_of(self._seed, self._num_actions)
+        self._num_actions += 1
+        return await self._episode.sample(observation, seed, self._reference)
+
+
+class ServerPlayer:
+    """A fixed model behind a server with `/v1/chat/completions`, such as `quadriga serve` or vLLM.
+
+    Args:
+        url: address of the server.
+        chat: conversation of the trained agent, whose sampling this player has, too.
+        system_prompt: system message. None: none.
+        name: name of the agent, for errors.
+    """
+
+    def __init__(self, url: str, chat: Conversation, system_prompt: str | None, name: str) -> None:
+        self._client = HTTPClient(
+            url, RolloutError, setting="env.agents", where=f"the fixed model of {name}"
+        )
+        self._chat = chat
+        self._model = ""
+        self._messages: list[dict[str, str]] = []
+        if system_prompt is not None:
+            self._messages.append({"role": "system", "content": system_prompt})
+
+    async def act(self, observation: str) -> str:
+        """Ask the server for a reply.
+
+        Raises:
+            RolloutError: the server does not answer, or refuses the request.
+        """
+        self._messages.append({"role": "user", "content": observation})
+        sampling = self._chat.sampling
+        try:
+            if not self._model:
+                models = await self._client.call_async("v1/models", method="GET")
+                self._model = models["data"][0]["id"]
+            body = {
+                "model": self._model,
+                "messages": self._messages,
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "seed": seed_of(sampling.seed, len(self._messages)) % 2**31,
+            }
+            reply = await self._client.call_async("v1/chat/completions", body)
+            text = str(reply["choices"][0]["message"]["content"] or "")
+        except (ServerLostError, LookupError, TypeError) as error:
+            got = f"{type(error).__name__}: {error}"
+            expected = "a server with /v1/models and /v1/chat/completions"
+            raise RolloutError(self._client.where, got=got, expected=expected) from error
+        self._messages.append({"role": "assistant", "content": text})
+        return text.rpartition(_END_OF_THOUGHT)[2].strip()
+
+
+def seed_of(seed: Any, number: int) -> int:
+    """Seed that is derived from another one and a number."""
+    digest = hashlib.blake2b(repr((seed, number)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

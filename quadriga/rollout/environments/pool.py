@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool of environments: processes with time limits, whose loss costs no episode.
+
+    conversation    await episode.step(reply) ──> Step
+    a thread            └── leads one process: sends a call, waits for its answer, restarts it
+    a process               └── works on the calls of its episodes in turn (process.py)
+
+    episode.step    waits for the calls before it in its process, then at most `timeout_s`; unblocked
+                    by the answer, or by the end of the process
+
+A process that dies is started again, and its episodes are replayed there: reset with the same seed,
+then the same actions. A call that is too late ends its own episode; the other episodes of its process
+are replayed. A call in which a process dies three times ends its episode, too.
+"""
+
+import asyncio
+import hashlib
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext
+from itertools import count
+from typing import Any
+
+from quadriga.config.environment import EnvironmentConfig
+from quadriga.errors import RolloutError
+from quadriga.observe.metrics import Metric
+from quadriga.rewards.outcome import Kind
+from quadriga.rewards.process import LOADING_LIMIT_S, Printed
+from quadriga.rollout.agent_loop.tool_calls import ToolFailedError
+from quadriga.rollout.environments.interface import Action, Description, EnvironmentSpec, Step
+from quadriga.rollout.environments.process import RAISED, UNUSABLE, EnvironmentProcess
+
+_MAX_DEATHS = 3  # of a process in the same call, or before it has loaded the environment
+_COUNTS = ("restarts", "replayed_episodes", "raised", "timeouts", "died", "irreproducible")
+
+
+class EnvironmentFailedError(ToolFailedError):
+    """An environment failed; its episode ends.
+
+    Attributes:
+        kind: kind of the failure, as in `Outcome`.
+    """
+
+    reason = "environment_error"
+    kind: Kind = "raised"
+
+
+def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
+    """The environment of a configuration, as its processes receive it."""
+    return EnvironmentSpec(
+        name=str(config.name),
+        options=config.options,
+        num_agents=config.num_agents,
+        has_network=config.network or config.is_remote,
+        max_observation_length=config.max_observation_length,
+    )
+
+
+class EnvironmentPool:
+    """Processes of environments.
+
+    Args:
+        config: the section `env`.
+        num_shares: number of pools among which `env.num_processes` and
+            `env.max_concurrent_episodes` are divided.
+        is_graded_elsewhere: whether a score function or a reward model is configured, too.
+
+    Attributes:
+        config: the section `env`.
+        is_graded_elsewhere: as in the arguments.
+        description: facts about the environment.
+
+    Raises:
+        QuadrigaError: the environment cannot be loaded.
+    """
+
+    def __init__(
+        self, config: EnvironmentConfig, num_shares: int = 1, *, is_graded_elsewhere: bool = False
+    ) -> None:
+        self.config = config
+        self.is_graded_elsewhere = is_graded_elsewhere
+        num_processes = config.num_processes or len(os.sched_getaffinity(0))
+        self._counts = Counter[str]()
+        self._printed = Printed("environments")
+        self._numbers = count()
+        self._places: asyncio.Semaphore | None = None
+        if config.max_concurrent_episodes is not None:
+            self._places = asyncio.Semaphore(max(1, config.max_concurrent_episodes // num_shares))
+        self._hosts = []
+        for _ in range(max(1, num_processes // num_shares)):
+            host = _Host(spec_of(config), config.timeout_s, self._printed, self._counts)
+            self._hosts.append(host)
+        # All processes start now. A later one that fails raises in its first call.
+        starts = [host.submit(host.start) for host in self._hosts]
+        try:
+            self.description: Description = starts[0].result()
+        except BaseException:
+            self.close()
+            raise
+
+    @asynccontextmanager
+    async def open(self, seed: int, row: Mapping[str, Any]) -> "AsyncIterator[Episode]":
+        """An episode, in the process with the fewest of them, as an async context manager.
+
+        Args:
+            seed: seed of `reset`.
+            row: columns of the data row for `reset`.
+        """
+        async with self._places or nullcontext():
+            host = min(self._hosts, key=lambda candidate: len(candidate.episodes))
+            episode = Episode(host, next(self._numbers), seed, row)
+            host.episodes.add(episode)
+            try:
+                yield episode
+            finally:
+                host.episodes.discard(episode)
+                host.submit(host.drop, episode)
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Failures and restarts since the last call, as metrics."""
+        metrics = {}
+        for name in _COUNTS:
+            metrics[f"env/{name}"] = Metric(self._counts[name], "sum")
+        self._counts.clear()
+        return metrics
+
+    def close(self) -> None:
+        """End all processes; a call under way is given up."""
+        for host in self._hosts:
+            host.close()
+        self._printed.close()
+
+
+class Episode:
+    """An episode of an environment. One task at a time uses it.
+
+    Args:
+        host: the process that has it.
+        number: number of the episode in the pool.
+        seed: see `EnvironmentPool.open`.
+        row: see `EnvironmentPool.open`.
+
+    Attributes:
+        calls: calls so far, each with a hash of its answer, for a replay.
+        generation: generation of the process that knows the episode; -1 for none.
+    """
+
+    def __init__(self, host: "_Host", number: int, seed: int, row: Mapping[str, Any]) -> None:
+        self._host = host
+        self.number = number
+        self._beginning = (seed, dict(row))
+        self.calls: list[tuple[str, tuple[Any, ...], str]] = []
+        self.generation = -1
+
+    async def reset(self) -> Step:
+        """Begin the episode. Errors are those of `step`."""
+        return await self._call("reset", self._beginning)
+
+    async def step(self, action: Action) -> Step:
+        """Take an action.
+
+        Raises:
+            EnvironmentFailedError: the environment raised, was too late, or died three times.
+            QuadrigaError: the environment cannot be loaded.
+        """
+        return await self._call("step", (action,))
+
+    async def sample(self, text: str, seed: int, reference: str) -> str:
+        """Action of an agent that is no model, see `TextEnvironment.sample`; errors as of `step`."""
+        step = await self._call("sample", (text, seed, reference))
+        return step.text
+
+    async def finish(self) -> Step:
+        """End the episode; it takes no more calls. Errors are those of `step`."""
+        return await self._call("finish", ())
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Step:
+        return await asyncio.wrap_future(
+            self._host.submit(self._host.call, self, method, arguments)
+        )
+
+
+class _Host:
+    """A process, and the thread that leads it.
+
+    Attributes:
+        episodes: the episodes that the process has.
+    """
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        timeout_s: float,
+        printed: Printed,
+        counts: Counter[str],
+    ) -> None:
+        self._spec = spec
+        self._timeout_s = timeout_s
+        self._printed = printed
+        self._counts = counts
+        self._thread = ThreadPoolExecutor(1, "quadriga-environment")
+        self._process: EnvironmentProcess | None = None
+        self._description = Description()
+        self._generation = 0
+        self._is_closed = False
+        self.episodes: set[Episode] = set()
+
+    def submit(self, function: Any, *arguments: Any) -> "Future[Any]":
+        """Call a function in the host's thread."""
+        return self._thread.submit(function, *arguments)
+
+    def start(self) -> Description:
+        """Start the process, unless it runs.
+
+        Raises:
+            RolloutError: it ends, or does not answer, while it loads the environment.
+            QuadrigaError: the environment cannot be loaded.
+        """
+        if self._process is not None:
+            return self._description
+        if self._is_closed:
+            raise self._unloaded("the pool is closed")
+        content: Any = None
+        end = ""
+        for _ in range(_MAX_DEATHS):
+            self._counts["restarts"] += self._generation > 0
+            self._generation += 1
+            self._process = EnvironmentProcess(self._spec, self._printed)
+            try:
+                kind, content = self._process.receive(LOADING_LIMIT_S)
+                break
+            except TimeoutError as error:
+                self._stop()
+                raise self._unloaded(str(error)) from error
+            except EOFError:
+                end = self._stop(is_ending=True)
+        else:
+            raise self._unloaded(f"{end}, {_MAX_DEATHS} times")
+        if kind == UNUSABLE:
+            self._stop()
+            raise content
+        self._description = content
+        return content
+
+    def _unloaded(self, got: str) -> RolloutError:
+        return RolloutError(
+            f"environment {self._spec.name}",
+            got=f"a process that did not load it: {got}",
+            expected="a process that starts",
+            fix="Its output above may say why.",
+        )
+
+    def call(self, episode: Episode, method: str, arguments: tuple[Any, ...]) -> Step:
+        """Make a call of an episode, after a replay if the process does not know the episode.
+
+        Raises:
+            EnvironmentFailedError, QuadrigaError: see `Episode.step`.
+        """
+        where = (
+            f"environment {self._spec.name}, {method} after {max(0, len(episode.calls) - 1)} steps"
+        )
+        end = ""
+        for _ in range(_MAX_DEATHS):
+            self.start()
+            try:
+                if episode.generation != self._generation and episode.calls:
+                    self._replay(episode)
+                episode.generation = self._generation
+                step = self._ask(episode, method, arguments, where)
+            except EOFError:
+                end = self._stop(is_ending=True)
+                continue
+            episode.calls.append((method, arguments, _digest(step)))
+            return step
+        raise self._failed("died", where, f"a process that ended with {end}, {_MAX_DEATHS} times")
+
+    def drop(self, episode: Episode) -> None:
+        """Make the process forget an episode."""
+        if self._process is not None and episode.generation == self._generation:
+            self._process.send((episode.number, "drop", ()))
+
+    def close(self) -> None:
+        """End the process, and the thread once its call has returned."""
+        self._is_closed = True
+        if self._process is not None:
+            self._process.kill()
+        self._thread.submit(self._stop)
+        self._thread.shutdown()
+
+    def _replay(self, episode: Episode) -> None:
+        """Bring an episode into a new process, by its calls so far."""
+        self._counts["replayed_episodes"] += 1
+        where = f"environment {self._spec.name}, replay after its process was lost"
+        for method, arguments, digest in episode.calls:
+            if _digest(self._ask(episode, method, arguments, where)) != digest:
+                raise self._failed(
+                    "irreproducible",
+                    where,
+                    f"another answer to {method} than before",
+                    fix="Its randomness must come from the seed of reset, or from random and numpy.",
+                )
+
+    def _ask(self, episode: Episode, method: str, arguments: tuple[Any, ...], where: str) -> Step:
+        """The answer of the process to a call.
+
+        EOFError if the process has ended; EnvironmentFailedError if the call failed.
+        """
+        assert self._process is not None, "a host starts its process before a call"
+        self._process.send((episode.number, method, arguments))
+        try:
+            kind, content = self._process.receive(self._timeout_s)
+        except TimeoutError:
+            self._stop()
+            got = f"no answer within {self._timeout_s:g} s (env.timeout_s); its process was killed"
+            raise self._failed("timeouts", where, got, kind="timeout") from None
+        if kind == RAISED:
+            last_line = content.strip().splitlines()[-1]
+            failure = self._failed("raised", where, last_line)
+            failure.details = f"{where}:\n{content}"
+            raise failure
+        return content
+
+    def _failed(
+        self, count_name: str, where: str, got: str, *, kind: Kind = "raised", fix: str = ""
+    ) -> EnvironmentFailedError:
+        self._counts[count_name] += 1
+        failure = EnvironmentFailedError(where, got=got, expected="a step", fix=fix)
+        failure.kind = "died" if count_name == "died" else kind
+        return failure
+
+    def _stop(self, *, is_ending: bool = False) -> str:
+        """End the process; return how it ended."""
+        process = self._process
+        self._process = None
+        return "" if process is None else process.close(1.0 if is_ending else 0.0)
+
+
+def _digest(step: Step) -> str:
+    """Hash of a step, to compare answers of two processes."""
+    return hashlib.blake2b(repr(step).encode(), digest_size=16).hexdigest()

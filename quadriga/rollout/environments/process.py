@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of environments: the program that runs in it, and the driver's handle of it.
+
+    driver                                     process
+      | -- EnvironmentSpec ------------------> |  loads the environment's class
+      | <- ("ready", Description) ------------ |  or ("unusable", error)
+      | -- (episode, "reset", (seed, row)) --> |  seeds the global random states of the episode
+      | <- ("step", Step) -------------------- |  or ("raised", traceback)
+      | -- (episode, "step", (action,)) -----> |
+      | -- (episode, "finish", ()) ----------> |  the episode's object is dropped afterwards
+      | -- (episode, "drop", ()) ------------> |  no answer
+
+A process has many episodes and works on one at a time. Each episode has its own copies of the global
+random states, so that its texts do not depend on the other episodes of its process.
+
+It is a `quadriga.programs.SupervisedProgram`, a fresh interpreter with a fixed seed of hashes, and
+does not load torch unless the environment does.
+"""
+
+import ctypes
+import os
+import random
+import select
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from quadriga.errors import QuadrigaError, RolloutError, traceback_text
+from quadriga.programs import SupervisedProgram
+from quadriga.rewards.process import SAMPLE_BYTES, OutputPipe, Printed
+from quadriga.rollout.agent_loop.tool_calls import truncate
+from quadriga.rollout.environments.adapters import environment_maker
+from quadriga.rollout.environments.interface import (
+    Description,
+    EnvironmentSpec,
+    Step,
+    TextEnvironment,
+    finite_rewards,
+    plain_value,
+)
+
+READY = "ready"
+UNUSABLE = "unusable"
+STEP = "step"
+RAISED = "raised"
+
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+# Events of Python's audit hooks by which a program reaches the network.
+_NETWORK_EVENTS = frozenset({"socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"})
+
+
+class EnvironmentProcess:
+    """The driver's handle of a process of environments. One thread at a time uses it.
+
+    Args:
+        spec: the environment.
+        printed: shows what environments print, up to a limit.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, printed: Printed) -> None:
+        output_fd, their_output_fd = os.pipe()
+        try:
+            # The order of sets of texts depends on this seed.
+            variables = {"PYTHONHASHSEED": "0"}
+            self._program = SupervisedProgram(__name__, their_output_fd, variables)
+        finally:
+            os.close(their_output_fd)
+        self._connection = self._program.connection
+        self._output_fd = output_fd
+        self._output = OutputPipe(output_fd, printed)
+        self._messages = select.poll()
+        self._messages.register(self._connection, select.POLLIN)
+        self._messages.register(output_fd, select.POLLIN)
+        self.pid = self._program.process.pid
+        self._connection.send(spec)
+
+    def send(self, message: Any) -> None:
+        """Send a message. The end of the process shows when its answer is received."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send(message)
+
+    def receive(self, timeout_s: float) -> tuple[str, Any]:
+        """Wait for the next answer.
+
+        Args:
+            timeout_s: longest time to wait, in seconds.
+
+        Returns:
+            Kind and content of the answer.
+
+        Raises:
+            TimeoutError: there is no answer in time.
+            EOFError: the process has ended.
+        """
+        self._output.room = SAMPLE_BYTES
+        until = time.monotonic() + timeout_s
+        while True:
+            remaining_s = until - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
+            ready_fds = [fd for fd, _ in self._messages.poll(1000 * remaining_s)]
+            if self._output_fd in ready_fds and self._output.pass_on():
+                self._messages.unregister(self._output_fd)
+            if self._connection.fileno() in ready_fds:
+                try:
+                    return self._connection.recv()
+                except OSError as error:
+                    raise EOFError("the process has ended") from error
+
+    def kill(self) -> None:
+        """Kill the process. The thread that uses it notices the end. Any thread may call this."""
+        self._program.kill()
+
+    def close(self, patience_s: float = 0.0) -> str:
+        """Kill the process; return how it ended. It may end by itself within `patience_s`."""
+        was_closed = self._connection.closed
+        end = self._program.close(patience_s)
+        if not was_closed:
+            self._output.pass_on()
+            os.close(self._output_fd)
+        return end
+
+
+def main(connection_fd: int) -> None:
+    """Serve until the driver closes the connection."""
+    connection = Connection(connection_fd)
+    # These say that the driver has ended, or needs this process no more.
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        spec: EnvironmentSpec = connection.recv()
+        try:
+            if not spec.has_network:
+                leave_network()
+            host = EpisodeHost(spec)
+        except QuadrigaError as error:
+            connection.send((UNUSABLE, error))
+            return
+        connection.send((READY, host.description))
+        _serve(connection, host)
+
+
+def _serve(connection: Connection, host: "EpisodeHost") -> None:
+    pid = os.getpid()
+    while True:
+        episode, method, arguments = connection.recv()
+        if method == "drop":
+            host.drop(episode)
+            continue
+        try:
+            answer = (STEP, host.call(episode, method, arguments))
+        except (Exception, SystemExit) as error:
+            answer = (RAISED, traceback_text(error))
+        if os.getpid() != pid:
+            # The environment has forked, and this is the copy: its parent answers.
+            os._exit(0)
+        connection.send(answer)
+
+
+class EpisodeHost:
+    """The episodes of a process.
+
+    Args:
+        spec: the environment.
+
+    Raises:
+        QuadrigaError: it cannot be loaded.
+    """
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self.spec = spec
+        self._make = environment_maker(spec)
+        try:
+            environment = self._make()
+            self.description = Description(tuple(environment.schemas))
+        except QuadrigaError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise RolloutError(
+                f"environment {spec.name}",
+                got=f"an object that cannot be made:\n{traceback_text(error)}",
+                expected="a class that can be called with env.options",
+            ) from error
+        _discard(environment)
+        self._environments: dict[int, TextEnvironment] = {}
+        self._random_states: dict[int, dict[str, Any]] = {}
+
+    def call(self, episode: int, method: str, arguments: tuple[Any, ...]) -> Step:
+        """Call `reset`, `step` or `finish` of an episode with its random states.
+
+        Raises:
+            Exception: whatever the environment raises, or a ValueError about what it returned.
+        """
+        if method == "reset":
+            seed_global_states(arguments[0])
+            self._environments[episode] = self._make()
+        else:
+            restore_global_states(self._random_states[episode])
+        step = getattr(self._environments[episode], method)(*arguments)
+        self._random_states[episode] = global_states()
+        if method == "finish":
+            del self._environments[episode]
+        return self._checked(step)
+
+    def drop(self, episode: int) -> None:
+        """Forget an episode, which may have ended already."""
+        environment = self._environments.pop(episode, None)
+        if environment is not None:
+            _discard(environment)
+        self._random_states.pop(episode, None)
+
+    def _checked(self, step: Step) -> Step:
+        """The step with plain values and a text within the limit."""
+        num_agents = self.spec.num_agents
+        if not step.is_done and step.agent not in range(num_agents):
+            raise ValueError(f"agent {step.agent!r} is to act, expected one of {num_agents} agents")
+        limit = self.spec.max_observation_length
+        text = truncate(step.text, limit, "middle")
+        info = plain_value(step.info)
+        if isinstance(info.get("state"), str):
+            info["state"] = truncate(info["state"], limit, "middle")
+        # Half of a surrogate pair cannot be encoded; it becomes a question mark.
+        text = text.encode("utf-8", errors="replace").decode("utf-8")
+        rewards = finite_rewards(step.rewards, num_agents)
+        return replace(step, text=text, info=info, rewards=rewards)
+
+
+def _discard(environment: TextEnvironment) -> None:
+    """Free what an environment holds; an error of it is printed, for nothing waits for this."""
+    try:
+        environment.discard()
+    except Exception as error:
+        print(traceback_text(error), file=sys.stderr, flush=True)
+
+
+def seed_global_states(seed: int) -> None:
+    """Seed the global random states of Python, and of numpy and torch if they are loaded."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+def global_states() -> dict[str, Any]:
+    """The global random states of Python, numpy and torch, by name of the module."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if "torch" in sys.modules:
+        states["torch"] = sys.modules["torch"].get_rng_state()
+    return states
+
+
+def restore_global_states(states: Mapping[str, Any]) -> None:
+    """Set the global random states to those of `global_states`."""
+    random.setstate(states["random"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "torch" in states:
+        sys.modules["torch"].set_rng_state(states["torch"])
+
+
+def leave_network() -> None:
+    """Take the network away from this process, for good.
+
+    The kernel does this where it allows a new network namespace. Everywhere, Python refuses
+    connections with a sentence that says how to allow them.
+    """
+    unshare = ctypes.CDLL(None, use_errno=True).unshare
+    # Without the first right the process needs a user namespace, too.
+    if unshare(_CLONE_NEWNET) != 0:
+        unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+    sys.addaudithook(_refuse_network)
+
+
+def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
+    is_connection = event in ("socket.connect", "socket.bind") and not isinstance(
+        arguments[1], str | bytes
+    )
+    if is_connection or event in _NETWORK_EVENTS:
+        raise PermissionError(
+            f"{event}: environments have no network. Set env.network=True to allow it."
+        )

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent loop of environments: what the model reads, and how its turns are scored."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.config.environment import EnvironmentConfig
+from quadriga.config.rollout import RolloutConfig
+from quadriga.errors import RolloutError
+from quadriga.protocol import DataProto
+from quadriga.rollout.agent_loop import AgentLoopManager
+from quadriga.rollout.environments.pool import EnvironmentPool
+
+CLASSES = '''
+class Account:
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, **row):
+        self.balance = row.get("start", 0)
+        return f"You have {self.balance}."
+
+    def pay_in(self, amount: int) -> str:
+        """Pay in.
+
+        Args:
+            amount: how much.
+        """
+        if amount > 5:
+            raise ValueError("at most 5")
+        self.balance += amount
+        self.reward = float(self.balance == 5)
+        return f"You have {self.balance}."
+
+
+class Guess:
+    def reset(self, seed=None):
+        self.turn = 0
+        return "Guess."
+
+    def step(self, action):
+        self.turn += 1
+        info = {"state": f"s{self.turn}", "speed": 2}
+        return f"No, not {action}.", 0.25 * self.turn, self.turn == 2, False, info
+
+
+class Unpaid(Account):
+    def __init__(self):
+        pass
+'''
+PAY = '<tool_call>{"name": "pay_in", "arguments": {"amount": %s}}</tool_call>'
+
+
+@pytest.fixture
+def play(tokenizer: Any, tmp_path: Path) -> Any:
+    """`play(name, engine, prompts, **settings)`: a batch of conversations in the environment."""
+    path = tmp_path / "classes.py"
+    path.write_text(CLASSES)
+
+    def run(name: str, engine: Any, prompts: DataProto, **settings: Any) -> DataProto:
+        environment = EnvironmentConfig(name=f"{path}:{name}", num_processes=1, **settings)
+        agent = {"default_agent_loop": "environment"}
+        config = RolloutConfig(mode="async", agent=agent, multi_turn={"enable": True})
+        with closing(
+            AgentLoopManager(
+                config,
+                tokenizer,
+                prompt_length=1000,
+                response_length=400,
+                environments=EnvironmentPool(environment),
+            )
+        ) as manager:
+            return manager.generate(engine, prompts, seed=1)
+
+    return run
+
+
+def test_replies_are_actions(play: Any, recorder: Any, make_prompts: Any, tokenizer: Any) -> None:
+    engine = recorder(["<think>\n7?</think> 4", "2"])
+    prompts = make_prompts(["0"], extra_info=[{"env_seed": 6, "is_env_seed": True}])
+    batch = play("Guess", engine, prompts, system_prompt="Be quick.")
+    first, second = (tokenizer.decode(prompt) for prompt, _, _ in engine.seen)
+    assert first == (
+        "<|im_start|>system\nBe quick.<|im_end|>\n"
+        "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert second.endswith("<|im_start|>user\nNo, not 4.<|im_end|>\n<|im_start|>assistant\n")
+    columns = batch.non_tensor_batch
+    assert columns["turn_scores"][0] == [0.25, 0.5]
+    assert columns["turn_states"][0] == ["Guess.", "s1"]
+    outcome = columns["reward_outcome"][0]
+    assert outcome.score == 0.75
+    assert outcome.extra == {"env_turns": 2, "env_invalid": 0, "env_speed": 2.0}
+
+
+def test_calls_are_made_until_a_reply_has_none(
+    play: Any, recorder: Any, make_prompts: Any, tokenizer: Any
+) -> None:
+    """The row of a data file reaches `reset`, and its prompt stands before the observation."""
+    engine = recorder([PAY % 9, PAY % 4, "Done."])
+    batch = play("Account", engine, make_prompts(["Pay in until you have 5."], start=[1]))
+    first, second, third = (tokenizer.decode(prompt) for prompt, _, _ in engine.seen)
+    assert '"name": "pay_in"' in first
+    assert "user\nPay in until you have 5.\n\nYou have 1.<|im_end|>" in first
+    assert "<|im_start|>tool\nError: at most 5<|im_end|>" in second
+    assert "<|im_start|>tool\nYou have 5.<|im_end|>" in third
+    outcome = batch.non_tensor_batch["reward_outcome"][0]
+    assert outcome.score == 1.0
+    assert outcome.extra == {"env_turns": 3, "env_invalid": 1}
+    assert batch.non_tensor_batch["turn_scores"][0] == [0.0, 0.0, 1.0]
+
+
+def test_an_episode_that_nothing_grades_is_an_error(
+    play: Any, recorder: Any, make_prompts: Any
+) -> None:
+    engine = recorder(["Done."])
+    with pytest.raises(RolloutError, match="got an episode without rewards"):
+        play("Unpaid", engine, make_prompts(["Pay in."]))
