@@ -7,9 +7,10 @@ The command line stands in a shell script, in a YAML file, or behind `translate`
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from quadriga.errors import ConfigError
 from quadriga_verl.cli import translated
 from quadriga_verl.commands.entries import find_entry
 from quadriga_verl.commands.hydra import Tree
-from quadriga_verl.commands.shell import commands, launched
+from quadriga_verl.commands.shell import UNDECIDED, Command, commands, launched
 
 _DESCRIPTION = "Convert verl's shell script, command line or YAML file to a commented YAML."
 _COMMANDS = {"generate": "generate MODEL --output FILE", "eval": "eval FILE", "export": "export"}
@@ -51,7 +52,7 @@ def translate(argv: Sequence[str]) -> int:
     entry = translation.entry
     command = _COMMANDS.get(entry.run, "sft" if entry.task == "sft" else "train")
     print(f"# {line.place}: {entry.name} of verl. `quadriga {command} --config THIS_FILE`")
-    for notice in translation.notices:
+    for notice in line.notices + translation.notices:
         print(f"# {notice}")
     for name, value in translation.options.items():
         print(f"# {name}: {value}")
@@ -68,6 +69,7 @@ class _CommandLine:
     place: str
     program: str
     words: list[str]
+    notices: list[str] = field(default_factory=list)
 
 
 def _command_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
@@ -105,12 +107,32 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
         raise ConfigError(options.source, got=got, expected="one", fix="Name one with --line.")
     command, (program, program_words) = candidates[number]
     place = f"{options.source}, line {number}"
-    if command.problems:
-        got = "; ".join(command.problems)
-        expected = "words that are all known"
-        fix = "Set variables in front: NAME=value quadriga config translate ..."
-        raise ConfigError(place, got=got, expected=expected, fix=fix)
-    return _CommandLine(place, program, [*program_words, *words])
+    _check_words(command, place, is_chosen=options.line is not None)
+    return _CommandLine(place, program, [*program_words, *words], command.notices)
+
+
+def _check_words(command: Command, place: str, *, is_chosen: bool) -> None:
+    """Refuse a command whose words are not all known, or that may not be run.
+
+    Args:
+        command: the command.
+        place: its place in the script.
+        is_chosen: whether the user has chosen it, so that the conditions before it do not matter.
+    """
+    problems = [text for text in command.problems if not (is_chosen and text == UNDECIDED)]
+    if not problems:
+        return
+    names = dict.fromkeys(re.findall(r"^(\w+) is (?:not )?set", "\n".join(problems), re.MULTILINE))
+    script = place.partition(", line ")[0]
+    command_line = f"quadriga config translate {script}"
+    if UNDECIDED in problems:
+        command_line += f" --line {command.line}"
+    fix = f"Write its words after the name of the program, or translate it as it is: {command_line}"
+    if names:
+        assignments = " ".join(f"{name}=VALUE" for name in names)
+        fix = f"Set what is not known in front: {assignments} {command_line}"
+    expected = "words that are all known"
+    raise ConfigError(place, got="; ".join(problems), expected=expected, fix=fix)
 
 
 def _is_known(program: str) -> bool:
