@@ -468,7 +468,7 @@ def replayed_routes(line: Line) -> None:
             "native generates, each process with the whole model: it alone reports the experts that "
             "it chose, which router_replay repeats.",
         )
-        line.written = f"{_ACTOR}.router_replay.mode"
+        line.written = line.sources[f"{_ACTOR}.router_replay"]
         line.note("The rollout engine is native, which reports the experts that it chose.")
 
 
