@@ -87,26 +87,33 @@ def silent_keys(entry: Entry, words: Sequence[str], version: str) -> list[str]:
     for word in words:
         for key in keys_below(line, key_of(word)):
             is_accounted = _is_told(key, told) or _is_listed(line, key) or _is_taken(line, key)
-            if is_accounted or not line.is_changed(key):
-                continue
-            for twin in ["", *_twins(line, word, words)]:
-                others = [other for other in words if other not in (word, twin)]
-                without = _outcome(translate(entry, others, version))
-                if without != _outcome(translate(entry, [*others, word], version)):
-                    break
-            else:
+            if not is_accounted and line.is_changed(key) and not _has_effect(line, word, words):
                 silent.append(key)
     return silent
 
 
+def _has_effect(line: Line, word: str, words: Sequence[str]) -> bool:
+    """Whether a line has another translation without a word, or without others of its meaning."""
+    twins = _twins(line, word, words)
+    for left_out in ([], *([twin] for twin in twins), twins):
+        others = [other for other in words if other != word and other not in left_out]
+        without = translate(line.entry, others, line.version)
+        with_word = translate(line.entry, [*others, word], line.version)
+        if _outcome(without) != _outcome(with_word) or _is_taken(with_word, key_of(word)):
+            return True
+    return False
+
+
 def _twins(line: Line, word: str, words: Sequence[str]) -> list[str]:
-    """Words that may mean the same as a word: each of them is read without the others."""
+    """Words that may mean the same as a word."""
     alone = translate(line.entry, [word], line.version)
     our_keys = [key for key, source in alone.sources.items() if source == key_of(word)]
     sources = {line.sources.get(key) for key in our_keys}
     value = word.partition("=")[2]
     return [
-        other for other in words if key_of(other) in sources or other.partition("=")[2] == value
+        other
+        for other in words
+        if other != word and (key_of(other) in sources or other.partition("=")[2] == value)
     ]
 
 

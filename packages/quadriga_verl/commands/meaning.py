@@ -541,7 +541,9 @@ def rollout_mode(line: Line, key: str, value: Any) -> None:
 @rule_function
 def rollout_parallel(line: Line, key: str, value: Any) -> None:
     """Set the ranks of an engine; transformers' generate has an engine in each process."""
-    if line.get(f"{ROLLOUT}.name") != "hf":
+    if line.get(f"{ROLLOUT}.name") == "hf":
+        line.note(line.sentence)
+    else:
         line.set(key, value)
 
 

@@ -213,12 +213,17 @@ def distillation(line: Line) -> None:
         path = line.get(f"{_TEACHERS}.{name}.model_path")
         if path:
             paths[name] = path
+        else:
+            line.written = key
+            line.note("A teacher without model_path does not answer.")
     line.written = "distillation.enabled"
     line.set("distillation.enable", True)
     sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
     # A single teacher answers for all data sources.
     if len(paths) == 1:
         line.set("distillation.path", *paths.values())
+        line.written = f"{_TEACHERS}.{next(iter(paths))}.key"
+        line.note("A single teacher answers for all data sources.")
     elif None in sources.values():
         expected = "a `key`, the data source, for each of several teachers"
         line.refuse(expected, f"Set {_TEACHERS}.NAME.key.")
