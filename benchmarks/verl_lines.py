@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recombines words of verl's command lines at random and checks how each line is translated.
 
-    .venv/bin/python benchmarks/verl_lines.py FOLDER               # 10,000 lines
-    .venv/bin/python benchmarks/verl_lines.py FOLDER --lines 500 --seed 3
+    .venv/bin/python benchmarks/verl_lines.py FILE               # 10,000 lines
+    .venv/bin/python benchmarks/verl_lines.py FILE --lines 500 --seed 3
 
-FOLDER has commands.jsonl, a JSON object per published line: {"entry": PROGRAM, "args": [WORD, ...],
-"set": VERSION}. Without an argument it is taken from QUADRIGA_VERL_LINES; without either nothing is
-checked, which is said on stderr. A line has words of one program and version, with different keys.
+FILE has a JSON object per published line: {"entry": PROGRAM, "args": [WORD, ...], "set": VERSION}.
+Without an argument it is that of the tests. A line has words of one program and version, with
+different keys.
 
 Reported are, of the lines drawn:
 
@@ -19,7 +19,6 @@ The exit status is 1 if under 95 % are accepted or a key is silent. An exception
 """
 
 import json
-import os
 import random
 import re
 import sys
@@ -38,7 +37,7 @@ from quadriga_verl.commands.translate import Line, translate
 
 GOAL = 0.95
 MAX_WORDS = 24
-SOURCE = "QUADRIGA_VERL_LINES"
+FILE = Path(__file__).parents[1] / "tests/unit/verl/scripts.jsonl"
 CONFIRMS = frozenset(
     {
         "critic.enable",  # refused unless it agrees with the estimator
@@ -197,14 +196,11 @@ def check_lines(
 def main() -> int:
     """Check lines of a folder, and print what is wrong."""
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=os.environ.get(SOURCE))
+    parser.add_argument("file", nargs="?", type=Path, default=FILE)
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    if options.folder is None or not (Path(options.folder) / "commands.jsonl").is_file():
-        print(f"SKIPPED: no commands.jsonl; name its folder, or set {SOURCE}", file=sys.stderr)
-        return 0
-    pools = read_pools(Path(options.folder) / "commands.jsonl")
+    pools = read_pools(options.file)
     num_accepted, reasons, silent = check_lines(pools, options.lines, options.seed)
     for reason, number in reasons.most_common():
         print(f"refused {number:5}  {reason}")

@@ -11,19 +11,26 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from quadriga.config.keys import leaf_keys
+from quadriga.config.loader import read_settings
+from quadriga.config.root import spelled
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
 from quadriga_verl.cli import translated
 from quadriga_verl.commands.entries import find_entry
 from quadriga_verl.commands.hydra import Tree
+from quadriga_verl.commands.line import Line, is_same
 from quadriga_verl.commands.shell import UNDECIDED, Command, commands, launched
 
 _DESCRIPTION = "Convert verl's shell script, command line or YAML file to a commented YAML."
 _COMMANDS = {"generate": "generate MODEL --output FILE", "eval": "eval FILE", "export": "export"}
 """Command line that reads the YAML, by what a program runs."""
+_ALWAYS_WRITTEN = frozenset({"trainer.save_freq", "actor_rollout_ref.rollout.n"})
+"""Keys for which a run chooses another value than the default where they are not given."""
 
 
 def translate(argv: Sequence[str]) -> int:
@@ -56,10 +63,39 @@ def translate(argv: Sequence[str]) -> int:
         print(f"# {notice}")
     for name, value in translation.options.items():
         print(f"# {name}: {value}")
-    print(*_lines(Tree(translation.ours).nested(), translation.sources), sep="\n")
+    print(*_lines(Tree(changed_keys(translation)).nested(), translation.sources), sep="\n")
     for problem in translation.machine:
         print(f"not on this machine: {problem}", file=sys.stderr)
     return 0
+
+
+def changed_keys(translation: Line) -> dict[str, Any]:
+    """The translated keys without those whose values are this package's defaults.
+
+    Args:
+        translation: a line that has a configuration, or arguments alone.
+    """
+    ours = translation.ours
+    task = translation.entry.task
+    leaves = leaf_keys(task)
+    left_out = set()
+    for key, value in ours.items():
+        plain_value = tuple(value) if isinstance(value, list) else value
+        is_default = key in leaves and is_same(plain_value, leaves[key].default)
+        if is_default and key not in _ALWAYS_WRITTEN:
+            left_out.add(key)
+    # The default of a key may follow another key: such keys are written after all.
+    differing_keys = left_out
+    while differing_keys and translation.config is not None:
+        changed = {key: value for key, value in ours.items() if key not in left_out}
+        config, _, _ = read_settings(changed, {}, task=task, for_training=False)
+        differing_keys = set()
+        for key in left_out:
+            value_of = attrgetter(spelled(key, task, in_full=True))
+            if config is None or value_of(config) != value_of(translation.config):
+                differing_keys.add(key)
+        left_out -= differing_keys
+    return {key: value for key, value in ours.items() if key not in left_out}
 
 
 @dataclass
