@@ -80,9 +80,10 @@ def changed_keys(translation: Line) -> dict[str, Any]:
     leaves = leaf_keys(task)
     left_out = set()
     for key, value in ours.items():
-        plain_value = tuple(value) if isinstance(value, list) else value
-        is_default = key in leaves and is_same(plain_value, leaves[key].default)
-        if is_default and key not in _ALWAYS_WRITTEN:
+        if key not in leaves or key in _ALWAYS_WRITTEN:
+            continue
+        default = leaves[key].default
+        if is_same(value, list(default) if isinstance(default, tuple) else default):
             left_out.add(key)
     # The default of a key may follow another key: such keys are written after all.
     differing_keys = left_out
