@@ -243,7 +243,10 @@ class Line:
             # The user left a section of verl empty.
             return
         got = "a key that neither verl nor Quadriga has"
-        fix = "Leave it out; what your own file reads from it has no place here."
+        fix = (
+            "Leave it out. Keys for your own data set need data.custom_cls; those for a reward "
+            "function are custom_reward_function.reward_kwargs.NAME."
+        )
         close_keys = _near_keys(key)
         if close_keys:
             fix = f"Did you mean {' or '.join(close_keys)}?"
