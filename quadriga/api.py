@@ -748,10 +748,7 @@ class _Draft:
             return
         if is_batch:
             self.values.setdefault("reward_model.reward_manager", "batch")
-        print(
-            f"reward: {names} in grading processes, each with a copy; "
-            "what it changes outside itself stays there"
-        )
+        print(f"reward: {names}, in separate processes: changes to global state are not shared")
 
     def set_rows(self, key: str, rows: Rows | None) -> int:
         """Set a key to the file with the rows, which is written unless the rows are complete files.

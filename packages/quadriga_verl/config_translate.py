@@ -7,22 +7,30 @@ The command line stands in a shell script, in a YAML file, or behind `translate`
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from quadriga.config.keys import leaf_keys
+from quadriga.config.loader import read_settings
+from quadriga.config.root import spelled
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
 from quadriga_verl.cli import translated
 from quadriga_verl.commands.entries import find_entry
 from quadriga_verl.commands.hydra import Tree
-from quadriga_verl.commands.shell import commands, launched
+from quadriga_verl.commands.line import Line, is_same
+from quadriga_verl.commands.shell import UNDECIDED, Command, commands, launched
 
 _DESCRIPTION = "Convert verl's shell script, command line or YAML file to a commented YAML."
 _COMMANDS = {"generate": "generate MODEL --output FILE", "eval": "eval FILE", "export": "export"}
 """Command line that reads the YAML, by what a program runs."""
+_ALWAYS_WRITTEN = frozenset({"trainer.save_freq", "actor_rollout_ref.rollout.n"})
+"""Keys for which a run chooses another value than the default where they are not given."""
 
 
 def translate(argv: Sequence[str]) -> int:
@@ -51,14 +59,44 @@ def translate(argv: Sequence[str]) -> int:
     entry = translation.entry
     command = _COMMANDS.get(entry.run, "sft" if entry.task == "sft" else "train")
     print(f"# {line.place}: {entry.name} of verl. `quadriga {command} --config THIS_FILE`")
-    for notice in translation.notices:
+    for notice in line.notices + translation.notices:
         print(f"# {notice}")
     for name, value in translation.options.items():
         print(f"# {name}: {value}")
-    print(*_lines(Tree(translation.ours).nested(), translation.sources), sep="\n")
+    print(*_lines(Tree(changed_keys(translation)).nested(), translation.sources), sep="\n")
     for problem in translation.machine:
         print(f"not on this machine: {problem}", file=sys.stderr)
     return 0
+
+
+def changed_keys(translation: Line) -> dict[str, Any]:
+    """The translated keys without those whose values are this package's defaults.
+
+    Args:
+        translation: a line that has a configuration, or arguments alone.
+    """
+    ours = translation.ours
+    task = translation.entry.task
+    leaves = leaf_keys(task)
+    left_out = set()
+    for key, value in ours.items():
+        if key not in leaves or key in _ALWAYS_WRITTEN:
+            continue
+        default = leaves[key].default
+        if is_same(value, list(default) if isinstance(default, tuple) else default):
+            left_out.add(key)
+    # The default of a key may follow another key: such keys are written after all.
+    differing_keys = left_out
+    while differing_keys and translation.config is not None:
+        changed = {key: value for key, value in ours.items() if key not in left_out}
+        config, _, _ = read_settings(changed, {}, task=task, for_training=False)
+        differing_keys = set()
+        for key in left_out:
+            value_of = attrgetter(spelled(key, task, in_full=True))
+            if config is None or value_of(config) != value_of(translation.config):
+                differing_keys.add(key)
+        left_out -= differing_keys
+    return {key: value for key, value in ours.items() if key not in left_out}
 
 
 @dataclass
@@ -68,6 +106,7 @@ class _CommandLine:
     place: str
     program: str
     words: list[str]
+    notices: list[str] = field(default_factory=list)
 
 
 def _command_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
@@ -105,12 +144,32 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
         raise ConfigError(options.source, got=got, expected="one", fix="Name one with --line.")
     command, (program, program_words) = candidates[number]
     place = f"{options.source}, line {number}"
-    if command.problems:
-        got = "; ".join(command.problems)
-        expected = "words that are all known"
-        fix = "Set variables in front: NAME=value quadriga config translate ..."
-        raise ConfigError(place, got=got, expected=expected, fix=fix)
-    return _CommandLine(place, program, [*program_words, *words])
+    _check_words(command, place, is_chosen=options.line is not None)
+    return _CommandLine(place, program, [*program_words, *words], command.notices)
+
+
+def _check_words(command: Command, place: str, *, is_chosen: bool) -> None:
+    """Refuse a command whose words are not all known, or that may not be run.
+
+    Args:
+        command: the command.
+        place: its place in the script.
+        is_chosen: whether the user has chosen it, so that the conditions before it do not matter.
+    """
+    problems = [text for text in command.problems if not (is_chosen and text == UNDECIDED)]
+    if not problems:
+        return
+    names = dict.fromkeys(re.findall(r"^(\w+) is (?:not )?set", "\n".join(problems), re.MULTILINE))
+    script = place.partition(", line ")[0]
+    command_line = f"quadriga config translate {script}"
+    if UNDECIDED in problems:
+        command_line += f" --line {command.line}"
+    fix = f"Write its words after the name of the program, or translate it as it is: {command_line}"
+    if names:
+        assignments = " ".join(f"{name}=VALUE" for name in names)
+        fix = f"Set what is not known in front: {assignments} {command_line}"
+    expected = "words that are all known"
+    raise ConfigError(place, got="; ".join(problems), expected=expected, fix=fix)
 
 
 def _is_known(program: str) -> bool:

@@ -25,6 +25,7 @@ Shapes: B sequences, T response positions.
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum, StrEnum
 from functools import partial
 from inspect import Parameter, signature
@@ -460,6 +461,25 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
             f"{OTHER_CONTRACT}",
         )
     return result
+
+
+def check_fields(algorithm: Algorithm, known: Iterable[str], key: str) -> None:
+    """Refuse a field of a user's function that is nearly the name of a known one.
+
+    Other unknown names may be columns of the data, which are found when the first batch is there.
+
+    Args:
+        algorithm: the estimator or loss.
+        known: names of fields.
+        key: the configuration key that chose it, for the error.
+    """
+    known_fields = {*known, *BATCH_COLUMNS}
+    for name in algorithm.fields:
+        near_fields = get_close_matches(name, known_fields, n=1, cutoff=0.85)
+        if not algorithm.is_built_in and near_fields and near_fields[0] != name:
+            fix = f"Did you mean {near_fields[0]!r}? A column of your data needs another name."
+            got = f"the positional parameter {name!r}"
+            raise ConfigError(f"{key} {algorithm.name!r}", got=got, expected="a field", fix=fix)
 
 
 def _home_of(function: Callable[..., Any]) -> str:

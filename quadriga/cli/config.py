@@ -5,6 +5,7 @@ It also has the options by which all commands read a configuration: `--config FI
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Collection, Sequence
 from importlib import import_module
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         "are used for a simulation",
     )
     add_config_arguments(parser)
-    options = parser.parse_intermixed_args(list(argv))
+    options = parse(parser, argv)
     if options.action == "keys":
         _print_keys(options.overrides)
         return 0
@@ -87,8 +88,23 @@ def _print_section(title: str, lines: Collection[object]) -> None:
         print(f"\n{title}", *lines, sep="\n  ")
 
 
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of a command with a configuration.
+
+    Raises:
+        ConfigError: a key is written with dashes, as an option.
+    """
+    for word in argv:
+        match = re.match(r"--((?:\w+\.)+\w+)(=.*)?$", word, re.DOTALL)
+        if match:
+            fix = f"Write {match[1]}{match[2] or '=VALUE'}."
+            expected = "a key without dashes"
+            raise ConfigError("command line", got=f"'{word}'", expected=expected, fix=fix)
+    return parser.parse_intermixed_args(list(argv))
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands with a configuration; use `parse_intermixed_args` to parse."""
+    """Add the options of commands with a configuration, whose arguments `parse` reads."""
     parser.add_argument(
         "--config",
         dest="config_files",

@@ -4,7 +4,7 @@
 import argparse
 from collections.abc import Sequence
 
-from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.cli.config import add_config_arguments, load_from, parse
 from quadriga.config import Config, keys_text, show
 from quadriga.config.root import respell
 from quadriga.descendants import begin_of_process
@@ -14,6 +14,23 @@ from quadriga.trainer.launch import run_ppo
 
 _KEEP_ALIVE = "restart the command if a signal such as SIGKILL ends it"
 _RAY = "the same as trainer.backend=ray: worker processes, on Ray"
+_COMMON_KEYS = """\
+common keys:
+  data.train_files=FILE                          rows with prompts: parquet, json or jsonl
+  data.val_files=FILE                            rows for validation
+  actor_rollout_ref.model.path=MODEL             a folder, or a name on the hub
+  custom_reward_function.path=FILE               your reward function, called compute_score
+  data.train_batch_size=64                       prompts of a step
+  actor_rollout_ref.rollout.n=8                  responses to each prompt
+  data.max_response_length=512                   tokens of a response
+  actor_rollout_ref.actor.optim.lr=1e-6          learning rate
+  trainer.total_training_steps=100               steps
+  trainer.default_local_dir=DIR                  checkpoints, metrics and samples
+
+  quadriga config keys WORDS                     all keys, or those about WORDS
+  quadriga config show KEY=VALUE ... > run.yaml  a configuration to edit, for --config run.yaml
+  quadriga config explain KEY=VALUE ...          what a run will do
+  quadriga --traceback train ...                 show where an error arose"""
 _SFT = """Supervised fine-tuning on responses, or training of a reward model on pairs of responses.
 
 An interrupted run resumes from its newest checkpoint. At the end the run's directory has a folder `model`."""
@@ -22,12 +39,16 @@ An interrupted run resumes from its newest checkpoint. At the end the run's dire
 def main(argv: Sequence[str]) -> int:
     """Run `quadriga train`, which trains a policy by rewards; return its exit status."""
     about = "Train a policy by rewards. An interrupted run resumes from its newest checkpoint."
-    epilog = "`quadriga config explain` describes what a run will do."
-    parser = argparse.ArgumentParser(prog="quadriga train", description=about, epilog=epilog)
+    parser = argparse.ArgumentParser(
+        prog="quadriga train",
+        description=about,
+        epilog=_COMMON_KEYS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--ray", action="store_true", help=_RAY)
     parser.add_argument(OPTION, action="store_true", help=_KEEP_ALIVE)
     add_config_arguments(parser)
-    options = parser.parse_intermixed_args(list(argv))
+    options = parse(parser, argv)
     config = load_from(options, for_training=True)
     return _start(config, ["train", *argv] if options.keep_alive else [])
 
@@ -44,7 +65,7 @@ def sft(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--show", action="store_true", help="print the resolved configuration, and end"
     )
-    options = parser.parse_intermixed_args(list(argv))
+    options = parse(parser, argv)
     if options.keys:
         print(keys_text(options.overrides, task="sft"), end="")
         return 0

@@ -195,7 +195,9 @@ def nearest_keys(key: str, task: str = "rl") -> list[str]:
     same_name = [known for known in known_keys if known.split(".")[-1] == name]
     moved = get_close_matches(key, same_name, n=3, cutoff=0.3)
     close = get_close_matches(key, known_keys, n=3, cutoff=0.8)
-    return list(dict.fromkeys(exact + moved + close))[:3]
+    # An abbreviation, such as trainer.n_gpu.
+    longer = [known for known in known_keys if "." in key and known.startswith(key)]
+    return list(dict.fromkeys(exact + moved + close + longer))[:3]
 
 
 @cache

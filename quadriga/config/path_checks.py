@@ -128,6 +128,9 @@ def _check_data(
         fix = f"Set {key} to a parquet, json or jsonl file (`quadriga prepare data` writes some)."
         yield absent(key, "nothing", "a file", fix + alternative)
     for path in paths:
+        if path in ("None", "none"):
+            yield absent(key, f"'{path}'", "a file", f"For no file write null.{alternative}")
+            continue
         # Files behind a URL are looked for when the data are loaded.
         if "://" in path:
             continue

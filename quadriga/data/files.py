@@ -47,6 +47,8 @@ from quadriga.observe.watchdog import waiting
 _PARQUET = (".parquet", ".pq")
 _JSON = (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (*_PARQUET, *_JSON)
+_SAVED_DATA_SET = ("dataset_info.json", "dataset_dict.json")
+"""A file of the folders that `save_to_disk` of datasets writes."""
 SILENCE_S = 60.0
 """Seconds without a byte after which a web server counts as lost."""
 MAPPED_BYTES = 64 << 20
@@ -620,13 +622,23 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         raise DataError(where, got=got, expected="a file that fsspec can open", fix=fix) from error
     files = [Path(path) for path in paths]
     for file in files:
-        if file.is_dir():
-            fix = f"Name its files, as in {file}/*.parquet."
-            raise DataError(where, got=f"{file}, a folder", expected="files", fix=fix)
-        if not file.is_file():
-            got = f"{file}, which does not exist"
-            raise DataError(where, got=got, expected="a file", fix="Check the path.")
+        _check_file(file, where)
     return files
+
+
+def _check_file(file: Path, where: str) -> None:
+    """Refuse a path that is a folder, or does not exist."""
+    if file.is_dir():
+        fix = f"Name its files, as in {file}/*.parquet."
+        if any((file / name).is_file() for name in _SAVED_DATA_SET):
+            fix = (
+                f"save_to_disk of datasets wrote it: load_from_disk({str(file)!r}), and a part of "
+                "it where there are several, has a method to_parquet(FILE)."
+            )
+        raise DataError(where, got=f"{file}, a folder", expected="files", fix=fix)
+    if not file.is_file():
+        got = f"{file}, which does not exist"
+        raise DataError(where, got=got, expected="a file", fix="Check the path.")
 
 
 def _from_web(url: str, cache: Path, where: str) -> Path:

@@ -20,13 +20,19 @@ from quadriga.algorithms.distillation import forward_kl
 from quadriga.algorithms.kl import kl_penalty
 from quadriga.algorithms.losses import clipped_value_loss
 from quadriga.algorithms.masked import log_prob_mismatch
-from quadriga.algorithms.registry import Algorithm, check_losses, choose_policy_loss, options
+from quadriga.algorithms.registry import (
+    Algorithm,
+    check_fields,
+    check_losses,
+    choose_policy_loss,
+    options,
+)
 from quadriga.config import ActorConfig, CriticConfig, DistillationConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.errors import ConfigError, EngineError
 from quadriga.models.experts import ROUTES
 from quadriga.observe.metrics import Metric, Reduction
-from quadriga.protocol import DataProto
+from quadriga.protocol import FIELDS, DataProto
 
 LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
 
@@ -87,8 +93,8 @@ def policy_loss_of(
         The loss, from columns [b, T] to losses [b, T].
 
     Raises:
-        ConfigError: the loss or an option is unknown, or another loss is chosen besides the bypass
-            form.
+        ConfigError: the loss or an option is unknown, another loss is chosen besides the bypass
+            form, or a user's loss has no losses per token.
     """
     name = config.policy_loss.loss_mode
     shared = {**dict(config), "config": config}
@@ -104,7 +110,36 @@ def policy_loss_of(
         if correction.bypass_mode or name == BYPASS:
             name = BYPASS
             shared["correction"] = correction
-    return choose_policy_loss(name, config.policy_loss.options, shared)
+    loss = choose_policy_loss(name, config.policy_loss.options, shared)
+    if not loss.is_built_in:
+        tensors = {field.name for field in FIELDS.values() if field.is_tensor}
+        check_fields(loss, {*tensors, "log_prob", "old_log_prob"}, _LOSS_MODE)
+        _try_loss(loss)
+    return loss
+
+
+def _try_loss(loss: Algorithm) -> None:
+    """Call a user's loss with two responses of three tokens, and check its result.
+
+    A loss that reads columns of other shapes, or of the user's data, is checked in the first step.
+    """
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    fields: dict[str, torch.Tensor] = {}
+    for name in loss.fields:
+        column = "old_log_probs" if name in ("log_prob", "old_log_prob") else name
+        if column not in FIELDS or FIELDS[column].shape != "(B, T)":
+            return
+        fields[name] = mask if name == "response_mask" else torch.full(mask.shape, -0.5)
+    if "log_prob" in fields:
+        fields["log_prob"].requires_grad_()
+    try:
+        result = loss.function(**fields)
+    except Exception as error:
+        # Whatever a user's function raises, it would in each step.
+        got = f"{type(error).__name__}: {error}, with two responses of three tokens"
+        where = f"{_LOSS_MODE} {loss.name!r}"
+        raise ConfigError(where, got=got, expected="losses, and diagnostics") from error
+    check_losses(loss.name, result, mask)
 
 
 class PolicyObjective(Objective):

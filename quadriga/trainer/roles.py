@@ -8,8 +8,9 @@ table lists algorithms.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quadriga.algorithms.registry import Algorithm, choose_estimator
+from quadriga.algorithms.registry import Algorithm, check_fields, choose_estimator
 from quadriga.config import Config, learns_from_rewards, needs_old_log_prob_pass, needs_reference
+from quadriga.protocol.fields import FIELDS
 from quadriga.user_file import import_external
 
 _FIELDS_OF_OLD_LOG_PROB_PASS = frozenset({"old_log_probs", "sum_pi_squared"})
@@ -85,4 +86,6 @@ def configured_estimator(config: Config) -> Algorithm:
     algorithm = config.algorithm
     # Any key of the section may be an option of the estimator.
     shared = {**dict(algorithm), "config": algorithm}
-    return choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared)
+    estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared)
+    check_fields(estimator, FIELDS, "algorithm.adv_estimator")
+    return estimator

@@ -206,7 +206,7 @@ def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
 def _refusal(path: Path, holder: dict[str, str]) -> CheckpointError:
     return CheckpointError(
         str(path.parent),
-        got=f"the directory of a run that goes on: {_described(holder)} holds {path.name}",
+        got=f"the directory of a run that is still running: {_described(holder)} holds {path.name}",
         expected="one that no other run writes to",
         fix="Wait for its end, or end it; or choose another one.",
     )

@@ -29,6 +29,7 @@ class Entry:
         run: what runs in its place, a key of the command's table. Of a training run the checks are
             made.
         refused: for a program that cannot be run, the reason and the alternative.
+        notice: for a program that is replaced by another one, the difference.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Entry:
     task: str
     run: str
     refused: str
+    notice: str = ""
 
 
 def _read_entries() -> tuple[Entry, ...]:
@@ -62,6 +64,9 @@ CONFIG_FILES = {
     "fully_async_ppo_trainer": "ppo",
     "fully_async_dapo_trainer": "ppo",
     "one_step_off_ppo_trainer": "ppo",
+    "transfer_queue_ppo_trainer": "ppo",
+    "dapo_transfer_queue_trainer": "ppo",
+    "transfer_queue_ppo_megatron_trainer": "ppo_megatron",
     "fully_async_ppo_megatron_trainer": "ppo_megatron",
     "one_step_off_ppo_megatron_trainer": "ppo_megatron",
     "sft_trainer_engine": "sft_trainer_engine",

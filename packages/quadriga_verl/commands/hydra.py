@@ -157,7 +157,8 @@ class Tree:
 
     def below(self, key: str) -> list[str]:
         """The keys below a section."""
-        return [name for name in self.values if name.startswith(f"{key}.")]
+        prefix = f"{key}."
+        return [name for name in self.values if name.startswith(prefix)]
 
     def resolved(self, key: str, above: tuple[str, ...] = ()) -> Any:
         """Value of a key, or dictionary of a section, with references resolved.

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from quadriga.config import Config
@@ -53,6 +54,8 @@ class Line:
         tree: verl's keys: defaults, with the user's values in their place.
         default: verl's defaults of this program and version.
         given: keys of `tree` that the command line or a user's file sets.
+        added: keys among them with Hydra's sign for a new key, or from a file. Hydra itself refuses
+            other keys that it does not know.
         ours: the translation, by key of the configuration.
         sources: key of verl that a key in `ours` was set from.
         noted: reason why keys have no effect -> these keys.
@@ -72,6 +75,7 @@ class Line:
     tree: Tree = field(default_factory=Tree)
     default: dict[str, Any] = field(default_factory=dict)
     given: set[str] = field(default_factory=set)
+    added: set[str] = field(default_factory=set)
     ours: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=dict)
@@ -239,7 +243,16 @@ class Line:
             # The user left a section of verl empty.
             return
         got = "a key that neither verl nor Quadriga has"
-        fix = "Leave it out; what your own file reads from it has no place here."
+        fix = (
+            "Leave it out. Keys for your own data set need data.custom_cls; those for a reward "
+            "function are custom_reward_function.reward_kwargs.NAME."
+        )
+        close_keys = _near_keys(key)
+        if close_keys:
+            fix = f"Did you mean {' or '.join(close_keys)}?"
+        if key not in known_keys() and self.written in self.added:
+            self.note(f"Neither verl nor Quadriga reads it. {fix if close_keys else ''}".strip())
+            return
         if any(known.startswith(f"{key}.") for known in known_keys()):
             got = f"{as_text(value)}, for a section"
             fix = f"Set keys below it: {key}.NAME=VALUE."
@@ -247,6 +260,14 @@ class Line:
             got = "a key of verl's without a place here"
             fix = f"{self.entry.name} does not need it: leave it out."
         self.refused.append(ConfigError(self.written, got=got, fix=fix))
+
+
+def _near_keys(key: str) -> list[str]:
+    """Up to two keys of verl that a misspelled key may mean, most likely first."""
+    names = sorted(known_keys())
+    same_name = [known for known in names if known.endswith(f".{key}")]
+    close = get_close_matches(key, names, n=2, cutoff=0.85)
+    return list(dict.fromkeys(close + same_name[:2]))[:2]
 
 
 def has_critic(line: Line) -> bool:

@@ -119,6 +119,22 @@ def loggers(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
+def logged_samples(line: Line, key: str, value: Any) -> None:
+    """Set the samples of validation that are logged; a negative number means none."""
+    if is_number(value) and value < 0:
+        line.note(line.sentence)
+    unless_null(line, key, max(value, 0) if is_number(value) else value)
+
+
+@rule_function
+def directory(line: Line, key: str, value: Any) -> None:
+    """Set a directory; empty text is the current one, as for verl's `os.path.join`."""
+    if value == "":
+        line.note(line.sentence)
+    line.set(key, value or ".")
+
+
+@rule_function
 def profiler(line: Line, key: str, value: Any) -> None:
     """Set the profiler's tool and steps, if the tool exists here."""
     if line.get("global_profiler.tool") not in _PROFILERS:
@@ -158,6 +174,8 @@ def batch_size(line: Line, key: str, value: Any) -> None:
         line.set(key, value)
     elif line.get("data.gen_batch_size", value) == value:
         line.set("data.train_batch_size", value)
+    else:
+        line.note(line.sentence)
 
 
 @rule_function
@@ -283,12 +301,26 @@ def rejection(line: Line, key: str, value: Any) -> None:
         return
 
     thresholds = {}
+    if level is None and "rs_threshold" in key:
+        line.note("Read only with rollout_rs.")
     if level is not None:
         thresholds[_REJECTIONS[level]] = f"{1 / upper}_{1 / lower if lower else upper}"
     if veto is not None:
         thresholds["seq_max_k1"] = f"{MIN_RATIO}_{1 / veto}"
     line.set(f"{section}.rollout_rs", ",".join(thresholds))
     line.set(f"{section}.rollout_rs_threshold", ",".join(thresholds.values()))
+
+
+@rule_function
+def pure_correction(line: Line, key: str, value: Any) -> None:
+    """Set the loss of importance-weighted rewards, which verl computes with bypass_mode alone."""
+    if not value:
+        return
+    section = key.rpartition(".")[0]
+    if line.get(f"{section}.bypass_mode") or line.get(f"{section}.bypass_old_logprob_for_rollout"):
+        line.set(f"{section}.loss_type", "reinforce")
+    else:
+        line.note(line.sentence)
 
 
 @rule_function
@@ -412,6 +444,8 @@ def step_on_host(line: Line, key: str, value: Any) -> None:
     """Keep weights and optimizer in host memory, where the step is computed."""
     if value:
         line.set(f"{key.partition('.optim')[0]}.fsdp_config.offload_policy", True)
+    else:
+        line.note("The optimizer's state is where fsdp_config says.")
 
 
 @rule_function
@@ -486,7 +520,7 @@ _CONVERSATION_FILES = (
 @rule_function
 def rollout_engine(line: Line, key: str, value: Any) -> None:
     """Set the rollout engine; vLLM replaces engines that do not exist here."""
-    is_replaced = value in ("trtllm", "vllm_omni")
+    is_replaced = value in ("trtllm", "vllm_omni", "dynamo")
     line.set(key, "vllm" if is_replaced else value)
     if is_replaced:
         line.note(line.sentence)
@@ -507,7 +541,9 @@ def rollout_mode(line: Line, key: str, value: Any) -> None:
 @rule_function
 def rollout_parallel(line: Line, key: str, value: Any) -> None:
     """Set the ranks of an engine; transformers' generate has an engine in each process."""
-    if line.get(f"{ROLLOUT}.name") != "hf":
+    if line.get(f"{ROLLOUT}.name") == "hf":
+        line.note(line.sentence)
+    else:
         line.set(key, value)
 
 
@@ -647,20 +683,14 @@ def schedules(line: Line) -> None:
 
 
 def reward_models(line: Line) -> None:
-    """Set the processes of a reward model, and refuse one beside a reward function.
-
-    Both scores would be added here; verl passes the model's score to the function.
-    """
+    """Set the processes of a reward model, whose scores take the place of a reward function's."""
     line.written = "reward.reward_model.enable"
     if not line.get(line.written):
         line.written = "reward_model.enable"
     if not line.get(line.written):
         return
-    if line.ours.get("custom_reward_function.path"):
-        expected = "no custom_reward_function beside it, for the scores of both would be added"
-        fix = "Serve it yourself and ask it from the function, or leave the function out."
-        line.refuse(expected, fix)
     section = line.written.removesuffix(".enable")
+    _drop_reward_function(line)
     if line.get(f"{section}.enable_resource_pool"):
         num_nodes = line.get(f"{section}.nnodes", 1)
         pool = [line.get(f"{section}.n_gpus_per_node", 8)] * num_nodes
@@ -669,9 +699,36 @@ def reward_models(line: Line) -> None:
         line.set("trainer.placement", placement)
 
 
-_PPO = (processes, reward_models, programs.distillation, schedules)
+def _drop_reward_function(line: Line) -> None:
+    """Leave a reward function out beside a reward model, as verl's trainer does.
+
+    From 0.8 on, verl's reward loop calls the function, which may ask the served model.
+    """
+    path = "custom_reward_function.path"
+    if not line.ours.get(path):
+        return
+    has_loop = VERSIONS.index(line.version) >= VERSIONS.index("0.8.0")
+    sentence = "The reward model gives the scores: the function is not called."
+    if has_loop and line.get(f"{REWARD}.use_reward_loop", True):
+        sentence += " verl would call it, with the address of the served model."
+    line.written = line.sources[path]
+    line.note(sentence)
+    for key in list(line.ours):
+        if key.startswith("custom_reward_function."):
+            del line.ours[key]
+
+
+_PPO = (
+    processes,
+    reward_models,
+    programs.distillation,
+    schedules,
+    programs.replayed_routes,
+    programs.trainer_modes,
+)
 FINISH: dict[str, tuple[Callable[[Line], None], ...]] = {
     "ppo": _PPO,
+    "async_flow": _PPO,
     "async": (*_PPO, programs.beside_training),
     "fully_async": (*_PPO, programs.beside_training),
     "sft": (programs.supervised, schedules),

@@ -112,7 +112,7 @@ def engine(line: Line, key: str, value: Any) -> None:
     """Set the training engine of a supervised run."""
     if value in MEGATRON_ENGINES:
         line.set("engine.strategy", value)
-    elif value not in OWN_ENGINES:
+    else:
         line.note(f"FSDP2 trains in place of {value}, with the same sizes.")
 
 
@@ -213,12 +213,17 @@ def distillation(line: Line) -> None:
         path = line.get(f"{_TEACHERS}.{name}.model_path")
         if path:
             paths[name] = path
+        else:
+            line.written = key
+            line.note("A teacher without model_path does not answer.")
     line.written = "distillation.enabled"
     line.set("distillation.enable", True)
     sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
     # A single teacher answers for all data sources.
     if len(paths) == 1:
         line.set("distillation.path", *paths.values())
+        line.written = f"{_TEACHERS}.{next(iter(paths))}.key"
+        line.note("A single teacher answers for all data sources.")
     elif None in sources.values():
         expected = "a `key`, the data source, for each of several teachers"
         line.refuse(expected, f"Set {_TEACHERS}.NAME.key.")
@@ -327,17 +332,84 @@ def async_key(line: Line, key: str, value: Any) -> None:
             line.set("algorithm.rollout_correction.bypass_mode", True)
 
 
+_V1 = "trainer.v1"
+
+
+@rule_function
+def trainer_mode(line: Line, key: str, value: Any) -> None:
+    """Check the trainer of verl 0.10 on; `trainer_modes` sets the asynchronous ones."""
+    if value == "colocate_async":
+        line.note(line.sentence)
+    elif value not in ("sync", "separate_async", None):
+        line.refuse("sync, colocate_async or separate_async", "verl has no other trainer.")
+
+
+@rule_function
+def separate_key(line: Line, key: str, value: Any) -> None:
+    """Report a key of the trainer that generates beside training, if it has no effect."""
+    is_read = key.endswith((".parameter_sync_step", "off_policy_threshold", "off_policy_strategy"))
+    is_read = is_read or key.startswith(f"{_ROLLOUT}.")
+    if not (is_read and _is_separate(line)):
+        line.note(line.sentence)
+
+
+def _is_separate(line: Line) -> bool:
+    is_v1 = line.get("trainer.use_v1", True)
+    return bool(is_v1) and line.get(f"{_V1}.trainer_mode") == "separate_async"
+
+
+def trainer_modes(line: Line) -> None:
+    """Set asynchronous training for `trainer_mode=separate_async`.
+
+    A step of that trainer is `parameter_sync_step` updates, and each update is a step here.
+    """
+    if not _is_separate(line):
+        return
+    sync_key = f"{_V1}.separate_async.parameter_sync_step"
+    num_updates = line.get(sync_key, 4)
+    if not isinstance(num_updates, int) or num_updates < 1:
+        line.written = sync_key
+        line.refuse("a whole number, at least 1", "Publish weights after that many updates.")
+        return
+    threshold_key = f"{_V1}.sampler.max_off_policy_threshold"
+    strategy_key = f"{_V1}.sampler.max_off_policy_strategy"
+    line.written = sync_key
+    line.set(f"{_ASYNC}.sync_every", num_updates)
+    line.written = threshold_key
+    line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8))
+    line.written = strategy_key
+    has_filter = line.ours.get("algorithm.filter_groups.enable")
+    line.set(f"{_ASYNC}.on_stale", "wait" if has_filter else line.get(strategy_key, "drop"))
+
+    for name in ("total_training_steps", "save_freq", "test_freq"):
+        num_steps = line.ours.get(f"trainer.{name}")
+        if is_number(num_steps) and num_steps > 0:
+            line.ours[f"trainer.{name}"] = num_steps * num_updates
+    line.written = f"{_V1}.trainer_mode"
+    line.note(
+        f"A step is one update; verl counts {num_updates} updates as one step, so the numbers of "
+        "steps between checkpoints and validations are multiplied by it."
+    )
+    beside_training(line)
+
+
+def _generate_natively(line: Line, sentence: str) -> None:
+    """Replace the rollout engine by `native`, each of whose processes has the whole model."""
+    replaced = {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}
+    for name, value in replaced.items():
+        line.written = f"{_ROLLOUT}.{name}"
+        line.note(sentence)
+        line.ours[line.written] = value
+
+
 def beside_training(line: Line) -> None:
     """Set generation on processes of its own, while the policy is trained."""
     traits = ENGINES.get(line.ours.get(f"{_ROLLOUT}.name", ""))
     if traits is None or not traits.streams:
-        replaced = {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}
-        for name, value in replaced.items():
-            line.written = f"{_ROLLOUT}.{name}"
-            line.note(
-                "native generates, each process with the whole model; vllm would stay; main_ppo keeps sglang."
-            )
-            line.ours[line.written] = value
+        _generate_natively(
+            line,
+            "native generates, each process with the whole model; vllm would stay; main_ppo keeps sglang.",
+        )
     line.written = ""
     line.set(f"{_ASYNC}.enable", True)
     if line.entry.name == "one_step_off_ppo":
@@ -351,7 +423,9 @@ def beside_training(line: Line) -> None:
         if "rollout" not in role:
             placement[role] = pool
     placement |= {"actor": "all", "ref": "all", "critic": "all", "rollout": "generation"}
-    pool = [line.get("rollout.n_gpus_per_node", 8)] * line.get("rollout.nnodes", 1)
+    section = _ROLLOUT if _is_separate(line) else "rollout"
+    num_nodes = line.get(f"{section}.nnodes", 1) or 1
+    pool = [line.get(f"{section}.n_gpus_per_node", 8)] * num_nodes
     pools = line.ours.get("trainer.resource_pools", {})
     line.ours["trainer.backend"] = "ray"
     line.ours["trainer.placement"] = placement
@@ -387,6 +461,20 @@ def router_replay(line: Line, key: str, value: Any) -> None:
         line.refuse("disabled, R2 or R3", fix)
     else:
         line.set(f"{_ACTOR}.router_replay", _ROUTER_REPLAY[value])
+
+
+def replayed_routes(line: Line) -> None:
+    """Set an engine that reports its choices of experts, if the update repeats them."""
+    traits = ENGINES.get(line.ours.get(f"{_ROLLOUT}.name", ""))
+    repeats_choices = line.ours.get(f"{_ACTOR}.router_replay") == "rollout"
+    if repeats_choices and traits is not None and not traits.reports_routes:
+        _generate_natively(
+            line,
+            "native generates, each process with the whole model: it alone reports the experts that "
+            "it chose, which router_replay repeats.",
+        )
+        line.written = line.sources[f"{_ACTOR}.router_replay"]
+        line.note("The rollout engine is native, which reports the experts that it chose.")
 
 
 @rule_function

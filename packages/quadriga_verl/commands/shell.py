@@ -4,10 +4,11 @@
     text ──_statements──> statements ──_Shell.read, one by one──> commands with their words
 
 It reads what scripts that start a training are made of: variables and their defaults (`${X:-y}`),
-arrays, arithmetic, quotes, continued lines, `if [ a = b ]`, `export`, `$(pwd)`, `$(basename x)` and
-`$(date +x)`. Variables that the script does not set come from the environment. A value that cannot
-be determined carries the reason, which is reported only if a command needs the value. So loops,
-functions and other programs do not prevent a script from being read.
+arrays, arithmetic, quotes, continued lines, `if [ a = b ]`, `case`, `export`, `$(pwd)`,
+`$(basename x)` and `$(date +x)`. Variables whose values the script does not determine come from the
+environment. A value that cannot be determined carries the reason, which is reported only if a
+command needs the value. So loops, functions and other programs do not prevent a script from being
+read.
 """
 
 import ast
@@ -16,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
+UNDECIDED = "it is in a loop, a function or under a condition that is not decided here"
+"""Problem of a command that may be run."""
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -69,11 +73,13 @@ class Command:
         line: line in which it begins.
         words: its words, without those that cannot be determined.
         problems: why words cannot be determined, or whether the command is run.
+        notices: variables that have the environment's value in place of the script's.
     """
 
     line: int
     words: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
@@ -81,7 +87,7 @@ def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
 
     Args:
         text: the script.
-        environment: values of variables that the script does not set.
+        environment: values of variables whose values the script does not determine.
 
     Raises:
         ConfigError: a quote or a bracket is not closed.
@@ -180,7 +186,9 @@ def _statements(text: str) -> Iterator[_Statement]:
         elif separator:
             if statement.words:
                 yield statement
-            statement = _Statement(separator[0])
+            # Empty lines may follow `)`, `&&` and the like.
+            is_line_end = separator[0] == "\n" and not statement.words
+            statement = _Statement(statement.before if is_line_end else separator[0])
             position = separator.end()
             if here_end and separator[0] == "\n":
                 last_line = re.compile(rf"^\t*{re.escape(here_end)}$", re.MULTILINE)
@@ -223,17 +231,29 @@ class _Block:
     Attributes:
         is_run: whether the commands that follow are run.
         is_done: whether this or an earlier branch is run, so that no later one is.
+        subject: the word of `case`.
+        patterns: patterns of `case` that were read, up to `)`. None: not before a branch.
     """
 
     is_run: bool | None
     is_done: bool | None
+    subject: Any = ""
+    patterns: list[Any] | None = None
+
+    def begin_branch(self, is_chosen: bool | None) -> None:
+        """Begin a branch that is run if it is chosen and no earlier one is."""
+        self.is_run = _all((is_chosen, _negated(self.is_done)))
+        # Done if either is true; unknown if either is unknown.
+        self.is_done = _negated(_all((_negated(self.is_done), _negated(is_chosen))))
 
 
 class _Shell:
     """Variables, open blocks and exit status after each statement of a script."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
         self._variables: dict[str, str | _Unknown] = dict(environment)
+        self._notices: list[str] = []
         self._blocks: list[_Block] = []
         self._status: bool | None = True  # of the last command; None: not known
         self._line = 0
@@ -244,6 +264,8 @@ class _Shell:
         """Follow a statement; returns the command that it runs, if it may run one."""
         self._line = statement.line
         words = list(statement.words)
+        if self._is_pattern(statement):
+            return None
         if not self._read_keywords(words) or not words:
             return None
         is_run = _all(block.is_run for block in self._blocks)
@@ -270,16 +292,14 @@ class _Shell:
         return self._command(words, is_run)
 
     def _command(self, words: list[Any], is_run: bool | None) -> Command:
-        command = Command(self._line)
+        command = Command(self._line, notices=list(self._notices))
         for word in words:
             try:
                 command.words += self._fields(word)
             except _Unknown as unknown:
                 command.problems.append(str(unknown))
         if is_run is None:
-            command.problems.append(
-                "it is in a loop, a function or under a condition that is not decided here"
-            )
+            command.problems.append(UNDECIDED)
         if self._end:
             command.problems.append(self._end)
         return command
@@ -294,7 +314,11 @@ class _Shell:
             if keyword == "else" and self._blocks:
                 is_done = self._blocks.pop().is_done
                 self._blocks.append(_Block(_negated(is_done), True))
-            elif keyword in ("for", "while", "until", "case", "select", "{", "function"):
+            elif keyword == "case":
+                block = _Block(False, False, subject=words[1:2], patterns=words[3:])
+                self._blocks.append(block)
+                return False
+            elif keyword in ("for", "while", "until", "select", "{", "function"):
                 self._blocks.append(_Block(None, None))
                 return False
             elif keyword in ("fi", "done", "esac", "}"):
@@ -314,14 +338,38 @@ class _Shell:
     def _open_branch(self, keyword: str, condition: list[Any]) -> None:
         """Begin a branch of `if`, given the words of its condition."""
         result = self._test(condition)
-        is_done: bool | None = False
-        if keyword == "elif" and self._blocks:
-            is_done = self._blocks.pop().is_done
-        is_run = _all((result, _negated(is_done)))
-        # Done if either is true; unknown if either is unknown.
-        is_done = _negated(_all((_negated(is_done), _negated(result))))
-        self._blocks.append(_Block(is_run, is_done))
+        if keyword == "if" or not self._blocks:
+            self._blocks.append(_Block(False, False))
+        self._blocks[-1].begin_branch(result)
         self._is_condition = True
+
+    def _is_pattern(self, statement: _Statement) -> bool:
+        """Follow the patterns of `case`; returns whether the statement is one of them."""
+        block = self._blocks[-1] if self._blocks else _Block(None, None)
+        if statement.before == ";;":
+            if block.patterns:
+                # The branch of these patterns is empty.
+                block.begin_branch(self._matches(block))
+            block.patterns = []
+        if block.patterns is None or statement.words[0] == "esac":
+            return False
+        if statement.before == ")":
+            block.begin_branch(self._matches(block))
+            block.patterns = None
+            return False
+        block.patterns += statement.words
+        return True
+
+    def _matches(self, block: _Block) -> bool | None:
+        """Whether the word of `case` has one of the patterns read; None if it is not known."""
+        try:
+            patterns = [self._text(pattern) for pattern in block.patterns or ()]
+            if "*" in patterns:
+                return True
+            subject = "".join(self._text(word) for word in block.subject)
+        except _Unknown:
+            return None
+        return any(fnmatchcase(subject, pattern) for pattern in patterns)
 
     def _test(self, words: list[Any]) -> bool | None:
         """Result of a condition between brackets; None if it is not decided."""
@@ -363,7 +411,9 @@ class _Shell:
                 gap = ""
             self._variables[name] = self._value(name) + gap + value if appends else value
         except _Unknown as unknown:
-            self._variables[name] = unknown
+            self._variables[name] = self._environment.get(name, unknown)
+            if name in self._environment:
+                self._notices.append(f"{name} (line {self._line}) is the environment's.")
 
     # ---- values of words ----
 

@@ -16,6 +16,7 @@ from quadriga_verl.commands.entries import CONFIG_FILES, MEGATRON_ENGINES, TREES
 from quadriga_verl.commands.hydra import (
     MISSING,
     VERSIONS,
+    Tree,
     Word,
     defaults,
     parse_word,
@@ -74,7 +75,9 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
 
 def _finish(line: Line) -> list[ConfigError]:
     """Read the translated keys as a configuration; returns its problems."""
-    line.notices = [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
+    if line.entry.notice:
+        line.notices.append(f"{line.entry.name}: {line.entry.notice}")
+    line.notices += [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
     # Problems of a key name verl's key too, if it has another name there.
     places = {}
     for key, source in line.sources.items():
@@ -155,9 +158,7 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
     name = str(flags.get("name") or "").removesuffix(".yaml").rpartition("/")[2]
     tree_name = _tree_name(entry, name, parsed_words)
     default = defaults(tree_name, version) | defaults(entry.name, version)
-    line = Line(entry, version, default=default)
-    for key, value in default.items():
-        line.tree.put(key, value)
+    line = Line(entry, version, tree=Tree(default), default=default)
     if name and name not in CONFIG_FILES:
         folder = Path(str(flags.get("path") or ".")).expanduser()
         _read_file(line, folder / f"{name}.yaml", problems)
@@ -196,6 +197,8 @@ def _apply(line: Line, word: Word, problems: list[ConfigError]) -> None:
     if key in tree.values:
         line.given.add(key)
     line.given -= keys_before - tree.values.keys()
+    if word.sign:
+        line.added.update(line.given & {key, *tree.below(key)})
 
 
 def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
@@ -213,6 +216,7 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
         if line.tree.values.get(key, MISSING) != value:
             line.tree.put(key, value)
             line.given.add(key)
+            line.added.add(key)
 
 
 def _split_flags(

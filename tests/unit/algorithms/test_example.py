@@ -13,14 +13,18 @@ import torch
 
 from quadriga.algorithms import bind_options, estimate_advantages, get_adv_estimator_fn
 from quadriga.config import load_config
+from quadriga.engines.objectives import policy_loss_of
+from quadriga.errors import ConfigError
+from quadriga.trainer.roles import configured_estimator
 from quadriga.user_file import import_file
 
+SECTION = "actor_rollout_ref.actor.policy_loss"
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "custom"
 
 
 def test_it_is_short() -> None:
-    """A task of one's own takes fewer than 60 lines of Python; an engine of one's own is another example."""
-    files = set(FOLDER.glob("*.py")) - {FOLDER / "engine.py"}
+    """A task of one's own takes fewer than 60 lines of Python; an engine and a loss of one's own are others."""
+    files = set(FOLDER.glob("*.py")) - {FOLDER / "engine.py", FOLDER / "loss.py"}
     assert sum(len(file.read_text().splitlines()) for file in files) < 60
 
 
@@ -67,6 +71,40 @@ def test_data(tmp_path: Path) -> None:
     assert not {row["prompt"][0]["content"] for row in train} & {
         row["prompt"][0]["content"] for row in val
     }
+
+
+LOSS = """
+import torch
+
+def mean(log_prob, advantages, response_mask):
+    return -(log_prob * advantages * response_mask).mean(), {}
+
+def typo(log_prob, advantagess):
+    return -log_prob * advantagess, {}
+
+def raising(log_prob):
+    raise ValueError("no")
+"""
+
+
+def test_the_loss_is_taken_and_mistakes_are_refused_before_a_run(tmp_path: Path) -> None:
+    def start(loss: str) -> None:
+        policy_loss_of(load_config([f"{SECTION}.loss_mode={loss}"]).config.actor_rollout_ref.actor)
+
+    start(f"{FOLDER / 'loss.py'}:soft_clip")
+    (tmp_path / "losses.py").write_text(LOSS)
+    mistakes = {"mean": "one value per token", "typo": "Did you mean 'advantages'", "raising": "no"}
+    for name, message in mistakes.items():
+        with pytest.raises(ConfigError, match=message):
+            start(f"{tmp_path / 'losses.py'}:{name}")
+
+
+def test_a_misspelled_field_of_an_estimator_is_refused_before_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "estimators.py"
+    file.write_text("def typo(token_level_reward, response_mask):\n    return response_mask\n")
+    config = load_config([f"algorithm.adv_estimator={file}:typo"]).config
+    with pytest.raises(ConfigError, match="Did you mean 'token_level_rewards'"):
+        configured_estimator(config)
 
 
 def test_keys_of_the_run() -> None:

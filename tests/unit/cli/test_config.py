@@ -48,6 +48,11 @@ def test_an_unknown_action_is_a_usage_error() -> None:
     assert caught.value.code == 2
 
 
+def test_a_key_with_dashes_is_answered_with_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"Write trainer.seed=2\."):
+        main(["show", "--trainer.seed=2"])
+
+
 def test_keys_are_hidden_and_given_again(capsys, tmp_path: Path) -> None:
     """What `show` prints is read again once the keys are given; before, each is named."""
     given = [

@@ -76,6 +76,7 @@ def test_an_empty_section_says_nothing(tmp_path: Path) -> None:
         ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
         ("actor_rollout_ref.actor.n", "actor_rollout_ref.rollout.n"),
         ("trainer.seeds", "trainer.seed"),
+        ("trainer.n_gpu", "trainer.n_gpus_per_node"),
     ],
 )
 def test_an_unknown_key_brings_the_nearest(typed: str, meant: str) -> None:

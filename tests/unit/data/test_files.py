@@ -80,6 +80,9 @@ def test_errors_name_the_key_and_the_file(tmp_path: Path, name: str | list, mess
 def test_a_folder_is_refused_with_the_pattern_to_use(tmp_path: Path):
     with pytest.raises(DataError, match=r"a folder.*\*\.parquet"):
         resolve_files(tmp_path, tmp_path, where="k")
+    (tmp_path / "dataset_info.json").touch()
+    with pytest.raises(DataError, match=r"save_to_disk of datasets wrote it.*to_parquet"):
+        resolve_files(tmp_path, tmp_path, where="k")
 
 
 def test_remote_files_are_copied_once_and_again_when_they_change(

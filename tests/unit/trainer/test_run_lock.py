@@ -172,7 +172,7 @@ def test_the_lock_of_another_host_that_gives_signs_of_life_is_refused(
             file.truncate(0)
             file.write(facts)
         with (
-            pytest.raises(CheckpointError, match="a run that goes on: process 17 on far"),
+            pytest.raises(CheckpointError, match="a run that is still running: process 17 on far"),
             run_lock(directory),
         ):
             pass

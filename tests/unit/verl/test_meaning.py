@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from quadriga.config import load_config, show
 from quadriga.config.root import spelled
+from quadriga.config.yaml_text import to_yaml
 from quadriga_verl.cli import version_of
 from quadriga_verl.commands.entries import find_entry
+from quadriga_verl.commands.hydra import Tree
 from quadriga_verl.commands.translate import translate
+from quadriga_verl.config_translate import changed_keys
 
 HERE = Path(__file__).parent
 SCRIPTS = {
@@ -52,3 +56,15 @@ def test_a_script_means_what_it_means_to_verl(name: str) -> None:
     assert {
         key: list(one) if isinstance(one, tuple) else one for key, one in ours.items()
     } == TABLE[name]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_short_yaml_of_a_script_has_its_configuration(name: str, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
+    line = translate(find_entry(script["entry"]), script["args"], version_of(script["set"]))
+    assert line.config is not None
+    changed = changed_keys(line)
+    assert len(changed) < len(line.ours)
+    file = tmp_path / "short.yaml"
+    file.write_text(to_yaml(Tree(changed).nested()), encoding="utf-8")
+    assert show(load_config(files=[file], task=line.entry.task).config) == show(line.config)

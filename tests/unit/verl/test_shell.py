@@ -102,6 +102,36 @@ def test_what_is_not_known_is_told_by_line(text: str, said: list[str]) -> None:
     assert problems_of(text) == said
 
 
+CASE = """
+case "$MODEL" in
+  small|tiny) SIZE=1 ;;
+  b*)
+    SIZE=2
+    ;;
+  none) ;;
+  *) SIZE=3;;
+esac
+run size=$SIZE
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "size"), [("tiny", "1"), ("big", "2"), ("other", "3"), ("none", "0")]
+)
+def test_a_case_is_followed(model: str, size: str) -> None:
+    assert words_of(f"SIZE=0{CASE}", MODEL=model) == ["run", f"size={size}"]
+
+
+def test_the_environment_decides_what_a_script_does_not() -> None:
+    text = "N=$(nvidia-smi -L | wc -l)\nfor i in 1 2; do LR=$i; done\nB=4\nrun n=$N lr=$LR b=$B"
+    (command,) = [one for one in commands(text, {"N": "8", "LR": "1e-5", "B": "5"}) if one.words]
+    assert command.words == ["run", "n=8", "lr=1e-5", "b=4"]
+    assert command.notices == [
+        "N (line 1) is the environment's.",
+        "LR (line 2) is the environment's.",
+    ]
+
+
 def test_an_apostrophe_between_double_quotes_is_a_character() -> None:
     assert words_of("""run "it's" '"' "'$X'" """, X="b c") == ["run", "it's", '"', "'b c'"]
 
