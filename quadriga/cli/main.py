@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("quadriga.cli.data", "show a data file, and how a run would read it"),
     "verl": ("quadriga_verl.cli", "run a command line of verl, or translate it"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),
+    "plan": ("quadriga.cli.plan", "predict the memory and the time of a run on some devices"),
     "doctor": (
         "quadriga.cli.doctor",
         "report what is installed and usable, and what is not and why",

@@ -105,7 +105,10 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
     num_frozen = sizes.num_parameters if shape.adapter_rank else 0
     num_trained = sizes.num_parameters
     if shape.adapter_rank:
-        num_trained = _adapter_parameters(sizes, shape.adapter_rank)
+        # Factors [r, in] and [out, r] in all linear modules of the layers.
+        attention = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys
+        mlp = 3 * (sizes.hidden + sizes.mlp)
+        num_trained = sizes.num_layers * shape.adapter_rank * (attention + mlp)
     weights = 4.0 * num_trained / shape.num_shards
     if shape.num_shards == 1:
         # Narrow weights compute beside their float32 masters; sharded ones are gathered from them.
@@ -172,13 +175,6 @@ def forward_bytes(
         num_layers = min(2, sizes.num_layers)
         gathered = (outside_layers + num_layers * sizes.layer_parameters) * itemsize
     return positions + gathered + max(layer, head)
-
-
-def _adapter_parameters(sizes: ModelSizes, rank: int) -> int:
-    """Parameters of an adapter [r, in], [out, r] in all linear modules of the layers."""
-    attention = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys
-    mlp = 3 * (sizes.hidden + sizes.mlp)
-    return sizes.num_layers * rank * (attention + mlp)
 
 
 class _Moment(NamedTuple):
