@@ -45,6 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verl": ("quadriga_verl.cli", "run a command line of verl, or translate it"),
     "env": ("quadriga.cli.env", "list environments, and play episodes of one"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),
+    "plan": ("quadriga.cli.plan", "predict the memory and the time of a run on some devices"),
     "doctor": (
         "quadriga.cli.doctor",
         "report what is installed and usable, and what is not and why",

@@ -53,8 +53,10 @@ class ModelConfig(Section):
     """Folder with a Hugging Face model, or its name on the hub."""
     override_config: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: entries that replace those of the model's `config.json`."""
-    enable_gradient_checkpointing: bool = False
-    """Gradient (activation) checkpointing: recomputes activations backward, for less memory and a third more time."""
+    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Gradient (activation) checkpointing: recomputes activations backward, for less memory and a third more time.
+    auto: on an accelerator if the predicted peak with kept activations takes more than 90 % of its memory, or if the
+    peak is not predicted for the model."""
     enable_activation_offload: bool = False
     """Whether activations are offloaded to CPU memory until the backward pass; CUDA only."""
     trust_remote_code: bool = False
@@ -396,8 +398,10 @@ class CriticModelConfig(Section):
 
     path: PathText | None = None
     """Folder or hub name of a model. null: `actor_rollout_ref.model.path`, with a new value head."""
-    enable_gradient_checkpointing: bool = False
-    """Gradient (activation) checkpointing: recomputes activations backward, for less memory and a third more time."""
+    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Gradient (activation) checkpointing: recomputes activations backward, for less memory and a third more time.
+    auto: on an accelerator if the predicted peak with kept activations takes more than 90 % of its memory, or if the
+    peak is not predicted for the model."""
     enable_activation_offload: bool = False
     """Whether activations are offloaded to the memory of the CPU until the backward pass; with CUDA."""
 

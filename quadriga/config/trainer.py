@@ -160,6 +160,9 @@ class TrainerConfig(Section):
     stall_timeout_s: Annotated[int, Ge(10)] = 300
     """Seconds after which a worker process whose control thread does not answer is killed and counts as lost. One that
     answers may work for as long as it likes."""
+    check_memory: Literal["refuse", "warn", "off"] = "refuse"
+    """Check of the predicted peak of each phase at the start, on an accelerator. refuse: a run whose peak is above 1.15
+    times the device's memory does not start, one above 0.95 gets a warning; warn: warnings only; off: no check."""
     phase_timeout_s: Count | None = 7200
     """Seconds that one call of a worker may take in training (generation of a batch, a validation,
     an update, loading a model). Beyond them the stacks of all processes are printed, and it is

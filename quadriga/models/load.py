@@ -144,6 +144,16 @@ def model_folder(path: str | Path) -> Path | None:
     return folder if any(folder.glob("*.safetensors")) else None
 
 
+def config_file(name: str) -> Path:
+    """The config.json of a model on a hub, downloaded unless it is in the cache.
+
+    Raises:
+        EngineError: the hub has no such model, or does not respond.
+    """
+    with explained(name):
+        return Path(snapshot_download(name, allow_patterns=["config.json"])) / "config.json"
+
+
 def _auto_class(
     config: PreTrainedConfig,
 ) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:

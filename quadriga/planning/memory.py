@@ -22,6 +22,7 @@ from quadriga.planning.sizes import ModelSizes
 
 _CHUNK_TOKENS = 2048  # tokens whose logits' gradient is in memory at once
 _ROWS_PER_PART = 8192  # rows of the head with one set of statistics per token
+_COLUMN_BYTES = 170  # of a token in a packed batch of a pass without gradients
 _NUM_LINEAR = 7  # linear modules of a layer, each with an adapter
 
 
@@ -104,7 +105,10 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
     num_frozen = sizes.num_parameters if shape.adapter_rank else 0
     num_trained = sizes.num_parameters
     if shape.adapter_rank:
-        num_trained = _adapter_parameters(sizes, shape.adapter_rank)
+        # Factors [r, in] and [out, r] in all linear modules of the layers.
+        attention = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys
+        mlp = 3 * (sizes.hidden + sizes.mlp)
+        num_trained = sizes.num_layers * shape.adapter_rank * (attention + mlp)
     weights = 4.0 * num_trained / shape.num_shards
     if shape.num_shards == 1:
         # Narrow weights compute beside their float32 masters; sharded ones are gathered from them.
@@ -127,11 +131,50 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
     )
 
 
-def _adapter_parameters(sizes: ModelSizes, rank: int) -> int:
-    """Parameters of an adapter [r, in], [out, r] in all linear modules of the layers."""
-    attention = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys
-    mlp = 3 * (sizes.hidden + sizes.mlp)
-    return sizes.num_layers * rank * (attention + mlp)
+def forward_bytes(
+    sizes: ModelSizes,
+    num_tokens: int,
+    num_predicted: int,
+    *,
+    itemsize: int = 2,
+    num_shards: int = 1,
+    has_adapter: bool = False,
+    has_head: bool = True,
+) -> float:
+    """Bytes of a pass without gradients, beside the weights.
+
+    Args:
+        sizes: the model.
+        num_tokens: N.
+        num_predicted: M.
+        itemsize: bytes of a number of the dtype that computes.
+        num_shards: ranks that shard the weights (FSDP).
+        has_adapter: whether linear modules have an adapter.
+        has_head: whether a vocabulary head computes.
+    """
+    token_bytes = num_tokens * itemsize
+    # Cosines and sines; columns of the packed batch, most of them int64.
+    positions = num_tokens * (2 * sizes.head_size * itemsize + _COLUMN_BYTES)
+    # Beside the residual stream and its norm: gate, up and product of an MLP, or the steps of the
+    # rotation of queries and keys.
+    attention = 7 * (sizes.queries + sizes.keys)
+    mlp = 3 * sizes.mlp
+    if has_adapter:
+        # The adapter's output beside that of the module.
+        mlp += sizes.mlp
+    layer = token_bytes * (2 * sizes.hidden + max(mlp, attention))
+    # States and outputs of the whole pass; statistics of the vocabulary.
+    head = 0.0
+    if has_head:
+        num_parts = -(-sizes.vocabulary // _ROWS_PER_PART)
+        states = (num_tokens + num_predicted) * sizes.hidden * itemsize
+        head = states + num_predicted * 4 * 4 * num_parts
+    gathered = 0.0
+    if num_shards > 1:
+        outside_layers = sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
+        num_layers = min(2, sizes.num_layers)
+        gathered = (outside_layers + num_layers * sizes.layer_parameters) * itemsize
+    return positions + gathered + max(layer, head)
 
 
 class _Moment(NamedTuple):

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a model that decide how much memory its updates take.
+"""Sizes of a model that decide about memory and time, from its config.json alone.
 
-Legend: D hidden size, F width of the MLP, r rank of an adapter.
+Legend: D hidden size, F width of the MLP.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
-from transformers import PreTrainedModel
+from quadriga.errors import ConfigError
 
-from quadriga.models.architecture import backbone
-from quadriga.models.experts import mixtures
-from quadriga.models.fused import is_gated_mlp, is_plain_norm
-from quadriga.models.vision import is_vision
+_KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of models that are a dense decoder with gated MLPs and plain RMS norms."""
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -54,48 +61,92 @@ class ModelSizes:
         """Parameters of the embedding, and as many of an untied head."""
         return self.vocabulary * self.hidden
 
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters of the layers that multiply a token."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        return self.num_layers * (attention + 3 * self.hidden * self.mlp)
+
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "ModelSizes":
-        """Sizes of a model without an adapter, whose parameters may be on "meta"."""
-        text = model.config.get_text_config()
-        num_heads = getattr(text, "num_attention_heads", 0) or 1
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-        num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-        layers = list(getattr(backbone(model), "layers", []))
-        layer_sizes = [_num_parameters(layer) for layer in layers]
-        table = model.get_input_embeddings()
-        head = model.get_output_embeddings()
+    def from_config(cls, config: Mapping[str, Any], where: str) -> "ModelSizes":
+        """Sizes of the model that a config.json describes.
+
+        Args:
+            config: contents of the file.
+            where: place of the file, for errors.
+
+        Raises:
+            ConfigError: the file lacks sizes, or they are not whole numbers above 0.
+        """
+        text = config.get("text_config") or config
+        numbers = {name: _number(text, name, where) for name in _REQUIRED}
+        hidden = numbers["hidden_size"]
+        num_heads = numbers["num_attention_heads"]
+        model_type = text.get("model_type") or config.get("model_type")
+        num_kv_heads = num_heads
+        if text.get("num_key_value_heads") is not None:
+            num_kv_heads = _number(text, "num_key_value_heads", where)
+        # Heads of Qwen3 have 128 numbers whatever the hidden size is.
+        head_size = 128 if model_type == "qwen3" else hidden // num_heads
+        if text.get("head_dim") is not None:
+            head_size = _number(text, "head_dim", where)
+
+        queries = num_heads * head_size
+        keys = num_kv_heads * head_size
+        layer = 2 * hidden * (queries + keys) + 3 * hidden * numbers["intermediate_size"]
+        layer += 2 * hidden
+        norms_queries = model_type == "qwen3"
+        if norms_queries:
+            layer += 2 * head_size
+        has_bias = bool(text.get("attention_bias"))
+        if has_bias or model_type == "qwen2":
+            layer += queries + 2 * keys
+        if has_bias:
+            layer += hidden
+        if text.get("mlp_bias"):
+            layer += 2 * numbers["intermediate_size"] + hidden
+        is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+        table = numbers["vocab_size"] * hidden
+        num_tables = 1 if is_tied else 2
         return cls(
-            hidden=text.hidden_size,
-            mlp=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            queries=num_heads * head_size,
-            keys=num_kv_heads * head_size,
+            hidden=hidden,
+            mlp=numbers["intermediate_size"],
+            queries=queries,
+            keys=keys,
             num_heads=num_heads,
             head_size=head_size,
-            num_layers=text.num_hidden_layers,
-            vocabulary=text.vocab_size,
-            num_parameters=_num_parameters(model),
-            layer_parameters=max(layer_sizes, default=0),
-            is_tied=isinstance(head, nn.Linear) and head.weight is table.weight,
-            norms_queries=any(name.endswith("q_norm") for name, _ in model.named_modules()),
-            unknown_part=_unknown_part(model, layers),
+            num_layers=numbers["num_hidden_layers"],
+            vocabulary=numbers["vocab_size"],
+            num_parameters=numbers["num_hidden_layers"] * layer + num_tables * table + hidden,
+            layer_parameters=layer,
+            is_tied=is_tied,
+            norms_queries=norms_queries,
+            unknown_part=_unknown_part(config, text),
         )
 
 
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _number(config: Mapping[str, Any], name: str, where: str) -> int:
+    value = config.get(name)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ConfigError(
+        where,
+        got="no value" if value is None else f"{value!r}",
+        expected=f"{name}, a whole number of at least 1",
+        fix="Name a folder whose config.json describes a decoder with this size, as transformers "
+        "writes it.",
+    )
 
 
-def _unknown_part(model: PreTrainedModel, layers: list[nn.Module]) -> str:
+def _unknown_part(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """The reason why the formulas do not hold for a model, or ""."""
-    if is_vision(model.config):
+    if "vision_config" in config:
         return "a vision encoder"
-    if next(iter(mixtures(model)), None) is not None:
+    if any(text.get(name) for name in _EXPERTS):
         return "a mixture of experts"
-    for layer in layers:
-        modules = list(layer.modules())
-        num_norms = sum(is_plain_norm(module) for module in modules)
-        num_mlps = sum(is_gated_mlp(module) for module in modules)
-        if num_mlps != 1 or num_norms not in (2, 4):
-            return "layers that are not a dense gated MLP with plain RMS norms"
-    return "" if layers else "no list of layers"
+    model_type = text.get("model_type")
+    if model_type not in _KNOWN_TYPES:
+        return f"models of the type {model_type}"
+    if text.get("hidden_act", "silu") != "silu":
+        return f"the activation {text['hidden_act']}"
+    return ""

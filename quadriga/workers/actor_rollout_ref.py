@@ -108,10 +108,10 @@ class ActorRolloutRefWorker(Learner):
             dtype = torch.float32 if self.is_trained and not self.has_adapter else self.dtype.value
             loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
             model = self.config.actor_rollout_ref.model if self.is_trained else None
-            self.make_engine(loaded, model, "actor")
+            choices = self.make_engine(loaded, model, "actor")
             correction = self.config.algorithm.rollout_correction
             self.objective = PolicyObjective(actor, correction, self.config.distillation)
-            choices = self.describe("actor", has_adapter=self.has_adapter)
+            choices |= self.describe("actor", has_adapter=self.has_adapter)
         reserves_memory = False
         if self.parts.rollout:
             device = self.engine.device

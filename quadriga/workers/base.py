@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import ActorConfig, Config, CriticConfig, ModelConfig
 from quadriga.config.actor import CriticModelConfig, FSDPConfig, ParallelConfig
+from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.engines import megatron, process_group
 from quadriga.engines.batches import Passes
 from quadriga.engines.checkpoint import CopyPlan, StateCopier, read_copy
@@ -54,6 +55,7 @@ from quadriga.single_controller import (
 )
 from quadriga.user_file import import_external
 from quadriga.workers.checkpoint import OPTIMIZER, RoleCheckpoint
+from quadriga.workers.memory import MemoryChoice, choose_memory
 from quadriga.workers.models import LoadedModel
 
 Pass = TypeVar("Pass", bound=Callable[..., DataProto])
@@ -215,6 +217,7 @@ class EngineWorker(Worker):
         name: str,
         section: ActorConfig | CriticConfig | None = None,
         model: ModelConfig | CriticModelConfig | None = None,
+        recomputes: bool = False,
     ) -> FSDPEngine:
         """Build the training engine of a role.
 
@@ -224,12 +227,13 @@ class EngineWorker(Worker):
             name: name of the role in errors.
             section: optimizer settings; None for inference.
             model: memory settings of training; None for inference.
+            recomputes: whether training recomputes activations (gradient checkpointing).
 
         Raises:
             EngineError: a single process computes other numbers with the model than transformers.
         """
         memory = Memory(
-            gradient_checkpointing=model is not None and model.enable_gradient_checkpointing,
+            gradient_checkpointing=recomputes,
             activation_offload=model is not None and model.enable_activation_offload,
             reshard_after_forward=fsdp.reshard_after_forward,
             offload_weights=fsdp.offload_policy,
@@ -301,18 +305,42 @@ class Learner(EngineWorker):
 
     def make_engine(
         self, loaded: LoadedModel, model: ModelConfig | CriticModelConfig | None, name: str
-    ) -> None:
+    ) -> dict[str, str]:
         """Build `engine` and its checkpoint.
 
         Args:
             loaded: the model, and the source of its weights.
             model: memory settings of training; None for inference.
             name: name of the role in errors.
+
+        Returns:
+            The predicted memory of the role on an accelerator, to be printed.
+
+        Raises:
+            ConfigError: the role does not fit on the device, and `trainer.check_memory` refuses it.
         """
         section = self.section if model else None
-        fsdp = self.section.fsdp_config
-        self.engine = self.build_engine(loaded, fsdp, name=name, section=section, model=model)
+        memory = MemoryChoice(recomputes=False)
+        if section is not None:
+            role = CRITIC if self.part == "critic" else ACTOR
+            memory = choose_memory(
+                self.config,
+                role,
+                loaded.scorer.model,
+                self.processes.layout,
+                self.dtype.value,
+                self.device,
+            )
+        self.engine = self.build_engine(
+            loaded,
+            self.section.fsdp_config,
+            name=name,
+            section=section,
+            model=model,
+            recomputes=memory.recomputes,
+        )
         self.checkpoint = RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
+        return {f"memory of the {name}": memory.description} if memory.description else {}
 
     def offload_training(self, *, keeps_weights: bool = False) -> str:
         """Offload between phases what `fsdp_config` says.

@@ -29,10 +29,10 @@ class CriticWorker(Learner):
         # Without a path of its own the critic starts from the policy.
         path = model.path or self.config.actor_rollout_ref.model.path
         loaded = load_model(self.config, path, ValueScorer, torch.float32, self.processes)
-        self.make_engine(loaded, model, "critic")
+        choices = self.make_engine(loaded, model, "critic")
         self.objective = ValueObjective(self.config.critic)
         about = f"{self.engine.describe()['parameters'] / 1e6:.1f} M parameters, with a value head"
-        return {"critic": about + self.offload_training()}
+        return {"critic": about + self.offload_training(), **choices}
 
     @register(dispatch_mode=BY_REPLICA, blocking=False)
     @timed("values")

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from quadriga.config import Config, Layout, ModelShape, check_model
 from quadriga.config.actor import VISION_TYPES
-from quadriga.config.adapter import adapter_route, adapter_shape
+from quadriga.config.adapter import adapter_route
 from quadriga.config.distillation import is_served
 from quadriga.config.placement import (
     ACTOR,
@@ -49,8 +49,8 @@ from quadriga.models.vision import ONE_TOKEN, is_vision, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
 from quadriga.models.weight_names import ConvertedFiles, weight_buffers
 from quadriga.observe.machine import choose_dtype
-from quadriga.planning.memory import UpdateShape, update_memory
-from quadriga.planning.sizes import ModelSizes
+from quadriga.planning.module_sizes import module_sizes
+from quadriga.planning.phases import RolePlan, describe_update
 from quadriga.workers.rollout_engines import rollout_engine_class
 
 _VALUE_HEAD = re.compile(r"(?:value_head\.linear|v_head\.summary|score|classifier)\.(weight|bias)")
@@ -389,40 +389,8 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
             f"{where}: a process keeps about {num_bytes / 1e9:.3g} GB of {state} "
             f"({layout.describe()}, {str(dtype)[6:]})"
         )
-        yield f"{where}: {_update_peak(config, where, layout, ModelSizes.of(skeleton))}"
-
-
-def _update_peak(config: Config, where: str, layout: Layout, sizes: ModelSizes) -> str:
-    """Predicted peak of an update on an accelerator, in words."""
-    reason = sizes.unknown_part
-    if layout.has_own_modules or (layout.pp, layout.tp, layout.sp) != (1, 1, 1):
-        reason = layout.describe()
-    if reason:
-        return f"the memory of an update is not predicted for {reason}"
-    model = config.actor_rollout_ref.model
-    is_actor = where == ACTOR
-    section = config.actor_rollout_ref.actor if is_actor else config.critic
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    num_tokens = max(section.ppo_max_token_len_per_gpu, longest)
-    if section.ppo_micro_batch_size_per_gpu and not section.use_dynamic_bsz:
-        num_tokens = section.ppo_micro_batch_size_per_gpu * longest
-    rank = adapter_shape(model).rank if is_actor and model.has_adapter else 0
-    totals = []
-    for recomputes in (False, True):
-        # Every token may be a predicted one: the formula then gives an upper limit.
-        shape = UpdateShape(
-            num_tokens=num_tokens,
-            num_predicted=num_tokens,
-            recomputes=recomputes,
-            num_shards=layout.fsdp,
-            adapter_rank=rank,
-            has_head=is_actor,
-        )
-        totals.append(update_memory(sizes, shape).total)
-    return (
-        f"on an accelerator in bfloat16 an update of {num_tokens} tokens takes up to "
-        f"{totals[0] / 1e9:.3g} GB, with enable_gradient_checkpointing {totals[1] / 1e9:.3g} GB"
-    )
+        plan = RolePlan(module_sizes(skeleton), layout)
+        yield f"{where}: {describe_update(config, where, plan)}"
 
 
 def check_checkpoint(config: Config, checkpoint: Path | None) -> None:

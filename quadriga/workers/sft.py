@@ -41,8 +41,8 @@ class SupervisedWorker(Learner):
         self.join(self.section, self.section.fsdp_config, ACTOR)
         model = self.config.actor_rollout_ref.model
         loaded, self.objective = self.prepare()
-        self.make_engine(loaded, model, "model")
-        choices = self.describe("model", has_adapter=model.has_adapter)
+        choices = self.make_engine(loaded, model, "model")
+        choices |= self.describe("model", has_adapter=model.has_adapter)
         choices["weights"] += self.offload_training()
         return choices
 

@@ -24,13 +24,13 @@ from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
-from quadriga.engines.step import update
+from quadriga.engines.step import infer, update
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
 from quadriga.models.lora import add_adapter
 from quadriga.models.scorers import PolicyScorer
-from quadriga.planning.memory import UpdateShape, update_memory
-from quadriga.planning.sizes import ModelSizes
+from quadriga.planning.memory import UpdateShape, forward_bytes, update_memory
+from quadriga.planning.module_sizes import module_sizes
 from quadriga.protocol import DataProto
 from tests.rehearsal import kernels
 from tests.rehearsal.stand_in import StandIn
@@ -100,7 +100,7 @@ def make_batch(num_prompts: int, num_prompt: int, num_response: int) -> DataProt
 
 
 @pytest.mark.parametrize("number", range(NUM_SHAPES))
-def test_the_formula_counts_what_an_update_holds(
+def test_the_formula_counts_what_an_update_and_a_pass_hold(
     number: int, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Modules with a forward of their own refer to themselves, so earlier tests leave some.
@@ -117,7 +117,7 @@ def test_the_formula_counts_what_an_update_holds(
     layout = Layout(dp_shard=num_shards)
     with kernels.installed(), ranks(layout, monkeypatch) as processes:
         model = draw_model(draw)
-        sizes = ModelSizes.of(model)
+        sizes = module_sizes(model)
         assert not sizes.unknown_part
         if rank:
             add_adapter(model, ModelConfig(lora_rank=rank), 0)
@@ -139,6 +139,10 @@ def test_the_formula_counts_what_an_update_holds(
             torch.cuda.reset_peak_memory_stats()
             update(engine, batch, PolicyObjective(ActorConfig()), passes, lr=1e-6)
         peak = torch.cuda.max_memory_allocated() - before
+        state = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        infer(engine, batch, passes.micro)
+        peak_of_pass = torch.cuda.max_memory_allocated() - before
         del engine
     shape = UpdateShape(
         # The last token of a response predicts nothing.
@@ -152,3 +156,12 @@ def test_the_formula_counts_what_an_update_holds(
     )
     predicted = update_memory(sizes, shape)
     assert predicted.total == pytest.approx(peak, rel=0.05), (kind, predicted)
+    predicted_pass = state + forward_bytes(
+        sizes,
+        shape.num_tokens,
+        shape.num_predicted,
+        num_shards=num_shards,
+        has_adapter=rank > 0,
+    )
+    # The steps of attention differ between architectures, so this is rougher.
+    assert predicted_pass == pytest.approx(peak_of_pass, rel=0.12), kind

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga plan`: will a run fit on some devices, and how long will a step take."""
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.config import show
+from quadriga.config.placement import ACTOR, CRITIC
+from quadriga.errors import ConfigError
+from quadriga.planning.devices import CPU, Devices, count_and_name
+from quadriga.planning.plan import chosen, lines, make_plan, on_devices, read_sizes
+from quadriga.planning.time import Lengths
+
+# Imported on demand: they load torch, which a plan for accelerators does not need.
+_CPU = "quadriga.planning.cpu"
+_MACHINE = "quadriga.observe.machine"
+_LOAD = "quadriga.models.load"
+
+_ABOUT = """Predict the memory of each phase on each rank and the time of a step, the largest token
+budget that fits, what limits, and the layouts that fit by speed. Of the models only config.json is
+read. The status is 1 if the plan does not fit."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `quadriga plan`; return its exit status."""
+    parser = argparse.ArgumentParser(prog="quadriga plan", description=_ABOUT)
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--devices", required=True, metavar="NxNAME", help="such as 8xH100-80GB, or cpu"
+    )
+    parser.add_argument(
+        "--mean-response", type=float, metavar="N", help="tokens; default: half of the longest"
+    )
+    parser.add_argument(
+        "--mean-prompt", type=float, metavar="N", help="tokens; default: half of the longest"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the configuration with the plan's ranks"
+    )
+    options = parser.parse_intermixed_args(list(argv))
+    config = load_from(options)
+    model = config.actor_rollout_ref.model
+    if not model.path:
+        raise ConfigError(
+            "actor_rollout_ref.model.path",
+            got="no model",
+            expected="a folder or hub name",
+            fix="Name the model whose memory and time are predicted.",
+        )
+    dtype = config.actor_rollout_ref.actor.fsdp_config.model_dtype
+    if dtype == "auto":
+        dtype = "float32" if options.devices.endswith(CPU) else "bfloat16"
+    count, name = count_and_name(options.devices)
+    if name == CPU:
+        available_bytes = import_module(_MACHINE).available_bytes()
+        measured_cpu = import_module(_CPU).measured_cpu
+        devices = measured_cpu(count, dtype, available_bytes)
+    else:
+        devices = Devices.parse(options.devices)
+    itemsize = 4 if dtype == "float32" else 2
+    lengths = Lengths(
+        prompt=options.mean_prompt or config.data.max_prompt_length / 2,
+        response=options.mean_response or config.data.max_response_length / 2,
+    )
+    config = on_devices(config, devices)
+    sizes = {ACTOR: read_sizes(_config_file(model.path), model.override_config)}
+    if config.algorithm.adv_estimator == "gae":
+        path = config.critic.model.path
+        sizes[CRITIC] = read_sizes(_config_file(path), {}) if path else sizes[ACTOR]
+    plan = make_plan(config, devices, lengths, sizes, itemsize)
+    plan = chosen(plan, lengths, sizes, itemsize)
+    for line in lines(plan, lengths, sizes, itemsize):
+        print(line)
+    if options.write:
+        options.write.write_text(show(plan.config), encoding="utf-8")
+        print(f"\nwritten: {options.write}")
+    return 0 if plan.fits else 1
+
+
+def _config_file(path: str) -> Path:
+    """The config.json of a folder, or of a model on a hub."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder / "config.json"
+    return import_module(_LOAD).config_file(path)

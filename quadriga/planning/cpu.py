@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU of this machine as the device of a plan: its products and copies, measured."""
+
+import time
+
+import torch
+
+from quadriga.models.flops import peak_flops
+from quadriga.planning.devices import CPU, Devices
+
+_COPY_NUMBERS = 1 << 25
+_MEASURED_S = 2.0  # seconds of products, and again of copies
+
+
+def measured_cpu(count: int, dtype: str, available_bytes: float) -> Devices:
+    """Measure products and copies with all cores, for four seconds.
+
+    Args:
+        count: ranks that share the cores and the memory.
+        dtype: dtype that computes.
+        available_bytes: memory that the ranks can get.
+    """
+    device = torch.device("cpu")
+    flops = 0.0
+    end = time.perf_counter() + _MEASURED_S
+    while time.perf_counter() < end:
+        flops = max(flops, peak_flops(device, getattr(torch, dtype)))
+    source = torch.ones(_COPY_NUMBERS)
+    target = torch.empty_like(source)
+    fastest_s = float("inf")
+    end = time.perf_counter() + _MEASURED_S
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        target.copy_(source)
+        fastest_s = min(fastest_s, time.perf_counter() - start)
+    # A copy reads and writes each number.
+    bytes_per_s = 2 * source.nbytes / fastest_s / count
+    num_threads = torch.get_num_threads()
+    return Devices(
+        name=CPU,
+        count=count,
+        memory_bytes=available_bytes / count,
+        flops=flops / count,
+        bytes_per_s=bytes_per_s,
+        link_bytes_per_s=bytes_per_s,
+        source=f"measured: {dtype} products and copies with {num_threads} threads",
+    )

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted memory of each phase of a step, on one rank of an accelerator.
+
+    generation    training state that stays, weights of the rollout, KV cache, one pass of prefill
+    log-probs     state of the role, one pass without gradients
+    update        see planning/memory.py
+    weight sync   training state that stays, weights of the rollout, a bucket, the largest tensor
+
+Each phase also has what other roles on the same device keep between their phases.
+
+Legend: N packed tokens, D hidden size, F width of the MLP, Q and K numbers of a token's queries and
+keys, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from quadriga.config import Config
+from quadriga.config.actor import ActorConfig, CriticConfig
+from quadriga.config.adapter import adapter_shape
+from quadriga.config.explain import BatchPlan, needs_reference
+from quadriga.config.layout import Layout
+from quadriga.config.placement import (
+    ACTOR,
+    CRITIC,
+    DISTILLATION,
+    asked_roles,
+    role_pools,
+    rollout_group_size,
+)
+from quadriga.planning.memory import UpdateMemory, UpdateShape, forward_bytes, update_memory
+from quadriga.planning.sizes import ModelSizes
+
+GENERATION = "generation"
+LOG_PROBS = "log-probs"
+UPDATE = "update"
+WEIGHT_SYNC = "weight sync"
+
+_CACHE_SHARE = 0.7  # share of the free memory that the KV cache of `native` takes at most
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Model and ranks of a role.
+
+    Attributes:
+        sizes: the model.
+        layout: arrangement of the ranks.
+        itemsize: bytes of a number of the dtype that computes.
+        recomputes: whether activations are recomputed.
+    """
+
+    sizes: ModelSizes
+    layout: Layout
+    itemsize: int = 2
+    recomputes: bool = False
+
+    @property
+    def unknown_part(self) -> str:
+        """A part of the model or layout that the formulas do not cover; "" if they cover all."""
+        layout = self.layout
+        if layout.has_own_modules or (layout.pp, layout.tp, layout.sp) != (1, 1, 1):
+            return layout.describe()
+        return self.sizes.unknown_part
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Predicted bytes of a phase on one rank.
+
+    Attributes:
+        role: key of the role's section.
+        name: name of the phase.
+        parts: bytes by purpose, at the moment of the peak.
+        moment: the moment of the peak, if the phase has several.
+    """
+
+    role: str
+    name: str
+    parts: Mapping[str, float]
+    moment: str = ""
+
+    @property
+    def total(self) -> float:
+        """All bytes at the peak."""
+        return sum(self.parts.values())
+
+    def describe(self) -> str:
+        """Name, size, and the parts that take at least a hundredth, in words."""
+        sorted_parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        large_parts = []
+        for name, num_bytes in sorted_parts:
+            if num_bytes >= self.total / 100:
+                large_parts.append(f"{name} {num_bytes / 1e9:.3g}")
+        name = f"{self.name}, {self.moment}" if self.moment else self.name
+        return f"{name}: {self.total / 1e9:.3g} GB ({', '.join(large_parts)})"
+
+
+def micro_batch_tokens(config: Config, section: ActorConfig | CriticConfig) -> int:
+    """Tokens of the largest possible micro-batch of an update."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if section.ppo_micro_batch_size_per_gpu and not section.use_dynamic_bsz:
+        return section.ppo_micro_batch_size_per_gpu * longest
+    # A sequence that is longer than the limit is alone in its micro-batch.
+    return max(section.ppo_max_token_len_per_gpu, longest)
+
+
+def update_of(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
+    """Predict the peak of an update of a role; every token may be a predicted one."""
+    section = _section(config, role)
+    num_tokens = micro_batch_tokens(config, section)
+    shape = UpdateShape(
+        num_tokens=num_tokens,
+        num_predicted=num_tokens,
+        itemsize=plan.itemsize,
+        recomputes=plan.recomputes,
+        num_shards=plan.layout.fsdp,
+        adapter_rank=_adapter_rank(config, role),
+        has_head=role == ACTOR,
+    )
+    return update_memory(plan.sizes, shape)
+
+
+def describe_update(config: Config, role: str, plan: RolePlan) -> str:
+    """Predicted peaks of an update on an accelerator in bfloat16, in words."""
+    if plan.unknown_part:
+        return f"the memory of an update is not predicted for {plan.unknown_part}"
+    num_tokens = micro_batch_tokens(config, _section(config, role))
+    totals = []
+    for recomputes in (False, True):
+        totals.append(update_of(config, role, replace(plan, recomputes=recomputes)).total)
+    return (
+        f"on an accelerator in bfloat16 an update of {num_tokens} tokens takes up to "
+        f"{totals[0] / 1e9:.3g} GB, with enable_gradient_checkpointing {totals[1] / 1e9:.3g} GB"
+    )
+
+
+def phases(
+    config: Config, plans: Mapping[str, RolePlan], role: str, device_bytes: float
+) -> list[Phase]:
+    """Predict the phases of a role.
+
+    Args:
+        config: the configuration.
+        plans: roles whose ranks have the same devices, by the keys of their sections.
+        role: key of the section of the role, which is trained.
+        device_bytes: memory of the device.
+
+    Returns:
+        The phases, in the order in which a step has them.
+    """
+    plan = plans[role]
+    update = update_of(config, role, plan)
+    has_policy = ACTOR in plans and config.task == "rl"
+    beside = {}
+    for other_role, other_plan in plans.items():
+        if other_role != role:
+            name = other_role.rpartition(".")[2]
+            beside[f"{name} at rest"] = _resting_bytes(config, other_role, other_plan)
+    if has_policy:
+        beside["reference"] = _reference_bytes(config, plans[ACTOR])
+    beside_training = dict(beside)
+    pools = role_pools(config.trainer, asked_roles(config))
+    # A rollout of its own may have devices of its own.
+    generates = has_policy and pools.get("rollout") == pools.get("actor")
+    if generates:
+        beside_training["rollout"] = _sleeping_bytes(config, plans[ACTOR], device_bytes)
+    state = {"weights": update.weights, "optimizer": update.optimizer}
+
+    predicted = []
+    if role == ACTOR and generates:
+        predicted.append(_generation(config, plan, beside, device_bytes))
+    section = _section(config, role)
+    num_tokens = section.ppo_max_token_len_per_gpu
+    if role == ACTOR:
+        num_tokens = config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+    activations = forward_bytes(
+        plan.sizes,
+        num_tokens,
+        num_tokens,
+        itemsize=plan.itemsize,
+        num_shards=plan.layout.fsdp,
+        has_adapter=_adapter_rank(config, role) > 0,
+        has_head=role == ACTOR,
+    )
+    passes = {**state, "activations": activations, **beside_training}
+    predicted.append(Phase(role, LOG_PROBS if role == ACTOR else "values", passes))
+    parts = {
+        **state,
+        "gradients": update.gradients,
+        "activations": update.activations,
+        "working memory": update.working,
+        **beside_training,
+    }
+    predicted.append(Phase(role, UPDATE, parts, update.moment))
+    if role == ACTOR and generates and _rollout_weights(config, plan):
+        bucket = float(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20)
+        sync = {
+            "training state": _resting_bytes(config, role, plan),
+            "weights of the rollout": _rollout_weights(config, plan),
+            # One is filled while the other is sent.
+            "buckets": 2 * bucket,
+            "largest tensor": float(plan.sizes.table_parameters * plan.itemsize),
+            **beside,
+        }
+        predicted.append(Phase(role, WEIGHT_SYNC, sync))
+    return predicted
+
+
+def _section(config: Config, role: str) -> ActorConfig | CriticConfig:
+    return config.critic if role == CRITIC else config.actor_rollout_ref.actor
+
+
+def _adapter_rank(config: Config, role: str) -> int:
+    """Rank of the adapter of a role; 0 if all weights are trained."""
+    model = config.actor_rollout_ref.model
+    return adapter_shape(model).rank if role == ACTOR and model.has_adapter else 0
+
+
+def _resting_bytes(config: Config, role: str, plan: RolePlan) -> float:
+    """Bytes that a role keeps on the device between its phases."""
+    frozen_roles = {
+        "reward_model": config.reward_model.fsdp_config,
+        DISTILLATION: config.distillation.fsdp_config,
+    }
+    if role in frozen_roles:
+        weights = plan.sizes.num_parameters * plan.itemsize / plan.layout.fsdp
+        return 0.0 if frozen_roles[role].param_offload else weights
+    update = update_of(config, role, plan)
+    fsdp = _section(config, role).fsdp_config
+    num_bytes = 0.0
+    if not fsdp.param_offload:
+        num_bytes += update.weights
+    elif role == ACTOR and config.task == "rl" and not _rollout_weights(config, plan):
+        # The rollout computes with the actor's weights, so they stay.
+        num_bytes += plan.sizes.num_parameters * plan.itemsize
+    if not fsdp.optimizer_offload:
+        num_bytes += update.optimizer
+    if fsdp.grad_offload is False:
+        num_bytes += update.gradients
+    return num_bytes
+
+
+def _reference_bytes(config: Config, plan: RolePlan) -> float:
+    """Bytes that the reference keeps on the device; by default it is offloaded."""
+    if not needs_reference(config) or config.actor_rollout_ref.model.has_adapter:
+        return 0.0
+    if config.actor_rollout_ref.ref.fsdp_config.param_offload is not False:
+        return 0.0
+    return plan.sizes.num_parameters * plan.itemsize / plan.layout.fsdp
+
+
+def _rollout_weights(config: Config, plan: RolePlan) -> float:
+    """Bytes of the rollout's own weights; 0 if it computes with the actor's."""
+    rollout = config.actor_rollout_ref.rollout
+    computes_in = rollout.traits.computes_in
+    if computes_in == "servers" or (computes_in == "caller" and plan.layout.is_whole):
+        return 0.0
+    return plan.sizes.num_parameters * plan.itemsize / rollout_group_size(config)
+
+
+def _sleeping_bytes(config: Config, plan: RolePlan, device_bytes: float) -> float:
+    """Bytes that the rollout keeps on the device while the models train."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.traits.computes_in == "caller":
+        return _rollout_weights(config, plan)
+    if rollout.free_cache_engine or not _reserves_memory(config):
+        return 0.0
+    return rollout.gpu_memory_utilization * device_bytes
+
+
+def _reserves_memory(config: Config) -> bool:
+    """Whether the rollout takes a share of the device at its start."""
+    rollout = config.actor_rollout_ref.rollout
+    reads_keys = rollout.traits.reads_keys
+    return "gpu_memory_utilization" in reads_keys and rollout.traits.computes_in != "servers"
+
+
+def _generation(
+    config: Config, plan: RolePlan, beside: Mapping[str, float], device_bytes: float
+) -> Phase:
+    """Predict the phase in which the rollout generates beside a resting actor."""
+    rollout = config.actor_rollout_ref.rollout
+    parts = {"training state": _resting_bytes(config, ACTOR, plan), **beside}
+    if rollout.traits.computes_in != "caller":
+        if _reserves_memory(config):
+            parts["rollout"] = rollout.gpu_memory_utilization * device_bytes
+        return Phase(ACTOR, GENERATION, parts)
+    parts["weights of the rollout"] = _rollout_weights(config, plan)
+    num_tokens = rollout.max_num_batched_tokens
+    parts["working memory"] = forward_bytes(
+        plan.sizes, num_tokens, 0, itemsize=plan.itemsize, has_head=False
+    )
+    # Logits of one token of each sequence, in float32.
+    parts["working memory"] += 4.0 * rollout.max_num_seqs * plan.sizes.vocabulary
+    parts["KV cache"] = cache_bytes(config, plan)
+    if rollout.cache_gigabytes is None:
+        free_bytes = max(0.0, device_bytes - sum(parts.values()) + parts["KV cache"])
+        parts["KV cache"] = min(parts["KV cache"], _CACHE_SHARE * free_bytes)
+    return Phase(ACTOR, GENERATION, parts)
+
+
+def cache_bytes(config: Config, plan: RolePlan) -> float:
+    """Bytes of the KV cache in which all sequences that run together have their full length."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.cache_gigabytes is not None:
+        return rollout.cache_gigabytes * (1 << 30)
+    batch = BatchPlan(config)
+    num_ranks = plan.layout.world_size
+    num_engines = max(1, num_ranks // rollout_group_size(config))
+    num_sequences = min(rollout.max_num_seqs, -(-batch.num_sequences // num_engines))
+    token_bytes = 2.0 * plan.sizes.num_layers * plan.sizes.keys * plan.itemsize
+    token_bytes /= min(rollout_group_size(config), plan.sizes.keys // plan.sizes.head_size)
+    return num_sequences * batch.max_sequence_tokens * token_bytes

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan of a run: will it fit, and how long will a step take, from the models' config.json alone."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from quadriga.config import Config
+from quadriga.config.placement import ACTOR, CRITIC, arranged_roles
+from quadriga.errors import ConfigError
+from quadriga.planning.devices import Devices
+from quadriga.planning.phases import Phase, RolePlan, phases
+from quadriga.planning.sizes import ModelSizes
+from quadriga.planning.time import Lengths, StepTime, step_time
+
+FITTING_SHARE = 0.95  # of a device's memory, below which a plan counts as fitting
+_MAX_PER_NODE = 8
+_BUDGET_UNIT = 1024  # tokens
+_LARGEST_BUDGET = 1 << 20
+_NUM_LAYOUTS = 5  # layouts that are printed
+_TRAINED = {ACTOR: "actor_rollout_ref", CRITIC: "critic"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Prediction for a configuration on some devices.
+
+    Attributes:
+        config: the configuration, with the devices' numbers of ranks.
+        devices: the devices.
+        roles: the trained roles.
+        phases: memory of all phases of all trained roles, on each rank.
+        time: time of a step.
+    """
+
+    config: Config
+    devices: Devices
+    roles: dict[str, RolePlan]
+    phases: list[Phase]
+    time: StepTime
+
+    @property
+    def largest(self) -> Phase:
+        """The phase with the highest peak."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the highest peak leaves some of a device's memory free."""
+        return self.largest.total <= FITTING_SHARE * self.devices.memory_bytes
+
+
+def with_value(section: Any, key: str, value: Any) -> Any:
+    """Copy a section of the configuration with another value for a dotted key below it."""
+    name, _, rest = key.partition(".")
+    if rest:
+        inner = getattr(section, name)
+        assert isinstance(inner, BaseModel)
+        value = with_value(inner, rest, value)
+    return section.model_copy(update={name: value})
+
+
+def on_devices(config: Config, devices: Devices) -> Config:
+    """The configuration with a rank for each device."""
+    if devices.count == 1:
+        return config
+    num_nodes = -(-devices.count // _MAX_PER_NODE)
+    if devices.count % num_nodes:
+        raise ConfigError(
+            "--devices",
+            got=f"{devices.count} devices",
+            expected=f"up to {_MAX_PER_NODE}, or a number that {num_nodes} machines divide",
+            fix="Name another number.",
+        )
+    config = with_value(config, "trainer.backend", "ray")
+    config = with_value(config, "trainer.nnodes", num_nodes)
+    return with_value(config, "trainer.n_gpus_per_node", devices.count // num_nodes)
+
+
+def read_sizes(file: Path, override: dict[str, Any]) -> ModelSizes:
+    """Sizes of the model that a config.json describes, with some entries replaced.
+
+    Raises:
+        ConfigError: there is no config.json, it is no JSON object, or it lacks sizes.
+    """
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            str(file),
+            got=str(error),
+            expected="the configuration of a model, as JSON",
+            fix="Name the folder of a model in actor_rollout_ref.model.path.",
+        ) from error
+    if not isinstance(raw, dict):
+        raise ConfigError(str(file), got=type(raw).__name__, expected="a JSON object")
+    return ModelSizes.from_config(raw | override, str(file))
+
+
+def make_plan(
+    config: Config,
+    devices: Devices,
+    lengths: Lengths,
+    sizes: dict[str, ModelSizes],
+    itemsize: int,
+) -> Plan:
+    """Predict memory and time of a configuration.
+
+    Args:
+        config: the configuration, with a rank for each device.
+        devices: the devices.
+        lengths: assumed mean lengths.
+        sizes: the models of the trained roles.
+        itemsize: bytes of a number of the dtype that computes.
+
+    Raises:
+        ConfigError: the formulas do not cover a model or a layout.
+    """
+    roles = {}
+    settings = config.actor_rollout_ref.actor.megatron_if_chosen
+    for where, section, size in arranged_roles(config, has_critic=CRITIC in sizes):
+        if where not in sizes:
+            continue
+        model = config.critic.model if where == CRITIC else config.actor_rollout_ref.model
+        role = RolePlan(
+            sizes[where],
+            section.layout(size, where, settings),
+            itemsize,
+            recomputes=model.enable_gradient_checkpointing is True,
+        )
+        if role.unknown_part:
+            raise ConfigError(
+                where,
+                got=role.unknown_part,
+                expected="a dense decoder with gated MLPs, whose weights are replicated or sharded "
+                "by fsdp_size",
+                fix="There are no formulas for others; `quadriga config explain` gives their "
+                "weights and optimizer.",
+            )
+        roles[where] = role
+    predicted = []
+    for where in roles:
+        predicted += phases(config, roles, where, devices.memory_bytes)
+    return Plan(config, devices, roles, predicted, step_time(config, roles, devices, lengths))
+
+
+def chosen(plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int) -> Plan:
+    """The plan with `enable_gradient_checkpointing=auto` decided as a run decides it."""
+    config = plan.config
+    if plan.devices.is_cpu or plan.largest.total <= 0.9 * plan.devices.memory_bytes:
+        return plan
+    for role in plan.roles:
+        key = f"{_TRAINED[role]}.model.enable_gradient_checkpointing"
+        model = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
+        if model.enable_gradient_checkpointing == "auto":
+            config = with_value(config, key, True)
+    return make_plan(config, plan.devices, lengths, sizes, itemsize)
+
+
+def largest_budget(
+    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
+) -> int | None:
+    """The largest `ppo_max_token_len_per_gpu` of all trained roles that fits; None if none does."""
+    longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
+    low = -(-longest // _BUDGET_UNIT)
+    high = _LARGEST_BUDGET // _BUDGET_UNIT
+
+    def fits(num_units: int) -> bool:
+        config = plan.config
+        for role in plan.roles:
+            key = f"{role}.ppo_max_token_len_per_gpu"
+            config = with_value(config, key, num_units * _BUDGET_UNIT)
+        return make_plan(config, plan.devices, lengths, sizes, itemsize).fits
+
+    if not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low * _BUDGET_UNIT
+
+
+def layouts(
+    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
+) -> Iterator[tuple[str, Plan]]:
+    """Other layouts that fit, the fastest first, by shards and recomputed activations."""
+    candidates = []
+    count = plan.devices.count
+    for num_shards in range(1, count + 1):
+        if count % num_shards:
+            continue
+        for recomputes in (False, True):
+            config = plan.config
+            for role in plan.roles:
+                config = with_value(config, f"{role}.fsdp_config.fsdp_size", num_shards)
+                key = f"{_TRAINED[role]}.model.enable_gradient_checkpointing"
+                config = with_value(config, key, recomputes)
+            candidate = make_plan(config, plan.devices, lengths, sizes, itemsize)
+            name = f"fsdp_size={num_shards}, activations "
+            name += "recomputed" if recomputes else "kept"
+            if candidate.fits:
+                candidates.append((name, candidate))
+    candidates.sort(key=lambda named_plan: named_plan[1].time.total)
+    yield from candidates[:_NUM_LAYOUTS]
+
+
+def lines(
+    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
+) -> Iterator[str]:
+    """The plan as text."""
+    devices = plan.devices
+    yield (
+        f"{devices.count} x {devices.name}: {devices.memory_bytes / 1e9:.3g} GB, "
+        f"{devices.flops / 1e12:.3g} TFLOP/s, {devices.bytes_per_s / 1e9:.3g} GB/s "
+        f"({devices.source})"
+    )
+    for role, role_plan in plan.roles.items():
+        name = f"{role_plan.sizes.num_parameters / 1e6:.1f} M parameters"
+        state = "recomputed" if role_plan.recomputes else "kept"
+        yield f"{role}: {name}, {role_plan.layout.describe()}, activations {state}"
+    yield ""
+    yield "Memory of each rank, GB"
+    for phase in plan.phases:
+        yield f"  {phase.role.rpartition('.')[2]}, {phase.describe()}"
+    largest = plan.largest
+    share = largest.total / devices.memory_bytes
+    part = max(largest.parts, key=lambda name: largest.parts[name])
+    verdict = "fits" if plan.fits else "does not fit"
+    yield f"  {verdict}: {share:.0%} of a device, limited by {part} in {largest.name}"
+    budget = largest_budget(plan, lengths, sizes, itemsize)
+    words = "none fits" if budget is None else str(budget)
+    yield f"  largest ppo_max_token_len_per_gpu that fits: {words}"
+    yield ""
+    yield (
+        f"Time of a step, s (prompts of {lengths.prompt:g} tokens, responses of "
+        f"{lengths.response:g})"
+    )
+    for name, seconds in plan.time.phases.items():
+        yield f"  {name:<22}{seconds:10.3g}"
+    yield f"  {'all':<22}{plan.time.total:10.3g}, without grading and tools"
+    slowest = max(plan.time.phases, key=lambda name: plan.time.phases[name])
+    yield f"  limited by {slowest}; generation by {plan.time.limit_of_generation}"
+    efficiency = plan.time.efficiency
+    yield (
+        f"  assumed: {efficiency.products:.0%} of the products' peak, {efficiency.memory:.0%} of "
+        f"the bandwidth; {efficiency.source}"
+    )
+    yield ""
+    yield "Layouts that fit, the fastest first"
+    num_layouts = 0
+    for name, other in layouts(plan, lengths, sizes, itemsize):
+        num_layouts += 1
+        yield f"  {other.time.total:.3g} s, {other.largest.total / 1e9:.3g} GB: {name}"
+    if not num_layouts:
+        yield "  none: take more devices, a smaller model, an adapter, or fewer tokens"

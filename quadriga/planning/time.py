@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted time of each phase of a step.
+
+    generation   prefill, then steps of decoding: each reads all weights and the KV cache, and
+                 computes and samples one token of each sequence
+    passes       2 operations for each parameter and token, and attention
+    update       3 times a forward pass; 4 with recomputed activations; with an adapter 2 and 3
+
+Products reach a share of the peak that large matrices have, memory a share of its bandwidth. Both
+shares, and the time of a decode step's launches, are assumptions: `Efficiency` says from where.
+Grading, tools and environments are not predicted.
+
+Legend: P prompt tokens, R response tokens, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quadriga.config import Config
+from quadriga.config.explain import BatchPlan, needs_old_log_prob_pass, needs_reference
+from quadriga.config.placement import ACTOR, CRITIC
+from quadriga.planning.devices import Devices
+from quadriga.planning.phases import RolePlan
+from quadriga.planning.sizes import ModelSizes
+
+_LONGEST_FACTOR = 2.0  # longest response of a step, in mean responses
+_SAMPLING_PASSES = 4  # times that sampling reads or writes a float32 logit
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's peaks that phases reach.
+
+    Attributes:
+        products: share of the operations of large products, in updates and passes.
+        decoding: the same, for the products of a decode step.
+        memory: share of the memory's bandwidth.
+        decode_step_s: time of a decode step beside reading and computing.
+        source: where the shares come from.
+    """
+
+    products: float
+    decoding: float
+    memory: float
+    decode_step_s: float
+    source: str
+
+
+_ON_GPUS = Efficiency(
+    products=0.5,
+    decoding=0.5,
+    memory=0.7,
+    decode_step_s=1.6e-3,
+    source="updates and decode steps of a 1.5B model on an H100 (docs/evidence/performance.md)",
+)
+_ON_CPUS = Efficiency(
+    products=0.6,
+    decoding=0.5,
+    memory=0.7,
+    decode_step_s=5e-3,
+    source="assumed, not measured on this machine",
+)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Assumed mean lengths, in tokens.
+
+    Attributes:
+        prompt: P.
+        response: R.
+    """
+
+    prompt: float
+    response: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of a step, by phase, with the reason that limits generation."""
+
+    phases: Mapping[str, float]
+    limit_of_generation: str
+    efficiency: Efficiency
+
+    @property
+    def total(self) -> float:
+        """Seconds of the phases together."""
+        return sum(self.phases.values())
+
+
+def step_time(
+    config: Config, plans: Mapping[str, RolePlan], devices: Devices, lengths: Lengths
+) -> StepTime:
+    """Predict the time of a step in which all phases run one after the other.
+
+    Args:
+        config: the configuration.
+        plans: the trained roles.
+        devices: the devices of all of them.
+        lengths: assumed mean lengths.
+    """
+    efficiency = _ON_CPUS if devices.is_cpu else _ON_GPUS
+    actor = plans[ACTOR]
+    batch = BatchPlan(config)
+    num_sequences = batch.num_sequences / devices.count
+    num_prompts = batch.num_prompts / devices.count
+    if not config.actor_rollout_ref.actor.use_prefix_sharing:
+        num_prompts = num_sequences
+    num_predicted = num_sequences * lengths.response
+    num_tokens = num_prompts * lengths.prompt + num_predicted
+    squares = num_sequences * (lengths.prompt + lengths.response) ** 2
+    rate = devices.flops * efficiency.products
+
+    def forward_s(sizes: ModelSizes, *, has_head: bool) -> float:
+        head_tokens = num_predicted if has_head else 0.0
+        return forward_flops(sizes, num_tokens, head_tokens, squares) / rate
+
+    generation, limit = _generation_s(config, actor, devices, lengths, efficiency)
+    phases = {"generation": generation}
+    if needs_old_log_prob_pass(config):
+        phases["old log-probs"] = forward_s(actor.sizes, has_head=True)
+    if needs_reference(config):
+        phases["reference"] = forward_s(actor.sizes, has_head=True)
+    for role, plan in plans.items():
+        if role not in (ACTOR, CRITIC):
+            continue
+        is_adapted = role == ACTOR and config.actor_rollout_ref.model.has_adapter
+        num_passes = 2 if is_adapted else 3
+        if plan.recomputes:
+            num_passes += 1
+        section = config.critic if role == CRITIC else config.actor_rollout_ref.actor
+        pass_s = forward_s(plan.sizes, has_head=role == ACTOR)
+        name = "update of the critic" if role == CRITIC else "update"
+        if role == CRITIC:
+            phases["values"] = pass_s
+        seconds = num_passes * pass_s * section.ppo_epochs
+        phases[name] = seconds + _exchange_s(plan, devices) * section.ppo_epochs
+    if not actor.layout.is_whole or config.async_training.enable:
+        weight_bytes = actor.sizes.num_parameters * actor.itemsize
+        phases["weight sync"] = weight_bytes / devices.link_bytes_per_s
+    return StepTime(phases, limit, efficiency)
+
+
+def forward_flops(
+    sizes: ModelSizes, num_tokens: float, num_predicted: float, squares: float
+) -> float:
+    """Operations of a forward pass; see `quadriga.models.flops.ModelCost`.
+
+    Args:
+        sizes: the model.
+        num_tokens: tokens of the layers.
+        num_predicted: tokens of the vocabulary head.
+        squares: sum of the squared lengths of the sequences.
+    """
+    layers = 2.0 * sizes.matrix_parameters * num_tokens
+    head = 2.0 * sizes.table_parameters * num_predicted
+    return layers + head + 2.0 * sizes.num_layers * sizes.queries * squares
+
+
+def _exchange_s(plan: RolePlan, devices: Devices) -> float:
+    """Seconds in which ranks sum gradients and gather weights, if nothing overlaps."""
+    if devices.count == 1:
+        return 0.0
+    num_bytes = plan.sizes.num_parameters * 4.0
+    if not plan.layout.is_whole:
+        # Weights are gathered before the forward and before the backward pass.
+        num_bytes += 2 * plan.sizes.num_parameters * plan.itemsize
+    return num_bytes / devices.link_bytes_per_s
+
+
+def _generation_s(
+    config: Config, plan: RolePlan, devices: Devices, lengths: Lengths, efficiency: Efficiency
+) -> tuple[float, str]:
+    """Seconds of generation, and what takes most of a decode step."""
+    sizes = plan.sizes
+    rollout = config.actor_rollout_ref.rollout
+    group_size = rollout.tensor_model_parallel_size
+    num_engines = max(1, devices.count // group_size)
+    batch = BatchPlan(config)
+    num_sequences = batch.num_sequences / num_engines
+    num_prompts = batch.num_prompts / num_engines
+    num_running = min(float(rollout.max_num_seqs), num_sequences)
+    longest = min(config.data.max_response_length, _LONGEST_FACTOR * lengths.response)
+    num_steps = max(longest, num_sequences * lengths.response / num_running)
+    num_new_tokens = num_sequences * lengths.response
+
+    bandwidth = devices.bytes_per_s * efficiency.memory * group_size
+    rate = devices.flops * efficiency.decoding * group_size
+    prompt_tokens = num_prompts * lengths.prompt
+    prefill = (
+        forward_flops(sizes, prompt_tokens, num_prompts, prompt_tokens * lengths.prompt) / rate
+    )
+    token_bytes = 2.0 * sizes.num_layers * sizes.keys * plan.itemsize
+    mean_length = lengths.prompt + lengths.response / 2
+    parts = {
+        "weights": num_steps * sizes.num_parameters * plan.itemsize / bandwidth,
+        "products": num_new_tokens * forward_flops(sizes, 1, 1, 0) / rate,
+        "KV cache": num_new_tokens * mean_length * token_bytes / bandwidth,
+        "sampling": num_new_tokens * _SAMPLING_PASSES * 4.0 * sizes.vocabulary / bandwidth,
+        "launches": num_steps * efficiency.decode_step_s,
+    }
+    limit = max(parts, key=lambda name: parts[name])
+    return prefill + sum(parts.values()), limit

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted memory of a trained role at its start: gradient checkpointing, and the check."""
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from quadriga.config import Config, Layout
+from quadriga.config.placement import (
+    ACTOR,
+    CRITIC,
+    DISTILLATION,
+    POLICIES,
+    arranged_roles,
+    asked_roles,
+    role_pools,
+)
+from quadriga.errors import ConfigError
+from quadriga.models.load import load_config
+from quadriga.planning.module_sizes import module_sizes
+from quadriga.planning.phases import Phase, RolePlan, phases
+from quadriga.planning.sizes import ModelSizes
+
+logger = logging.getLogger(__name__)
+KEY = "trainer.check_memory"
+
+_RECOMPUTE_SHARE = 0.9  # of the device: the rest is for the allocator's holes and CUDA's context
+_WARN_SHARE = 0.95
+_REFUSE_SHARE = 1.15
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """Setting that saves memory of a role, and its reason.
+
+    Attributes:
+        recomputes: whether activations are recomputed (gradient checkpointing).
+        description: predicted peaks and the reason, to be printed; "" on a CPU.
+    """
+
+    recomputes: bool
+    description: str = ""
+
+
+def choose_memory(
+    config: Config,
+    role: str,
+    model: PreTrainedModel,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> MemoryChoice:
+    """Choose whether a trained role recomputes activations, and check that its phases fit.
+
+    Args:
+        config: the configuration.
+        role: key of the role's section.
+        model: its model, which may be on "meta".
+        layout: arrangement of its ranks.
+        dtype: dtype that computes.
+        device: device of this rank.
+
+    Raises:
+        ConfigError: the phases do not fit, and `trainer.check_memory` is `refuse`.
+    """
+    section = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
+    setting = section.enable_gradient_checkpointing
+    if device.type != "cuda":
+        return MemoryChoice(setting is True)
+    device_bytes = float(torch.cuda.mem_get_info(device)[1])
+    plan = RolePlan(module_sizes(model), layout, dtype.itemsize, recomputes=setting is True)
+    if plan.unknown_part:
+        return _choose_unpredicted(config, role, plan, device_bytes)
+
+    plans = {role: plan, **_plans_beside(config, role, dtype.itemsize)}
+    predicted = phases(config, plans, role, device_bytes)
+    reason = "as configured"
+    recomputes = plan.recomputes
+    if setting == "auto":
+        peak = max(phase.total for phase in predicted)
+        recomputes = peak > _RECOMPUTE_SHARE * device_bytes
+        reason = f"activations kept, the peak is {peak / 1e9:.3g} GB"
+        plans[role] = replace(plan, recomputes=recomputes)
+        predicted = phases(config, plans, role, device_bytes)
+    largest = max(predicted, key=lambda phase: phase.total)
+    _check(config, role, largest, device_bytes)
+    state = "on" if recomputes else "off"
+    texts = [phase.describe() for phase in predicted]
+    texts.append(f"gradient checkpointing {state} ({reason}, of {device_bytes / 1e9:.3g} GB)")
+    return MemoryChoice(recomputes, "; ".join(texts))
+
+
+def _choose_unpredicted(
+    config: Config, role: str, plan: RolePlan, device_bytes: float
+) -> MemoryChoice:
+    """Choose for a model or layout that the formulas do not cover; its state alone is known."""
+    model = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
+    is_adapted = role == ACTOR and config.actor_rollout_ref.model.has_adapter
+    state = plan.layout.state_bytes(
+        0, plan.sizes.num_parameters, plan.itemsize, is_trained=not is_adapted
+    )
+    if not plan.layout.has_own_modules and state >= _WARN_SHARE * device_bytes:
+        _warn(config, f"weights and optimizer of {role} alone", state, device_bytes)
+    recomputes = model.enable_gradient_checkpointing is not False
+    reason = "as configured"
+    if model.enable_gradient_checkpointing == "auto":
+        reason = f"the memory of an update is not predicted for {plan.unknown_part}"
+    return MemoryChoice(
+        recomputes, f"gradient checkpointing {'on' if recomputes else 'off'} ({reason})"
+    )
+
+
+def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:
+    """Plans of the other roles whose ranks have the same devices."""
+    pools = role_pools(config.trainer, asked_roles(config))
+    pool_of_role = {CRITIC: pools.get("critic"), "reward_model": pools.get("reward_model")}
+    pool_of_role[DISTILLATION] = pools.get("teacher")
+    pool_of_role[ACTOR] = next((pools[name] for name in POLICIES if name in pools), None)
+    has_critic = role == CRITIC or config.algorithm.adv_estimator == "gae"
+    model = config.actor_rollout_ref.model
+    paths = {
+        ACTOR: model.path,
+        CRITIC: config.critic.model.path or model.path,
+        "reward_model": config.reward_model.model.path,
+    }
+    if config.distillation.enable:
+        paths[DISTILLATION] = next(iter(config.distillation.loaded.values()), None)
+    plans = {}
+    for where, section, size in arranged_roles(config, has_critic=has_critic):
+        path = paths.get(where)
+        if where == role or not path or pool_of_role[where] != pool_of_role[role]:
+            continue
+        settings = config.actor_rollout_ref.actor.megatron_if_chosen
+        text = load_config(path, trust_remote_code=model.trust_remote_code).to_dict()
+        sizes = ModelSizes.from_config(text, path)
+        plans[where] = RolePlan(sizes, section.layout(size, where, settings), itemsize)
+    return plans
+
+
+def _check(config: Config, role: str, phase: Phase, device_bytes: float) -> None:
+    """Warn about a phase that may not fit; refuse one that cannot."""
+    share = phase.total / device_bytes
+    if share < _WARN_SHARE or config.trainer.check_memory == "off":
+        return
+    if share <= _REFUSE_SHARE or config.trainer.check_memory == "warn":
+        _warn(config, f"{role}, {phase.name}", phase.total, device_bytes)
+        return
+    raise ConfigError(
+        role,
+        got=f"{phase.describe()}, predicted on a device with {device_bytes / 1e9:.3g} GB",
+        expected=f"at most {_REFUSE_SHARE:g} times the device's memory",
+        fix="Lower ppo_max_token_len_per_gpu, train an adapter (lora_rank), let more ranks share "
+        f"the weights (fsdp_size), or offload (param_offload, optimizer_offload). {KEY}=warn starts"
+        " the run all the same.",
+    )
+
+
+def _warn(config: Config, where: str, num_bytes: float, device_bytes: float) -> None:
+    if config.trainer.check_memory == "off":
+        return
+    logger.warning(
+        "%s: got a predicted peak of %.3g GB on a device with %.3g GB, expected at most %.3g GB. "
+        "The run may end for lack of memory; docs/troubleshooting.md lists what lowers it.",
+        where,
+        num_bytes / 1e9,
+        device_bytes / 1e9,
+        _WARN_SHARE * device_bytes / 1e9,
+    )
