@@ -93,8 +93,9 @@ def dead_signals(batch: DataProto, rollout_data_dir: str | None = None) -> dict[
     for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
         scores_of_group[uid].add(score)
     groups = list(scores_of_group.values())
-    # With one response per prompt, the batch is the group.
-    if len(groups) == len(scores):
+    # With one rollout per prompt, the batch is the group.
+    num_rollouts = len(set(batch.non_tensor_batch.get("rollout_id", range(len(scores)))))
+    if len(groups) == num_rollouts:
         groups = [set(scores)]
     if len(scores) > 1 and all(len(group) == 1 for group in groups):
         advice = "trainer.rollout_data_dir=DIR writes them."

@@ -24,8 +24,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.kl import PENALTY_FIELDS, apply_kl_penalty, get_kl_controller
 from quadriga.algorithms.masked import log_prob_mismatch
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
@@ -55,6 +57,7 @@ from quadriga.trainer.responses import (
     generate_responses,
     grade,
     prompt_rows,
+    rollout_numbers,
     sample_rows,
     write_samples,
 )
@@ -329,8 +332,9 @@ class RayPPOTrainer(TrainingLoop):
                     prompts.non_tensor_batch,
                     {**prompts.meta_info, "do_sample": False},
                 )
-                baselines = grade(self.reward, self.respond(greedy, 1)).scores.sum(-1)
-                prompts.batch["reward_baselines"] = baselines
+                responses = self.respond(greedy, 1)
+                scores = grade(self.reward, responses).scores.sum(-1)
+                prompts.batch["reward_baselines"] = rollout_means(scores, responses)
         with self.timer.phase("gen"):
             return self.respond(prompts, self.config.actor_rollout_ref.rollout.n)
 
@@ -458,12 +462,22 @@ class RayPPOTrainer(TrainingLoop):
         if not algorithm.use_pf_ppo:
             return batch
         # The sample must not depend on how the rows are arranged for the ranks.
-        order = batch.batch["row_index"].argsort()
-        scores = batch.batch["token_level_scores"].sum(-1)[order]
+        ordered = batch.select_idxs(batch.batch["row_index"].argsort())
+        scores = rollout_means(ordered.batch["token_level_scores"].sum(-1), ordered)
         seed = self.config.trainer.seed + self.global_steps
-        rows = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=seed)
-        sample = batch.select_idxs(order[rows])
+        drawn = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=seed)
+        rows_of_rollout: list[list[int]] = [[] for _ in scores]
+        for row, rollout in enumerate(rollout_numbers(ordered)):
+            rows_of_rollout[rollout].append(row)
+        rows = []
+        numbers = []
+        for number, rollout in enumerate(drawn.tolist()):
+            rows += rows_of_rollout[rollout]
+            numbers += [number] * len(rows_of_rollout[rollout])
+        sample = ordered.select_idxs(rows)
         sample.batch["row_index"] = torch.arange(len(sample))
+        if "rollout_index" in sample.batch.keys():
+            sample.batch["rollout_index"] = torch.tensor(numbers)
         return sample
 
     # After the update
@@ -572,4 +586,14 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
     for part in parts:
         part.batch["row_index"] = part.batch["row_index"] + num_before
         num_before += len(part)
+        # Numbers of one mini-batch, which no step reads after its update.
+        part.batch.pop("rollout_index", None)
     return DataProto.concat(parts)
+
+
+def rollout_means(values: torch.Tensor, rows: DataProto) -> torch.Tensor:
+    """Mean of values [B] over the rows of each rollout, [rollouts]."""
+    numbers = torch.tensor(rollout_numbers(rows))
+    groups = Groups.of(numbers, values)
+    _, first_rows = np.unique(numbers.numpy(), return_index=True)
+    return groups.mean(values)[torch.from_numpy(first_rows)]

@@ -34,6 +34,7 @@ class Given(RayPPOTrainer):
         self.memory = EstimatorMemory()
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.estimator = choose_estimator("grpo", {}, dict(config.algorithm)).function
+        self.memory = EstimatorMemory()
 
     def sample_groups(self) -> DataProto:
         return self.given
