@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts with several rows, through a whole run: they stay together, and the numbers do not depend on the way there."""
+"""Rollouts with several rows in whole runs: rows stay together, and each way to them gives the same numbers."""
 
 import json
 from collections.abc import Callable
