@@ -27,7 +27,7 @@ import torch
 from quadriga.config import ActorConfig
 from quadriga.partition import Parts
 from quadriga.protocol import DataProto
-from quadriga.trainer.responses import has_larger_rollouts, rollout_numbers
+from quadriga.trainer.rollout_rows import has_larger_rollouts, rollout_numbers
 
 # A swap that shortens the longest share by less than this part of it is not worth making.
 WORTHWHILE = 1e-3

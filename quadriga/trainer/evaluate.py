@@ -42,13 +42,9 @@ from quadriga.rewards.registry import load_reward_manager
 from quadriga.rewards.samples import SampleManager, Samples, ground_truth, policy_text
 from quadriga.trainer.build import build_reward, build_tokenizer, build_val_loader, frozen_workers
 from quadriga.trainer.prompts import assign_row_uids
-from quadriga.trainer.responses import (
-    ModelReward,
-    generate_responses,
-    repeat_prompts,
-    rollout_numbers,
-)
+from quadriga.trainer.responses import ModelReward, generate_responses, repeat_prompts
 from quadriga.trainer.roles import Role
+from quadriga.trainer.rollout_rows import rollout_numbers
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.settings import CONFIGURATION, CONTENT, Settings
 from quadriga.trainer.validate import Validator, interval, means, sample_values

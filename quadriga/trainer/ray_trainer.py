@@ -57,13 +57,13 @@ from quadriga.trainer.responses import (
     generate_responses,
     grade,
     prompt_rows,
-    rollout_numbers,
     sample_rows,
     write_samples,
 )
 from quadriga.trainer.roles import Needs, configured_estimator
 from quadriga.trainer.rollout_cache import RolloutCache
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
+from quadriga.trainer.rollout_rows import rollout_numbers, scored_rows, with_turn_rewards
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, TeacherWorker
 from quadriga.workers.base import MODEL_OBJECTS, UpdateInputs, model_inputs
@@ -412,10 +412,15 @@ class RayPPOTrainer(TrainingLoop):
         algorithm = self.config.algorithm
         with self.timer.phase("adv"):
             rewards = batch.batch["token_level_scores"]
+            if "turn_rewards" in batch.non_tensor_batch:
+                rewards = with_turn_rewards(rewards, batch)
             # Updates the coefficient of the next batch, too.
             if algorithm.use_kl_in_reward:
                 rewards, metrics = apply_kl_penalty(
-                    **{name: batch.batch[name] for name in PENALTY_FIELDS},
+                    **{
+                        **{name: batch.batch[name] for name in PENALTY_FIELDS},
+                        "token_level_scores": rewards,
+                    },
                     kl_ctrl=self.kl_controller,
                     kind=algorithm.kl_penalty,
                 )
@@ -441,7 +446,13 @@ class RayPPOTrainer(TrainingLoop):
         """Add `advantages` and `returns` [B, T]; they are 0 if no reward is learned from."""
         with self.timer.phase("adv"):
             if learns_from_rewards(self.config):
-                fields = {**dict(batch.batch.items()), **batch.non_tensor_batch}
+                is_scored = scored_rows(batch)
+                scored = batch
+                if not is_scored.all():
+                    # Rows without a score are neither learned from nor part of a baseline.
+                    batch.batch["response_mask"] = batch.batch["response_mask"] * is_scored[:, None]
+                    scored = batch.select_idxs(is_scored)
+                fields = {**dict(scored.batch.items()), **scored.non_tensor_batch}
                 # Estimators call the environment of a row `data_source`, whatever the data do.
                 source = self.config.data.reward_fn_key
                 if source in fields:
@@ -449,6 +460,9 @@ class RayPPOTrainer(TrainingLoop):
                 advantages, returns = estimate_advantages(
                     self.estimator, fields, self.memory.values
                 )
+                if scored is not batch:
+                    advantages = _scattered(advantages, is_scored)
+                    returns = _scattered(returns, is_scored)
             else:
                 # Distillation alone: the loss has no term with advantages.
                 advantages = torch.zeros_like(batch.batch["token_level_rewards"])
@@ -589,6 +603,13 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
         # Numbers of one mini-batch, which no step reads after its update.
         part.batch.pop("rollout_index", None)
     return DataProto.concat(parts)
+
+
+def _scattered(values: torch.Tensor, is_chosen: torch.Tensor) -> torch.Tensor:
+    """Values [b, T] of the chosen rows as [B, T], 0 in the other rows."""
+    scattered = values.new_zeros(len(is_chosen), values.shape[1])
+    scattered[is_chosen] = values
+    return scattered
 
 
 def rollout_means(values: torch.Tensor, rows: DataProto) -> torch.Tensor:

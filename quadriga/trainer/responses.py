@@ -36,6 +36,7 @@ from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
 from quadriga.rewards.by_name import ROW
 from quadriga.trainer.metrics import spread
 from quadriga.trainer.rollout_pool import RolloutPool
+from quadriga.trainer.rollout_rows import has_larger_rollouts, rollout_numbers, scored_rows
 from quadriga.workers import ActorRolloutRefWorker, RewardModelWorker
 from quadriga.workers.base import (
     CHAT_OBJECTS,
@@ -97,18 +98,6 @@ def with_prompt_columns(rows: DataProto, responses: DataProto) -> DataProto:
     for name in set(MODEL_OBJECTS) & responses.non_tensor_batch.keys():
         columns.non_tensor_batch.pop(name, None)
     return columns.union(responses)
-
-
-def rollout_numbers(rows: DataProto) -> list[int]:
-    """Number of each row's rollout, [B], in the order in which rollouts first appear."""
-    ids = rows.non_tensor_batch.get(ROLLOUT_ID, range(len(rows)))
-    numbers: dict[Any, int] = {}
-    return [numbers.setdefault(rollout_id, len(numbers)) for rollout_id in ids]
-
-
-def has_larger_rollouts(rows: DataProto) -> bool:
-    """Whether a rollout has several rows."""
-    return len(set(rollout_numbers(rows))) < len(rows)
 
 
 def rollout_inputs(rows: DataProto, config: Config) -> DataProto:
@@ -184,7 +173,9 @@ def sample_rows(
     columns = batch.non_tensor_batch
     width = tensors["responses"].shape[1]
     masks = tensors["attention_mask"].bool()
-    scores = tensors["token_level_scores"].sum(-1).tolist()
+    scores: list[float | None] = tensors["token_level_scores"].sum(-1).tolist()
+    for row in (~scored_rows(batch)).nonzero().flatten().tolist():
+        scores[row] = None
     own_names = columns.keys() - RESERVED - _NOT_OF_ROW
     own_names -= {config.reward_fn_key, config.image_key, config.video_key}
     optional_names = [name for name in ("num_turns", "finish_reason") if name in columns]

@@ -26,12 +26,8 @@ from quadriga.errors import DataError, ProtocolError
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
-from quadriga.trainer.responses import (
-    ROLLOUT_ID,
-    repeat_prompts,
-    rollout_numbers,
-    without_passing,
-)
+from quadriga.trainer.responses import repeat_prompts, without_passing
+from quadriga.trainer.rollout_rows import ROLLOUT_ID, rollout_numbers
 from quadriga.workers.base import MODEL_OBJECTS
 
 _NAME = re.compile(r"(\d+)_(\d+)(_greedy)?\.answers")

@@ -150,6 +150,8 @@ class Conversation:
     routes: np.ndarray | None = None
     # Further facts from a loop, for `extra_info` of the score function.
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    # Rewards of the model's turns, in order; the score has them all. Empty: only the score counts.
+    turn_rewards: list[float] = field(default_factory=list)
     # States of an environment by number of the model's turn, counted from 0.
     states: dict[int, str] = field(default_factory=dict)
     # A grade from the loop itself. None: the conversation is graded like others.

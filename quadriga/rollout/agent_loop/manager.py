@@ -470,7 +470,8 @@ def to_batch(
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`,
         `token_versions` [B, T], `input_ids`, `attention_mask` [B, P + T], `position_ids`
         [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`, `finish_reason`, `tool_rewards`,
-        `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`, `agent`, if the prompts
+        `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`,
+        `turn_rewards`, `agent`, if the prompts
         have it `rollout_id`, if graded `reward_outcome`, and with a processor
         `multi_modal_inputs`.
     """
@@ -510,6 +511,7 @@ def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray
         "solution_messages": object_array(chat.solution_messages for chat in chats),
         "turn_spans": object_array(chat.turn_spans for chat in chats),
         "turn_states": object_array(chat.turn_states for chat in chats),
+        "turn_rewards": object_array(chat.turn_rewards for chat in chats),
         "agent": object_array(chat.agent for chat in chats),
     }
 

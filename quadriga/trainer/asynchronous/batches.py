@@ -77,8 +77,8 @@ from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, writ
 from quadriga.trainer.asynchronous.staleness import measure_staleness, token_versions
 from quadriga.trainer.asynchronous.streams import Pause, Stream, StreamPool, StreamWorkers
 from quadriga.trainer.prompts import PromptStream
-from quadriga.trainer.responses import rollout_numbers
 from quadriga.trainer.rollout_pool import WeightPublisher
+from quadriga.trainer.rollout_rows import rollout_numbers
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.stream import GenerationStream, UnderWay
 
