@@ -50,6 +50,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.masked import MAX_LOG_RATIO, masked_mean, masked_sum, zero_outside
 
 Level = Literal["token", "sequence"]
@@ -79,7 +80,8 @@ def correct_rollout(
 
     Args:
         columns: `old_log_probs`, `rollout_log_probs` and `response_mask` of the whole batch,
-            [B, T] each.
+            [B, T] each. If rollouts have several rows, `rollout_index` [B] has their numbers: a
+            rule on responses rejects rollouts as a whole.
         correction: section `algorithm.rollout_correction`; its `bypass_mode`, `rollout_is`,
             `weight_bounds`, `rollout_is_batch_normalize` and `rejections` are read.
 
@@ -115,7 +117,9 @@ def correct_rollout(
 
     if correction.rejections and not correction.bypass_mode:
         rules = [Rejection(*rule) for rule in correction.rejections]
-        corrected["response_mask"], rejection_metrics = keep_mask(log_ratio, mask, rules)
+        corrected["response_mask"], rejection_metrics = keep_mask(
+            log_ratio, mask, rules, columns.get("rollout_index")
+        )
         metrics |= rejection_metrics
     return corrected, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
@@ -226,7 +230,10 @@ def weight_metrics(
 
 
 def keep_mask(
-    log_ratio: Tensor, response_mask: Tensor, rules: Sequence[Rejection]
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rules: Sequence[Rejection],
+    rollout_index: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Mask of the tokens that pass every rejection rule.
 
@@ -234,6 +241,8 @@ def keep_mask(
         log_ratio: log p_train - log p_rollout, [B, T].
         response_mask: [B, T].
         rules: rules that a token must pass.
+        rollout_index: number of each row's rollout, [B]. A response that a rule rejects takes the
+            other rows of its rollout along. None: every row is a rollout.
 
     Returns:
         The mask, [B, T] in the dtype of `response_mask`, 0 on rejected tokens; and metrics, none
@@ -260,6 +269,10 @@ def keep_mask(
         passes = is_within_limits | ~mask
         if rule.level == "seq_max":
             passes = passes.all(-1, keepdim=True).expand(mask.shape)
+        if rollout_index is not None and rule.level != "token":
+            rollouts = Groups.of(rollout_index, mask)
+            of_rollout = rollouts.smallest(passes.all(-1).float()).bool()
+            passes = of_rollout[:, None].expand(mask.shape)
         passes_all = passes_all & passes
         if has_tokens:
             metrics |= _rule_metrics(rule, statistic, passes, mask)

@@ -41,7 +41,7 @@ class MicroBatching:
 class Passes:
     """Division of a batch into optimizer steps, and the number of passes over it."""
 
-    mini_batch_size: int  # rows of an optimizer step, over all ranks; the last may have fewer
+    mini_batch_size: int  # rollouts of an optimizer step, over all ranks; the last may have fewer
     num_epochs: int  # passes over the batch
     micro: MicroBatching
     shuffle_seed: int | None = None  # shuffles rows before each pass; None keeps their order
@@ -54,7 +54,7 @@ class Passes:
 
         Args:
             config: the section.
-            rows_per_prompt: rows for each prompt that `ppo_mini_batch_size` counts.
+            rows_per_prompt: rollouts of each prompt that `ppo_mini_batch_size` counts.
             step: training step; each has its own shuffles.
             share_prompts: whether rows with the same prompt compute it once.
 
@@ -78,9 +78,12 @@ def mini_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Divide a batch into the mini-batches of all passes, equally many on every rank.
 
+    The rows of a rollout are in the same mini-batch.
+
     Args:
         data: rows of this rank. The column `row_index` [B] has their numbers in the whole batch; by
-            default numbers continue from rank to rank.
+            default numbers continue from rank to rank. The column `rollout_index` [B] has the
+            numbers of their rollouts; by default every row is a rollout.
         replicas: ranks with the other rows.
         passes: sizes and number of passes.
 
@@ -106,17 +109,27 @@ def mini_batches(
                 expected=f"each number from 0 to {num_all - 1} once",
                 fix="Number the rows after the last one was added or removed.",
             )
+    rollouts = numbers
+    num_rollouts = num_all
+    row_places = 1  # places of a rollout
+    if "rollout_index" in data.batch.keys():
+        rollouts = data.batch["rollout_index"].cpu()
+        num_rollouts = 1 + max(replicas.gather(max(rollouts.tolist(), default=-1)))
+        row_places = num_all
     for epoch in range(passes.num_epochs):
-        places = numbers
+        places = rollouts
         if passes.shuffle_seed is not None:
             generator = torch.Generator().manual_seed(passes.shuffle_seed + epoch)
-            order = torch.randperm(num_all, generator=generator)
-            # The inverse permutation: where each row number comes in the shuffled order.
-            place_of = torch.empty_like(order).scatter_(0, order, torch.arange(num_all))
-            places = place_of[numbers]
+            order = torch.randperm(num_rollouts, generator=generator)
+            # The inverse permutation: where each rollout comes in the shuffled order.
+            place_of = torch.empty_like(order).scatter_(0, order, torch.arange(num_rollouts))
+            places = place_of[rollouts]
+        if row_places > 1:
+            # Rows of a rollout are in the order of their numbers.
+            places = places * row_places + numbers
         sorted_places, sorted_rows = places.sort()
-        for start in range(0, num_all, passes.mini_batch_size):
-            ends = torch.tensor([start, start + passes.mini_batch_size])
+        for start in range(0, num_rollouts, passes.mini_batch_size):
+            ends = torch.tensor([start, start + passes.mini_batch_size]) * row_places
             first, last = torch.searchsorted(sorted_places, ends).tolist()
             yield sorted_rows[first:last], sorted_places[first:last]
 

@@ -18,8 +18,14 @@ _MAX_SHOWN_CHARS = 80
 
 # "graded" has a score. The others say why there is none: the grader "raised"; it returned something
 # "invalid"; it took too long ("timeout"); its process "died"; the sample was not graded at all
-# ("skipped"); a built-in grader's process reached the CPU limit ("ungradable").
-Kind = Literal["graded", "raised", "invalid", "timeout", "died", "skipped", "ungradable"]
+# ("skipped"); a built-in grader's process reached the CPU limit ("ungradable"); the sample has no
+# score on purpose ("unscored"), which is no failure.
+Kind = Literal[
+    "graded", "raised", "invalid", "timeout", "died", "skipped", "ungradable", "unscored"
+]
+
+UNSCORED = "unscored"
+"""Entry of `RewardOutput.extra`: whether a sample has no score on purpose."""
 
 UNGRADABLE = "ungradable"
 """Entry of `Outcome.extra`: why a built-in grader could not evaluate a response.
@@ -30,7 +36,8 @@ Such a response gets the score of a wrong one."""
 class Outcome(NamedTuple):
     """The grade of one sample.
 
-    `error` is empty exactly when `kind` is "graded"; otherwise the score is 0.
+    `error` is empty exactly when `kind` is "graded" or "unscored". A sample that is not graded has
+    the score 0, and one that is unscored is left out of baselines and of the loss.
     """
 
     score: float
@@ -61,7 +68,10 @@ def raised(error: BaseException) -> Outcome:
 
 
 def read_outcome(returned: Any) -> Outcome:
-    """Read the result of a score function: a number, or a dict with the number as "score"."""
+    """Read the result of a score function: a number, or a dict with the number as "score".
+
+    A dict whose "score" is None leaves the sample unscored.
+    """
     value = returned
     extra: dict[str, Any] = {}
     subject = "the score function returned"
@@ -73,6 +83,8 @@ def read_outcome(returned: Any) -> Outcome:
         subject = "the score function's dict has as 'score'"
         extra = {str(name): _plain(entry) for name, entry in returned.items() if name != "score"}
 
+    if value is None and isinstance(returned, Mapping):
+        return Outcome(0.0, extra, "", "unscored")
     number = value
     if hasattr(value, "item") and math.prod(value.shape) == 1:
         number = value.item()

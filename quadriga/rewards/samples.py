@@ -26,7 +26,7 @@ from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.fields import FIELDS
-from quadriga.rewards.outcome import UNGRADABLE, Outcome
+from quadriga.rewards.outcome import UNGRADABLE, UNSCORED, Outcome
 from quadriga.rewards.pool import Round
 from quadriga.rewards.registry import Grading, RewardManager, RewardOutput
 from quadriga.rewards.scoring import POLICY_TEXT
@@ -351,7 +351,7 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
     metrics = _error_metrics(outcomes)
     extra = {ERROR_COLUMN: object_array(outcome.error for outcome in outcomes)}
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
-    taken_names = names.keys() & {ERROR_COLUMN, *FIELDS}
+    taken_names = names.keys() & {ERROR_COLUMN, UNSCORED, *FIELDS}
     if taken_names:
         raise RewardError(
             "score function",
@@ -365,6 +365,12 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         if values and all(isinstance(value, Real) for value in values):
             mean = math.fsum(values) / len(values)
             metrics[f"reward/extra/{name}"] = Metric(mean, "mean", weight=len(values))
+    is_unscored = [outcome.kind == UNSCORED for outcome in outcomes]
+    if any(is_unscored):
+        extra[UNSCORED] = object_array(is_unscored)
+        metrics["reward/unscored"] = Metric(sum(is_unscored), "sum")
+        if all(is_unscored):
+            raise RewardError("reward", got="no sample with a score", expected="at least one")
     return RewardOutput(scores, extra, metrics)
 
 

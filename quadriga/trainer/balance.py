@@ -27,6 +27,7 @@ import torch
 from quadriga.config import ActorConfig
 from quadriga.partition import Parts
 from quadriga.protocol import DataProto
+from quadriga.trainer.rollout_rows import has_larger_rollouts, rollout_numbers
 
 # A swap that shortens the longest share by less than this part of it is not worth making.
 WORTHWHILE = 1e-3
@@ -93,11 +94,13 @@ def order_for_ranks(
 ) -> dict[str, float]:
     """Number the rows in `row_index` and arrange them so that equal chunks are equal work.
 
+    If a rollout has several rows, `rollout_index` numbers the rollouts.
+
     Args:
         batch: prompts with responses, [B]; it is changed in place. With one rank the rows keep
             their order.
         num_ranks: number of data-parallel ranks.
-        responses_per_prompt: responses to each prompt.
+        responses_per_prompt: rollouts of each prompt.
         config: the actor's section, whose mini-batches are to be even.
         cost: costs of the actor's model.
 
@@ -105,6 +108,8 @@ def order_for_ranks(
         Metrics `balance/...`.
     """
     batch.batch["row_index"] = torch.arange(len(batch))
+    if has_larger_rollouts(batch):
+        batch.batch["rollout_index"] = torch.tensor(rollout_numbers(batch))
     if num_ranks == 1:
         return {}
     attention = batch.batch["attention_mask"]
@@ -120,8 +125,9 @@ def order_for_ranks(
     rows = [cost.row(*facts) for facts in zip(*columns, strict=True)]
 
     mini_batch_size = config.ppo_mini_batch_size * responses_per_prompt
-    if config.shuffle:
-        # Each pass shuffles differently, so only the batch as a whole can be even.
+    if config.shuffle or "rollout_index" in batch.batch.keys():
+        # Passes shuffle differently, and mini-batches of rollouts differ in their number of rows:
+        # only the batch as a whole can be even.
         mini_batch_size = len(batch)
     result = balance(rows, num_ranks, mini_batch_size)
     batch.reorder(result.order)

@@ -45,6 +45,7 @@ from quadriga.trainer.build import build_reward, build_tokenizer, build_val_load
 from quadriga.trainer.prompts import assign_row_uids
 from quadriga.trainer.responses import ModelReward, generate_responses, repeat_prompts
 from quadriga.trainer.roles import Role
+from quadriga.trainer.rollout_rows import rollout_numbers
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.settings import CONFIGURATION, CONTENT, Settings
 from quadriga.trainer.validate import Validator, interval, means, sample_values
@@ -200,14 +201,17 @@ def texts_of(tokenizer: Any, responses: DataProto, num_samples: int) -> list[lis
 
     Args:
         tokenizer: the tokenizer of the policy.
-        responses: `responses` and `response_mask` [prompts * num_samples, T].
-        num_samples: responses to each prompt.
+        responses: `responses` and `response_mask` [B, T] of prompts * num_samples rollouts.
+        num_samples: rollouts of each prompt.
 
     Returns:
-        The texts of each prompt.
+        The texts of each prompt, those of the first row of each rollout.
     """
     rows = zip(responses.batch["responses"], responses.batch["response_mask"].bool(), strict=True)
-    texts = [policy_text(tokenizer, tokens.tolist(), mask.tolist()) for tokens, mask in rows]
+    texts = []
+    for number, (tokens, mask) in zip(rollout_numbers(responses), rows, strict=True):
+        if number == len(texts):
+            texts.append(policy_text(tokenizer, tokens.tolist(), mask.tolist()))
     return [texts[start : start + num_samples] for start in range(0, len(texts), num_samples)]
 
 

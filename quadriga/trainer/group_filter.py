@@ -25,6 +25,7 @@ from quadriga.config import Config
 from quadriga.errors import DataError, RewardError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
+from quadriga.trainer.rollout_rows import scored_rows
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,11 @@ def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
         RewardError: no row has the metric, or a row's metric is not a number.
     """
     if metric in SCORE_NAMES:
-        return batch.batch["token_level_scores"].sum(-1).tolist()
+        scores = batch.batch["token_level_scores"].sum(-1).tolist()
+        is_scored = scored_rows(batch).tolist()
+        return [
+            score if has_score else None for score, has_score in zip(scores, is_scored, strict=True)
+        ]
     extras = batch.non_tensor_batch["reward_extra"]
     values = [extra.get(metric) for extra in extras]
     for value in values:

@@ -19,6 +19,7 @@ from quadriga.protocol import DataProto
 # Their old place, from which users' files may import them.
 from quadriga.trainer.asynchronous.staleness import measure_staleness as measure_staleness
 from quadriga.trainer.asynchronous.staleness import token_versions as token_versions
+from quadriga.trainer.rollout_rows import scored_rows
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,10 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
 
     # An aborted response is empty. Its score belongs to no tokens, so it counts only if all are.
     has_tokens = response_lengths > 0
-    is_counted = has_tokens if has_tokens.any() else ~has_tokens
+    is_scored = scored_rows(batch).to(has_tokens.device)
+    is_counted = has_tokens & is_scored
+    if not is_counted.any():
+        is_counted = is_scored
     metrics = spread("critic/score", tensors["token_level_scores"].sum(-1)[is_counted])
     metrics |= spread("critic/rewards", tensors["token_level_rewards"].sum(-1)[is_counted])
     for name in ("advantages", "returns", "values"):
@@ -90,12 +94,15 @@ def dead_signals(batch: DataProto, rollout_data_dir: str | None = None) -> dict[
     """
     warnings = {}
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    is_scored = scored_rows(batch).tolist()
     scores_of_group = defaultdict(set)
-    for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
-        scores_of_group[uid].add(score)
+    for uid, score, has_score in zip(batch.non_tensor_batch["uid"], scores, is_scored, strict=True):
+        if has_score:
+            scores_of_group[uid].add(score)
     groups = list(scores_of_group.values())
-    # With one response per prompt, the batch is the group.
-    if len(groups) == len(scores):
+    # With one rollout per prompt, the batch is the group.
+    num_rollouts = len(set(batch.non_tensor_batch.get("rollout_id", range(len(scores)))))
+    if len(groups) == num_rollouts:
         groups = [set(scores)]
     if len(scores) > 1 and all(len(group) == 1 for group in groups):
         advice = "trainer.rollout_data_dir=DIR writes them."

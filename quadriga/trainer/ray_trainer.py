@@ -24,8 +24,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.kl import PENALTY_FIELDS, apply_kl_penalty, get_kl_controller
 from quadriga.algorithms.masked import log_prob_mismatch
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
@@ -61,6 +63,7 @@ from quadriga.trainer.responses import (
 from quadriga.trainer.roles import Needs, configured_estimator
 from quadriga.trainer.rollout_cache import RolloutCache
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
+from quadriga.trainer.rollout_rows import rollout_numbers, scored_rows, with_turn_rewards
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, TeacherWorker
 from quadriga.workers.base import MODEL_OBJECTS, UpdateInputs, model_inputs
@@ -329,8 +332,9 @@ class RayPPOTrainer(TrainingLoop):
                     prompts.non_tensor_batch,
                     {**prompts.meta_info, "do_sample": False},
                 )
-                baselines = grade(self.reward, self.respond(greedy, 1)).scores.sum(-1)
-                prompts.batch["reward_baselines"] = baselines
+                responses = self.respond(greedy, 1)
+                scores = grade(self.reward, responses).scores.sum(-1)
+                prompts.batch["reward_baselines"] = rollout_means(scores, responses)
         with self.timer.phase("gen"):
             return self.respond(prompts, self.config.actor_rollout_ref.rollout.n)
 
@@ -408,10 +412,15 @@ class RayPPOTrainer(TrainingLoop):
         algorithm = self.config.algorithm
         with self.timer.phase("adv"):
             rewards = batch.batch["token_level_scores"]
+            if "turn_rewards" in batch.non_tensor_batch:
+                rewards = with_turn_rewards(rewards, batch)
             # Updates the coefficient of the next batch, too.
             if algorithm.use_kl_in_reward:
                 rewards, metrics = apply_kl_penalty(
-                    **{name: batch.batch[name] for name in PENALTY_FIELDS},
+                    **{
+                        **{name: batch.batch[name] for name in PENALTY_FIELDS},
+                        "token_level_scores": rewards,
+                    },
                     kl_ctrl=self.kl_controller,
                     kind=algorithm.kl_penalty,
                 )
@@ -437,7 +446,13 @@ class RayPPOTrainer(TrainingLoop):
         """Add `advantages` and `returns` [B, T]; they are 0 if no reward is learned from."""
         with self.timer.phase("adv"):
             if learns_from_rewards(self.config):
-                fields = {**dict(batch.batch.items()), **batch.non_tensor_batch}
+                is_scored = scored_rows(batch)
+                scored = batch
+                if not is_scored.all():
+                    # Rows without a score are neither learned from nor part of a baseline.
+                    batch.batch["response_mask"] = batch.batch["response_mask"] * is_scored[:, None]
+                    scored = batch.select_idxs(is_scored)
+                fields = {**dict(scored.batch.items()), **scored.non_tensor_batch}
                 # Estimators call the environment of a row `data_source`, whatever the data do.
                 source = self.config.data.reward_fn_key
                 if source in fields:
@@ -445,6 +460,9 @@ class RayPPOTrainer(TrainingLoop):
                 advantages, returns = estimate_advantages(
                     self.estimator, fields, self.memory.values
                 )
+                if scored is not batch:
+                    advantages = _scattered(advantages, is_scored)
+                    returns = _scattered(returns, is_scored)
             else:
                 # Distillation alone: the loss has no term with advantages.
                 advantages = torch.zeros_like(batch.batch["token_level_rewards"])
@@ -458,12 +476,22 @@ class RayPPOTrainer(TrainingLoop):
         if not algorithm.use_pf_ppo:
             return batch
         # The sample must not depend on how the rows are arranged for the ranks.
-        order = batch.batch["row_index"].argsort()
-        scores = batch.batch["token_level_scores"].sum(-1)[order]
+        ordered = batch.select_idxs(batch.batch["row_index"].argsort())
+        scores = rollout_means(ordered.batch["token_level_scores"].sum(-1), ordered)
         seed = self.config.trainer.seed + self.global_steps
-        rows = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=seed)
-        sample = batch.select_idxs(order[rows])
+        drawn = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=seed)
+        rows_of_rollout: list[list[int]] = [[] for _ in scores]
+        for row, rollout in enumerate(rollout_numbers(ordered)):
+            rows_of_rollout[rollout].append(row)
+        rows = []
+        numbers = []
+        for number, rollout in enumerate(drawn.tolist()):
+            rows += rows_of_rollout[rollout]
+            numbers += [number] * len(rows_of_rollout[rollout])
+        sample = ordered.select_idxs(rows)
         sample.batch["row_index"] = torch.arange(len(sample))
+        if "rollout_index" in sample.batch.keys():
+            sample.batch["rollout_index"] = torch.tensor(numbers)
         return sample
 
     # After the update
@@ -572,4 +600,21 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
     for part in parts:
         part.batch["row_index"] = part.batch["row_index"] + num_before
         num_before += len(part)
+        # Numbers of one mini-batch, which no step reads after its update.
+        part.batch.pop("rollout_index", None)
     return DataProto.concat(parts)
+
+
+def _scattered(values: torch.Tensor, is_chosen: torch.Tensor) -> torch.Tensor:
+    """Values [b, T] of the chosen rows as [B, T], 0 in the other rows."""
+    scattered = values.new_zeros(len(is_chosen), values.shape[1])
+    scattered[is_chosen] = values
+    return scattered
+
+
+def rollout_means(values: torch.Tensor, rows: DataProto) -> torch.Tensor:
+    """Mean of values [B] over the rows of each rollout, [rollouts]."""
+    numbers = torch.tensor(rollout_numbers(rows))
+    groups = Groups.of(numbers, values)
+    _, first_rows = np.unique(numbers.numpy(), return_index=True)
+    return groups.mean(values)[torch.from_numpy(first_rows)]

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from quadriga.algorithms.registry import ROLLOUT_ID
 from quadriga.config import Config, DataConfig
 from quadriga.data.files import written_aside
 from quadriga.observe.metrics import Metric, reduce_metrics
@@ -34,6 +36,7 @@ from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
 from quadriga.rewards.by_name import ROW
 from quadriga.trainer.metrics import spread
 from quadriga.trainer.rollout_pool import RolloutPool
+from quadriga.trainer.rollout_rows import has_larger_rollouts, rollout_numbers, scored_rows
 from quadriga.workers import ActorRolloutRefWorker, RewardModelWorker
 from quadriga.workers.base import (
     CHAT_OBJECTS,
@@ -69,12 +72,28 @@ def generate_responses(
         num_samples: responses to each prompt.
 
     Returns:
-        `num_samples` rows for each prompt, one below the other, with its columns and its responses.
-        meta_info is that of the prompts, and `metrics`.
+        The rows of `num_samples` rollouts for each prompt, one below the other, with its columns
+        and its responses. meta_info is that of the prompts, and `metrics`.
     """
     rows = repeat_prompts(prompts, num_samples)
     responses = rollout.generate_sequences(rollout_inputs(rows, config))
+    return with_prompt_columns(rows, responses)
+
+
+def with_prompt_columns(rows: DataProto, responses: DataProto) -> DataProto:
+    """Add the columns of prompts to the rows of their rollouts.
+
+    Args:
+        rows: prompts from `repeat_prompts`, one for each rollout.
+        responses: the rows of each rollout, one or more, in the order of the prompts. Without
+            `rollout_id` each rollout has one row.
+
+    Returns:
+        The responses with the columns that prompts keep.
+    """
     columns = without_passing(rows)
+    if ROLLOUT_ID in responses.non_tensor_batch:
+        columns = columns.select_idxs(rollout_numbers(responses))
     # A conversation may show the model more images than its prompt does.
     for name in set(MODEL_OBJECTS) & responses.non_tensor_batch.keys():
         columns.non_tensor_batch.pop(name, None)
@@ -99,12 +118,16 @@ def rollout_inputs(rows: DataProto, config: Config) -> DataProto:
 
 
 def repeat_prompts(prompts: DataProto, count: int) -> DataProto:
-    """Repeat each row `count` times.
+    """Repeat each row `count` times, once for each rollout.
 
     `sample_index` numbers the copies of a row, so that they may be generated on several ranks.
+    `rollout_id` names the rollout.
     """
     rows = prompts.repeat(count)
-    rows.non_tensor_batch["sample_index"] = np.tile(np.arange(count), len(prompts)).astype(object)
+    indices = np.tile(np.arange(count), len(prompts)).astype(object)
+    pairs = zip(rows.non_tensor_batch["uid"], indices, strict=True)
+    rows.non_tensor_batch["sample_index"] = indices
+    rows.non_tensor_batch[ROLLOUT_ID] = object_array(f"{uid}/{index}" for uid, index in pairs)
     return rows
 
 
@@ -136,6 +159,8 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """Graded responses as people read them: data source, texts, ground truth and score.
 
+    If rollouts have several rows, each has `rollout_id` and `agent`.
+
     Rows also have `row` (other columns of the data row), the entries of `extra_info` under reserved
     names, as `data/NAME` if the name is taken, and what graders have added, then as `reward/NAME`.
 
@@ -148,10 +173,14 @@ def sample_rows(
     columns = batch.non_tensor_batch
     width = tensors["responses"].shape[1]
     masks = tensors["attention_mask"].bool()
-    scores = tensors["token_level_scores"].sum(-1).tolist()
+    scores: list[float | None] = tensors["token_level_scores"].sum(-1).tolist()
+    for row in (~scored_rows(batch)).nonzero().flatten().tolist():
+        scores[row] = None
     own_names = columns.keys() - RESERVED - _NOT_OF_ROW
     own_names -= {config.reward_fn_key, config.image_key, config.video_key}
     optional_names = [name for name in ("num_turns", "finish_reason") if name in columns]
+    if has_larger_rollouts(batch):
+        optional_names += [ROLLOUT_ID, "agent"]
     rows = []
     for row in range(len(batch)):
         prompt = tensors["prompts"][row][masks[row, :-width]]
@@ -241,13 +270,25 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, where: str) -> 
 class BatchRewards:
     """The rewards of a batch, whose grading starts at construction.
 
+    The rows of a rollout that have no grade of their own share one: that of the first of them.
+
     Args:
         reward: grades the responses.
         batch: the responses; outcomes of early grading are removed from it.
     """
 
     def __init__(self, reward: RewardManager, batch: DataProto) -> None:
-        self._grading = reward.begin(batch, batch.non_tensor_batch.pop("reward_outcome", None))
+        outcomes = batch.non_tensor_batch.pop("reward_outcome", None)
+        # Row from which each row has its grade, [B]. None: each row has its own.
+        self._sources: np.ndarray | None = None
+        graded = batch
+        if has_larger_rollouts(batch):
+            self._sources = _sources_of_grades(batch, outcomes)
+            graded_rows = np.unique(self._sources)
+            graded = batch.select_idxs(graded_rows)
+            if outcomes is not None:
+                outcomes = outcomes[graded_rows]
+        self._grading = reward.begin(graded, outcomes)
         self.is_joined = False
 
     def join(self, batch: DataProto) -> RewardOutput:
@@ -263,6 +304,8 @@ class BatchRewards:
             RewardError: too many responses could not be graded.
         """
         output = self._grading.result()
+        if self._sources is not None:
+            output = _shared(output, self._sources, batch)
         batch.batch["token_level_scores"] = output.scores
         extras: list[dict[str, Any]] = [{} for _ in range(len(batch))]
         for name, values in output.extra.items():
@@ -277,6 +320,38 @@ class BatchRewards:
         """Stop grading, unless the rewards have been joined."""
         if not self.is_joined:
             self._grading.cancel()
+
+
+def _sources_of_grades(batch: DataProto, outcomes: np.ndarray | None) -> np.ndarray:
+    """Row from which each row has its grade, [B]: itself, or the first of its rollout without one."""
+    first_rows: dict[int, int] = {}
+    sources = []
+    for row, number in enumerate(rollout_numbers(batch)):
+        if outcomes is not None and outcomes[row] is not None:
+            sources.append(row)
+        else:
+            sources.append(first_rows.setdefault(number, row))
+    return np.array(sources)
+
+
+def _shared(output: RewardOutput, sources: np.ndarray, batch: DataProto) -> RewardOutput:
+    """Rewards of all rows from those of the graded ones.
+
+    Args:
+        output: rewards of the rows that `sources` names, in their order.
+        sources: row from which each row has its grade, [B].
+        batch: all rows.
+    """
+    places = np.searchsorted(np.unique(sources), sources)
+    scores = output.scores[torch.from_numpy(places)]
+    lengths = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1).tolist()
+    for row in np.flatnonzero(sources != np.arange(len(sources))).tolist():
+        # The score stands at the last token of each row, which differs between rows.
+        total = scores[row].sum()
+        scores[row] = 0.0
+        scores[row, max(lengths[row] - 1, 0)] = total
+    extra = {name: values[places] for name, values in output.extra.items()}
+    return RewardOutput(scores, extra, output.metrics)
 
 
 def grade(reward: RewardManager, batch: DataProto) -> RewardOutput:

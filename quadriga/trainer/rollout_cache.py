@@ -26,7 +26,8 @@ from quadriga.errors import DataError, ProtocolError
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
-from quadriga.trainer.responses import without_passing
+from quadriga.trainer.responses import repeat_prompts, without_passing
+from quadriga.trainer.rollout_rows import ROLLOUT_ID, rollout_numbers
 from quadriga.workers.base import MODEL_OBJECTS
 
 _NAME = re.compile(r"(\d+)_(\d+)(_greedy)?\.answers")
@@ -113,13 +114,15 @@ class RolloutCache:
         if not self.is_repeated and cached.meta_info[_PROMPTS] != _digest(prompts):
             expected = f"responses to those of step {prompts.meta_info['global_steps']}"
             raise self._refusal(path, "responses to other prompts", expected)
-        rows = without_passing(prompts).repeat(num_samples)
+        rows = without_passing(repeat_prompts(prompts, num_samples))
+        rows = rows.select_idxs(rollout_numbers(cached))
         names = cached.meta_info[_OBJECTS]
         if self.is_repeated:
-            # The file's prompts replace those of the step; only the uids of the step remain.
-            names = [name for name in cached.non_tensor_batch if name != "uid"]
+            # The file's prompts replace those of the step; only the names of the step remain.
+            names = [*cached.non_tensor_batch]
         for name in names:
-            rows.non_tensor_batch[name] = cached.non_tensor_batch[name]
+            if name not in ("uid", ROLLOUT_ID):
+                rows.non_tensor_batch[name] = cached.non_tensor_batch[name]
         rows.union(DataProto(cached.batch))
         metrics = {name: Metric(value) for name, value in cached.meta_info["metrics"].items()}
         rows.meta_info["metrics"] = {**metrics, "rollout/replayed": Metric(1.0)}

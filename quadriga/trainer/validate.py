@@ -136,8 +136,10 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """`validation_values` of the scores of rows and of all numbers that graders add.
 
     Args:
-        rows: have `data_source`, `uid` and `score`, and perhaps the answer `pred`.
+        rows: have `data_source`, `uid` and `score`, and perhaps the answer `pred`. Rows with the
+            same `rollout_id` count once, with the means of their numbers.
     """
+    rows = _rollouts(rows)
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_MEASURED)
     variables = {"reward": [row["score"] for row in rows]}
     for name in names:
@@ -149,6 +151,22 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     data_sources = [row["data_source"] for row in rows]
     uids = [row["uid"] for row in rows]
     return validation_values(data_sources, uids, variables, predictions)
+
+
+def _rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each rollout: its first row, with the means of the numbers of all its rows."""
+    rows_of_rollout: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
+    for number, row in enumerate(rows):
+        rows_of_rollout[row.get("rollout_id", number)].append(row)
+    merged = []
+    for members in rows_of_rollout.values():
+        first = dict(members[0])
+        for name in {name for row in members[1:] for name in row}:
+            column = _numbers([row.get(name) for row in members])
+            if column is not None and not np.isnan(column).all():
+                first[name] = float(np.nanmean(column))
+        merged.append(first)
+    return merged
 
 
 def _comparable(prediction: Any) -> Hashable:

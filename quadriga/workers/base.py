@@ -9,7 +9,8 @@ Columns are selected on the driver, so that no others are sent:
 generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS; for conversations CONVERSATION_OBJECTS
 compute_*                    MODEL_INPUTS, MODEL_OBJECTS
 compute_rm_score             MODEL_INPUTS, and CHAT_OBJECTS if the reward model reads chats
-update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the objective, and row_index
+update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the objective, row_index, and
+                             rollout_index if rollouts have several rows
 """
 
 import time
@@ -76,7 +77,7 @@ PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index", "multi_modal_data", "multi_modal_inputs")
 CONVERSATION_OBJECTS = (
     *("raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs"),
-    *("reward_model", "extra_info", "index"),
+    *("reward_model", "extra_info", "index", "rollout_id"),
 )
 CHAT_OBJECTS = ("raw_prompt", "uid")
 SOLUTION_MESSAGES = "solution_messages"
@@ -526,7 +527,8 @@ class UpdateInputs:
             self._policy.add_batch_columns(batch)
             objective = self._policy
         columns = [*MODEL_INPUTS, *objective.fields(batch)]
-        if "row_index" in batch.batch.keys():
-            columns.append("row_index")
+        for name in ("row_index", "rollout_index"):
+            if name in batch.batch.keys():
+                columns.append(name)
         objects = [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch]
         return batch.select(list(dict.fromkeys(columns)), objects)

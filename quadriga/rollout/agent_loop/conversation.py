@@ -22,8 +22,8 @@ Legend: P prompt tokens, T response tokens, L layers with experts, k experts of 
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,8 +93,35 @@ class Limits:
 
 
 @dataclass
+class LoopTimer:
+    """Time limit of a loop, which the conversations of its rollout share."""
+
+    limit_s: float = 0.0
+    timeout: asyncio.Timeout | None = None  # None: the loop has no limit
+    num_in_engine: int = 0  # completions that the loop waits for
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager for a completion: the time in the engine does not count."""
+        timeout = self.timeout
+        self.num_in_engine += 1
+        if timeout is not None:
+            timeout.reschedule(None)
+        try:
+            yield
+        finally:
+            self.num_in_engine -= 1
+            # Another conversation of the rollout may still wait for the engine.
+            if timeout is not None and not self.num_in_engine:
+                timeout.reschedule(asyncio.get_running_loop().time() + self.limit_s)
+
+
+@dataclass
 class Conversation:
-    """A prompt and its response of one or more turns. Loops call `begin`, `generate` and `append`."""
+    """A prompt and its response of one or more turns. Loops call `begin`, `generate` and `append`.
+
+    A loop may begin further conversations with `another`; each is a row of the batch.
+    """
 
     engine: RolloutEngine  # generates the model's turns
     encoder: "TurnEncoder"  # renders the other turns
@@ -123,12 +150,18 @@ class Conversation:
     routes: np.ndarray | None = None
     # Further facts from a loop, for `extra_info` of the score function.
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    # Rewards of the model's turns, in order; the score has them all. Empty: only the score counts.
+    turn_rewards: list[float] = field(default_factory=list)
     # States of an environment by number of the model's turn, counted from 0.
     states: dict[int, str] = field(default_factory=dict)
     # A grade from the loop itself. None: the conversation is graded like others.
     outcome: Outcome | None = None
     # `quadriga.data.VisionProcessor` of a vision-language model. None: later turns have no images.
     processor: Any = None
+    agent: str = ""  # name of the agent whose turns the model writes
+    # All conversations of the rollout, which share this list.
+    rollout: "list[Conversation]" = field(default_factory=list)
+    timer: LoopTimer = field(default_factory=LoopTimer)
 
     def __post_init__(self) -> None:
         self.prompt_ids = list(self.sample.prompt_ids)
@@ -137,9 +170,38 @@ class Conversation:
         self._shown: list[tuple[list[int], Images]] = []
         if self.sample.images is not None:
             self._shown.append((self.sample.prompt_ids, self.sample.images))
-        self._timeout: asyncio.Timeout | None = None
-        self._limit_s = 0.0
         self._num_completions = 0
+        self.rollout.append(self)
+
+    def another(self, agent: str = "") -> "Conversation":
+        """Begin a further conversation of the same rollout, which becomes a row of its own.
+
+        It has the prompt of this row, which `begin` replaces, the same limits, and seeds of its
+        own. Without an `outcome` it gets the grade of the rollout's first conversation.
+
+        Args:
+            agent: name of the agent whose turns the model writes.
+
+        Returns:
+            The conversation.
+        """
+        seed = _derived_seed(self.rollout[0].sampling.seed, "conversation", len(self.rollout))
+        return Conversation(
+            engine=self.engine,
+            encoder=self.encoder,
+            sample=self.sample,
+            sampling=replace(self.sampling, seed=seed),
+            limits=self.limits,
+            processor=self.processor,
+            agent=agent,
+            rollout=self.rollout,
+            timer=self.timer,
+        )
+
+    @property
+    def rows(self) -> "list[Conversation]":
+        """Conversations of the rollout in which the model has written; at least one."""
+        return [chat for chat in self.rollout if chat.token_ids] or self.rollout[:1]
 
     @asynccontextmanager
     async def limited(self, limit_s: float) -> AsyncIterator[None]:
@@ -154,18 +216,19 @@ class Conversation:
         Raises:
             TimeoutError: the loop took longer.
         """
-        self._limit_s = limit_s
+        timer = self.timer
+        timer.limit_s = limit_s
         self.activity = "in the loop"
         try:
-            async with asyncio.timeout(limit_s) as self._timeout:
+            async with asyncio.timeout(limit_s) as timer.timeout:
                 yield
         except TimeoutError as error:
-            if self._timeout is None or not self._timeout.expired():
+            if timer.timeout is None or not timer.timeout.expired():
                 raise
             place = f"after turn {len(self.turns)} (actor_rollout_ref.rollout.agent.timeout_s)"
             raise TimeoutError(f"the loop took over {limit_s:g} s by itself {place}") from error
         finally:
-            self._timeout = None
+            timer.timeout = None
 
     def begin(
         self,
@@ -315,18 +378,13 @@ class Conversation:
         seed = self.sampling.seed
         # The first completion has the seed of a response of one turn, so that the two are equal.
         if number > 0:
-            digest = hashlib.blake2b(repr((seed, number)).encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "big")
+            seed = _derived_seed(seed, number)
         sampling = replace(self.sampling, **{"seed": seed, **changes})
 
-        timeout = self._timeout
         self.activity = "in the engine"
-        if timeout is not None:
-            timeout.reschedule(None)
-        completion = await self.engine.generate(list(token_ids), sampling, images)
+        with self.timer.paused():
+            completion = await self.engine.generate(list(token_ids), sampling, images)
         self.activity = f"in the loop after turn {number + 1}"
-        if timeout is not None:
-            timeout.reschedule(asyncio.get_running_loop().time() + self._limit_s)
         where = f"engine, conversation of row {self.sample.row}, completion {number}"
         completion.require_fit(sampling.max_tokens, where)
         return completion
@@ -498,6 +556,12 @@ class Conversation:
         self.token_ids += turn.token_ids
         self.mask += [written] * len(turn.token_ids)
         self.log_probs += log_probs
+
+
+def _derived_seed(*parts: Any) -> int:
+    """Seed that depends on each of the parts, and shares nothing with seeds of similar ones."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 class TurnEncoder:

@@ -212,27 +212,28 @@ class AgentLoopManager:
                 engine, self.encoder, sample, sampling, self.limits, processor=self.processor
             )
             chats.append(chat)
-        outcomes: list[Outcome | None] = [None] * len(chats)
         wait = waiting(f"{len(chats)} conversations", lambda: _progress_text(chats))
         try:
             with wait, guarded(self.config.agent.timeout_s):
                 async with asyncio.TaskGroup() as group:
                     for chat in chats:
-                        group.create_task(self._lead_one(chat, outcomes, grade))
+                        group.create_task(self._lead_one(chat, grade))
         except BaseExceptionGroup as errors:
             # The first error has cancelled the other conversations, so it is the only cause.
             first_error = errors.exceptions[0]
             raise first_error from first_error.__cause__
         finally:
+            rows = [row for chat in chats for row in chat.rows]
+            outcomes = [row.outcome for row in rows]
             if self.config.trace_dir is not None:
-                write_trace(self.config.trace_dir, chats, outcomes, prompts.meta_info)
+                write_trace(self.config.trace_dir, rows, outcomes, prompts.meta_info)
         self._count_failures(chats)
 
         # Conversations without a grade are graded later, as a batch.
         grades = outcomes if grade is not None or any(outcomes) else None
-        batch = to_batch(chats, grades, self.limits, self.tokenizer.pad_token_id)
+        batch = to_batch(rows, grades, self.limits, self.tokenizer.pad_token_id)
         batch.to(prompts.batch["input_ids"].device)
-        metrics = metrics_of(chats, time.perf_counter() - started)
+        metrics = metrics_of(rows, time.perf_counter() - started)
         if self._environments is not None:
             metrics |= self._environments.take_metrics()
         batch.meta_info = {"metrics": metrics, "weight_version": engine.weight_version}
@@ -246,10 +247,21 @@ class AgentLoopManager:
         if self._environments is not None:
             self._environments.close()
 
-    async def _lead_one(
-        self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None
-    ) -> None:
-        """Lead one conversation to its end, grade it, and store the grade in `outcomes`."""
+    async def _lead_one(self, chat: Conversation, grade: Grade | None) -> None:
+        """Lead the conversations of one rollout to their end, and grade them."""
+        await self._run_loop(chat)
+        for row in chat.rollout[1:]:
+            row.finish(row.finish_reason or chat.finish_reason)
+        ungraded_rows = [row for row in chat.rows if row.outcome is None]
+        if ungraded_rows and grade is not None and chat.outcome is None:
+            chat.activity = "being graded"
+            chat.outcome = await grade(graded_row(ungraded_rows[0]))
+        for row in ungraded_rows:
+            row.outcome = chat.outcome
+        chat.activity = ""
+
+    async def _run_loop(self, chat: Conversation) -> None:
+        """Run the loop of a rollout, and end its first conversation."""
         sample = chat.sample
         try:
             printed.set([0])
@@ -281,11 +293,6 @@ class AgentLoopManager:
             # A user's loop raised, or called sys.exit. It ends its own conversation, like a tool.
             reason = f"loop_error: {type(error).__name__}: {error}"[:_MAX_REASON_CHARACTERS]
             chat.finish(reason, failure=traceback_text(error))
-        outcomes[sample.row] = chat.outcome
-        if grade is not None and chat.outcome is None:
-            chat.activity = "being graded"
-            outcomes[sample.row] = await grade(graded_row(chat))
-        chat.activity = ""
 
     def _count_failures(self, chats: list[Conversation]) -> None:
         """Report how many conversations failed and why; stop the run after too many in a row."""
@@ -474,8 +481,10 @@ def to_batch(
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`,
         `token_versions` [B, T], `input_ids`, `attention_mask` [B, P + T], `position_ids`
         [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`, `finish_reason`, `tool_rewards`,
-        `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`, if graded
-        `reward_outcome`, and with a processor `multi_modal_inputs`.
+        `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`,
+        `turn_rewards`, `agent`, if the prompts
+        have it `rollout_id`, if graded `reward_outcome`, and with a processor
+        `multi_modal_inputs`.
     """
     images = [chat.images for chat in chats]
     prompts = _prompt_columns(chats, limits.prompt_tokens, pad_token_id)
@@ -492,6 +501,9 @@ def to_batch(
     tensors["position_ids"] = position_ids
 
     non_tensors = _conversation_columns(chats)
+    if all("rollout_id" in chat.sample.columns for chat in chats):
+        ids = [chat.sample.columns["rollout_id"] for chat in chats]
+        non_tensors["rollout_id"] = object_array(ids)
     if chats and chats[0].processor is not None:
         inputs = [{} if shown is None else shown.inputs for shown in images]
         non_tensors["multi_modal_inputs"] = object_array(inputs)
@@ -510,6 +522,8 @@ def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray
         "solution_messages": object_array(chat.solution_messages for chat in chats),
         "turn_spans": object_array(chat.turn_spans for chat in chats),
         "turn_states": object_array(chat.turn_states for chat in chats),
+        "turn_rewards": object_array(chat.turn_rewards for chat in chats),
+        "agent": object_array(chat.agent for chat in chats),
     }
 
 

@@ -78,6 +78,7 @@ from quadriga.trainer.asynchronous.staleness import measure_staleness, token_ver
 from quadriga.trainer.asynchronous.streams import Pause, Stream, StreamPool, StreamWorkers
 from quadriga.trainer.prompts import PromptStream
 from quadriga.trainer.rollout_pool import WeightPublisher
+from quadriga.trainer.rollout_rows import rollout_numbers
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.stream import GenerationStream, UnderWay
 
@@ -194,9 +195,10 @@ class AsyncBatches(WeightPublisher):
             handed, parts, group_filter = self._prefetcher.pop_batch()
             assert handed.step == step
             depth = sum(group.is_kept for group in schedule.groups.values())
-            versions = torch.cat([part.batch["token_versions"] for part in parts])
+            versions = [part.batch["token_versions"] for part in parts]
             assert self._schedule_record is not None
-            self._schedule_record.add_step(step, handed.groups, versions, self.rules.group_size)
+            versions_by_group = dict(zip(handed.groups, versions, strict=True))
+            self._schedule_record.add_step(step, versions_by_group)
 
         # Without the lock: the groups belong to this thread now.
         batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
@@ -421,9 +423,11 @@ class AsyncBatches(WeightPublisher):
                 return
             self._prefetcher.finish(group, rows)
             # Streams report whole groups, so all of their samples end at once.
-            for sample, versions in enumerate(token_versions(rows)):
-                worker = group.running[sample]
-                drawn = versions[versions >= 0]
+            samples = torch.tensor(rollout_numbers(rows))
+            versions = token_versions(rows)
+            for sample, worker in tuple(group.running.items()):
+                drawn = versions[samples == sample]
+                drawn = drawn[drawn >= 0]
                 oldest = int(drawn.min()) if len(drawn) else None
                 schedule.ended(worker, number, sample, oldest)
                 if not self._workers.streams[worker].num_open:

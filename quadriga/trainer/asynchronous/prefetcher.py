@@ -19,7 +19,12 @@ from quadriga.trainer.asynchronous.rules import Drop, HandOver, Rules, Start
 from quadriga.trainer.asynchronous.schedule import Group, Verdict
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.prompts import PromptStream, assign_uids
-from quadriga.trainer.responses import grade, repeat_prompts, rollout_inputs, without_passing
+from quadriga.trainer.responses import (
+    grade,
+    repeat_prompts,
+    rollout_inputs,
+    with_prompt_columns,
+)
 from quadriga.workers.stream import UnderWay
 
 
@@ -120,8 +125,8 @@ class Prefetcher:
     def finish(self, group: Group, rows: DataProto) -> None:
         """Take the responses of a group that has ended, without the columns of their prompt."""
         prompt = self.started.pop(group.number)
-        prompts = without_passing(repeat_prompts(prompt, self._rules.group_size))
-        complete = prompts.union(rows)
+        prompts = repeat_prompts(prompt, self._rules.group_size)
+        complete = with_prompt_columns(prompts, rows)
         # Everything else may differ between groups, and so cannot be concatenated.
         complete.meta_info = {"metrics": rows.meta_info["metrics"]}
         self.complete[group.number] = complete

@@ -14,7 +14,7 @@ engine had made before it:
                                                     recomputed, for the checkpoint of a step
     {"step": 3, "groups": {"8": [[[1, 0], [2, 14]], ...]}}
                                                     groups of a training step, or of a mini-batch;
-                                                    for each sample its versions, each with the
+                                                    for each row its versions, each with the
                                                     position of its first token
 
 The native engine, in float32 on a CPU, draws the same tokens if groups start and weights load at
@@ -27,7 +27,7 @@ Legend: B rows, T response positions.
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,28 +61,23 @@ class ScheduleRecord:
         if groups:
             self.add(**where, start=groups)
 
-    def add_step(
-        self, step: int, groups: Sequence[int], versions: torch.Tensor, group_size: int
-    ) -> None:
+    def add_step(self, step: int, versions_by_group: Mapping[int, torch.Tensor]) -> None:
         """Write which tokens a step learns from, and flush the file.
 
         Args:
             step: the training step.
-            groups: numbers of its groups.
-            versions: version of each token [B, T], group after group. -1: not a response token.
-            group_size: rows of each group.
+            versions_by_group: version of each token of each of its groups, [rows, T]. -1: not a
+                response token.
         """
-        spans = []
-        for row in versions:
-            values, counts = torch.unique_consecutive(row, return_counts=True)
-            starts = counts.cumsum(0) - counts
-            pairs = zip(values.tolist(), starts.tolist(), strict=True)
-            spans.append([[version, start] for version, start in pairs if version >= 0])
-        spans_by_group = {}
-        # `versions` has the rows of the first group, then those of the second, and so on.
-        for place, number in enumerate(groups):
-            first = place * group_size
-            spans_by_group[number] = spans[first : first + group_size]
+        spans_by_group: dict[int, list[list[list[int]]]] = {}
+        for number, versions in versions_by_group.items():
+            spans = []
+            for row in versions:
+                values, counts = torch.unique_consecutive(row, return_counts=True)
+                starts = counts.cumsum(0) - counts
+                pairs = zip(values.tolist(), starts.tolist(), strict=True)
+                spans.append([[version, start] for version, start in pairs if version >= 0])
+            spans_by_group[number] = spans
         self.add(step=step, groups=spans_by_group)
         self._file.flush()
 

@@ -351,3 +351,14 @@ def test_rejection_equals_the_slow_reference(
         elif level == "seq_max":
             good = dict.fromkeys(own, all(good.values()))
         assert kept[row].tolist() == [int(good.get(t, False)) for t in range(6)]
+
+
+def test_a_rejected_response_takes_its_rollout_along() -> None:
+    """The first rollout has two rows, of which the second is e from the trainer."""
+    log_ratio = torch.tensor([[0.0], [1.0], [0.0]])
+    mask = torch.ones(3, 1)
+    rule = Rejection("seq_sum", "k1", 0.5, 2.0)
+    passed, _ = keep_mask(log_ratio, mask, [rule], torch.tensor([0, 0, 1]))
+    assert passed.flatten().tolist() == [0, 0, 1]
+    passed, _ = keep_mask(log_ratio, mask, [rule])
+    assert passed.flatten().tolist() == [1, 0, 1]

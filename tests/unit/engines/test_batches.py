@@ -78,6 +78,24 @@ def test_rows_are_numbered_by_their_column() -> None:
     assert rows.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_rows_of_a_rollout_share_their_mini_batch(seed: int | None) -> None:
+    """The size counts rollouts, and a shuffle moves them as a whole, however rows are arranged."""
+    rollouts = torch.tensor([0, 1, 1, 1, 2, 3, 3])
+    order = torch.tensor([5, 1, 0, 6, 2, 4, 3])
+    data = DataProto.from_dict({"row_index": order, "rollout_index": rollouts[order]})
+    minis = []
+    for rows, places in mini_batches(data, ALONE, Passes(2, 1, MicroBatching(None, 1), seed)):
+        assert len(set(places.tolist())) == len(rows)
+        minis.append(order[rows].tolist())
+    shuffled = list(range(4))
+    if seed is not None:
+        shuffled = torch.randperm(4, generator=torch.Generator().manual_seed(seed)).tolist()
+    rows_of = [[0], [1, 2, 3], [4], [5, 6]]
+    expected = [[*rows_of[a], *rows_of[b]] for a, b in (shuffled[:2], shuffled[2:])]
+    assert minis == expected
+
+
 def test_numbers_of_another_batch_are_refused() -> None:
     """Say of one from which rows were taken afterwards."""
     data = DataProto.from_dict({"row_index": torch.tensor([0, 3])})

@@ -34,6 +34,7 @@ class Given(RayPPOTrainer):
         self.memory = EstimatorMemory()
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.estimator = choose_estimator("grpo", {}, dict(config.algorithm)).function
+        self.memory = EstimatorMemory()
 
     def sample_groups(self) -> DataProto:
         return self.given
@@ -65,3 +66,25 @@ def test_a_rejected_token_is_charged_and_measured_before_it_is_rejected() -> Non
     assert trainer.metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
     # 5 times the target is an error of 4, cut to 0.2; two responses.
     assert trainer.kl_controller.value == pytest.approx(0.2 * (1 + 0.2 * 2 / 10))
+
+
+def test_a_row_without_a_score_is_neither_learned_from_nor_part_of_a_baseline() -> None:
+    """Its group of three is one of two, whose standard deviation is that of 1 and 0."""
+    log_probs = torch.full((3, 1), -1.0)
+    batch = DataProto.from_dict(
+        tensors={
+            "attention_mask": torch.ones(3, 2, dtype=torch.int64),
+            "response_mask": torch.ones(3, 1, dtype=torch.int64),
+            "token_level_scores": torch.tensor([[1.0], [0.0], [0.0]]),
+            "old_log_probs": log_probs,
+            "rollout_log_probs": log_probs,
+        },
+        non_tensors={
+            "uid": np.array(["a"] * 3, dtype=object),
+            "reward_extra": np.array([{}, {"unscored": True}, {}], dtype=object),
+        },
+    )
+    done = Given(Config(trainer={"critic_warmup": 1}), batch).step().batch
+    assert done["response_mask"].flatten().tolist() == [1, 0, 1]
+    expected = [0.5**0.5, 0.0, -(0.5**0.5)]
+    assert done["advantages"].flatten().tolist() == pytest.approx(expected, abs=1e-5)

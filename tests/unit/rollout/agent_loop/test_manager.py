@@ -515,6 +515,38 @@ def test_loops_of_ones_own(converse, make_prompts, recorder, tokenizer) -> None:
         converse(engine, make_prompts(["?"], agent_name=["chess"]), mode="async")
 
 
+@register("test_branches")
+class Branches(AgentLoop):
+    """A rollout with two further conversations, of which one says nothing."""
+
+    async def run(self, chat: Conversation) -> None:
+        """One turn of two agents, at the same time."""
+        chat.agent = "solver"
+        checker = chat.another("checker")
+        checker.begin([{"role": "user", "content": "Check."}])
+        await asyncio.gather(chat.generate(), checker.generate())
+        chat.another("silent")
+
+
+def test_a_rollout_of_several_rows(converse, make_prompts, recorder, tokenizer) -> None:
+    """Each conversation with a turn is a row with seeds of its own; they share rollout and grade."""
+
+    async def grade(row: dict[str, Any]) -> Outcome:
+        return Outcome(float(len(row["solution_str"])), {}, "", "graded")
+
+    engine = recorder({"Check.": "right", "": "four"})
+    ids = ["u0/0", "u1/0"]
+    names = ["test_branches", "single_turn_agent"]
+    prompts = make_prompts(["2 + 2?", "?"], agent_name=names, rollout_id=ids)
+    output = converse(engine, prompts, mode="async", grade=grade)
+    end = "<|im_end|>]"
+    assert _responses(output, tokenizer) == [f"[four{end}", f"[right{end}", f"[four{end}"]
+    assert _rows(output, "rollout_id") == ["u0/0", "u0/0", "u1/0"]
+    assert _rows(output, "agent") == ["solver", "checker", ""]
+    assert [outcome.score for outcome in _rows(output, "reward_outcome")] == [4.0, 4.0, 4.0]
+    assert len({params.seed for *_, params in engine.seen}) == 3
+
+
 def test_a_loop_out_of_a_file(converse, make_prompts, recorder, tool_file, tokenizer) -> None:
     """`agent_loop_path` registers; loading it again replaces it."""
     path = tool_file(

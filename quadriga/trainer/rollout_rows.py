@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a batch as parts of rollouts: which rows belong together, and which rewards they have.
+
+Legend: B rows, P prompt positions, T response positions.
+"""
+
+from typing import Any
+
+import torch
+
+from quadriga.algorithms.registry import ROLLOUT_ID
+from quadriga.protocol import DataProto
+from quadriga.rewards.outcome import UNSCORED
+
+
+def rollout_numbers(rows: DataProto) -> list[int]:
+    """Number of each row's rollout, [B], in the order in which rollouts first appear."""
+    ids = rows.non_tensor_batch.get(ROLLOUT_ID, range(len(rows)))
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(rollout_id, len(numbers)) for rollout_id in ids]
+
+
+def has_larger_rollouts(rows: DataProto) -> bool:
+    """Whether a rollout has several rows."""
+    return len(set(rollout_numbers(rows))) < len(rows)
+
+
+def scored_rows(batch: DataProto) -> torch.Tensor:
+    """Whether each row of a graded batch has a score, [B] bool."""
+    extras = batch.non_tensor_batch.get("reward_extra", [{}] * len(batch))
+    return torch.tensor([not extra.get(UNSCORED) for extra in extras])
+
+
+def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
+    """Rewards of turns at the last tokens of their turns.
+
+    Args:
+        scores: [B, T], with the score of each row at its last token.
+        batch: rows with `turn_spans`, `turn_rewards`, and `attention_mask` [B, P + T].
+
+    Returns:
+        The rewards, [B, T]. The last token has what the turns' rewards leave of the score.
+    """
+    columns = batch.non_tensor_batch
+    lengths = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1).tolist()
+    rewards = scores.clone()
+    for row, rewards_of_turns in enumerate(columns["turn_rewards"]):
+        for (_, end), reward in zip(columns["turn_spans"][row], rewards_of_turns, strict=False):
+            # The last turn ends with the last token.
+            if end < lengths[row]:
+                rewards[row, end - 1] += reward
+                rewards[row, lengths[row] - 1] -= reward
+    return rewards
