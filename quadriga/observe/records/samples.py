@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded rollouts as people read them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from quadriga.observe.records.files import StepRecord
+from quadriga.observe.records.schema import COLUMNS
+from quadriga.observe.records.tokens import TokenTable
+
+_JSON_COLUMNS = (
+    "turn_spans",
+    "tool_rewards",
+    "turn_scores",
+    "messages",
+    "reward_parts",
+    "row",
+    "image_hashes",
+)
+_SAMPLE_COLUMNS = (
+    *("uid", "data_source", "score", "num_turns", "finish_reason", "reward_error"),
+    *("prompt_ids", "response_ids", "reward_parts", "row"),
+)
+GRADED_COLUMNS = ("reward_model", "extra_info")
+"""Entries of `row` that only graders read."""
+
+
+def samples_of(record: StepRecord, tokens: TokenTable | None) -> list[dict[str, Any]]:
+    """Rows with texts, as `trainer.rollout_data_dir` has them."""
+    return [sample_of(row, tokens) for row in _rows(record, _SAMPLE_COLUMNS)]
+
+
+def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, Any]:
+    """A rollout with texts in the place of token ids.
+
+    Args:
+        row: columns of the record, with JSON parsed.
+        tokens: texts of the tokens; None: texts say how many tokens there are.
+    """
+    data_row = dict(row["row"] or {})
+    graded = {name: data_row.pop(name, None) or {} for name in GRADED_COLUMNS}
+    sample = {
+        "uid": row["uid"],
+        "data_source": row["data_source"],
+        "input": _text(row["prompt_ids"], tokens, skips_special=True),
+        "output": _text(row["response_ids"], tokens, skips_special=True),
+        "output_with_special_tokens": _text(row["response_ids"], tokens, skips_special=False),
+        "ground_truth": graded["reward_model"].get("ground_truth"),
+        "score": row["score"],
+    }
+    for name in ("num_turns", "finish_reason"):
+        if row[name] is not None:
+            sample[name] = row[name]
+    if data_row:
+        sample["row"] = data_row
+    parts = dict(row["reward_parts"] or {})
+    if row["reward_error"]:
+        parts["reward_error"] = row["reward_error"]
+    # A grader may give any name to what it adds.
+    taken_names = set(sample)
+    for name, value in parts.items():
+        sample[f"reward/{name}" if name in taken_names else name] = value
+    return sample
+
+
+def _text(ids: Any, tokens: TokenTable | None, *, skips_special: bool) -> str:
+    if tokens is None:
+        return f"[{len(ids)} tokens; tokens.parquet is missing]"
+    return tokens.decode(ids, skips_special=skips_special)
+
+
+def table_for_people(record: StepRecord, tokens: TokenTable | None) -> pd.DataFrame:
+    """All columns of the record, and `prompt` and `response` as texts, `ratio` and `length`.
+
+    Args:
+        record: rollouts of a step.
+        tokens: texts of the tokens; None: there are no texts.
+
+    Returns:
+        One row for each rollout. Columns of tokens have arrays. `ratio` [tokens] is the probability
+        under the trainer over that under the rollout.
+    """
+    table = pd.DataFrame(list(_rows(record, record.rows.column_names)))
+    if table.empty:
+        return table
+    for name in table.columns:
+        column = COLUMNS.get(name)
+        if column is not None and column.group == "token":
+            dtype = column.type.value_type.to_pandas_dtype()
+            table[name] = [
+                None if values is None else np.array(values, dtype) for values in table[name]
+            ]
+    ratios = []
+    for sampled, trained in zip(table["rollout_log_probs"], table["log_probs"], strict=True):
+        is_known = sampled is not None and trained is not None
+        ratios.append(np.exp(trained - sampled) if is_known else None)
+    table["ratio"] = ratios
+    table["length"] = [len(ids) for ids in table["response_ids"]]
+    table.insert(0, "prompt", [_text(ids, tokens, skips_special=False) for ids in table["prompt_ids"]])
+    responses = [_text(ids, tokens, skips_special=False) for ids in table["response_ids"]]
+    table.insert(1, "response", responses)
+    return table
+
+
+def _rows(record: StepRecord, columns: Any) -> Iterator[dict[str, Any]]:
+    """Rows with some columns, and JSON parsed."""
+    for row in record.rows.select(list(columns)).to_pylist():
+        for name in _JSON_COLUMNS:
+            if row.get(name) is not None:
+                row[name] = json.loads(row[name])
+        yield row
