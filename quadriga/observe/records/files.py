@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class RecordFolder:
 
     # Writing
 
-    def begin(self, after_step: int, *, is_continued: bool) -> None:
+    def begin(self, after_step: float, *, is_continued: bool) -> None:
         """Prepare the folder for the steps after a step.
 
         Args:
@@ -103,7 +104,7 @@ class RecordFolder:
             for path in [*paths, *self.folder.glob(_TOKENS)]:
                 path.rename(aside / path.name)
 
-    def write(self, step: int, kind: str, rows: pa.Table, facts: dict[str, Any]) -> None:
+    def write(self, step: int, kind: str, rows: pa.Table, facts: dict[str, Any]) -> int:
         """Write the rollouts of a step.
 
         Args:
@@ -112,10 +113,20 @@ class RecordFolder:
             rows: the rollouts, with the columns of the schema.
             facts: further facts for the metadata.
 
+        Returns:
+            The size of the file.
+
         Raises:
             OSError: the file cannot be written; a file of that name is untouched.
         """
-        self._write_rows(self.path(step, kind), rows, {"version": VERSION, "step": step, **facts})
+        path = self.path(step, kind)
+        self._write_rows(path, rows, {"version": VERSION, "step": step, **facts})
+        return path.stat().st_size
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the token texts were written."""
+        return (self.folder / _TOKENS).is_file()
 
     def write_tokens(self, table: TokenTable) -> None:
         """Write the token texts."""
@@ -156,37 +167,49 @@ class RecordFolder:
         files = [*self._files(STEP), *self._files(VALIDATION)]
         return sum(path.stat().st_size for _, path in files)
 
-    def thin(self, max_bytes: int, first_needed_step: int) -> int:
+    def thin(self, max_bytes: float, max_steps: float, *, first_needed_step: float) -> int:
         """Shrink the record: first texts go, from the oldest step on, then whole steps.
 
+        The newest step stays as it is.
+
         Args:
-            max_bytes: size to shrink it to.
+            max_bytes: size above which the record shrinks, to 90 % of it.
+            max_steps: number of newest steps that keep their texts; of older ones only those stay
+                that are needed.
             first_needed_step: oldest step that a replay needs. It and later steps lose texts only.
 
         Returns:
             The size afterwards; above `max_bytes` if the needed steps take more.
         """
+        entries = [(step, STEP, path) for step, path in self._files(STEP)]
+        entries += [(step, VALIDATION, path) for step, path in self._files(VALIDATION)]
+        entries.sort(key=itemgetter(0))
+        steps = sorted({step for step, _, _ in entries})
+        first_full_step = steps[-int(max_steps)] if max_steps < len(steps) else 0
         num_bytes = self.num_bytes()
-        validations = [(step, 0, path) for step, path in self._files(VALIDATION)]
-        steps = [(step, 1, path) for step, path in self._files(STEP)]
-        oldest_first = sorted([*validations, *steps])
-        for _, _, path in oldest_first[:-1]:
-            if num_bytes <= max_bytes:
-                return num_bytes
-            num_bytes += self._remove_texts(path)
-        for step, is_step, path in oldest_first[:-1]:
-            if num_bytes <= max_bytes:
-                return num_bytes
-            if not is_step or step < first_needed_step:
-                num_bytes -= path.stat().st_size
-                path.unlink()
+        limit = 0.9 * max_bytes if num_bytes > max_bytes else max_bytes
+
+        remaining = []
+        for step, kind, path in entries[:-1]:
+            is_old = step < first_full_step
+            if is_old or num_bytes > limit:
+                num_bytes += self._remove_texts(path)
+            if kind == STEP and step >= first_needed_step:
+                continue
+            if is_old:
+                num_bytes -= _remove(path)
+            else:
+                remaining.append(path)
+        for path in remaining:
+            if num_bytes > limit:
+                num_bytes -= _remove(path)
         return num_bytes
 
     def _remove_texts(self, path: Path) -> int:
         """Remove the texts of a step. Returns the change of the record's size, negative or 0."""
-        record = read_record(path)
-        if record.facts.get("is_thinned"):
+        if read_facts(path).get("is_thinned"):
             return 0
+        record = read_record(path)
         old_size = path.stat().st_size
         rows = record.rows
         for name in TEXT_COLUMNS:
@@ -197,9 +220,7 @@ class RecordFolder:
 
     # Reading
 
-    def read(
-        self, step: int, kind: str = STEP, columns: Sequence[str] | None = None
-    ) -> StepRecord:
+    def read(self, step: int, kind: str = STEP, columns: Sequence[str] | None = None) -> StepRecord:
         """Read the rollouts of a step.
 
         Args:
@@ -244,9 +265,22 @@ def read_record(path: Path, columns: Sequence[str] | None = None) -> StepRecord:
     Raises:
         DataError: the file is damaged, no record, or of a newer version.
     """
+    facts = read_facts(path)
     try:
         rows = pq.read_table(path, columns=None if columns is None else list(columns))
-        facts = json.loads(rows.schema.metadata[_METADATA])
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise _damage(path, error) from error
+    return StepRecord(rows, facts)
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Read the facts in the metadata of a file of the record, without its rows.
+
+    Raises:
+        DataError: the file is damaged, no record, or of a newer version.
+    """
+    try:
+        facts = json.loads(pq.read_schema(path).metadata[_METADATA])
         version = int(facts["version"])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise _damage(path, error) from error
@@ -257,7 +291,14 @@ def read_record(path: Path, columns: Sequence[str] | None = None) -> StepRecord:
             expected=f"at most version {VERSION}",
             fix="Read it with the version of Quadriga that wrote it.",
         )
-    return StepRecord(rows, facts)
+    return facts
+
+
+def _remove(path: Path) -> int:
+    """Remove a file. Returns its size."""
+    num_bytes = path.stat().st_size
+    path.unlink()
+    return num_bytes
 
 
 def _damage(path: Path, error: Exception) -> DataError:

@@ -19,19 +19,18 @@ _JSON_COLUMNS = (
     "messages",
     "reward_parts",
     "row",
-    "image_hashes",
 )
 _SAMPLE_COLUMNS = (
     *("uid", "data_source", "score", "num_turns", "finish_reason", "reward_error"),
     *("prompt_ids", "response_ids", "reward_parts", "row"),
 )
-GRADED_COLUMNS = ("reward_model", "extra_info")
-"""Entries of `row` that only graders read."""
 
 
 def samples_of(record: StepRecord, tokens: TokenTable | None) -> list[dict[str, Any]]:
     """Rows with texts, as `trainer.rollout_data_dir` has them."""
-    return [sample_of(row, tokens) for row in _rows(record, _SAMPLE_COLUMNS)]
+    step = record.facts["step"]
+    rows = _rows(record, _SAMPLE_COLUMNS)
+    return [{**sample_of(row, tokens), "step": step} for row in rows]
 
 
 def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, Any]:
@@ -42,14 +41,14 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
         tokens: texts of the tokens; None: texts say how many tokens there are.
     """
     data_row = dict(row["row"] or {})
-    graded = {name: data_row.pop(name, None) or {} for name in GRADED_COLUMNS}
+    reward_model = data_row.pop("reward_model", None) or {}
     sample = {
         "uid": row["uid"],
         "data_source": row["data_source"],
         "input": _text(row["prompt_ids"], tokens, skips_special=True),
         "output": _text(row["response_ids"], tokens, skips_special=True),
         "output_with_special_tokens": _text(row["response_ids"], tokens, skips_special=False),
-        "ground_truth": graded["reward_model"].get("ground_truth"),
+        "ground_truth": reward_model.get("ground_truth"),
         "score": row["score"],
     }
     for name in ("num_turns", "finish_reason"):
@@ -100,7 +99,9 @@ def table_for_people(record: StepRecord, tokens: TokenTable | None) -> pd.DataFr
         ratios.append(np.exp(trained - sampled) if is_known else None)
     table["ratio"] = ratios
     table["length"] = [len(ids) for ids in table["response_ids"]]
-    table.insert(0, "prompt", [_text(ids, tokens, skips_special=False) for ids in table["prompt_ids"]])
+    table.insert(
+        0, "prompt", [_text(ids, tokens, skips_special=False) for ids in table["prompt_ids"]]
+    )
     responses = [_text(ids, tokens, skips_special=False) for ids in table["response_ids"]]
     table.insert(1, "response", responses)
     return table
