@@ -57,8 +57,7 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
     if data_row:
         sample["row"] = data_row
     parts = dict(row["reward_parts"] or {})
-    if row["reward_error"]:
-        parts["reward_error"] = row["reward_error"]
+    parts["reward_error"] = row["reward_error"] or ""
     # A grader may give any name to what it adds.
     taken_names = set(sample)
     for name, value in parts.items():
