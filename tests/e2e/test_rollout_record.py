@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import quadriga
@@ -44,7 +45,7 @@ def test_the_record_of_a_run(
     computed = table[table["not_computed"].isna()]
     assert len(computed) == metrics["actor/computed_sequences"]
     for row in table.itertuples():
-        assert (row.not_computed is None) == bool(np.any(row.advantages))
+        assert pd.isna(row.not_computed) == bool(np.any(row.advantages))
     log_probs = np.concatenate(computed["log_probs"].tolist())
     assert np.concatenate(computed["rollout_log_probs"].tolist()) == pytest.approx(
         log_probs, abs=1e-4
