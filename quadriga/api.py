@@ -394,9 +394,8 @@ class Run:
         Raises:
             DataError: the step is not recorded.
         """
-        record = RecordFolder(self.directory)
-        rows = record.read(step, VALIDATION if validation else STEP)
-        return table_for_people(rows, record.tokens())
+        kind = VALIDATION if validation else STEP
+        return table_for_people(RecordFolder(self.directory), step, kind)
 
     def plot(self, *names: str) -> Picture:
         """Draw the curves of metrics.

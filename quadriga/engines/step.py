@@ -294,13 +294,7 @@ class _Updater:
         losses = list(self._losses(rows, counts, routing))
         packed_batches = [loss.packed for loss in losses]
         engine.backward(packed_batches, losses, temperature=self.temperature)
-        if self.first_outputs is not None:
-            computed_numbers = numbers[has_gradient.cpu()]
-            for loss in losses:
-                # A pipeline stage without the head has no outputs.
-                if loss.outputs is not None:
-                    row_numbers = computed_numbers[loss.numbers]
-                    self.first_outputs.add(row_numbers, loss.packed, loss.outputs)
+        self._keep_outputs(losses, numbers[has_gradient.cpu()])
         parts = _read([loss.metrics for loss in losses])
         if num_computed == 0:
             parts = _read(self._sample_metrics(mini, places, counts, routing))
@@ -333,6 +327,20 @@ class _Updater:
         metrics[f"{prefix}/computed_sequences"] = Metric(len(rows), "sum")
         metrics[f"perf/flops/{prefix}"] = Metric(flops / num_sharers, "sum")
         return shares, metrics
+
+    def _keep_outputs(self, losses: list[MicroBatchLoss], numbers: torch.Tensor) -> None:
+        """Add the outputs of micro-batches to `first_outputs`, if there is such.
+
+        Args:
+            losses: losses of the micro-batches.
+            numbers: numbers of their rows among the rows of this rank.
+        """
+        if self.first_outputs is None:
+            return
+        for loss in losses:
+            # A pipeline stage without the head has no outputs.
+            if loss.outputs is not None:
+                self.first_outputs.add(numbers[loss.numbers], loss.packed, loss.outputs)
 
     def _sample_metrics(
         self, mini: DataProto, places: torch.Tensor, counts: LossCounts, routing: Routing | None

@@ -22,7 +22,7 @@ import torch
 from quadriga.background import in_background
 from quadriga.config import Config
 from quadriga.errors import DataError
-from quadriga.observe.records import STEP, VALIDATION, RecordFolder, TokenTable, token_bytes
+from quadriga.observe.records import STEP, VALIDATION, RecordFolder
 from quadriga.protocol import DataProto
 from quadriga.trainer.checkpoint import Checkpoints
 from quadriga.trainer.record_rows import joined_tables, record_table
@@ -40,7 +40,7 @@ class RolloutRecorder:
     Args:
         config: the run.
         tokenizer: tokenizer of the policy, whose tokens are written once.
-        checkpoints: checkpoints of the run. Later steps than the oldest one stay on disk.
+        checkpoints: checkpoints of the run; steps after the oldest one stay on disk.
 
     Attributes:
         is_on: whether rollouts are recorded, from `begin` on.
@@ -78,8 +78,7 @@ class RolloutRecorder:
                 self._folder.begin(inf, is_continued=True)
             else:
                 self._folder.begin(after_step, is_continued=is_continued)
-            if not self._folder.has_tokens:
-                self._folder.write_tokens(TokenTable(*token_bytes(self._tokenizer)))
+            self._folder.write_tokens_once(self._tokenizer)
             self._num_bytes = self._folder.num_bytes()
         except (OSError, DataError) as error:
             self._end(error)
@@ -105,9 +104,10 @@ class RolloutRecorder:
 
     def add_validation(self, batch: DataProto) -> None:
         """Record graded responses to a batch of validation prompts, with `end_validation`."""
-        if self.is_on:
-            table = record_table(batch, self._config.data, not_computed=_VALIDATION)
-            self._validation_tables.append(table)
+        if not self.is_on:
+            return
+        table = record_table(batch, self._config.data, not_computed=_VALIDATION)
+        self._validation_tables.append(table)
 
     def end_validation(self, step: int) -> None:
         """Write the rows of the validation after a step."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.errors import DataError
-from quadriga.observe.records import STEP, VALIDATION, RecordFolder, TokenTable, samples_of
+from quadriga.observe.records import STEP, VALIDATION, RecordFolder, samples_of
 from quadriga.observe.tracking.jsonl import (
     METRICS_FILE,
     SAMPLES_FILE,
@@ -109,7 +109,7 @@ class RunFolder:
                     readers[int(path.stem)] = partial(_read_samples, path)
             if not readers:
                 steps = self.record.steps(kind)
-                readers = {step: partial(self._recorded, step, kind) for step in steps}
+                readers = {step: partial(samples_of, self.record, step, kind) for step in steps}
             if readers:
                 return dict(sorted(readers.items()))
         path = self.directory / SAMPLES_FILE
@@ -125,14 +125,6 @@ class RunFolder:
         folder = self._folder("rollout_data_dir")
         has_files = folder is not None and any(folder.glob("*.jsonl"))
         return has_files or bool(self.record.steps())
-
-    def _recorded(self, step: int, kind: str) -> list[Sample]:
-        """Recorded responses of a step."""
-        return samples_of(self.record.read(step, kind), self._tokens)
-
-    @cached_property
-    def _tokens(self) -> TokenTable | None:
-        return self.record.tokens()
 
     def _folder(self, name: str) -> Path | None:
         """A folder that the configuration names, or if the run was moved the one beside its files."""

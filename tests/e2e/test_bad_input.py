@@ -528,7 +528,7 @@ def test_full_disk_at_checkpoints_that_nobody_asked_for(
     assert metric_lines(run) == metric_lines(train(more, run="alone"))
     assert main(["show", str(run)]) == 0
     output = capsys.readouterr().out
-    assert "finished, step 4 of 4" in output and "trainer.rollout_data_dir=DIR" in output
+    assert "finished, step 4 of 4" in output and "Responses of step 4" in output
 
 
 def test_full_disk_at_the_start(refused: Callable[..., str]) -> None:

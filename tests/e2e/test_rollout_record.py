@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of rollouts of a run: what it holds, which numbers of the run it changes (none), and how it ends."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import quadriga
@@ -86,3 +89,31 @@ def test_a_run_without_files_of_its_own(
     output = capsys.readouterr().out
     assert "Responses of step 1: 8" in output
     assert "ground truth: a" in output
+
+
+def test_full_disk(
+    train: Callable[..., Path],
+    metric_lines: Lines,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The record ends, which is said once; the run does not."""
+    is_full = False
+    write = pq.write_table
+
+    def write_until_full(table: pa.Table, draft: Path, **options: Any) -> None:
+        write(table, draft, **options)
+        if is_full and draft.name.endswith("2.parquet"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", write_until_full)
+    three = "trainer.total_training_steps=3"
+    expected = metric_lines(train(three))
+    is_full = True
+    run = train(three, run="full")
+    assert metric_lines(run) == expected
+    assert [path.name for path in (run / "rollouts").glob("*step*")] == ["step_000001.parquet"]
+    warnings = [
+        record.getMessage() for record in caplog.records if "ends here" in record.getMessage()
+    ]
+    assert len(warnings) == 1 and "No space left on device" in warnings[0]

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import pyarrow.parquet as pq
 
 from quadriga.errors import DataError
 from quadriga.observe.records.schema import SCHEMA, TEXT_COLUMNS, VERSION
-from quadriga.observe.records.tokens import TokenTable
+from quadriga.observe.records.tokens import TokenTable, token_bytes
 
 FOLDER = "rollouts"
 STEP = "step"
@@ -123,14 +124,12 @@ class RecordFolder:
         self._write_rows(path, rows, {"version": VERSION, "step": step, **facts})
         return path.stat().st_size
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the token texts were written."""
-        return (self.folder / _TOKENS).is_file()
-
-    def write_tokens(self, table: TokenTable) -> None:
-        """Write the token texts."""
-        self._write(self.folder / _TOKENS, table.write)
+    def write_tokens_once(self, tokenizer: Any) -> None:
+        """Write the token texts of a tokenizer, unless the record has them."""
+        path = self.folder / _TOKENS
+        if not path.is_file():
+            texts, special_ids = token_bytes(tokenizer)
+            self._write(path, TokenTable(texts, special_ids).write)
 
     def _write_rows(self, path: Path, rows: pa.Table, facts: dict[str, Any]) -> None:
         metadata = {_METADATA: json.dumps(facts, allow_nan=True).encode()}
@@ -240,8 +239,9 @@ class RecordFolder:
             raise DataError(str(path), got=f"no record of step {step}", expected=expected)
         return read_record(path, columns)
 
+    @cached_property
     def tokens(self) -> TokenTable | None:
-        """Read the token texts; None if the record has none.
+        """Token texts, read on first use; None if the record has none.
 
         Raises:
             DataError: the file is damaged.

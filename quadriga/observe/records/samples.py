@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
-from quadriga.observe.records.files import StepRecord
+from quadriga.observe.records.files import STEP, RecordFolder
 from quadriga.observe.records.schema import COLUMNS
 from quadriga.observe.records.tokens import TokenTable
 
@@ -26,11 +27,19 @@ _SAMPLE_COLUMNS = (
 )
 
 
-def samples_of(record: StepRecord, tokens: TokenTable | None) -> list[dict[str, Any]]:
-    """Rows with texts, as `trainer.rollout_data_dir` has them."""
-    step = record.facts["step"]
-    rows = _rows(record, _SAMPLE_COLUMNS)
-    return [{**sample_of(row, tokens), "step": step} for row in rows]
+def samples_of(record: RecordFolder, step: int, kind: str = STEP) -> list[dict[str, Any]]:
+    """Rollouts of a step with texts, as `trainer.rollout_data_dir` has them.
+
+    Args:
+        record: the record of a run.
+        step: the step.
+        kind: `STEP` or `VALIDATION`.
+
+    Raises:
+        DataError: the step is not recorded, or its file is damaged.
+    """
+    rows = _rows(record.read(step, kind, _SAMPLE_COLUMNS).rows)
+    return [{**sample_of(row, record.tokens), "step": step} for row in rows]
 
 
 def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, Any]:
@@ -71,18 +80,22 @@ def _text(ids: Any, tokens: TokenTable | None, *, skips_special: bool) -> str:
     return tokens.decode(ids, skips_special=skips_special)
 
 
-def table_for_people(record: StepRecord, tokens: TokenTable | None) -> pd.DataFrame:
-    """All columns of the record, and `prompt` and `response` as texts, `ratio` and `length`.
+def table_for_people(record: RecordFolder, step: int, kind: str = STEP) -> pd.DataFrame:
+    """All columns of the rollouts of a step, `prompt` and `response` as texts, `ratio` and `length`.
 
     Args:
-        record: rollouts of a step.
-        tokens: texts of the tokens; None: there are no texts.
+        record: the record of a run.
+        step: the step.
+        kind: `STEP` or `VALIDATION`.
 
     Returns:
         One row for each rollout. Columns of tokens have arrays. `ratio` [tokens] is the probability
         under the trainer over that under the rollout.
+
+    Raises:
+        DataError: the step is not recorded, or its file is damaged.
     """
-    table = pd.DataFrame(list(_rows(record, record.rows.column_names)))
+    table = pd.DataFrame(list(_rows(record.read(step, kind).rows)))
     if table.empty:
         return table
     for name in table.columns:
@@ -98,17 +111,16 @@ def table_for_people(record: StepRecord, tokens: TokenTable | None) -> pd.DataFr
         ratios.append(np.exp(trained - sampled) if is_known else None)
     table["ratio"] = ratios
     table["length"] = [len(ids) for ids in table["response_ids"]]
-    table.insert(
-        0, "prompt", [_text(ids, tokens, skips_special=False) for ids in table["prompt_ids"]]
-    )
-    responses = [_text(ids, tokens, skips_special=False) for ids in table["response_ids"]]
-    table.insert(1, "response", responses)
+    for place, name in enumerate(("prompt", "response")):
+        ids_of_rows = table[f"{name}_ids"]
+        texts = [_text(ids, record.tokens, skips_special=False) for ids in ids_of_rows]
+        table.insert(place, name, texts)
     return table
 
 
-def _rows(record: StepRecord, columns: Any) -> Iterator[dict[str, Any]]:
-    """Rows with some columns, and JSON parsed."""
-    for row in record.rows.select(list(columns)).to_pylist():
+def _rows(rows: pa.Table) -> Iterator[dict[str, Any]]:
+    """Rows with JSON parsed."""
+    for row in rows.to_pylist():
         for name in _JSON_COLUMNS:
             if row.get(name) is not None:
                 row[name] = json.loads(row[name])

@@ -110,5 +110,5 @@ def test_damaged_files_are_named(record: RecordFolder) -> None:
         record.read(3)
     with pytest.raises(DataError, match="one of 5 recorded steps, 1 to 5"):
         record.read(9)
-    (sample, *_) = samples_of(record.read(1), record.tokens())
+    (sample, *_) = samples_of(record, 1)
     assert sample["output"] == "[2 tokens; tokens.parquet is missing]"
