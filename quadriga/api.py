@@ -43,6 +43,7 @@ from quadriga.observe.progress import (
     Picture,
     summary_lines,
 )
+from quadriga.observe.records import STEP, VALIDATION, RecordFolder, table_for_people
 from quadriga.observe.stopping import Interrupted, quiet_interrupt
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
@@ -50,6 +51,7 @@ from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
 from quadriga.trainer.checkpoint import Checkpoints, model_folder
 from quadriga.trainer.loop import MODEL_FOLDER, Step, TrainingLoop
+from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.settings import CONFIGURATION
 from quadriga.user_function import NAME, source_of, write_function
 
@@ -364,17 +366,36 @@ class Run:
         return table.rename_axis("step")
 
     def samples(self, step: int) -> pd.DataFrame:
-        """Responses of a training step with their prompts and scores."""
-        written_to = self.config.trainer.rollout_data_dir or self.directory / "rollouts"
-        folder = Path(written_to).expanduser()
-        if not (folder / f"{step}.jsonl").is_file():
-            steps = sorted(int(file.stem) for file in folder.glob("*.jsonl"))
-            expected = "trainer.rollout_data_dir to be set"
-            if steps:
-                expected = f"one of {', '.join(map(str, steps))}"
+        """Responses of a training step with their prompts and scores.
+
+        Raises:
+            DataError: the run has not recorded the step.
+        """
+        folder = RunFolder(self.directory)
+        responses = folder.responses if folder.has_training_responses else {}
+        if step not in responses:
+            expected = "a run that records its rollouts (trainer.rollout_record)"
+            if responses:
+                expected = f"one of {', '.join(map(str, responses))}"
             raise DataError("run.samples", got=f"step {step}", expected=expected)
-        table = read_table(folder / f"{step}.jsonl")
-        return pd.DataFrame([table[row] for row in range(len(table))])
+        return pd.DataFrame(responses[step]())
+
+    def rollouts(self, step: int, *, validation: bool = False) -> pd.DataFrame:
+        """Everything that is recorded of the rollouts of a step, with a row for each.
+
+        Args:
+            step: the step.
+            validation: whether to return the rollouts of the validation after the step.
+
+        Returns:
+            Texts, tokens with their log-probs and advantages, rewards and more; docs/rollout.md
+            has the columns. Columns of tokens have arrays.
+
+        Raises:
+            DataError: the step is not recorded.
+        """
+        kind = VALIDATION if validation else STEP
+        return table_for_people(RecordFolder(self.directory), step, kind)
 
     def plot(self, *names: str) -> Picture:
         """Draw the curves of metrics.
@@ -889,8 +910,6 @@ class _Draft:
             self.values["actor_rollout_ref.actor.ppo_mini_batch_size"] = size
         if not config.data.val_files and "val_before_train" not in trainer.model_fields_set:
             self.values["trainer.val_before_train"] = False
-        if trainer.rollout_data_dir is None:
-            self.values["trainer.rollout_data_dir"] = self.directory / "rollouts"
 
     def _choose_batch_size(self, num_rows: int, num_responses: int) -> int:
         """Choose and print the prompts of a step, for the rows and the processors of this machine."""

@@ -184,6 +184,8 @@ def _step(config: Config, plan: BatchPlan) -> Iterator[str]:
 def _files(trainer: TrainerConfig) -> Iterator[str]:
     yield f"run: {trainer.directory}"
     yield f"metrics: {', '.join(trainer.loggers)}"
+    if trainer.rollout_record != "off":
+        yield f"rollouts: {trainer.directory / 'rollouts'}"
     if trainer.rollout_data_dir is not None:
         yield f"responses: {trainer.rollout_data_dir}"
     if trainer.validation_data_dir is not None:

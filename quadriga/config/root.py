@@ -71,6 +71,8 @@ _RL_TRAINER = (
     "balance_batch",
     "val_only",
     "critic_warmup",
+    "rollout_record",
+    "rollout_record_gib",
     "rollout_data_dir",
     "validation_data_dir",
 )

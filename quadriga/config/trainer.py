@@ -18,6 +18,8 @@ _FREQUENCY = "-1, a whole number of at least 1, or after_each_epoch"
 Frequency = Annotated[Literal[-1, "after_each_epoch"] | Count, Meaning(_FREQUENCY)]
 AT_THE_END = 1_000_000_000
 """`save_freq` of a run that writes a checkpoint after its last step alone."""
+_KEPT_ROLLOUTS = "all, off, or a whole number of at least 1"
+KeptRollouts = Annotated[Count | Literal["all", "off"], Meaning(_KEPT_ROLLOUTS)]
 Arrangement = Literal["together", "grouped", "apart"]
 Placed = Annotated[
     Arrangement | dict[str, Name],
@@ -179,10 +181,16 @@ class TrainerConfig(Section):
     """Whether the run ends after its first validation."""
     critic_warmup: NonNegativeInt = 0
     """Training steps at the beginning in which only the critic learns."""
+    rollout_record: KeptRollouts = "all"
+    """Rollouts that are recorded below `default_local_dir`, as Parquet: those of all steps and validations; those of
+    the newest N steps, and without texts those since the oldest checkpoint; or off."""
+    rollout_record_gib: PositiveFloat = 2
+    """GiB that the record of rollouts may take. Beyond, it loses first the texts of its oldest steps, then these steps,
+    except those since the oldest checkpoint."""
     rollout_data_dir: PathText | None = None
-    """Directory for the responses of every step, as JSONL. null: they are not written."""
+    """Directory for the responses of every step, as JSONL. null: they are only in the record of rollouts."""
     validation_data_dir: PathText | None = None
-    """Directory for the responses of every validation, as JSONL. null: they are not written."""
+    """Directory for the responses of every validation, as JSONL. null: they are only in the record of rollouts."""
 
     @model_validator(mode="before")
     @classmethod

@@ -131,6 +131,41 @@ def infer(
     return results
 
 
+class FirstOutputs:
+    """Outputs of the first forward pass of each row in an update.
+
+    Args:
+        num_rows: B, rows of this rank.
+        num_columns: T, response positions.
+
+    Attributes:
+        columns: float32 [B, T] on the CPU by name, 0 outside of the response mask.
+        is_computed: [B] bool, whether the row was computed.
+    """
+
+    NAMES = ("log_probs", "entropy")
+
+    def __init__(self, num_rows: int, num_columns: int) -> None:
+        self.columns: dict[str, torch.Tensor] = {}
+        for name in self.NAMES:
+            self.columns[name] = torch.zeros(num_rows, num_columns)
+        self.is_computed = torch.zeros(num_rows, dtype=torch.bool)
+
+    def add(self, rows: torch.Tensor, packed: PackedBatch, outputs: Outputs) -> None:
+        """Add the outputs of a micro-batch, except those of rows that have some already.
+
+        Args:
+            rows: [b], numbers of the rows.
+            packed: the packed rows.
+            outputs: their outputs, [M] each.
+        """
+        is_new = ~self.is_computed[rows]
+        for name, column in self.columns.items():
+            values = packed.unpack(outputs[name].float()).cpu()
+            column[rows[is_new]] = values[is_new]
+        self.is_computed[rows] = True
+
+
 def update(
     engine: FSDPEngine,
     data: DataProto,
@@ -139,6 +174,7 @@ def update(
     *,
     lr: float,
     temperature: float = 1.0,
+    first_outputs: FirstOutputs | None = None,
 ) -> dict[str, Metric]:
     """Train the model on a batch, with one optimizer step per mini-batch of each epoch.
 
@@ -150,18 +186,19 @@ def update(
         passes: epochs, mini-batches and micro-batches.
         lr: learning rate.
         temperature: sampling temperature.
+        first_outputs: gets the outputs of each row's first forward pass.
 
     Returns:
         Metrics, averaged over optimizer steps; those of all ranks are still to be combined.
     """
-    updater = _Updater(engine, objective, passes.micro, temperature)
+    updater = _Updater(engine, objective, passes.micro, temperature, first_outputs)
     steps = []
     with engine.awake(*ALL_KINDS):
         for rows, places in mini_batches(data, engine.replicas, passes):
             # Selecting rows copies them: use the batch itself if it has all rows in order.
             is_all = torch.equal(rows, torch.arange(len(data)))
             mini = data if is_all else data.select_idxs(rows)
-            steps.append(updater.step(mini, places, lr))
+            steps.append(updater.step(mini, rows, places, lr))
 
     # Shares of sums over all ranks: average them over steps, as 0 for a step in which this rank
     # computed nothing, and let the ranks add them up.
@@ -195,9 +232,14 @@ class MicroBatchLoss:
     rows: DataProto  # b rows, on the engine's device
     packed: PackedBatch
     counts: LossCounts  # of the whole mini-batch, which normalise the loss
+    numbers: list[int]  # of the rows among those that are computed
+    keeps_outputs: bool = False
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the last call
+    outputs: Outputs | None = None  # of the last call, if they are kept
 
     def __call__(self, outputs: Outputs) -> torch.Tensor:
+        if self.keeps_outputs:
+            self.outputs = {name: outputs[name].detach() for name in FirstOutputs.NAMES}
         padded = {name: self.packed.unpack(values) for name, values in outputs.items()}
         loss, self.metrics = self.objective(self.rows, padded, self.counts)
         return loss
@@ -211,14 +253,16 @@ class _Updater:
     objective: Objective
     micro: MicroBatching
     temperature: float
+    first_outputs: FirstOutputs | None
 
     def step(
-        self, mini: DataProto, places: torch.Tensor, lr: float
+        self, mini: DataProto, numbers: torch.Tensor, places: torch.Tensor, lr: float
     ) -> tuple[dict[str, Metric], dict[str, Metric]]:
         """Make one optimizer step.
 
         Args:
             mini: rows [b] of the mini-batch on this rank.
+            numbers: [b], their numbers among the rows of this rank.
             places: [b], their places in the order of the whole batch.
             lr: learning rate.
 
@@ -250,6 +294,7 @@ class _Updater:
         losses = list(self._losses(rows, counts, routing))
         packed_batches = [loss.packed for loss in losses]
         engine.backward(packed_batches, losses, temperature=self.temperature)
+        self._keep_outputs(losses, numbers[has_gradient.cpu()])
         parts = _read([loss.metrics for loss in losses])
         if num_computed == 0:
             parts = _read(self._sample_metrics(mini, places, counts, routing))
@@ -282,6 +327,20 @@ class _Updater:
         metrics[f"{prefix}/computed_sequences"] = Metric(len(rows), "sum")
         metrics[f"perf/flops/{prefix}"] = Metric(flops / num_sharers, "sum")
         return shares, metrics
+
+    def _keep_outputs(self, losses: list[MicroBatchLoss], numbers: torch.Tensor) -> None:
+        """Add the outputs of micro-batches to `first_outputs`, if there is such.
+
+        Args:
+            losses: losses of the micro-batches.
+            numbers: numbers of their rows among the rows of this rank.
+        """
+        if self.first_outputs is None:
+            return
+        for loss in losses:
+            # A pipeline stage without the head has no outputs.
+            if loss.outputs is not None:
+                self.first_outputs.add(numbers[loss.numbers], loss.packed, loss.outputs)
 
     def _sample_metrics(
         self, mini: DataProto, places: torch.Tensor, counts: LossCounts, routing: Routing | None
@@ -336,7 +395,8 @@ class _Updater:
                 top_ids = column[packed.rows, packed.columns].long()
                 targets = torch.cat([packed.targets[:, None], top_ids], 1)
                 packed = replace(packed, targets=targets)
-            yield MicroBatchLoss(objective, micro_rows, packed, counts)
+            keeps_outputs = self.first_outputs is not None
+            yield MicroBatchLoss(objective, micro_rows, packed, counts, indices, keeps_outputs)
 
 
 def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:

@@ -6,12 +6,14 @@ Shapes: B sequences, P prompt positions, T response positions.
 
 import logging
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 
 from quadriga.config import RolloutConfig
+from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import RolloutError
 from quadriga.observe.machine import resident_bytes
 from quadriga.protocol import DataProto
@@ -83,14 +85,14 @@ def _length_metrics(name: str, lengths: torch.Tensor, limit: int) -> dict[str, f
     return {**spread(name, lengths), f"{name}/clip_ratio": clip_ratio}
 
 
-def dead_signals(batch: DataProto, rollout_data_dir: str | None = None) -> dict[str, str]:
+def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
     """Warnings, by kind, about a batch from which little can be learned.
 
     Its rewards may be equal or too large, or most of its responses cut off.
 
     Args:
         batch: graded responses.
-        rollout_data_dir: where the run writes responses; None if it does not.
+        trainer: the section that says where responses are written.
     """
     warnings = {}
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
@@ -105,9 +107,11 @@ def dead_signals(batch: DataProto, rollout_data_dir: str | None = None) -> dict[
     if len(groups) == num_rollouts:
         groups = [set(scores)]
     if len(scores) > 1 and all(len(group) == 1 for group in groups):
-        advice = "trainer.rollout_data_dir=DIR writes them."
-        if rollout_data_dir is not None:
-            advice = f"they are in {rollout_data_dir}."
+        advice = "trainer.rollout_record=all records them."
+        if trainer.rollout_data_dir is not None:
+            advice = f"they are in {trainer.rollout_data_dir}."
+        elif trainer.rollout_record != "off":
+            advice = f"quadriga show {shlex.quote(str(trainer.directory))}"
         where = "all responses" if len(groups) == 1 else "all responses of every group"
         warnings["scores"] = (
             f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. "

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a run before a model is loaded, made on the configuration and the files it names."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pyarrow.compute as pc
 
 from quadriga.config import Config, load_config, training_findings
 from quadriga.config.multi_turn import LOOPS
 from quadriga.data import load_tokenizer
 from quadriga.data.prompt_lengths import NO_CONTEXT
 from quadriga.errors import DataError, QuadrigaError, RewardError
-from quadriga.observe.tracking.jsonl import METRICS_FILE
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
@@ -24,6 +24,8 @@ from quadriga.trainer.build import (
     build_val_loader,
 )
 from quadriga.trainer.roles import configured_estimator
+from quadriga.trainer.run_folder import RunFolder
+from quadriga.trainer.settings import CONFIGURATION
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.generation import prompt_context
 from quadriga.workers.models import sizes_of_models
@@ -222,30 +224,25 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
     Raises:
         DataError: the run has not recorded them.
     """
-    config = load_config([], [run / "config.yaml"]).config
-    folder = Path(config.trainer.rollout_data_dir or run / "no responses")
-    if not folder.is_dir() or not (run / METRICS_FILE).exists() or config.async_training.enable:
+    folder = RunFolder(run)
+    config = load_config([], [run / CONFIGURATION]).config
+    if not folder.has_training_responses or not folder.metrics or config.async_training.enable:
         raise DataError(
             f"--recorded {run}",
             got="none",
-            expected="metrics and responses (trainer.rollout_data_dir) of a run in lockstep",
+            expected="metrics and responses (trainer.rollout_record) of a run in lockstep",
         )
-    tokenizer = load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path)
     steps = []
-    for metrics in _json_lines(run / METRICS_FILE):
+    for step, metrics in folder.metrics.items():
         gen_s = metrics.get("timing_s/gen")
-        # Lines of validation have no generation.
-        if gen_s is None:
+        # Validations have no generation, and skipped steps no responses.
+        if gen_s is None or step not in folder.responses:
             continue
-        lengths = {}
-        for row in _json_lines(folder / f"{metrics['step']}.jsonl"):
-            text = row["output_with_special_tokens"]
-            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-            lengths.setdefault(row["uid"], []).append(max(1, len(tokens)))
+        lengths = _lengths(folder, config, step)
         reward_s = metrics.get("timing_s/reward", 0.0)
         steps.append(
             {
-                "lengths": list(lengths.values()),
+                "lengths": lengths,
                 "gen_s": gen_s,
                 "train_s": metrics["timing_s/step"] - gen_s - reward_s,
                 "reward_s": reward_s,
@@ -254,7 +251,18 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
     return config, steps
 
 
-def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            yield json.loads(line)
+def _lengths(folder: RunFolder, config: Config, step: int) -> list[list[int]]:
+    """Tokens of each response of a step, one list for each prompt."""
+    lengths: dict[str, list[int]] = {}
+    if step in folder.record.steps():
+        rows = folder.record.read(step, columns=["uid", "response_ids"]).rows
+        counts = pc.list_value_length(rows.column("response_ids")).to_pylist()
+        for uid, count in zip(rows.column("uid").to_pylist(), counts, strict=True):
+            lengths.setdefault(uid, []).append(max(1, count))
+        return list(lengths.values())
+    tokenizer = load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path)
+    for row in folder.responses[step]():
+        text = row["output_with_special_tokens"]
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        lengths.setdefault(row["uid"], []).append(max(1, len(tokens)))
+    return list(lengths.values())

@@ -63,6 +63,7 @@ from quadriga.trainer.responses import (
 from quadriga.trainer.roles import Needs, configured_estimator
 from quadriga.trainer.rollout_cache import RolloutCache
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
+from quadriga.trainer.rollout_record import RolloutRecorder, add_update_outputs
 from quadriga.trainer.rollout_rows import rollout_numbers, scored_rows, with_turn_rewards
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, TeacherWorker
@@ -152,7 +153,10 @@ class RayPPOTrainer(TrainingLoop):
         if config.trainer.balance_batch:
             self.num_ranks, *costs = self.actor.ranks_and_costs()
             self.cost = SequenceCost(*costs)
-        self.validator = Validator(config, tokenizer, workers.rollout, reward, val_dataloader)
+        self.recorder = RolloutRecorder(config, tokenizer, self.checkpoints)
+        self.validator = Validator(
+            config, tokenizer, workers.rollout, reward, val_dataloader, self.recorder
+        )
         self.respond: Callable[[DataProto, int], DataProto] = partial(
             generate_responses, workers.rollout, config
         )
@@ -174,6 +178,8 @@ class RayPPOTrainer(TrainingLoop):
         if self.load_checkpoint():
             # The rollout has loaded the weights that the run began with.
             self.weights.publish(self.global_steps)
+        is_continued = self.global_steps > 0 or self.recovery is not None
+        self.recorder.begin(self.global_steps, is_continued=is_continued)
         with self.reporting():
             if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
                 self.tracking.log(self.validate(), self.global_steps)
@@ -218,7 +224,7 @@ class RayPPOTrainer(TrainingLoop):
         # Events since the last step, such as restarts of engines.
         for name, count in self.weights.take_counts().items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
-        warnings = dead_signals(batch, self.settings.rollout_data_dir)
+        warnings = dead_signals(batch, self.settings)
         self.warn_once(warnings | lost_gradients(self.metrics))
         return batch
 
@@ -274,13 +280,18 @@ class RayPPOTrainer(TrainingLoop):
         self.compute_advantages(batch)
 
         # The critic learns in every step, the actor after the critic's warm-up.
-        learned = self.draw_rows(batch)
+        learned, rows = self.draw_rows(batch)
         if self.critic:
             with self.timer.phase("update_critic"):
                 self.record(self.critic.update_critic(self.inputs.select(learned, "critic")))
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("update_actor"):
-                self.record(self.actor.update_actor(self.inputs.select(learned, "actor")))
+                inputs = self.inputs.select(learned, "actor")
+                # A pass for old log-probs has the same outputs.
+                with_log_probs = self.recorder.is_on and not self.needs.old_log_probs
+                outputs = self.actor.update_actor(inputs, with_log_probs)
+                self.record(outputs)
+                add_update_outputs(batch, outputs, rows)
         return batch
 
     def publish_weights(self) -> None:
@@ -391,7 +402,7 @@ class RayPPOTrainer(TrainingLoop):
         if not self.needs.old_log_probs:
             return
         mask = batch.batch["response_mask"]
-        entropy = batch.batch.pop("entropys")
+        entropy = batch.batch["entropys"]
         mean_entropy = (entropy * mask).sum() / mask.sum().clamp(min=1)
         self.note({"actor/entropy": float(mean_entropy)})
         if self.asynchronous is not None:
@@ -470,13 +481,18 @@ class RayPPOTrainer(TrainingLoop):
             batch.batch["advantages"] = advantages
             batch.batch["returns"] = returns
 
-    def draw_rows(self, batch: DataProto) -> DataProto:
-        """The rows to learn from: all, or with `use_pf_ppo` a sample weighted by score."""
+    def draw_rows(self, batch: DataProto) -> tuple[DataProto, torch.Tensor | None]:
+        """Draw the rows to learn from by their scores, with `use_pf_ppo`.
+
+        Returns:
+            The rows, and their places in the batch; None: all rows are learned from.
+        """
         algorithm = self.config.algorithm
         if not algorithm.use_pf_ppo:
-            return batch
+            return batch, None
         # The sample must not depend on how the rows are arranged for the ranks.
-        ordered = batch.select_idxs(batch.batch["row_index"].argsort())
+        order = batch.batch["row_index"].argsort()
+        ordered = batch.select_idxs(order)
         scores = rollout_means(ordered.batch["token_level_scores"].sum(-1), ordered)
         seed = self.config.trainer.seed + self.global_steps
         drawn = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=seed)
@@ -492,7 +508,7 @@ class RayPPOTrainer(TrainingLoop):
         sample.batch["row_index"] = torch.arange(len(sample))
         if "rollout_index" in sample.batch.keys():
             sample.batch["rollout_index"] = torch.tensor(numbers)
-        return sample
+        return sample, order[rows]
 
     # After the update
 
@@ -504,6 +520,9 @@ class RayPPOTrainer(TrainingLoop):
         """
         trainer = self.config.trainer
         self.saver.poll()
+        if batch is not None:
+            facts = {"total_training_steps": self.total_training_steps, "metrics": self.metrics}
+            self.recorder.add_step(self.global_steps, batch, facts)
         if trainer.rollout_data_dir and batch is not None:
             self.write_rollouts(batch, trainer.rollout_data_dir)
         if self.is_due(trainer.test_freq):
@@ -584,9 +603,10 @@ class RayPPOTrainer(TrainingLoop):
             self.batch_metrics[name] = Metric(value)
 
     def close(self) -> None:
-        """Stop generation beside training, the profiler and the graders."""
+        """Stop generation beside training, the record, the profiler and the graders."""
         if self.asynchronous is not None:
             self.asynchronous.stop()
+        self.recorder.finish()
         super().close()
         self.reward.close()
         # Validation may have a manager of its own.

@@ -176,8 +176,6 @@ def sample_rows(
     scores: list[float | None] = tensors["token_level_scores"].sum(-1).tolist()
     for row in (~scored_rows(batch)).nonzero().flatten().tolist():
         scores[row] = None
-    own_names = columns.keys() - RESERVED - _NOT_OF_ROW
-    own_names -= {config.reward_fn_key, config.image_key, config.video_key}
     optional_names = [name for name in ("num_turns", "finish_reason") if name in columns]
     if has_larger_rollouts(batch):
         optional_names += [ROLLOUT_ID, "agent"]
@@ -199,27 +197,36 @@ def sample_rows(
         extra_info = (columns["extra_info"][row] if "extra_info" in columns else None) or {}
         reserved = {name: value for name, value in extra_info.items() if name in RESERVED}
         _add_entries(facts, reserved, "data")
-        own = _own_columns({name: columns[name][row] for name in sorted(own_names)})
-        if own:
-            facts["row"] = own
+        row_columns = user_columns(columns, row, config)
+        if row_columns:
+            facts["row"] = row_columns
         # A grader may give any name to what it adds.
         _add_entries(facts, columns["reward_extra"][row], "reward")
         rows.append(facts)
     return rows
 
 
-def _own_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns of a data row as JSON, without empty ones, bytes and secrets."""
-    own = {name: value for name, value in columns.items() if value is not None}
-    if isinstance(own.get("extra_info"), Mapping):
+def user_columns(columns: Mapping[str, np.ndarray], row: int, config: DataConfig) -> dict[str, Any]:
+    """The user's columns of a data row as JSON, without empty ones, bytes and secrets.
+
+    Args:
+        columns: object columns of the batch.
+        row: number of the row in the batch.
+        config: names of the columns with the data source, images and videos, which are left out.
+    """
+    names = columns.keys() - RESERVED - _NOT_OF_ROW
+    names -= {config.reward_fn_key, config.image_key, config.video_key}
+    values = {name: columns[name][row] for name in sorted(names)}
+    values = {name: value for name, value in values.items() if value is not None}
+    if isinstance(values.get("extra_info"), Mapping):
         # From Python, the columns are there a second time for reward functions.
         hidden_names = RESERVED | {ROW}
-        own["extra_info"] = {
-            name: value for name, value in own["extra_info"].items() if name not in hidden_names
+        values["extra_info"] = {
+            name: value for name, value in values["extra_info"].items() if name not in hidden_names
         }
-        if not own["extra_info"]:
-            del own["extra_info"]
-    plain = jsonable(own, lambda value: "<bytes>" if isinstance(value, bytes) else str(value))
+        if not values["extra_info"]:
+            del values["extra_info"]
+    plain = jsonable(values, lambda value: "<bytes>" if isinstance(value, bytes) else str(value))
     return redacted(plain)
 
 

@@ -3,8 +3,9 @@
 
     config.yaml      keys that name the other files, and the last step      settings.py
     metrics.jsonl    metrics of each step, if `jsonl` is in trainer.logger
-    responses        trainer.rollout_data_dir, else those of validations: trainer.validation_data_dir,
-                     else samples.jsonl with trainer.log_val_generations
+    responses        trainer.rollout_data_dir, else the record in rollouts/; else those of validations:
+                     trainer.validation_data_dir, else the record, else samples.jsonl with
+                     trainer.log_val_generations
 
 Files of a run that goes on are complete up to its last step: a line or a file is read whole or not
 at all.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.errors import DataError
+from quadriga.observe.records import STEP, VALIDATION, RecordFolder, samples_of
 from quadriga.observe.tracking.jsonl import (
     METRICS_FILE,
     SAMPLES_FILE,
@@ -40,6 +42,7 @@ class RunFolder:
     Attributes:
         directory: the directory.
         settings: settings of the newest steps; None if the run has not taken them down yet.
+        record: the record of its rollouts.
 
     Raises:
         DataError: it is not the directory of a run.
@@ -61,6 +64,7 @@ class RunFolder:
             raise DataError(
                 str(self.directory), got=got, expected="the directory of a run", fix=fix
             )
+        self.record = RecordFolder(self.directory)
         self.settings = Settings.read(self.directory / CONFIGURATION, "rl")
 
     def value(self, key: str) -> Any:
@@ -96,13 +100,16 @@ class RunFolder:
     @cached_property
     def responses(self) -> dict[int, Callable[[], list[Sample]]]:
         """Functions that read the written responses of a step, by step; empty if there are none."""
-        for name in ("rollout_data_dir", "validation_data_dir"):
+        for name, kind in (("rollout_data_dir", STEP), ("validation_data_dir", VALIDATION)):
             folder = self._folder(name)
-            readers = {}
+            readers: dict[int, Callable[[], list[Sample]]] = {}
             for path in folder.glob("*.jsonl") if folder else ():
                 # Later steps are those of another run that wrote there.
                 if path.stem.isdecimal() and int(path.stem) <= (self.last_step or math.inf):
                     readers[int(path.stem)] = partial(_read_samples, path)
+            if not readers:
+                steps = self.record.steps(kind)
+                readers = {step: partial(samples_of, self.record, step, kind) for step in steps}
             if readers:
                 return dict(sorted(readers.items()))
         path = self.directory / SAMPLES_FILE
@@ -116,7 +123,8 @@ class RunFolder:
     def has_training_responses(self) -> bool:
         """Whether `responses` are those that were learned from, not those of validations."""
         folder = self._folder("rollout_data_dir")
-        return folder is not None and any(folder.glob("*.jsonl"))
+        has_files = folder is not None and any(folder.glob("*.jsonl"))
+        return has_files or bool(self.record.steps())
 
     def _folder(self, name: str) -> Path | None:
         """A folder that the configuration names, or if the run was moved the one beside its files."""

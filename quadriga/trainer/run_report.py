@@ -200,8 +200,8 @@ def _missing(run: RunFolder) -> list[str]:
     if not run.has_metrics:
         lines.append("Metrics were not written: trainer.logger=[console,jsonl] writes them.")
     is_rl = "trainer.rollout_data_dir" in run.settings.values
-    if is_rl and run.value("trainer.rollout_data_dir") is None:
-        lines.append("Responses were not written: trainer.rollout_data_dir=DIR writes them.")
+    if is_rl and not run.has_training_responses:
+        lines.append("Responses were not recorded: trainer.rollout_record=all records them.")
     return lines
 
 

@@ -44,6 +44,7 @@ from quadriga.rewards import RewardManager
 from quadriga.trainer.prompts import assign_row_uids
 from quadriga.trainer.responses import generate_responses, grade, sample_rows, write_samples
 from quadriga.trainer.rollout_pool import RolloutPool
+from quadriga.trainer.rollout_record import RolloutRecorder
 from quadriga.workers import ActorRolloutRefWorker
 
 CORE_VARIABLES = ("acc", "reward")
@@ -64,6 +65,7 @@ class Validator:
         rollout: generates the responses.
         reward: grades them.
         dataloader: batches of prompts; None if there is nothing to validate.
+        recorder: records the responses; None: they are not recorded.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class Validator:
         rollout: ActorRolloutRefWorker | RolloutPool,
         reward: RewardManager,
         dataloader: Any,
+        recorder: RolloutRecorder | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.rollout = rollout
         self.reward = reward
         self.dataloader = dataloader
+        self.recorder = recorder
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Validate the policy of a step.
@@ -115,9 +119,13 @@ class Validator:
             batch = generate_responses(self.rollout, self.config, prompts, sampling.n)
             reward_metrics = reduce_metrics(grade(self.reward, batch).metrics)
             rows += sample_rows(batch, self.tokenizer, self.config.data)
+            if self.recorder is not None:
+                self.recorder.add_validation(batch)
             if "reward/errors" in reward_metrics:
                 num_errors = errors.get("val-aux/reward/errors", 0.0)
                 errors["val-aux/reward/errors"] = num_errors + reward_metrics["reward/errors"]
+        if self.recorder is not None:
+            self.recorder.end_validation(step)
         if rows and self.config.trainer.validation_data_dir:
             write_samples(self.config.trainer.validation_data_dir, step, rows)
         return rows, errors

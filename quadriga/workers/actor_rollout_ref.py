@@ -19,7 +19,7 @@ from quadriga.config.placement import ACTOR, has_shards, rollout_group_size, sen
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
-from quadriga.engines.step import infer
+from quadriga.engines.step import FirstOutputs, infer
 from quadriga.models.adapter_files import base_name
 from quadriga.models.lora import adapter_off
 from quadriga.protocol import DataProto
@@ -261,9 +261,29 @@ class ActorRolloutRefWorker(Learner):
         return infer(engine, data, micro, temperature=self.rollout_config.temperature, **outputs)
 
     @register(dispatch_mode=BY_REPLICA)
-    def update_actor(self, data: DataProto) -> DataProto:
-        """Learn from a batch with advantages [B, T]. Returns metrics. Publishes no weights."""
-        return self.learn(data, self.rollout_config.n, temperature=self.rollout_config.temperature)
+    def update_actor(self, data: DataProto, with_log_probs: bool = False) -> DataProto:
+        """Learn from a batch with advantages [B, T]. Publishes no weights.
+
+        Args:
+            data: rows with `advantages`, and the other columns of `UpdateInputs`.
+            with_log_probs: whether to return the outputs of each row's first forward pass.
+
+        Returns:
+            Metrics, and if requested `update_log_probs`, `update_entropys` [B, T] and `is_computed`
+            [B]. Rows that cannot change the gradient are not computed.
+        """
+        num_samples = self.rollout_config.n
+        temperature = self.rollout_config.temperature
+        if not with_log_probs:
+            return self.learn(data, num_samples, temperature=temperature)
+        outputs = FirstOutputs(len(data), data.batch["response_mask"].shape[1])
+        result = self.learn(data, num_samples, temperature=temperature, first_outputs=outputs)
+        columns = {
+            "update_log_probs": outputs.columns["log_probs"],
+            "update_entropys": outputs.columns["entropy"],
+            "is_computed": outputs.is_computed,
+        }
+        return DataProto.from_dict(tensors=columns, meta_info=result.meta_info)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def ranks_and_costs(self) -> tuple[int, float, float, Callable[[torch.Tensor], float]]:

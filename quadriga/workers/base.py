@@ -31,7 +31,7 @@ from quadriga.engines.checkpoint import CopyPlan, StateCopier, read_copy
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine, Memory, Training
 from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
-from quadriga.engines.step import lr_at, update
+from quadriga.engines.step import FirstOutputs, lr_at, update
 from quadriga.errors import ConfigError
 from quadriga.models.architecture import is_packed, way_of
 from quadriga.models.experts import ROUTES
@@ -398,7 +398,12 @@ class Learner(EngineWorker):
         return choices
 
     def learn(
-        self, data: DataProto, rows_per_prompt: int, *, temperature: float = 1.0
+        self,
+        data: DataProto,
+        rows_per_prompt: int,
+        *,
+        temperature: float = 1.0,
+        first_outputs: FirstOutputs | None = None,
     ) -> DataProto:
         """Update the model on a batch.
 
@@ -407,6 +412,7 @@ class Learner(EngineWorker):
                 `total_training_steps`.
             rows_per_prompt: rows of the batch for each prompt that `ppo_mini_batch_size` counts.
             temperature: sampling temperature, by which logits are divided.
+            first_outputs: gets the outputs of each row's first forward pass.
 
         Returns:
             Metrics in `meta_info`. `perf/mfu/NAME` is a share of the device's measured peak.
@@ -416,7 +422,15 @@ class Learner(EngineWorker):
         name = self.objective.name
         passes = Passes.of(self.section, rows_per_prompt, step, share_prompts=self.share_prompts)
         lr = lr_at(step, self.section.optim, data.meta_info["total_training_steps"])
-        metrics = update(self.engine, data, self.objective, passes, lr=lr, temperature=temperature)
+        metrics = update(
+            self.engine,
+            data,
+            self.objective,
+            passes,
+            lr=lr,
+            temperature=temperature,
+            first_outputs=first_outputs,
+        )
         rate = metrics.pop(f"perf/flops/{name}").value / (time.perf_counter() - start)
         release_free_memory()
         # The peak is measured once. If the device was busy then, a higher rate corrects it.

@@ -449,13 +449,12 @@ LANES = ("step of version 0", "step of version 1", "new weights", "update_actor"
 def test_explain_simulates_a_recorded_run(
     train: Callable[..., Path],
     arguments: Callable[..., list[str]],
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The seconds and the lengths of one in lockstep; another run has none."""
-    kept = (f"trainer.rollout_data_dir={tmp_path / 'rows'}", "trainer.total_training_steps=4")
-    lockstep, stale = train(*kept, run="lockstep"), train(*kept, ON, run="stale")
-    explain = ["config", "explain", *arguments(*kept, ON), "--recorded"]
+    steps = "trainer.total_training_steps=4"
+    lockstep, stale = train(steps, run="lockstep"), train(steps, ON, run="stale")
+    explain = ["config", "explain", *arguments(steps, ON), "--recorded"]
     assert main([*explain, str(lockstep)]) == 0
     told = capsys.readouterr().out
     assert (
@@ -464,7 +463,7 @@ def test_explain_simulates_a_recorded_run(
     )
     assert main([*explain, str(stale)]) == 2
     assert (
-        "expected metrics and responses (trainer.rollout_data_dir) of a run in lockstep"
+        "expected metrics and responses (trainer.rollout_record) of a run in lockstep"
         in capsys.readouterr().out
     )
 

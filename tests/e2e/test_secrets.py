@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.cli.main import main
+from quadriga.observe.records import RecordFolder
 from tests.limits import COMMAND_S
 
 WORD = "opensesame"
@@ -46,6 +47,9 @@ def test_keys_stand_in_no_file(
     assert [
         path for path in files if WORD.encode() in path.read_bytes()
     ] == [] and WORD not in printed
+    # Parquet is compressed.
+    for step in (1, 2):
+        assert WORD not in str(RecordFolder(tmp_path / "run").read(step).rows.to_pylist())
     config = tmp_path / "run" / "config.yaml"
     assert config.stat().st_mode & 0o777 == 0o600 and f"api_key: {'<hidden>'}" in config.read_text()
     # What a run wrote begins it again, once the keys are given.

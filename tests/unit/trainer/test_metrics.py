@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quadriga.config import RolloutConfig
+from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto
 from quadriga.trainer.metrics import (
@@ -66,9 +67,8 @@ def signals(scores: list[float], lengths: list[int], uid: str) -> dict[str, str]
         "attention_mask": torch.cat([torch.ones(len(scores), 2), mask], -1).long(),
         "token_level_scores": torch.tensor(scores)[:, None],
     }
-    return dead_signals(
-        DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(list(uid), dtype=object)})
-    )
+    uids = {"uid": np.array(list(uid), dtype=object)}
+    return dead_signals(DataProto.from_dict(tensors=tensors, non_tensors=uids), TrainerConfig())
 
 
 def test_batches_without_a_signal_to_learn_from() -> None:
@@ -77,7 +77,7 @@ def test_batches_without_a_signal_to_learn_from() -> None:
     assert signals([0.0, 0.0], [1, 1], "ab")["scores"].startswith(
         "all responses scored alike (mean 0)"
     )
-    assert "trainer.rollout_data_dir=DIR" in alike["scores"]
+    assert "quadriga show outputs/quadriga/run" in alike["scores"]
     # One of several groups differs; single responses differ; a batch of one has nothing to differ from.
     assert signals([1.0, 0.0, 1.0, 1.0], [1] * 4, "abab") == {}
     assert signals([1.0, 0.0], [1, 2], "ab") == {}

@@ -106,7 +106,7 @@ def test_a_run_that_wrote_little_says_how_to_have_the_rest(make: Make) -> None:
     run = make()
     assert [line.split(":")[1].split("=")[0] for line in summary(run)] == [
         " trainer.logger",
-        " trainer.rollout_data_dir",
+        " trainer.rollout_record",
     ]
     assert next(report(run)).endswith("not finished, step 0 of 20")
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded rollouts as people read them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from quadriga.observe.records.files import STEP, RecordFolder
+from quadriga.observe.records.schema import COLUMNS
+from quadriga.observe.records.tokens import TokenTable
+
+_JSON_COLUMNS = (
+    "turn_spans",
+    "tool_rewards",
+    "turn_scores",
+    "messages",
+    "reward_parts",
+    "row",
+)
+_SAMPLE_COLUMNS = (
+    *("uid", "data_source", "score", "num_turns", "finish_reason", "reward_error"),
+    *("prompt_ids", "response_ids", "reward_parts", "row"),
+)
+
+
+def samples_of(record: RecordFolder, step: int, kind: str = STEP) -> list[dict[str, Any]]:
+    """Rollouts of a step with texts, as `trainer.rollout_data_dir` has them.
+
+    Args:
+        record: the record of a run.
+        step: the step.
+        kind: `STEP` or `VALIDATION`.
+
+    Raises:
+        DataError: the step is not recorded, or its file is damaged.
+    """
+    rows = _rows(record.read(step, kind, _SAMPLE_COLUMNS).rows)
+    return [{**sample_of(row, record.tokens), "step": step} for row in rows]
+
+
+def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, Any]:
+    """A rollout with texts in the place of token ids.
+
+    Args:
+        row: columns of the record, with JSON parsed.
+        tokens: texts of the tokens; None: texts say how many tokens there are.
+    """
+    data_row = dict(row["row"] or {})
+    reward_model = data_row.pop("reward_model", None) or {}
+    sample = {
+        "uid": row["uid"],
+        "data_source": row["data_source"],
+        "input": _text(row["prompt_ids"], tokens, skips_special=True),
+        "output": _text(row["response_ids"], tokens, skips_special=True),
+        "output_with_special_tokens": _text(row["response_ids"], tokens, skips_special=False),
+        "ground_truth": reward_model.get("ground_truth"),
+        "score": row["score"],
+    }
+    for name in ("num_turns", "finish_reason"):
+        if row[name] is not None:
+            sample[name] = row[name]
+    if data_row:
+        sample["row"] = data_row
+    parts = dict(row["reward_parts"] or {})
+    parts["reward_error"] = row["reward_error"] or ""
+    # A grader may give any name to what it adds.
+    taken_names = set(sample)
+    for name, value in parts.items():
+        sample[f"reward/{name}" if name in taken_names else name] = value
+    return sample
+
+
+def _text(ids: Any, tokens: TokenTable | None, *, skips_special: bool) -> str:
+    if tokens is None:
+        return f"[{len(ids)} tokens; tokens.parquet is missing]"
+    return tokens.decode(ids, skips_special=skips_special)
+
+
+def table_for_people(record: RecordFolder, step: int, kind: str = STEP) -> pd.DataFrame:
+    """All columns of the rollouts of a step, `prompt` and `response` as texts, `ratio` and `length`.
+
+    Args:
+        record: the record of a run.
+        step: the step.
+        kind: `STEP` or `VALIDATION`.
+
+    Returns:
+        One row for each rollout. Columns of tokens have arrays. `ratio` [tokens] is the probability
+        under the trainer over that under the rollout.
+
+    Raises:
+        DataError: the step is not recorded, or its file is damaged.
+    """
+    table = pd.DataFrame(list(_rows(record.read(step, kind).rows)))
+    if table.empty:
+        return table
+    for name in table.columns:
+        column = COLUMNS.get(name)
+        if column is not None and column.group == "token":
+            dtype = column.type.value_type.to_pandas_dtype()
+            table[name] = [
+                None if values is None else np.array(values, dtype) for values in table[name]
+            ]
+    ratios = []
+    for sampled, trained in zip(table["rollout_log_probs"], table["log_probs"], strict=True):
+        is_known = sampled is not None and trained is not None
+        ratios.append(np.exp(trained - sampled) if is_known else None)
+    table["ratio"] = ratios
+    table["length"] = [len(ids) for ids in table["response_ids"]]
+    for place, name in enumerate(("prompt", "response")):
+        ids_of_rows = table[f"{name}_ids"]
+        texts = [_text(ids, record.tokens, skips_special=False) for ids in ids_of_rows]
+        table.insert(place, name, texts)
+    return table
+
+
+def _rows(rows: pa.Table) -> Iterator[dict[str, Any]]:
+    """Rows with JSON parsed."""
+    for row in rows.to_pylist():
+        for name in _JSON_COLUMNS:
+            if row.get(name) is not None:
+                row[name] = json.loads(row[name])
+        yield row

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the rollout record: the columns of a batch without padding, as an Arrow table.
+
+Legend: B rows, P prompt positions, T response positions, L layers, k experts per token.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from quadriga.config import DataConfig
+from quadriga.observe.records import SCHEMA
+from quadriga.observe.tracking.jsonl import jsonable
+from quadriga.protocol import DataProto
+from quadriga.protocol.memory import images_key
+from quadriga.redact import redacted
+from quadriga.trainer.responses import user_columns
+
+_TOKEN_COLUMNS = {
+    "response_ids": "responses",
+    "rollout_log_probs": "rollout_log_probs",
+    "ref_log_probs": "ref_log_prob",
+    "teacher_log_probs": "teacher_log_prob",
+    "rollout_is_weights": "rollout_is_weights",
+    "advantages": "advantages",
+    "returns": "returns",
+    "values": "values",
+    "token_scores": "token_level_scores",
+    "token_versions": "token_versions",
+    "token_staleness": "token_staleness",
+}
+"""Column of the batch, [B, T], of each column of the record with a value per response token."""
+_JSON_COLUMNS = {
+    "turn_spans": "turn_spans",
+    "tool_rewards": "tool_rewards",
+    "turn_scores": "turn_scores",
+    "messages": "solution_messages",
+}
+"""Object column of the batch of each column of the record that holds JSON."""
+_ERROR = "reward_error"
+_ROUTES = "routed_experts"
+
+
+def record_table(batch: DataProto, config: DataConfig, *, not_computed: str = "") -> pa.Table:
+    """Make the rows of the record, in the order of the data.
+
+    Args:
+        batch: graded responses, with everything that was computed for them.
+        config: names of the columns with the data source, images and videos.
+        not_computed: why rows have no log-probs of the trainer, if no update has computed them.
+
+    Returns:
+        B rows with the columns of `SCHEMA`.
+    """
+    return _Rows(batch, config).table(not_computed)
+
+
+def _json(value: Any) -> str:
+    return _utf8(json.dumps(redacted(jsonable(value)), ensure_ascii=False))
+
+
+def _utf8(value: Any) -> str:
+    """A text that UTF-8 can express: half of a surrogate pair becomes its escape."""
+    return str(value).encode(errors="backslashreplace").decode()
+
+
+class _Rows:
+    """A batch whose rows are converted.
+
+    Attributes:
+        order: [B], places in the batch of the rows in the order of the data.
+        lengths: [B], tokens of each response, in the order of the data.
+    """
+
+    def __init__(self, batch: DataProto, config: DataConfig) -> None:
+        self.tensors = batch.batch
+        self.objects = batch.non_tensor_batch
+        self.config = config
+        num_rows = len(batch)
+        # Rows that were not ordered for the ranks have no index.
+        self.order = torch.arange(num_rows)
+        if "row_index" in self.tensors.keys():
+            self.order = self.tensors["row_index"].cpu().argsort()
+        masks = self._in_order("attention_mask").astype(bool)
+        width = self.tensors["responses"].shape[1]
+        self._prompt_mask = masks[:, :-width]
+        self._response_mask = masks[:, -width:]
+        self._all_mask = masks
+        self.lengths = self._response_mask.sum(1)
+
+    def table(self, not_computed: str) -> pa.Table:
+        """Convert all columns; those that the batch does not have are null."""
+        num_rows = len(self.order)
+        columns: dict[str, Any] = dict(self._values_of_rows())
+        columns["prompt_ids"] = _lists(self._in_order("prompts"), self._prompt_mask)
+        for name, source in _TOKEN_COLUMNS.items():
+            if source in self.tensors.keys():
+                columns[name] = _lists(self._in_order(source), self._response_mask)
+        columns |= self._masks()
+        columns |= self._log_probs(not_computed)
+        for name, source in _JSON_COLUMNS.items():
+            columns[name] = self._texts(source, _json)
+        columns |= self._graded()
+        columns["row"] = self._data_rows()
+        if _ROUTES in self.tensors.keys():
+            routes = self._in_order(_ROUTES).astype(np.int16)
+            masks_of_rows = zip(routes, self._all_mask, strict=True)
+            columns["routed_experts"] = [row[mask].tobytes() for row, mask in masks_of_rows]
+        arrays = []
+        for field in SCHEMA:
+            values = columns.get(field.name)
+            if values is None:
+                arrays.append(pa.nulls(num_rows, field.type))
+            elif isinstance(values, pa.Array):
+                arrays.append(values.cast(field.type))
+            else:
+                arrays.append(pa.array(values, field.type))
+        return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+    def _in_order(self, name: str) -> np.ndarray:
+        return self.tensors[name].detach().cpu()[self.order].numpy()
+
+    def _objects_in_order(self, name: str) -> list[Any]:
+        column = self.objects[name]
+        return [column[place] for place in self.order.tolist()]
+
+    def _texts(self, name: str, convert: Callable[[Any], str] = _utf8) -> list[str | None] | None:
+        """An object column as texts; None if the batch does not have it."""
+        if name not in self.objects:
+            return None
+        values = self._objects_in_order(name)
+        return [None if value is None else convert(value) for value in values]
+
+    def _values_of_rows(self) -> dict[str, Any]:
+        """Columns with one value of a row."""
+        uids = list(map(str, self._objects_in_order("uid")))
+        num_before = Counter[str]()
+        rollout_ids = []
+        for uid in uids:
+            rollout_ids.append(f"{uid}/{num_before[uid]}")
+            num_before[uid] += 1
+        columns: dict[str, Any] = {
+            "rollout_id": rollout_ids,
+            "uid": uids,
+            "row_index": np.arange(len(uids)),
+            "position": self.order.numpy(),
+            "agent": self._texts("agent_name"),
+            "source_row": self._texts("source_row"),
+            "data_source": self._texts(self.config.reward_fn_key),
+            "finish_reason": self._texts("finish_reason"),
+            "score": self._in_order("token_level_scores").sum(1),
+        }
+        if "num_turns" in self.objects:
+            columns["num_turns"] = self._objects_in_order("num_turns")
+        if "token_level_rewards" in self.tensors.keys():
+            columns["reward"] = self._in_order("token_level_rewards").sum(1)
+        if "reward_baselines" in self.tensors.keys():
+            columns["reward_baseline"] = self._in_order("reward_baselines")
+        if "multi_modal_inputs" in self.objects:
+            hash_of = _once_for_each_object(images_key)
+            inputs = self._objects_in_order("multi_modal_inputs")
+            columns["image_hash"] = [hash_of(images) if images else None for images in inputs]
+        return columns
+
+    def _masks(self) -> dict[str, Any]:
+        """`response_mask`, and `trained_mask` if a correction may have rejected tokens."""
+        mask = self._in_order("response_mask").astype(bool)
+        if "token_versions" not in self.tensors.keys():
+            return {"response_mask": _lists(mask, self._response_mask)}
+        # The correction changes the mask, but not the versions of the tokens.
+        is_generated = self._in_order("token_versions") >= 0
+        columns = {"response_mask": _lists(is_generated, self._response_mask)}
+        if not np.array_equal(is_generated, mask):
+            columns["trained_mask"] = _lists(mask, self._response_mask)
+        return columns
+
+    def _log_probs(self, not_computed: str) -> dict[str, Any]:
+        """Log-probs and entropies of the trainer, of a pass before the update or of its first."""
+        num_rows = len(self.order)
+        if "old_log_probs" in self.tensors.keys():
+            columns = {"log_probs": _lists(self._in_order("old_log_probs"), self._response_mask)}
+            if "entropys" in self.tensors.keys():
+                columns["entropies"] = _lists(self._in_order("entropys"), self._response_mask)
+            return columns
+        if "is_computed" not in self.tensors.keys():
+            return {"not_computed": [not_computed or None] * num_rows}
+        is_computed = self._in_order("is_computed").astype(bool)
+        columns = {}
+        for name, source in {"log_probs": "log_probs", "entropies": "entropys"}.items():
+            column = self._in_order(f"update_{source}")
+            columns[name] = _lists(column, self._response_mask, is_computed)
+        reason = not_computed or "the row cannot change the gradient: its advantages are 0"
+        columns["not_computed"] = [None if computed else reason for computed in is_computed]
+        return columns
+
+    def _graded(self) -> dict[str, Any]:
+        """Errors of graders, and the values that they returned beside the score."""
+        errors = []
+        parts = []
+        for extra in self._objects_in_order("reward_extra"):
+            entries = dict(extra)
+            errors.append(_utf8(entries.pop(_ERROR, None) or "") or None)
+            parts.append(_json(entries) if entries else None)
+        return {_ERROR: errors, "reward_parts": parts}
+
+    def _data_rows(self) -> list[str | None]:
+        """The user's columns of each data row as JSON; responses to one prompt share them."""
+        texts: dict[str, str | None] = {}
+        rows = []
+        for place, uid in zip(self.order.tolist(), self._objects_in_order("uid"), strict=True):
+            if uid not in texts:
+                columns = user_columns(self.objects, place, self.config)
+                truth = self.objects["reward_model"][place]
+                if truth:
+                    columns["reward_model"] = truth
+                texts[uid] = _json(columns) if columns else None
+            rows.append(texts[uid])
+        return rows
+
+
+def _lists(
+    values: np.ndarray, mask: np.ndarray, has_values: np.ndarray | None = None
+) -> pa.ListArray:
+    """Values [B, T] under a mask [B, T] as one list for each row.
+
+    Args:
+        values: values with padding.
+        mask: whether a place is a token.
+        has_values: [B], whether the row has values; the others are null. None: all have.
+    """
+    is_null = None
+    if has_values is not None:
+        mask = mask & has_values[:, None]
+        is_null = pa.array(~has_values)
+    offsets = np.zeros(len(mask) + 1, np.int32)
+    np.cumsum(mask.sum(1), out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values[mask]), mask=is_null)
+
+
+def _once_for_each_object(function: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Call a function once for an object that several rows share."""
+    results: dict[int, str] = {}
+
+    def call(value: Any) -> str:
+        if id(value) not in results:
+            results[id(value)] = function(value)
+        return results[id(value)]
+
+    return call
+
+
+def joined_tables(tables: Iterable[pa.Table]) -> pa.Table:
+    """Concatenate the rows of several batches, and number them through."""
+    table = pa.concat_tables(tables)
+    numbers = pa.array(np.arange(len(table)), pa.int32())
+    for name in ("row_index", "position"):
+        table = table.set_column(table.column_names.index(name), SCHEMA.field(name), numbers)
+    return table

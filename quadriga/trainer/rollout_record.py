@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records the rollouts of a run in its directory, beside training.
+
+    driver                          thread
+      make the rows of a step         write the file of the step
+      next step ...                   remove texts and older steps if the record is too large
+
+Consumes: the batch of a step, before anyone else may change it. Waits for: the file of the step
+before, so that at most two steps are in memory. Unblocked by: the thread. If the disk is full or
+refuses to be written, the record ends, which is logged once; training goes on.
+"""
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future
+from math import inf
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from quadriga.background import in_background
+from quadriga.config import Config
+from quadriga.errors import DataError
+from quadriga.observe.records import STEP, VALIDATION, RecordFolder
+from quadriga.protocol import DataProto
+from quadriga.trainer.checkpoint import Checkpoints
+from quadriga.trainer.record_rows import joined_tables, record_table
+
+logger = logging.getLogger(__name__)
+
+_NOT_SAMPLED = "algorithm.use_pf_ppo did not draw the row"
+_NOT_UPDATED = "the actor was not updated (trainer.critic_warmup)"
+_VALIDATION = "validation"
+
+
+class RolloutRecorder:
+    """The record of a run that goes on.
+
+    Args:
+        config: the run.
+        tokenizer: tokenizer of the policy, whose tokens are written once.
+        checkpoints: checkpoints of the run; steps after the oldest one stay on disk.
+
+    Attributes:
+        is_on: whether rollouts are recorded, from `begin` on.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, checkpoints: Checkpoints) -> None:
+        trainer = config.trainer
+        self.is_on = False
+        self._config = config
+        self._tokenizer = tokenizer
+        self._checkpoints = checkpoints
+        self._folder = RecordFolder(trainer.directory)
+        self._max_bytes = int(trainer.rollout_record_gib * 2**30)
+        self._max_steps = inf
+        if isinstance(trainer.rollout_record, int):
+            self._max_steps = trainer.rollout_record
+        self._num_bytes = 0
+        self._is_over_limit = False
+        self._validation_tables: list[pa.Table] = []
+        self._pending: Future[None] | None = None
+
+    def begin(self, after_step: int, *, is_continued: bool) -> None:
+        """Prepare the folder for the steps after a step, and start to record if configured.
+
+        Args:
+            after_step: the step that the run goes on from, or 0.
+            is_continued: whether the record that exists belongs to this run.
+        """
+        if self._config.trainer.rollout_record == "off":
+            return
+        self.is_on = True
+        try:
+            if self._config.trainer.val_only:
+                # The run takes no steps, so those that are recorded stay.
+                self._folder.begin(inf, is_continued=True)
+            else:
+                self._folder.begin(after_step, is_continued=is_continued)
+            self._folder.write_tokens_once(self._tokenizer)
+            self._num_bytes = self._folder.num_bytes()
+        except (OSError, DataError) as error:
+            self._end(error)
+
+    def add_step(self, step: int, batch: DataProto, facts: Mapping[str, Any]) -> None:
+        """Record the rollouts of a step.
+
+        Args:
+            step: number of the step.
+            batch: rows of the step with everything that was computed for them.
+            facts: metrics and the like, for the file's metadata.
+        """
+        if not self.is_on:
+            return
+        not_computed = ""
+        if "is_computed" not in batch.batch.keys():
+            not_computed = _NOT_UPDATED
+        elif self._config.algorithm.use_pf_ppo:
+            not_computed = _NOT_SAMPLED
+        rows = record_table(batch, self._config.data, not_computed=not_computed)
+        widths = [batch.batch[name].shape[1] for name in ("prompts", "responses")]
+        self._write(step, STEP, rows, {**facts, "widths": widths})
+
+    def add_validation(self, batch: DataProto) -> None:
+        """Record graded responses to a batch of validation prompts, with `end_validation`."""
+        if not self.is_on:
+            return
+        table = record_table(batch, self._config.data, not_computed=_VALIDATION)
+        self._validation_tables.append(table)
+
+    def end_validation(self, step: int) -> None:
+        """Write the rows of the validation after a step."""
+        tables = self._validation_tables
+        self._validation_tables = []
+        if self.is_on and tables:
+            self._write(step, VALIDATION, joined_tables(tables), {})
+
+    def finish(self) -> None:
+        """Wait until everything is on disk."""
+        pending = self._pending
+        self._pending = None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except (OSError, DataError) as error:
+            self._end(error)
+
+    def _write(self, step: int, kind: str, rows: pa.Table, facts: Mapping[str, Any]) -> None:
+        self.finish()
+        if not self.is_on:
+            return
+
+        def write() -> None:
+            self._num_bytes += self._folder.write(step, kind, rows, dict(facts))
+            self._thin()
+
+        self._pending = in_background(write, "rollout record")
+
+    def _thin(self) -> None:
+        """Shrink the record if it is larger than it may be."""
+        is_too_large = self._num_bytes > self._max_bytes
+        if not is_too_large and self._max_steps == inf:
+            return
+        # A replay begins at a checkpoint.
+        first_needed_step = min(self._checkpoints.steps(), default=inf) + 1
+        self._num_bytes = self._folder.thin(
+            self._max_bytes, self._max_steps, first_needed_step=first_needed_step
+        )
+        if self._num_bytes > self._max_bytes and not self._is_over_limit:
+            self._is_over_limit = True
+            logger.warning(
+                "trainer.rollout_record_gib=%g: the record of rollouts takes %.2f GiB, for its "
+                "steps since the oldest checkpoint are needed to replay them.",
+                self._max_bytes / 2**30,
+                self._num_bytes / 2**30,
+            )
+
+    def _end(self, error: Exception) -> None:
+        self.is_on = False
+        reason = getattr(error, "strerror", None) or str(error)
+        logger.warning(
+            "The record of rollouts ends here: %s (%s). Training goes on; "
+            "trainer.rollout_record=off turns it off.",
+            self._folder.folder,
+            reason,
+        )
+
+
+def add_update_outputs(batch: DataProto, outputs: DataProto, rows: torch.Tensor | None) -> None:
+    """Add the outputs of an update's first forward pass to the batch, if the update returns them.
+
+    Args:
+        batch: all rows of the step.
+        outputs: what `update_actor` returned.
+        rows: [B'], places in the batch of the rows that were learned from; None: all.
+    """
+    if outputs.batch is None:
+        return
+    for name, values in outputs.batch.items():
+        if rows is not None:
+            # Rows that were drawn several times have the same values.
+            spread = values.new_zeros(len(batch), *values.shape[1:])
+            spread[rows] = values
+            values = spread
+        batch.batch[name] = values
