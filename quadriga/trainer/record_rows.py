@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from quadriga.algorithms.registry import ROLLOUT_ID
 from quadriga.config import DataConfig
 from quadriga.observe.records import SCHEMA
 from quadriga.observe.tracking.jsonl import jsonable
@@ -20,6 +21,7 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
 from quadriga.redact import redacted
 from quadriga.trainer.responses import user_columns
+from quadriga.trainer.rollout_rows import scored_rows
 
 _TOKEN_COLUMNS = {
     "response_ids": "responses",
@@ -78,6 +80,7 @@ class _Rows:
     """
 
     def __init__(self, batch: DataProto, config: DataConfig) -> None:
+        self.batch = batch
         self.tensors = batch.batch
         self.objects = batch.non_tensor_batch
         self.config = config
@@ -139,21 +142,26 @@ class _Rows:
     def _values_of_rows(self) -> dict[str, Any]:
         """Columns with one value of a row."""
         uids = list(map(str, self._objects_in_order("uid")))
-        num_before = Counter[str]()
-        rollout_ids = []
-        for uid in uids:
-            rollout_ids.append(f"{uid}/{num_before[uid]}")
-            num_before[uid] += 1
+        rollout_ids = self._texts(ROLLOUT_ID)
+        if rollout_ids is None:
+            num_before = Counter[str]()
+            rollout_ids = []
+            for uid in uids:
+                rollout_ids.append(f"{uid}/{num_before[uid]}")
+                num_before[uid] += 1
+        # A row without a score is not one with the score 0.
+        has_score = scored_rows(self.batch)[self.order].numpy()
+        scores = pa.array(self._in_order("token_level_scores").sum(1), mask=~has_score)
         columns: dict[str, Any] = {
             "rollout_id": rollout_ids,
             "uid": uids,
             "row_index": np.arange(len(uids)),
             "position": self.order.numpy(),
-            "agent": self._texts("agent_name"),
+            "agent": self._texts("agent"),
             "source_row": self._texts("source_row"),
             "data_source": self._texts(self.config.reward_fn_key),
             "finish_reason": self._texts("finish_reason"),
-            "score": self._in_order("token_level_scores").sum(1),
+            "score": scores,
         }
         if "num_turns" in self.objects:
             columns["num_turns"] = self._objects_in_order("num_turns")

@@ -248,6 +248,7 @@ class Play:
         chat.turn_scores = list(self._rewards)
         chat.extra_fields["num_invalid"] = self._num_invalid
         chat.extra_fields["agent"] = self.agent
+        chat.agent = str(self.agent)
         if not self._has_rewards and is_graded_elsewhere:
             return None
         if not self._has_rewards and self._is_unscored and not self._is_cut:
