@@ -246,6 +246,7 @@ class Play:
         """
         chat = self.chat
         chat.turn_scores = list(self._rewards)
+        chat.turn_rewards = list(self._rewards)
         chat.extra_fields["num_invalid"] = self._num_invalid
         chat.extra_fields["agent"] = self.agent
         chat.agent = str(self.agent)

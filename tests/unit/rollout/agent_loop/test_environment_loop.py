@@ -90,6 +90,7 @@ def test_replies_are_actions(play: Any, recorder: Any, make_prompts: Any, tokeni
     assert second.endswith("<|im_start|>user\nNo, not 4.<|im_end|>\n<|im_start|>assistant\n")
     columns = batch.non_tensor_batch
     assert columns["turn_scores"][0] == [0.25, 0.5]
+    assert columns["turn_rewards"][0] == [0.25, 0.5]
     assert columns["turn_states"][0] == ["Guess.", "s1"]
     outcome = columns["reward_outcome"][0]
     assert outcome.score == 0.75
