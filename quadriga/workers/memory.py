@@ -134,7 +134,11 @@ def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePla
             continue
         settings = config.actor_rollout_ref.actor.megatron_if_chosen
         text = load_config(path, trust_remote_code=model.trust_remote_code).to_dict()
-        sizes = ModelSizes.from_config(text, path)
+        try:
+            sizes = ModelSizes.from_config(text, path)
+        except ConfigError as error:
+            logger.warning("The memory of %s is not predicted, and counts as 0: %s", where, error)
+            continue
         plans[where] = RolePlan(sizes, section.layout(size, where, settings), itemsize)
     return plans
 
