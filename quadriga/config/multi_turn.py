@@ -18,7 +18,8 @@ from quadriga.config.yaml_text import combined, read_yaml
 from quadriga.errors import ConfigError
 
 FORMATS = ("hermes", "qwen3_coder", "glm", "gpt-oss")
-LOOPS = ("single_turn_agent", "tool_agent", "environment")
+ENVIRONMENT = "environment"
+LOOPS = ("single_turn_agent", "tool_agent", ENVIRONMENT)
 FileSection = TypeVar("FileSection", bound=Section)
 
 

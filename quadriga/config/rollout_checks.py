@@ -5,7 +5,14 @@ from difflib import get_close_matches
 
 from quadriga.config.base import Findings, Section, unused, wrong
 from quadriga.config.explain import BatchPlan, learns_from_rewards
-from quadriga.config.multi_turn import FORMATS, LOOPS, InteractionFile, ToolFile, read_tool_file
+from quadriga.config.multi_turn import (
+    ENVIRONMENT,
+    FORMATS,
+    LOOPS,
+    InteractionFile,
+    ToolFile,
+    read_tool_file,
+)
 from quadriga.config.path_checks import check_exists
 from quadriga.config.placement import ACTOR
 from quadriga.config.reward import check_classifier
@@ -162,6 +169,10 @@ def _check_agent_loop(config: Config) -> Findings:
     loop = rollout.agent.default_agent_loop
     if not path:
         yield from _check_registered(_AGENT_LOOP, loop, LOOPS)
+    # Rows of a file may name the loop of environments in their column agent_name.
+    if config.env.name and not config.data.train_files and loop in LOOPS and loop != ENVIRONMENT:
+        got = f"{loop}, with env={config.env.name}"
+        yield wrong(_AGENT_LOOP, got, ENVIRONMENT, "Leave the key out: env sets it.")
     if not path and not config.actor_rollout_ref.model.external_lib:
         yield from _check_registered(f"{_MULTI_TURN}.format", rollout.multi_turn.format, FORMATS)
 

@@ -16,6 +16,7 @@ from quadriga.config.base import Section, filled
 from quadriga.config.data import DataConfig
 from quadriga.config.distillation import DistillationConfig
 from quadriga.config.environment import EnvironmentConfig
+from quadriga.config.multi_turn import ENVIRONMENT
 from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig
 from quadriga.config.trainer import ProfilerConfig, RayConfig, TrainerConfig
@@ -193,7 +194,7 @@ def _with_environment(tree: dict[str, Any]) -> dict[str, Any]:
     section = tree.get("env")
     if not isinstance(section, dict) or not section.get("name"):
         return tree
-    agent = {"default_agent_loop": "environment"}
+    agent = {"default_agent_loop": ENVIRONMENT}
     rollout = {"mode": "async", "agent": agent, "multi_turn": {"enable": True}}
     return filled(
         tree, {"data": {"return_raw_chat": True}, "actor_rollout_ref": {"rollout": rollout}}

@@ -208,6 +208,14 @@ def test_what_is_refused(rollout: dict[str, Any], expected: str) -> None:
     assert expected in str(problem)
 
 
+def test_an_environment_has_a_loop_of_its_own() -> None:
+    rollout = {"agent": {"default_agent_loop": "single_turn_agent"}}
+    config = Config(env={"name": "gem:x"}, actor_rollout_ref={"rollout": rollout})
+    problems = [text for text in map(str, check_multi_turn(config)) if "env sets it" in text]
+    assert len(problems) == 1
+    assert "got single_turn_agent, with env=gem:x" in problems[0]
+
+
 def test_the_messages_of_prompts_are_needed() -> None:
     """Tools are rendered out of them."""
     (problem,) = _check({"mode": "async", "multi_turn": {"enable": True}}, return_raw_chat=False)[0]
