@@ -71,7 +71,8 @@ def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, _handlers[-1])
         if len(_handlers) == 1:
             _handlers.clear()
-            stop_requested.clear()
+        # Also while an abandoned context is open: the request was for this run.
+        stop_requested.clear()
 
 
 def expiry() -> float:

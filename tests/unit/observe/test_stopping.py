@@ -70,6 +70,10 @@ def test_contexts_may_end_in_any_order() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     older.__exit__(None, None, None)
     assert signal.getsignal(signal.SIGTERM) is handler
+    os.kill(os.getpid(), signal.SIGTERM)
+    with heeding_sigterm():
+        pass
+    assert not stop_requested.is_set()
     newer.__exit__(None, None, None)
     assert signal.getsignal(signal.SIGTERM) is before
 
