@@ -182,6 +182,32 @@ def test_scripted_rollout_is_graded_as_written(
     assert [line["response_length/mean"] for line in lines] == [5.0, 5.0]
 
 
+TRL_REWARD = """
+def reads_all(prompts, completions, ability, bonus, **kwargs):
+    assert len(prompts) == len(completions) == len(ability) > 1
+    scores = []
+    for prompt, completion, name in zip(prompts, completions, ability):
+        is_chat = prompt[0]["content"].startswith("say a") and completion[0]["role"] == "assistant"
+        scores.append(bonus if is_chat and name == "spelling" else 0.0)
+    return scores
+"""
+
+
+def test_a_reward_function_of_trls_form_reads_prompts_and_columns(
+    train: Train, metric_lines: Lines, user_file: Callable
+) -> None:
+    lines = metric_lines(
+        train(
+            f"custom_reward_function.path={user_file('trl_reward.py', TRL_REWARD)}",
+            "custom_reward_function.name=reads_all",
+            "custom_reward_function.reward_kwargs={bonus: 0.5}",
+            "reward_model.reward_manager=batch",
+            "trainer.total_training_steps=1",
+        )
+    )
+    assert [line["critic/score/mean"] for line in lines] == [0.5]
+
+
 def test_validation_alone(
     train: Train, metric_lines: Lines, capsys: pytest.CaptureFixture[str]
 ) -> None:
