@@ -2,6 +2,7 @@
 """Whole runs of the command line, in this process, on a model of a few thousand weights."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,37 @@ def test_a_users_engine_trains(train: Train, metric_lines: Lines) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["rollout/log_prob_diff_max"] < 1e-4 for line in lines)
     assert lines[1]["actor/grad_norm"] > 0
+
+
+def test_a_users_data_set_and_reward_manager_train(
+    train: Train, metric_lines: Lines, tmp_path: Path
+) -> None:
+    """The data set of examples/custom reads text files, and its manager shares scores."""
+    examples = Path(__file__).parents[2] / "examples" / "custom"
+    for name, numbers in (("train", range(10)), ("val", range(20, 24))):
+        prompts = [f"say a {number}\ta\n" for number in numbers]
+        (tmp_path / f"{name}.txt").write_text("".join(prompts))
+    run = train(
+        f"data.train_files={tmp_path / 'train.txt'}",
+        f"data.val_files={tmp_path / 'val.txt'}",
+        f"data.custom_cls.path={examples / 'dataset.py'}",
+        "data.custom_cls.name=TextLines",
+        "+data.source=letters",
+        f"reward_model.reward_manager={examples / 'manager.py'}:Originality",
+        # More responses than tokens: some are equal.
+        "data.max_response_length=1",
+        "actor_rollout_ref.rollout.n=16",
+        "trainer.total_training_steps=1",
+        f"trainer.rollout_data_dir={tmp_path / 'responses'}",
+    )
+    assert len(metric_lines(run)) == 1
+    samples = read_jsonl(tmp_path / "responses" / "1.jsonl")
+    assert {sample["data_source"] for sample in samples} == {"letters"}
+    counts = Counter(sample["output"].strip() for sample in samples)
+    assert max(counts.values()) > 1
+    for sample in samples:
+        assert sample["copies"] == counts[sample["output"].strip()]
+        assert sample["score"] == pytest.approx(sample["acc"] / sample["copies"])
 
 
 def test_hf_rollout_trains_in_float16(train: Train, metric_lines: Lines) -> None:
