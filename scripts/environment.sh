@@ -48,11 +48,22 @@ make_environment() { # an empty one, where there is none; pip's log begins anew
 
 free_at() { df -h --output=avail "$1" | tail -n 1 | tr -d ' '; }
 
+say_last_line() { # every 10 s the last line of pip's log, until the script has ended or this is killed
+  while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+    say "  $(tail -n 1 "$log" | cut -c 1-120)"
+  done
+}
+
 pip_install() { # what is being installed, pip's arguments
-  local what=$1
+  local what=$1 is_done=1 reporter
   shift
   say "$what ..."
-  if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1; then
+  say_last_line &
+  reporter=$!
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 || is_done=0
+  kill "$reporter" 2>/dev/null || true
+  wait "$reporter" 2>/dev/null || true
+  if ((!is_done)); then
     tail -n 15 "$log" >&2
     die "$what failed: the last lines of $log stand above. Is the package registry reachable, and is there room on the disk ($(free_at .) free here, $room are needed; $(free_at "${TMPDIR:-/tmp}") free in the temporary folder ${TMPDIR:-/tmp})? Run the same command again when it is mended."
   fi

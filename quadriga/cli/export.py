@@ -19,8 +19,12 @@ from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
 from quadriga.models.adapter_files import AdapterFiles, write_factors
 from quadriga.models.load import from_pretrained, load_config
 from quadriga.models.vision import copy_processor
-from quadriga.models.weight_files import share_with_readers
+from quadriga.models.weight_files import INDEX, share_with_readers
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
+
+# Larger models are written in several files, which hubs and file systems handle more easily.
+FILE_BYTES = 5 * 10**9
+SINGLE_FILE = "model.safetensors"
 
 
 def main(argv: list[str]) -> int:
@@ -106,7 +110,10 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
     # Written separately: save_pretrained refuses sampling settings of some models on the hub.
     generation_config = model.generation_config
     model.generation_config = GenerationConfig()
-    model.save_pretrained(folder)
+    # transformers leaves them where the model had another number of files, and would load them.
+    for name in (SINGLE_FILE, INDEX):
+        (folder / name).unlink(missing_ok=True)
+    model.save_pretrained(folder, max_shard_size=FILE_BYTES)
     share_with_readers(folder)
     tokenizer.save_pretrained(folder)
     generation_config.to_json_file(folder / "generation_config.json")

@@ -167,6 +167,7 @@ class DynamicGenDataset(Dataset):
             with written_aside(file, where="data.cache_dir") as draft:
                 draft.write_bytes(content)
         part = self._make_part(str(file))
+        part.columns_entry = self.parts[0].columns_entry
         self.parts.append(part)
         self._ends.append(self._ends[-1] + len(part))
         self._contents.append(content)

@@ -79,6 +79,8 @@ class RLHFDataset(FileDataset):
     """Whether it is allowed that no row is good, or short enough."""
     keeps_lengths = True
     """Whether measured lengths are stored in the cache."""
+    columns_entry: str | None = None
+    """Entry of `extra_info` that gets a copy of the file's columns; None: there is no such entry."""
     longest_prompt: int | None = None
     """Tokens of the longest prompt, before it is cut; None if prompts are not measured."""
 
@@ -151,7 +153,11 @@ class RLHFDataset(FileDataset):
         used_columns = {config.prompt_key}
         if self.processor is not None:
             used_columns |= {config.image_key, config.video_key}
+        columns = {name: row[name] for name in row if name not in ("extra_info", "reward_model")}
         row = set_aside({name: value for name, value in row.items() if name not in used_columns})
+        if self.columns_entry is not None:
+            # Rows from Python have the entry already.
+            row["extra_info"] = {self.columns_entry: columns} | (row.get("extra_info") or {})
 
         folder = table.path.parent
         pictures, clips = read_media(media, self.processor, config, folder=folder, where=where)

@@ -66,6 +66,8 @@ HEADLINES = (
         "reward", ("critic/rewards/mean", "critic/score/mean", "reward/mean"), (".3f", 1000, ".3g")
     ),
     Headline("loss", ("actor/pg_loss", "train/loss"), "+.4f"),
+    Headline("critic", ("critic/vf_loss",), (".1e", 0.001, ".4f")),
+    Headline("explained", ("critic/vf_explained_var",), ".2f"),
     Headline(
         "kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), (".1e", 0.001, ".4f")
     ),

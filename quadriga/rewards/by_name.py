@@ -20,8 +20,12 @@ from typing import Any
 from quadriga.background import run_coroutine
 from quadriga.errors import ConfigError
 from quadriga.rewards.components import weighted
-from quadriga.rewards.scoring import PLURALS
 
+PLURALS = {
+    "solution_with_special_tokens": "solutions_with_special_tokens",
+    "solution_messages": "solutions_messages",
+}
+"""Optional arguments, passed to functions that name them, and their names in batches."""
 # Entry of `extra_info` with the columns of the row; present if a function reads one of them.
 ROW = "row"
 # Arguments that every sample has, and those that depend on the columns of its row.
@@ -30,6 +34,9 @@ OF_ROW = ("completion", "prompt")
 # Name of an argument -> its name in functions that grade a batch.
 BATCH_NAMES = {name: PLURALS.get(name, f"{name}s") for name in (*OF_SAMPLE, *OF_ROW)}
 OF_BATCH = tuple(BATCH_NAMES.values())
+# Names that only functions of this form have.
+_SINGULAR = ("response", *OF_ROW)
+BY_NAME = frozenset([*_SINGULAR, *(BATCH_NAMES[name] for name in _SINGULAR)])
 
 
 class NamedReward:
@@ -127,6 +134,11 @@ class ItemReward:
 
     def __init__(self, parts: Sequence[NamedReward]) -> None:
         self.parts = parts
+
+    @property
+    def reads_row(self) -> bool:
+        """Whether one of the functions may read columns of the row."""
+        return any(part.reads_row for part in self.parts)
 
     def __call__(
         self,

@@ -69,6 +69,7 @@ class RewardManager:
 
     grades_early: bool = False  # whether `grade_one` is implemented
     notices: Sequence[str] = ()  # sentences that are printed when a run starts
+    reads_rows: bool = False  # whether `extra_info` needs an entry with the columns of the data row
 
     def __call__(self, data: "DataProto") -> RewardOutput:
         """Grade the responses of a batch, as for `begin`, and wait for their rewards."""

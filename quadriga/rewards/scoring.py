@@ -16,6 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.errors import ConfigError, RewardError
+from quadriga.rewards.by_name import (
+    BY_NAME,
+    OF_BATCH,
+    PLURALS,
+    ROW,
+    BatchReward,
+    ItemReward,
+    NamedReward,
+)
 from quadriga.user_file import FILE, PACKAGE, import_file, member_of
 
 GRADERS: dict[str, str] = {
@@ -136,11 +145,6 @@ def default_compute_score(
 
 ITEM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-PLURALS = {
-    "solution_with_special_tokens": "solutions_with_special_tokens",
-    "solution_messages": "solutions_messages",
-}
-"""Optional arguments, passed to functions that name them, and their names in batches."""
 # Entry of a sample's row: the text that the policy itself wrote, its turns joined by line ends.
 POLICY_TEXT = "policy_str"
 _SECTION = "custom_reward_function"
@@ -204,18 +208,24 @@ class ScoreFunction:
     def accepted_by(self, function: Callable[..., Any]) -> frozenset[str]:
         """Names of the arguments to call a loaded function with.
 
-        Optional arguments (`PLURALS`) are among them if the function names them.
+        Optional arguments (`PLURALS`) are among them if the function names them, and `ROW` if it
+        reads columns of the row, which are an entry of `extra_info`.
         """
         optional = PLURALS.values() if self.is_batch else PLURALS.keys()
+        row = [ROW] if isinstance(function, ItemReward) and function.reads_row else []
         try:
             parameters = inspect.signature(function).parameters
         except (TypeError, ValueError):
             # Some callables written in C have no signature.
             return frozenset(self.arguments)
-        return frozenset([*self.arguments, *(name for name in optional if name in parameters)])
+        optional_names = [name for name in optional if name in parameters]
+        return frozenset([*self.arguments, *optional_names, *row])
 
     def load(self) -> Callable[..., Any]:
         """Load the function, with `reward_kwargs` bound.
+
+        One with arguments of TRL's form, such as `completions`, is called by the names of its
+        arguments (`quadriga.rewards.by_name`).
 
         ConfigError if its file fails, the function is not in it, or it takes other arguments.
         """
@@ -237,6 +247,13 @@ class ScoreFunction:
         except TypeError as error:
             names = list(signature.parameters)
             takes_positions = names[:1] == ["data_source"] and names[2:] == ["ground_truth"]
+            is_by_name = not takes_positions and not BY_NAME.isdisjoint(names)
+            if is_by_name:
+                part = NamedReward(loaded, self.name)
+                if self.is_batch:
+                    return BatchReward([part])
+                if not part.is_batch:
+                    return ItemReward([part])
             if self.is_batch or not takes_positions:
                 raise self._signature_error(signature, error) from error
             # Such functions get three arguments by position, whatever the second is called.
@@ -253,7 +270,7 @@ class ScoreFunction:
             "Change the function's parameters, add **kwargs to them, "
             "or pass what else it needs in reward_kwargs."
         )
-        if not self.is_batch and signature.parameters.keys() & set(BATCH_ARGUMENTS):
+        if not self.is_batch and signature.parameters.keys() & set(OF_BATCH):
             fix = (
                 "A function that takes lists, of a whole batch, "
                 "needs reward_model.reward_manager=batch."

@@ -29,6 +29,7 @@ from quadriga.errors import ConfigError, WorkerLostError
 from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
+from quadriga.rewards.by_name import ROW
 from quadriga.single_controller import ClassWithInitArgs, WorkerGroup, WorkerGroups
 from quadriga.trainer.asynchronous.streams import StreamPool
 from quadriga.trainer.checkpoint import start_of
@@ -452,6 +453,8 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
                 # A mixture is a data set of several parts.
                 for rows in getattr(loader.dataset, "parts", [loader.dataset]):
                     _check_rows(manager, rows)
+                    if manager.reads_rows and isinstance(rows, RLHFDataset):
+                        rows.columns_entry = ROW
     except BaseException:
         manager.close()
         raise

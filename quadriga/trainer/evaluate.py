@@ -39,6 +39,7 @@ from quadriga.observe.progress import Progress
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
+from quadriga.rewards.by_name import ROW
 from quadriga.rewards.registry import load_reward_manager
 from quadriga.rewards.samples import SampleManager, Samples, ground_truth, policy_text
 from quadriga.trainer.build import build_reward, build_tokenizer, build_val_loader, frozen_workers
@@ -488,7 +489,6 @@ def score_file(
             fix="The columns are named by data.reward_fn_key, --response-key and "
             "--reward-model-key.",
         )
-    samples, numbers = _samples_of(table, source_key, response_key, reward_model_key)
     with closing(load_reward_manager(config, None)) as manager:
         if config.reward_model.enable:
             raise _needs_texts("reward_model.enable")
@@ -498,6 +498,10 @@ def score_file(
             or type(manager).shaped is not SampleManager.shaped
         ):
             raise _needs_texts("reward_model.reward_manager")
+        samples, numbers = _samples_of(table, source_key, response_key, reward_model_key)
+        if manager.reads_rows:
+            for facts, number in zip(samples.rows, numbers, strict=True):
+                facts["extra_info"] = {**facts["extra_info"], ROW: table[number]}
         outcomes = manager.grade_all(samples)
 
     graded_rows = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from quadriga.cli import export
 from quadriga.cli.main import main
 from quadriga.models.weight_files import open_weights
 
@@ -92,6 +93,23 @@ def test_export_in_half_the_bytes(
     assert exported.dtype == torch.bfloat16
     for (name, one), other in zip(exported.named_parameters(), trained.parameters(), strict=True):
         assert torch.equal(one, other.bfloat16()), name
+
+
+def test_export_in_one_file_or_in_several(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of another number of files that were there before are replaced, too."""
+    output = tmp_path / "out"
+    trained = logits(trained_model(run / "global_step_8" / "actor"))
+    arguments = ["export", str(run), "--output", str(output), "--dtype", "float32", "--overwrite"]
+    single = ["model.safetensors"]
+    for limit in (export.FILE_BYTES, 20_000, export.FILE_BYTES):
+        monkeypatch.setattr(export, "FILE_BYTES", limit)
+        assert main(arguments) == 0
+        names = sorted(path.name for path in output.glob("model*"))
+        assert (names == single) == (limit > 20_000), names
+        assert "model.safetensors" not in names or names == single
+        assert torch.equal(logits(output), trained)
 
 
 def test_export_keeps_the_ways_to_stop(

@@ -23,6 +23,11 @@ BY_PLACE = '''
 def share(data_source, response, ground_truth):
     """The share of the letter that is asked for."""
     return response.count(ground_truth) / max(1, len(response))
+
+
+def spells(response, ability):
+    """Whether the row is about spelling."""
+    return float(ability == "spelling")
 '''
 # Killed as soon as the responses to the second batch are on the disk.
 KILLED = """
@@ -162,7 +167,7 @@ def test_responses_of_a_file_are_graded(
     home: Path, tmp_path: Path, write: Write, make_rows: Callable[..., list[dict[str, Any]]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """The mean over rows of the mean of a row, by a function that takes its arguments by place."""
+    """The mean over rows of the mean of a row, with arguments by place and by name."""
     (tmp_path / "share.py").write_text(BY_PLACE)
     rows = [
         row | {"texts": texts}
@@ -180,6 +185,9 @@ def test_responses_of_a_file_are_graded(
         "0.3750",
     )
     assert lines["val-core/letters/reward/best@2/mean"] == ["0.5000", "[0.0546,", "0.9454]"]
+    by_name = [function[0], "custom_reward_function.name=spells"]
+    assert main(["eval", str(file), "--response-key", "texts", *by_name]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split()[:2] == ["test_score/letters", "1.0000"]
     assert main(["eval", str(file), *function]) == 1
     assert "expected 'responses' among them" in capsys.readouterr().err
 

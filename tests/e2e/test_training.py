@@ -2,6 +2,7 @@
 """Whole runs of the command line, in this process, on a model of a few thousand weights."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,37 @@ def test_a_users_engine_trains(train: Train, metric_lines: Lines) -> None:
     assert lines[1]["actor/grad_norm"] > 0
 
 
+def test_a_users_data_set_and_reward_manager_train(
+    train: Train, metric_lines: Lines, tmp_path: Path
+) -> None:
+    """The data set of examples/custom reads text files, and its manager shares scores."""
+    examples = Path(__file__).parents[2] / "examples" / "custom"
+    for name, numbers in (("train", range(10)), ("val", range(20, 24))):
+        prompts = [f"say a {number}\ta\n" for number in numbers]
+        (tmp_path / f"{name}.txt").write_text("".join(prompts))
+    run = train(
+        f"data.train_files={tmp_path / 'train.txt'}",
+        f"data.val_files={tmp_path / 'val.txt'}",
+        f"data.custom_cls.path={examples / 'dataset.py'}",
+        "data.custom_cls.name=TextLines",
+        "+data.source=letters",
+        f"reward_model.reward_manager={examples / 'manager.py'}:Originality",
+        # More responses than tokens: some are equal.
+        "data.max_response_length=1",
+        "actor_rollout_ref.rollout.n=16",
+        "trainer.total_training_steps=1",
+        f"trainer.rollout_data_dir={tmp_path / 'responses'}",
+    )
+    assert len(metric_lines(run)) == 1
+    samples = read_jsonl(tmp_path / "responses" / "1.jsonl")
+    assert {sample["data_source"] for sample in samples} == {"letters"}
+    counts = Counter(sample["output"].strip() for sample in samples)
+    assert max(counts.values()) > 1
+    for sample in samples:
+        assert sample["copies"] == counts[sample["output"].strip()]
+        assert sample["score"] == pytest.approx(sample["acc"] / sample["copies"])
+
+
 def test_hf_rollout_trains_in_float16(train: Train, metric_lines: Lines) -> None:
     """Both round logits and states on their own; the weights are the trainer's."""
     dtype = "actor_rollout_ref.actor.fsdp_config.model_dtype=float16"
@@ -180,6 +212,32 @@ def test_scripted_rollout_is_graded_as_written(
     lines = metric_lines(train(*engine))
     assert [line["critic/score/mean"] for line in lines] == [0.75, 0.75]
     assert [line["response_length/mean"] for line in lines] == [5.0, 5.0]
+
+
+TRL_REWARD = """
+def reads_all(prompts, completions, ability, bonus, **kwargs):
+    assert len(prompts) == len(completions) == len(ability) > 1
+    scores = []
+    for prompt, completion, name in zip(prompts, completions, ability):
+        is_chat = prompt[0]["content"].startswith("say a") and completion[0]["role"] == "assistant"
+        scores.append(bonus if is_chat and name == "spelling" else 0.0)
+    return scores
+"""
+
+
+def test_a_reward_function_of_trls_form_reads_prompts_and_columns(
+    train: Train, metric_lines: Lines, user_file: Callable
+) -> None:
+    lines = metric_lines(
+        train(
+            f"custom_reward_function.path={user_file('trl_reward.py', TRL_REWARD)}",
+            "custom_reward_function.name=reads_all",
+            "custom_reward_function.reward_kwargs={bonus: 0.5}",
+            "reward_model.reward_manager=batch",
+            "trainer.total_training_steps=1",
+        )
+    )
+    assert [line["critic/score/mean"] for line in lines] == [0.5]
 
 
 def test_validation_alone(

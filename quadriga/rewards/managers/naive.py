@@ -21,11 +21,12 @@ from typing import Any
 from quadriga.config import Config
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
+from quadriga.rewards.by_name import PLURALS, ROW
 from quadriga.rewards.outcome import Outcome, raised, read_outcome, read_outcomes
 from quadriga.rewards.pool import GradingPool, Round
 from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager, Samples
-from quadriga.rewards.scoring import PLURALS, WITHOUT_TRUTH, ScoreFunction, grader_name
+from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
 
 # The outcome of a sample that only a reward model grades.
 NO_GRADE = Outcome(0.0, {}, "", "graded")
@@ -93,6 +94,7 @@ class NaiveRewardManager(SampleManager):
         if self.function.path is not None:
             self._pool.start()
             self.notices = special_token_notice(tokenizer, self._pool.accepted)
+            self.reads_rows = ROW in self._pool.accepted
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if self.function.path is None and self.has_grades:
@@ -314,6 +316,7 @@ class InProcessRewardManager(SampleManager):
         self._accepted = self.function.accepted_by(self._compute_score)
         if custom.path is not None:
             self.notices = special_token_notice(tokenizer, self._accepted)
+            self.reads_rows = ROW in self._accepted
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         begin = partial(super().begin, data, outcomes)

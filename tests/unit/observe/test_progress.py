@@ -215,6 +215,8 @@ def test_the_important_metrics_are_picked_in_a_fixed_order_and_the_rest_is_not()
         "timing_s/step": 8.14,
         "perf/throughput": 1214.3,
         "actor/pg_loss": -0.00123,
+        "critic/vf_loss": 0.0251,
+        "critic/vf_explained_var": 0.374,
         "actor/lr": 2e-5,
         "actor/grad_norm": 0.834,
         "critic/score/mean": 0.4301,
@@ -227,6 +229,8 @@ def test_the_important_metrics_are_picked_in_a_fixed_order_and_the_rest_is_not()
     assert list(step_fields(metrics).items()) == [
         ("reward", "0.430"),
         ("loss", "-0.0012"),
+        ("critic", "0.0251"),
+        ("explained", "0.37"),
         ("kl", "4.0e-05"),
         ("grad", "0.834"),
         ("lr", "2.0e-05"),

@@ -185,6 +185,19 @@ def test_a_function_with_other_parameters_is_shown_what_is_passed(function_file)
         ScoreFunction(path).load()
 
 
+def test_functions_of_trls_form_are_called_by_name(function_file):
+    path = function_file(
+        "def one(response, level=0, **kwargs):\n    return len(response) + level\n"
+        "def several(completions, **kwargs):\n    return [len(text) for text in completions]\n"
+    )
+    row = ROW | {"extra_info": {"row": {"level": 2}}}
+    grade = ScoreFunction(path, "one").load()
+    assert grade(**row) == 6
+    assert "row" in ScoreFunction(path, "one").accepted_by(grade)
+    with pytest.raises(ConfigError, match=r"takes lists.*needs reward_model\.reward_manager=batch"):
+        ScoreFunction(path, "several").load()
+
+
 def test_a_reward_kwarg_that_the_function_lacks_is_named(function_file):
     path = function_file(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n"
