@@ -262,7 +262,8 @@ class BatchingConfig(ParallelConfig):
     data_loader_seed: int = 1
     """Seed of that shuffle."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """Aggregation of the per-token losses of a mini-batch."""
+    """Aggregation of the per-token losses of a mini-batch. rollout-mean-token-mean: the mean over rollouts of the mean
+    over all tokens of a rollout, which may have several sequences."""
     loss_scale_factor: Annotated[
         PositiveFloat | None, ReadIf("loss_agg_mode", ("seq-mean-token-sum-norm",))
     ] = None

@@ -9,7 +9,7 @@ teacher.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -28,6 +28,7 @@ from quadriga.algorithms.registry import (
     options,
 )
 from quadriga.config import ActorConfig, CriticConfig, DistillationConfig
+from quadriga.config.actor import BatchingConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.errors import ConfigError, EngineError
 from quadriga.models.experts import ROUTES
@@ -73,11 +74,50 @@ TEACHER_LOG_PROB = "teacher_log_prob"
 TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
 TEACHER_TOP_IDS = "teacher_top_ids"
 BYPASS = "bypass_mode"
+ROLLOUT_NUM_TOKENS = "rollout_num_tokens"
+"""Column [B]: tokens of a row's rollout that the loss counts, over all its rows."""
 SCORE_SLOPE = "score_slope"
 """Column [B]: derivative of the loss of a batch by the score of a row."""
 _REDUCTIONS: Mapping[str, Reduction] = {"log_prob_diff_max": "max"}
 """Reductions of mismatch metrics that are not means."""
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+def add_rollout_tokens(data: DataProto) -> None:
+    """Add the column `rollout_num_tokens` [B], if rollouts have several rows.
+
+    Args:
+        data: all rows, with `response_mask` [B, T], and `rollout_index` [B] if rollouts have
+            several rows.
+    """
+    rollouts = data.batch.get("rollout_index")
+    if rollouts is not None:
+        num_tokens = data.batch["response_mask"].sum(-1)  # [B]
+        sums = num_tokens.new_zeros(len(data)).scatter_add_(0, rollouts, num_tokens)
+        data.batch[ROLLOUT_NUM_TOKENS] = sums[rollouts]
+
+
+def aggregation_of(
+    config: BatchingConfig, rows: DataProto, counts: LossCounts
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that aggregates losses [b, T] of a micro-batch as a section says.
+
+    Args:
+        config: the section of the trained model.
+        rows: b rows.
+        counts: counts of the whole mini-batch.
+
+    Returns:
+        A function from losses [b, T] to this micro-batch's share of the loss, [].
+    """
+    return partial(
+        agg_loss,
+        loss_mask=rows.batch["response_mask"],
+        loss_agg_mode=config.loss_agg_mode,
+        loss_scale_factor=config.loss_scale_factor,
+        rollout_num_tokens=rows.batch.get(ROLLOUT_NUM_TOKENS),
+        **asdict(counts),
+    )
 
 
 def policy_loss_of(
@@ -206,6 +246,7 @@ class PolicyObjective(Objective):
                 fix="Set it to off for responses of a rollout cache that was stored without them.",
             )
         optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights", ROUTES}
+        optional.add(ROLLOUT_NUM_TOKENS)
         names = {"response_mask", "advantages"} | self._fields - {"old_log_prob"}
         names |= optional & set(data.batch.keys())
         if self.teacher is not None:
@@ -294,13 +335,7 @@ class PolicyObjective(Objective):
         # Importance weights of a correction apply to every loss.
         if weights is not None and not self._takes_weights:
             losses = losses * weights
-        aggregate = partial(
-            agg_loss,
-            loss_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            loss_scale_factor=config.loss_scale_factor,
-            **asdict(counts),
-        )
+        aggregate = aggregation_of(config, rows, counts)
         loss = aggregate(losses)
         metrics["actor/pg_loss"] = Metric(loss.detach(), "sum")
         num_tokens = mask.sum()
@@ -366,6 +401,11 @@ class ValueObjective(Objective):
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
 
+    def fields(self, data: DataProto) -> tuple[str, ...]:
+        if ROLLOUT_NUM_TOKENS in data.batch.keys():
+            return (*self.columns, ROLLOUT_NUM_TOKENS)
+        return self.columns
+
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
     ) -> LossAndMetrics:
@@ -378,13 +418,7 @@ class ValueObjective(Objective):
             mask,
             cliprange_value=self.config.cliprange_value,
         )
-        loss = agg_loss(
-            losses,
-            mask,
-            self.config.loss_agg_mode,
-            loss_scale_factor=self.config.loss_scale_factor,
-            **asdict(counts),
-        )
+        loss = aggregation_of(self.config, rows, counts)(losses)
         num_tokens = mask.sum()
         clip_fraction = (diagnostics["vf_clipfrac"] * mask).sum() / num_tokens
         mean_value = (predicted.detach() * mask).sum() / num_tokens
@@ -407,13 +441,7 @@ class LikelihoodObjective(Objective):
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
-        loss = agg_loss(
-            -outputs["log_probs"],
-            mask,
-            self.config.loss_agg_mode,
-            loss_scale_factor=self.config.loss_scale_factor,
-            **asdict(counts),
-        )
+        loss = aggregation_of(self.config, rows, counts)(-outputs["log_probs"])
         num_tokens = mask.sum()
         entropy = (outputs["entropy"].detach() * mask).sum() / num_tokens
         return loss, {

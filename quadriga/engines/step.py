@@ -22,7 +22,7 @@ from quadriga.algorithms.aggregate import LossCounts
 from quadriga.config import OptimConfig
 from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_batches, mini_batches
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
-from quadriga.engines.objectives import Objective
+from quadriga.engines.objectives import ROLLOUT_NUM_TOKENS, Objective
 from quadriga.engines.packing import Outputs, pack, row_tokens
 from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
@@ -272,14 +272,19 @@ class _Updater:
         engine = self.engine
         # Losses are normalised by the whole mini-batch, so all ranks count it before the first
         # backward pass. Rows without a gradient count too, but need not be computed.
-        local_counts = LossCounts.of(mini.batch["response_mask"])
+        rollout_num_tokens = mini.batch.get(ROLLOUT_NUM_TOKENS)
+        local_counts = LossCounts.of(mini.batch["response_mask"], rollout_num_tokens)
         has_gradient = self.objective.rows_with_gradient(mini)
         num_tokens, num_sequences, num_computed = engine.replicas.totals(
             local_counts.batch_num_tokens,
             local_counts.global_batch_size,
             int(has_gradient.sum()),
         )
-        counts = LossCounts(num_tokens, num_sequences)
+        num_rollouts = num_sequences
+        if rollout_num_tokens is not None:
+            # Rows of a rollout may be on several ranks: their shares add up to whole numbers.
+            num_rollouts = round(math.fsum(engine.replicas.gather(local_counts.num_rollouts)))
+        counts = LossCounts(num_tokens, num_sequences, num_rollouts)
         rows = mini if bool(has_gradient.all()) else mini.select_idxs(has_gradient)
         routing = None
         routers = engine.scorer.routers

@@ -15,7 +15,7 @@ from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import ActorConfig
 from quadriga.config.actor import PolicyLossConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
-from quadriga.engines.objectives import PolicyObjective
+from quadriga.engines.objectives import PolicyObjective, add_rollout_tokens
 from quadriga.errors import ConfigError, EngineError
 from quadriga.protocol import DataProto
 
@@ -76,6 +76,21 @@ def test_by_hand() -> None:
     assert loss_of(data, policy_loss={"loss_mode": "gpg"}) == pytest.approx(
         expected.item(), rel=1e-5
     )
+
+
+def test_each_rollout_counts_once() -> None:
+    """GPG, where rows 0 and 1 are a rollout of 4 tokens and row 2, without an advantage, is one of 4."""
+    data = rows()
+    data.batch["rollout_index"] = torch.tensor([0, 0, 1])
+    add_rollout_tokens(data)
+    objective = PolicyObjective(
+        ActorConfig(policy_loss={"loss_mode": "gpg"}, loss_agg_mode="rollout-mean-token-mean")
+    )
+    named = data.select(objective.fields(data))
+    counts = LossCounts.of(MASK, data.batch["rollout_num_tokens"])
+    loss, _ = objective(named, outputs(), counts)
+    expected = -(data.batch["advantages"] * outputs()["log_probs"] * MASK)[:2].sum() / 4 / 2
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_options_act_flat_and_below_options() -> None:
