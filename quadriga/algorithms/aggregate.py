@@ -47,6 +47,7 @@ class LossCounts:
     batch_num_tokens: int  # tokens under the mask
     global_batch_size: int  # sequences with at least one such token
     num_rollouts: float  # rollouts with at least one such token; a part of a rollout is a fraction
+    num_echo_tokens: int = 0  # tokens of tools and users with a loss of their own
 
     @classmethod
     def of(cls, loss_mask: Tensor, rollout_num_tokens: Tensor | None = None) -> "LossCounts":
@@ -75,6 +76,7 @@ class LossCounts:
             self.batch_num_tokens + other.batch_num_tokens,
             self.global_batch_size + other.global_batch_size,
             self.num_rollouts + other.num_rollouts,
+            self.num_echo_tokens + other.num_echo_tokens,
         )
 
 

@@ -4,7 +4,7 @@
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from quadriga.config.base import Findings, ReadIf, Section, filled, unused, wrong
@@ -346,6 +346,14 @@ class ActorConfig(BatchingConfig):
     """Weight of that divergence, per nat."""
     kl_loss_type: KLKind = "low_var_kl"
     """Estimator of the divergence; a trailing + gives the straight-through gradient."""
+    echo_coeff: NonNegativeFloat = 0.0
+    """Weight of the cross entropy (ECHO) of what tools, users and environments wrote after the first reply, per nat:
+    its mean over their tokens, without the template's, at the rollout's temperature. Needs responses of several turns.
+    """
+    echo_roles: Annotated[
+        list[Literal["tool", "user"]], MinLen(1), ReadIf("echo_coeff", (0.0,), is_one=False)
+    ] = Field(default_factory=lambda: ["tool", "user"])
+    """Roles whose tokens have that loss. Environments without calls of tools write as user."""
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     use_prefix_sharing: bool = True
     """Whether responses to one prompt share the computation of the prompt in training; the gradient is the same."""

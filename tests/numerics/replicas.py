@@ -69,6 +69,11 @@ def without_advantage(batch: DataProto) -> None:
 
 
 def with_rollouts_of_three_rows(batch: DataProto) -> None:
+    """Every third token is one of a tool, which has a loss of its own."""
+    mask = batch.batch["response_mask"]
+    is_echo = (torch.arange(mask.shape[1]) % 3 == 2) & mask.bool()
+    batch.batch["echo_mask"] = is_echo.long()
+    batch.batch["response_mask"] = mask * ~is_echo
     batch.batch["rollout_index"] = torch.arange(len(batch)) // 3
     add_rollout_tokens(batch)
 
@@ -91,7 +96,9 @@ CASES = {
         if mode != ROLLOUT_MEAN
     },
     ROLLOUT_MEAN: Case(
-        PolicyObjective(MIXED.model_copy(update={"loss_agg_mode": ROLLOUT_MEAN})),
+        PolicyObjective(
+            MIXED.model_copy(update={"loss_agg_mode": ROLLOUT_MEAN, "echo_coeff": 0.3})
+        ),
         (2,),
         change=with_rollouts_of_three_rows,
     ),
