@@ -11,8 +11,10 @@ first backward pass, the losses of the parts add up to the loss of the whole, ex
     seq-mean-token-mean       1 / (sequences of the batch x tokens of this sequence)
     seq-mean-token-sum-norm   1 / (sequences of the batch x loss_scale_factor)
                               (Dr. GRPO, arXiv:2503.20783)
+    rollout-mean-token-mean   1 / (rollouts of the batch x tokens of this rollout)
 
-A sequence without any token under the mask adds nothing and is not counted.
+A sequence or rollout without any token under the mask adds nothing and is not counted. A rollout
+may have several sequences; where nothing says so, each sequence is a rollout.
 
 Shapes: B sequences, T response positions.
 """
@@ -31,6 +33,7 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "rollout-mean-token-mean",
 )
 
 
@@ -43,19 +46,37 @@ class LossCounts:
 
     batch_num_tokens: int  # tokens under the mask
     global_batch_size: int  # sequences with at least one such token
+    num_rollouts: float  # rollouts with at least one such token; a part of a rollout is a fraction
+    num_echo_tokens: int = 0  # tokens of tools and users with a loss of their own
 
     @classmethod
-    def of(cls, loss_mask: Tensor) -> "LossCounts":
-        """Count the tokens and the non-empty sequences of a mask [B, T]."""
+    def of(cls, loss_mask: Tensor, rollout_num_tokens: Tensor | None = None) -> "LossCounts":
+        """Count the tokens, the non-empty sequences and the rollouts of a mask.
+
+        Args:
+            loss_mask: [B, T], 0/1 or bool.
+            rollout_num_tokens: tokens of each sequence's rollout under its mask, [B]; None: every
+                sequence is a rollout.
+
+        Returns:
+            The counts.
+        """
         mask = loss_mask.bool()
         num_tokens = int(mask.sum())
         num_sequences = int(mask.any(-1).sum())
-        return cls(num_tokens, num_sequences)
+        num_rollouts = float(num_sequences)
+        if rollout_num_tokens is not None:
+            # Each sequence is the share of its rollout that its tokens are.
+            shares = mask.sum(-1).double() / rollout_num_tokens.clamp(min=1)
+            num_rollouts = float(shares.sum())
+        return cls(num_tokens, num_sequences, num_rollouts)
 
     def __add__(self, other: "LossCounts") -> "LossCounts":
         return LossCounts(
             self.batch_num_tokens + other.batch_num_tokens,
             self.global_batch_size + other.global_batch_size,
+            self.num_rollouts + other.num_rollouts,
+            self.num_echo_tokens + other.num_echo_tokens,
         )
 
 
@@ -66,6 +87,8 @@ def agg_loss(
     *,
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
+    num_rollouts: float | None = None,
+    rollout_num_tokens: Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """Aggregate a loss per token into a scalar.
@@ -79,6 +102,9 @@ def agg_loss(
         batch_num_tokens: tokens of the whole mini-batch over all ranks; None counts this mask.
         global_batch_size: non-empty sequences of the whole mini-batch over all ranks; None counts
             this mask.
+        num_rollouts: rollouts of the whole mini-batch over all ranks; None counts this mask.
+        rollout_num_tokens: tokens of each sequence's rollout over the whole mini-batch, [B]; None:
+            every sequence is a rollout.
         loss_scale_factor: constant length for `seq-mean-token-sum-norm`, in tokens; None takes T,
             the longest possible response.
 
@@ -95,12 +121,16 @@ def agg_loss(
             batch_num_tokens = counts.batch_num_tokens
         if global_batch_size is None:
             global_batch_size = counts.global_batch_size
+    if num_rollouts is None and rollout_num_tokens is not None:
+        num_rollouts = LossCounts.of(loss_mask, rollout_num_tokens).num_rollouts
 
     weights = token_weights(
         loss_mask,
         loss_agg_mode,
         batch_num_tokens=batch_num_tokens,
         global_batch_size=global_batch_size,
+        num_rollouts=num_rollouts,
+        rollout_num_tokens=rollout_num_tokens,
         loss_scale_factor=loss_scale_factor,
         dtype=loss_mat.dtype,
     )
@@ -114,6 +144,8 @@ def token_weights(
     *,
     batch_num_tokens: float,
     global_batch_size: float,
+    num_rollouts: float | None = None,
+    rollout_num_tokens: Tensor | None = None,
     loss_scale_factor: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -126,6 +158,8 @@ def token_weights(
         loss_agg_mode: one of `LOSS_AGG_MODES`.
         batch_num_tokens: tokens of the whole mini-batch over all ranks.
         global_batch_size: non-empty sequences of the whole mini-batch over all ranks.
+        num_rollouts: rollouts of the whole mini-batch over all ranks; None: as many as sequences.
+        rollout_num_tokens: as for `agg_loss`.
         loss_scale_factor: as for `agg_loss`.
         dtype: type of the weights.
 
@@ -141,6 +175,12 @@ def token_weights(
         return mask / max(batch_num_tokens, 1)
     if loss_agg_mode == "token-sum":
         return mask
+    if loss_agg_mode == "rollout-mean-token-mean":
+        if rollout_num_tokens is None:
+            rollout_num_tokens = loss_mask.sum(-1)
+        if num_rollouts is None:
+            num_rollouts = global_batch_size
+        return mask / max(num_rollouts, 1) / rollout_num_tokens[:, None].clamp(min=1)
 
     per_sequence = mask / max(global_batch_size, 1)
     if loss_agg_mode == "seq-mean-token-sum":

@@ -4,7 +4,7 @@
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from quadriga.config.base import Findings, ReadIf, Section, filled, unused, wrong
@@ -262,7 +262,8 @@ class BatchingConfig(ParallelConfig):
     data_loader_seed: int = 1
     """Seed of that shuffle."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """Aggregation of the per-token losses of a mini-batch."""
+    """Aggregation of the per-token losses of a mini-batch. rollout-mean-token-mean: the mean over rollouts of the mean
+    over all tokens of a rollout, which may have several sequences."""
     loss_scale_factor: Annotated[
         PositiveFloat | None, ReadIf("loss_agg_mode", ("seq-mean-token-sum-norm",))
     ] = None
@@ -345,6 +346,14 @@ class ActorConfig(BatchingConfig):
     """Weight of that divergence, per nat."""
     kl_loss_type: KLKind = "low_var_kl"
     """Estimator of the divergence; a trailing + gives the straight-through gradient."""
+    echo_coeff: NonNegativeFloat = 0.0
+    """Weight of the cross entropy (ECHO) of what tools, users and environments wrote after the first reply, per nat:
+    its mean over their tokens, without the template's, at the rollout's temperature. Needs responses of several turns.
+    """
+    echo_roles: Annotated[
+        list[Literal["tool", "user"]], MinLen(1), ReadIf("echo_coeff", (0.0,), is_one=False)
+    ] = Field(default_factory=lambda: ["tool", "user"])
+    """Roles whose tokens have that loss. Environments without calls of tools write as user."""
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     use_prefix_sharing: bool = True
     """Whether responses to one prompt share the computation of the prompt in training; the gradient is the same."""

@@ -186,6 +186,13 @@ def check_supervised(config: Config) -> Findings:
     yield from model.findings("actor_rollout_ref.model")
     if config.data.truncation == "middle":
         yield wrong("data.truncation", f"'middle', with task={config.task}", "error, left or right")
+    loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
+    if loss_agg_mode == "rollout-mean-token-mean":
+        key = "actor_rollout_ref.actor.loss_agg_mode"
+        fix = "Set it to seq-mean-token-mean."
+        yield wrong(
+            key, repr(loss_agg_mode), f"another one: task={config.task} has no rollouts", fix
+        )
     if model.has_adapter and model.lora_merge is not None:
         key = "actor_rollout_ref.model.lora_merge"
         fix = "Leave the key out; `quadriga export` merges an adapter."

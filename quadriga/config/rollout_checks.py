@@ -132,6 +132,11 @@ def check_multi_turn(config: Config) -> Findings:
     """Yield what does not fit together in `multi_turn`, `agent` and `mode`, and missing files."""
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
+    has_turns = turns.enable or rollout.agent.agent_loop_path is not None
+    if config.actor_rollout_ref.actor.echo_coeff and (rollout.mode == "sync" or not has_turns):
+        got = f"{config.actor_rollout_ref.actor.echo_coeff:g}, with responses of one turn"
+        fix = f"Set {ROLLOUT}.mode=async and {_MULTI_TURN}.enable=True, or env=NAME."
+        yield wrong(f"{ACTOR}.echo_coeff", got, "0, or conversations of several turns", fix)
     if rollout.mode == "sync":
         yield from _check_without_loops(config)
         return

@@ -52,6 +52,7 @@ LossAggMode = Literal[
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "rollout-mean-token-mean",
 ]
 KLKind = Literal[
     "kl",

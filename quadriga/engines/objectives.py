@@ -9,8 +9,7 @@ teacher.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -19,7 +18,7 @@ from quadriga.algorithms.aggregate import LossCounts, agg_loss
 from quadriga.algorithms.distillation import forward_kl
 from quadriga.algorithms.kl import kl_penalty
 from quadriga.algorithms.losses import clipped_value_loss
-from quadriga.algorithms.masked import log_prob_mismatch
+from quadriga.algorithms.masked import log_prob_mismatch, masked_sum, zero_outside
 from quadriga.algorithms.registry import (
     Algorithm,
     check_fields,
@@ -28,7 +27,9 @@ from quadriga.algorithms.registry import (
     options,
 )
 from quadriga.config import ActorConfig, CriticConfig, DistillationConfig
+from quadriga.config.actor import BatchingConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
+from quadriga.engines.packing import ECHO_MASK, echo_tokens
 from quadriga.errors import ConfigError, EngineError
 from quadriga.models.experts import ROUTES
 from quadriga.observe.metrics import Metric, Reduction
@@ -73,11 +74,52 @@ TEACHER_LOG_PROB = "teacher_log_prob"
 TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
 TEACHER_TOP_IDS = "teacher_top_ids"
 BYPASS = "bypass_mode"
+ROLLOUT_NUM_TOKENS = "rollout_num_tokens"
+"""Column [B]: tokens of a row's rollout that the loss counts, over all its rows."""
 SCORE_SLOPE = "score_slope"
 """Column [B]: derivative of the loss of a batch by the score of a row."""
 _REDUCTIONS: Mapping[str, Reduction] = {"log_prob_diff_max": "max"}
 """Reductions of mismatch metrics that are not means."""
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+def add_rollout_tokens(data: DataProto) -> None:
+    """Add the column `rollout_num_tokens` [B], if rollouts have several rows.
+
+    Args:
+        data: all rows, with `response_mask` [B, T], and `rollout_index` [B] if rollouts have
+            several rows.
+    """
+    rollouts = data.batch.get("rollout_index")
+    if rollouts is not None:
+        num_tokens = data.batch["response_mask"].sum(-1)  # [B]
+        sums = num_tokens.new_zeros(len(data)).scatter_add_(0, rollouts, num_tokens)
+        data.batch[ROLLOUT_NUM_TOKENS] = sums[rollouts]
+
+
+def aggregation_of(
+    config: BatchingConfig, rows: DataProto, counts: LossCounts
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that aggregates losses [b, T] of a micro-batch as a section says.
+
+    Args:
+        config: the section of the trained model.
+        rows: b rows.
+        counts: counts of the whole mini-batch.
+
+    Returns:
+        A function from losses [b, T] to this micro-batch's share of the loss, [].
+    """
+    return partial(
+        agg_loss,
+        loss_mask=rows.batch["response_mask"],
+        loss_agg_mode=config.loss_agg_mode,
+        loss_scale_factor=config.loss_scale_factor,
+        rollout_num_tokens=rows.batch.get(ROLLOUT_NUM_TOKENS),
+        batch_num_tokens=counts.batch_num_tokens,
+        global_batch_size=counts.global_batch_size,
+        num_rollouts=counts.num_rollouts,
+    )
 
 
 def policy_loss_of(
@@ -145,7 +187,10 @@ def _try_loss(loss: Algorithm) -> None:
 class PolicyObjective(Objective):
     """Policy loss with an entropy bonus, and KL divergences from a reference and from a teacher.
 
-    The divergence from a teacher is subtracted from the advantages, or added to the loss.
+    The divergence from a teacher is subtracted from the advantages, or added to the loss. Tokens of
+    tools and users may have a cross entropy of their own (ECHO), averaged over them alone:
+
+        loss = policy loss + echo_coeff x sum over echo tokens of -log p / echo tokens
 
     Args:
         config: the actor's section.
@@ -206,6 +251,16 @@ class PolicyObjective(Objective):
                 fix="Set it to off for responses of a rollout cache that was stored without them.",
             )
         optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights", ROUTES}
+        optional.add(ROLLOUT_NUM_TOKENS)
+        if self.config.echo_coeff:
+            if ECHO_MASK not in data.batch.keys():
+                raise EngineError(
+                    "actor_rollout_ref.actor.echo_coeff",
+                    got=f"a batch without {ECHO_MASK}",
+                    expected="conversations that say which tokens tools and users wrote",
+                    fix="Set it to 0 for responses of a rollout cache that was stored without it.",
+                )
+            optional.add(ECHO_MASK)
         names = {"response_mask", "advantages"} | self._fields - {"old_log_prob"}
         names |= optional & set(data.batch.keys())
         if self.teacher is not None:
@@ -256,6 +311,7 @@ class PolicyObjective(Objective):
             or self.teacher is not None
             or config.use_kl_loss
             or config.entropy_coeff
+            or config.echo_coeff
             or config.router_aux_loss_coef
             or config.router_z_loss_coef
         )
@@ -268,7 +324,8 @@ class PolicyObjective(Objective):
     ) -> LossAndMetrics:
         config = self.config
         mask = rows.batch["response_mask"]
-        log_prob = outputs["log_probs"]
+        # Only the loss of tools' and users' tokens reads outputs outside of the response mask.
+        log_prob = zero_outside(outputs["log_probs"], mask)
         # Without old log-probs this is the only update since sampling: the current ones are equal.
         old_log_prob = rows.batch.get("old_log_probs", log_prob.detach())
         columns = dict(rows.batch.items()) | {"old_log_prob": old_log_prob}
@@ -294,14 +351,7 @@ class PolicyObjective(Objective):
         # Importance weights of a correction apply to every loss.
         if weights is not None and not self._takes_weights:
             losses = losses * weights
-        aggregate = partial(
-            agg_loss,
-            loss_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            loss_scale_factor=config.loss_scale_factor,
-            **asdict(counts),
-        )
-        loss = aggregate(losses)
+        loss = aggregation_of(config, rows, counts)(losses)
         metrics["actor/pg_loss"] = Metric(loss.detach(), "sum")
         num_tokens = mask.sum()
         measures = dict(diagnostics)
@@ -316,12 +366,46 @@ class PolicyObjective(Objective):
             metrics[f"actor/{name}"] = Metric(mean, "mean", num_tokens)
         for name, value in mismatch.items():
             metrics[f"rollout/{name}"] = Metric(value, _REDUCTIONS.get(name, "mean"), num_tokens)
+        loss, further_metrics = self._add_penalties(loss, rows, outputs, counts, divergence)
+        return loss, metrics | further_metrics
+
+    def _add_penalties(
+        self,
+        loss: torch.Tensor,
+        rows: DataProto,
+        outputs: Mapping[str, torch.Tensor],
+        counts: LossCounts,
+        divergence: torch.Tensor | None,
+    ) -> LossAndMetrics:
+        """Add the losses besides the policy loss.
+
+        Args:
+            loss: share of the policy loss, [].
+            rows: b rows.
+            outputs: outputs of the model [b, T], by name.
+            counts: counts of the whole mini-batch.
+            divergence: divergence from the teacher [b, T], if there is one.
+
+        Returns:
+            The loss [], and metrics.
+        """
+        config = self.config
+        aggregate = aggregation_of(config, rows, counts)
+        log_prob = outputs["log_probs"]
+        metrics: dict[str, Metric] = {}
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * aggregate(outputs["entropy"])
         if config.use_kl_loss:
-            kl_loss = aggregate(kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type))
+            kl_loss = aggregate(
+                kl_penalty(log_prob, rows.batch["ref_log_prob"], config.kl_loss_type)
+            )
             loss = loss + config.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), "sum")
+        if config.echo_coeff:
+            echo_sum = masked_sum(-outputs["log_probs"], echo_tokens(rows))
+            echo_loss = echo_sum / max(counts.num_echo_tokens, 1)
+            loss = loss + config.echo_coeff * echo_loss
+            metrics["actor/echo_loss"] = Metric(echo_loss.detach(), "sum")
         if divergence is not None and self._loss_weight:
             teacher_loss = aggregate(divergence)
             loss = loss + self._loss_weight * teacher_loss
@@ -366,6 +450,11 @@ class ValueObjective(Objective):
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
 
+    def fields(self, data: DataProto) -> tuple[str, ...]:
+        if ROLLOUT_NUM_TOKENS in data.batch.keys():
+            return (*self.columns, ROLLOUT_NUM_TOKENS)
+        return self.columns
+
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
     ) -> LossAndMetrics:
@@ -378,13 +467,7 @@ class ValueObjective(Objective):
             mask,
             cliprange_value=self.config.cliprange_value,
         )
-        loss = agg_loss(
-            losses,
-            mask,
-            self.config.loss_agg_mode,
-            loss_scale_factor=self.config.loss_scale_factor,
-            **asdict(counts),
-        )
+        loss = aggregation_of(self.config, rows, counts)(losses)
         num_tokens = mask.sum()
         clip_fraction = (diagnostics["vf_clipfrac"] * mask).sum() / num_tokens
         mean_value = (predicted.detach() * mask).sum() / num_tokens
@@ -407,13 +490,7 @@ class LikelihoodObjective(Objective):
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
-        loss = agg_loss(
-            -outputs["log_probs"],
-            mask,
-            self.config.loss_agg_mode,
-            loss_scale_factor=self.config.loss_scale_factor,
-            **asdict(counts),
-        )
+        loss = aggregation_of(self.config, rows, counts)(-outputs["log_probs"])
         num_tokens = mask.sum()
         entropy = (outputs["entropy"].detach() * mask).sum() / num_tokens
         return loss, {

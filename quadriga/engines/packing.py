@@ -24,6 +24,8 @@ from quadriga.models.vision import ImageTokens, packed_images
 from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
 
+ECHO_MASK = "echo_mask"
+"""Column [B, T]: 1 on tokens of tools and users that have a loss of their own."""
 Outputs = Mapping[str, torch.Tensor]
 """Outputs for each predicted token, float32 [M] each: `values`, or `log_probs` and others."""
 LossFunction = Callable[[Outputs], torch.Tensor]
@@ -52,12 +54,26 @@ class RowTokens(RowLength):
     images: RowImages | None = None
 
 
+def echo_tokens(data: DataProto) -> torch.Tensor:
+    """Tokens of tools and users that have a loss of their own, [b, T] bool.
+
+    A response that nothing is learned from has none.
+
+    Args:
+        data: rows with response_mask [b, T], and echo_mask [b, T] if such tokens are learned.
+    """
+    mask = data.batch["response_mask"].bool()
+    if ECHO_MASK not in data.batch.keys():
+        return torch.zeros_like(mask)
+    return data.batch[ECHO_MASK].bool() & mask.any(-1, keepdim=True)
+
+
 def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list[RowTokens]:
     """Remove the padding of the rows of a batch.
 
     Args:
         data: input_ids, attention_mask, position_ids [b, P + T] and response_mask [b, T];
-            optionally multi_modal_inputs and routed_experts [b, P + T, L, k].
+            optionally echo_mask [b, T], multi_modal_inputs and routed_experts [b, P + T, L, k].
         image_tokens: image tokens of a vision-language model.
 
     Returns:
@@ -70,6 +86,9 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     arrays = (data.batch[key].cpu().numpy() for key in keys)
     input_ids, attention, positions, trained = arrays
     width = input_ids.shape[1] - trained.shape[1]
+    with_loss = trained
+    if ECHO_MASK in data.batch.keys():
+        with_loss = trained.astype(bool) | echo_tokens(data).cpu().numpy()
     images_column = data.non_tensor_batch.get("multi_modal_inputs")
     routes = None
     if ROUTES in data.batch.keys():
@@ -83,7 +102,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         if not num_prompt_tokens:
             where = f"row {row} of a batch"
             raise EngineError(where, got="an empty prompt", expected="at least one prompt token")
-        predicted = np.flatnonzero(trained[row])
+        predicted = np.flatnonzero(with_loss[row])
         num_response_tokens = int(predicted[-1]) if len(predicted) else 0
         # Rows share the computation of a prompt if tokens, images and routes are the same.
         prompt_key = prompt.tobytes()

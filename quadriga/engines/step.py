@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from quadriga.algorithms.aggregate import LossCounts
+from quadriga.algorithms.masked import zero_outside
 from quadriga.config import OptimConfig
 from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_batches, mini_batches
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
-from quadriga.engines.objectives import Objective
-from quadriga.engines.packing import Outputs, pack, row_tokens
+from quadriga.engines.objectives import ROLLOUT_NUM_TOKENS, Objective
+from quadriga.engines.packing import Outputs, echo_tokens, pack, row_tokens
 from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
 from quadriga.models.experts import ROUTES, Routing, dtype_of_routes
@@ -239,7 +240,10 @@ class MicroBatchLoss:
 
     def __call__(self, outputs: Outputs) -> torch.Tensor:
         if self.keeps_outputs:
-            self.outputs = {name: outputs[name].detach() for name in FirstOutputs.NAMES}
+            is_response = self.rows.batch["response_mask"][self.packed.rows, self.packed.columns]
+            self.outputs = {}
+            for name in FirstOutputs.NAMES:
+                self.outputs[name] = zero_outside(outputs[name].detach(), is_response)
         padded = {name: self.packed.unpack(values) for name, values in outputs.items()}
         loss, self.metrics = self.objective(self.rows, padded, self.counts)
         return loss
@@ -272,20 +276,26 @@ class _Updater:
         engine = self.engine
         # Losses are normalised by the whole mini-batch, so all ranks count it before the first
         # backward pass. Rows without a gradient count too, but need not be computed.
-        local_counts = LossCounts.of(mini.batch["response_mask"])
+        rollout_num_tokens = mini.batch.get(ROLLOUT_NUM_TOKENS)
+        local_counts = LossCounts.of(mini.batch["response_mask"], rollout_num_tokens)
         has_gradient = self.objective.rows_with_gradient(mini)
-        num_tokens, num_sequences, num_computed = engine.replicas.totals(
+        num_tokens, num_sequences, num_computed, num_echo_tokens = engine.replicas.totals(
             local_counts.batch_num_tokens,
             local_counts.global_batch_size,
             int(has_gradient.sum()),
+            int(echo_tokens(mini).sum()),
         )
-        counts = LossCounts(num_tokens, num_sequences)
+        num_rollouts = num_sequences
+        if rollout_num_tokens is not None:
+            # Rows of a rollout may be on several ranks: their shares add up to whole numbers.
+            num_rollouts = round(math.fsum(engine.replicas.gather(local_counts.num_rollouts)))
+        counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
         rows = mini if bool(has_gradient.all()) else mini.select_idxs(has_gradient)
         routing = None
         routers = engine.scorer.routers
         if routers.count:
             # Router losses are sums over the tokens of the mini-batch, like the other losses.
-            share = float(engine.loss_scale[0]) / max(num_tokens, 1)
+            share = float(engine.loss_scale[0]) / max(num_tokens + num_echo_tokens, 1)
             routing = Routing(
                 loss_weight=self.objective.router_aux_loss_coef / routers.count * share,
                 z_weight=self.objective.router_z_loss_coef * share,

@@ -78,6 +78,10 @@ class RolloutCache:
             "data.max_response_length": self.config.data.max_response_length,
             "actor_rollout_ref.model.path": self.config.actor_rollout_ref.model.path,
         }
+        actor = self.config.actor_rollout_ref.actor
+        if actor.echo_coeff:
+            # Responses are stored with the tokens of these roles marked.
+            facts["actor_rollout_ref.actor.echo_roles"] = sorted(actor.echo_roles)
         for name in _SAMPLING:
             facts[f"{_ROLLOUT}.{name}"] = getattr(rollout, name)
         if path.is_file():

@@ -29,7 +29,12 @@ from quadriga.engines import megatron, process_group
 from quadriga.engines.batches import Passes
 from quadriga.engines.checkpoint import CopyPlan, StateCopier, read_copy
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine, Memory, Training
-from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
+from quadriga.engines.objectives import (
+    Objective,
+    PolicyObjective,
+    ValueObjective,
+    add_rollout_tokens,
+)
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.step import FirstOutputs, lr_at, update
 from quadriga.errors import ConfigError
@@ -525,6 +530,7 @@ class UpdateInputs:
     def __init__(self, config: Config) -> None:
         actor = config.actor_rollout_ref.actor
         correction = config.algorithm.rollout_correction
+        self._sections = {"actor": actor, "critic": config.critic}
         self._policy = PolicyObjective(actor, correction, config.distillation)
         self._value = ValueObjective(config.critic)
 
@@ -535,6 +541,8 @@ class UpdateInputs:
             batch: all rows. The policy loss adds columns that it computes from the whole batch.
             role: the role that is updated.
         """
+        if self._sections[role].loss_agg_mode == "rollout-mean-token-mean":
+            add_rollout_tokens(batch)
         objective: Objective = self._value
         if role == "actor":
             # Workers see only their chunks, so columns of the whole batch are computed here.

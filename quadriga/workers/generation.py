@@ -77,6 +77,7 @@ class Generation:
         if rollout.mode == "async" and is_leader:
             # Only loops with several turns add images to a conversation.
             adds_turns = rollout.multi_turn.enable or rollout.agent.agent_loop_path is not None
+            learner = config.actor_rollout_ref.actor
             self.loops = AgentLoopManager(
                 rollout,
                 tokenizer,
@@ -87,6 +88,7 @@ class Generation:
                 processor=build_processor(config) if adds_turns else None,
                 vocabulary_size=self.vocabulary_size,
                 environments=_environments(config, num_leaders),
+                echo_roles=learner.echo_roles if learner.echo_coeff else (),
             )
             if config.env.name is not None:
                 self.choices["environment"] = config.env.name

@@ -41,6 +41,7 @@ class Pair:
 def say_a(text, generator):
     return "a"
 """
+ACTOR = "actor_rollout_ref.actor"
 Train = Callable[..., Path]
 
 
@@ -101,9 +102,12 @@ def restarts(run: Path) -> list[float]:
 def test_two_agents(train: Train, overrides: list[str], tmp_path: Path, opponent: str) -> None:
     player = opponent.replace("envs.py", f"{tmp_path}/envs.py")
     agents = f"env.agents=[policy, '{player}']"
-    run = train(f"env={tmp_path}/envs.py:Pair", *overrides, agents)
+    losses = [f"{ACTOR}.echo_coeff=0.1", f"{ACTOR}.loss_agg_mode=rollout-mean-token-mean"]
+    run = train(f"env={tmp_path}/envs.py:Pair", *overrides, agents, *losses)
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["reward/extra/env_turns"] > 1
+    # Each agent plays twice, so it reads an observation after its first reply.
+    assert line["actor/echo_loss"] > 0
 
 
 @pytest.mark.parametrize("preset", ["one_step_off", "bounded"])

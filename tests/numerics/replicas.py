@@ -24,7 +24,12 @@ from quadriga.engines import process_group
 from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.checkpoint import StateWriter, load_state
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
+from quadriga.engines.objectives import (
+    Objective,
+    PolicyObjective,
+    ValueObjective,
+    add_rollout_tokens,
+)
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ALONE, ProcessGroup
 from quadriga.engines.step import infer, update
@@ -63,6 +68,16 @@ def without_advantage(batch: DataProto) -> None:
     batch.batch["rollout_log_probs"] = batch.batch.pop("old_log_probs")
 
 
+def with_rollouts_of_three_rows(batch: DataProto) -> None:
+    """Every third token is one of a tool, which has a loss of its own."""
+    mask = batch.batch["response_mask"]
+    is_echo = (torch.arange(mask.shape[1]) % 3 == 2) & mask.bool()
+    batch.batch["echo_mask"] = is_echo.long()
+    batch.batch["response_mask"] = mask * ~is_echo
+    batch.batch["rollout_index"] = torch.arange(len(batch)) // 3
+    add_rollout_tokens(batch)
+
+
 def with_advantage_in_two_rows(batch: DataProto) -> None:
     batch.batch["advantages"][2:] = 0
 
@@ -73,11 +88,20 @@ def with_a_broken_row(batch: DataProto) -> None:
 
 # Three processes divide neither the mini-batches nor seven rows; of four, some have no row of three, or none with a
 # gradient. How a loss is averaged depends on neither.
+ROLLOUT_MEAN = "rollout-mean-token-mean"
 CASES = {
     **{
         mode: Case(PolicyObjective(MIXED.model_copy(update={"loss_agg_mode": mode})), (2,))
         for mode in LOSS_AGG_MODES
+        if mode != ROLLOUT_MEAN
     },
+    ROLLOUT_MEAN: Case(
+        PolicyObjective(
+            MIXED.model_copy(update={"loss_agg_mode": ROLLOUT_MEAN, "echo_coeff": 0.3})
+        ),
+        (2,),
+        change=with_rollouts_of_three_rows,
+    ),
     "several steps": Case(PLAIN, (2, 3), SEVERAL_STEPS),
     "several steps, in the order of the ranks": Case(
         PLAIN, (3,), replace(SEVERAL_STEPS, shuffle_seed=None), is_dealt=False

@@ -130,6 +130,25 @@ def test_gradient_with_entropy_and_divergence(
         assert largest_difference(gradients(make_model(), batch, config, micro), expected) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "cut", ["three", "all, prompts not shared", "by tokens, smaller than a sequence"]
+)
+def test_gradient_of_what_others_wrote(make_model: Callable, batch: DataProto, cut: str) -> None:
+    """Cross entropy of every third token, also of the last ones of a response, beside a policy loss of the others."""
+    columns = batch.batch
+    mask = columns["response_mask"]
+    is_echo = (torch.arange(mask.shape[1]) % 3 == 2) & mask.bool()
+    columns["response_mask"] = mask * ~is_echo
+    columns["echo_mask"] = is_echo.long()
+    config = ActorConfig(echo_coeff=0.7)
+    model = make_model("eager")
+    log_prob, _ = padded_scores(model, batch, 0.7)
+    (-0.7 * log_prob[is_echo].mean()).backward()
+    # Gradients add up.
+    expected = reference_gradients(model, batch, ActorConfig())
+    assert largest_difference(gradients(make_model(), batch, config, CUTS[cut]), expected) < 1e-5
+
+
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
 @pytest.mark.parametrize("loss_mode", ["k1", "k3", "k3+", "forward_kl_topk"])
 def test_gradient_from_a_teacher(

@@ -74,6 +74,10 @@ def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     name = getattr(function, "__name__", "the policy loss")
 
     def loss(*, config: Any, rollout_is_weights: Tensor | None = None, **fields: Tensor) -> Any:
+        if config.loss_agg_mode == "rollout-mean-token-mean":
+            got = "loss_agg_mode='rollout-mean-token-mean', for a loss that does not see rollouts"
+            fix = "Set it to seq-mean-token-mean, or register a loss per token."
+            raise ConfigError(name, got=got, expected="a mode of verl", fix=fix)
         # A loss may pass these to `agg_loss`. The counts of the mini-batch are applied later.
         batch_info = {
             "dp_size": 1,

@@ -135,6 +135,8 @@ class Conversation:
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    # 1 on tokens of tools and users that have a loss of their own, for each token of the response.
+    echo_mask: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)  # of the response
     # Turns that no turn of the model follows; their tokens are not in the response.
     unread: list[Turn] = field(default_factory=list)
@@ -454,7 +456,11 @@ class Conversation:
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
-        self.extend(turn, 0, [0.0] * len(token_ids))
+        echo_mask: list[int] = []
+        # Images change where tokens stand, so a turn that shows some is left out.
+        if self.encoder.echo_roles and self.num_assistant_turns and not pictures:
+            echo_mask = self.encoder.content_mask(plain, len(token_ids))
+        self.extend(turn, 0, [0.0] * len(token_ids), echo_mask=echo_mask)
 
     def show(
         self,
@@ -541,7 +547,12 @@ class Conversation:
                 del values[end:]
 
     def extend(
-        self, turn: Turn, written: int, log_probs: Sequence[float], versions: Sequence[int] = ()
+        self,
+        turn: Turn,
+        written: int,
+        log_probs: Sequence[float],
+        versions: Sequence[int] = (),
+        echo_mask: Sequence[int] = (),
     ) -> None:
         """Append the tokens of a turn without any check.
 
@@ -550,7 +561,9 @@ class Conversation:
             written: the mask of its tokens: 1 if the model wrote them, else 0.
             log_probs: log-probabilities of its tokens.
             versions: versions of the weights that drew them. Empty: -1 for each.
+            echo_mask: 1 on tokens with a loss of their own. Empty: 0 for each.
         """
+        self.echo_mask += echo_mask or [0] * len(turn.token_ids)
         self.versions += versions or [-1] * len(turn.token_ids)
         self.turns.append(turn)
         self.token_ids += turn.token_ids
@@ -571,6 +584,10 @@ class TurnEncoder:
         tokenizer: the model's tokenizer.
         template_kwargs: `data.apply_chat_template_kwargs`.
         vocabulary_size: rows of the model's embedding. None: at least one for each token.
+        echo_roles: roles whose tokens `content_mask` finds.
+
+    Raises:
+        RolloutError: tokens of roles are to be found, but the tokenizer does not say where they are.
     """
 
     def __init__(
@@ -578,7 +595,16 @@ class TurnEncoder:
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any],
         vocabulary_size: int | None = None,
+        echo_roles: Sequence[str] = (),
     ) -> None:
+        if echo_roles and not tokenizer.is_fast:
+            raise RolloutError(
+                "actor_rollout_ref.actor.echo_coeff",
+                got=f"{type(tokenizer).__name__}, which does not say where tokens stand in a text",
+                expected="a fast tokenizer (tokenizer.json)",
+                fix="Set it to 0.",
+            )
+        self.echo_roles = frozenset(echo_roles)
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs)
         # A prompt and a turn are always rendered open for the model's turn.
@@ -652,6 +678,53 @@ class TurnEncoder:
         if has_closing_token and {written[-1], token_ids[0]} <= self._closing:
             is_closed = True
         return token_ids[1:] if is_closed else token_ids
+
+    def content_mask(self, messages: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int]:
+        """Mark the tokens of a turn that stand for contents of `echo_roles`, not for the template.
+
+        Args:
+            messages: messages of tools or the user.
+            num_tokens: length of their tokens, as `following` returned them.
+
+        Returns:
+            1 on tokens of contents and 0 on others, [num_tokens]. All are 0 if the template writes
+            a message in another way because of its content.
+        """
+        text, _ = self._added(messages)
+        # What the template writes around contents is what it writes around other ones.
+        probes = []
+        for message in messages:
+            is_text = isinstance(message["content"], str)
+            probe = _PROBE if is_text else [{"type": "text", "text": _PROBE}]
+            probes.append({**message, "content": probe})
+        parts = self._added(probes)[0].split(_PROBE)
+        spans = []
+        if len(parts) == len(messages) + 1 and text.startswith(parts[0]):
+            start = len(parts[0])
+            for message, part in zip(messages, parts[1:-1], strict=False):
+                # A content may contain what the template writes after it.
+                content = message["content"]
+                end = start
+                if isinstance(content, str) and text.startswith(content, start):
+                    end += len(content)
+                end = text.find(part, end)
+                if end < 0:
+                    return [0] * num_tokens
+                spans.append((message["role"], start, end))
+                start = end + len(part)
+            end = len(text) - len(parts[-1])
+            if text.endswith(parts[-1]) and start <= end:
+                spans.append((messages[-1]["role"], start, end))
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = []
+        for first, last in encoded["offset_mapping"]:
+            is_content = False
+            for role, start, end in spans:
+                if role in self.echo_roles and start <= first < last <= end:
+                    is_content = True
+            mask.append(int(is_content))
+        # The model may have written the first token itself.
+        return mask[len(mask) - num_tokens :]
 
     def plain_messages(
         self, messages: Sequence[Mapping[str, Any]]

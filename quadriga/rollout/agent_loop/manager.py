@@ -94,6 +94,7 @@ class AgentLoopManager:
             rows have `multi_modal_inputs`.
         vocabulary_size: rows of the model's embedding. None: at least one for each token.
         environments: processes of `env.name`, which are closed with the manager. None: none.
+        echo_roles: roles whose tokens have a loss of their own; batches get `echo_mask`.
 
     Raises:
         ConfigError: a file of tools, interactions or loops is invalid.
@@ -112,11 +113,12 @@ class AgentLoopManager:
         processor: Any = None,
         vocabulary_size: int | None = None,
         environments: EnvironmentPool | None = None,
+        echo_roles: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.processor = processor
-        self.encoder = TurnEncoder(tokenizer, template_kwargs or {}, vocabulary_size)
+        self.encoder = TurnEncoder(tokenizer, template_kwargs or {}, vocabulary_size, echo_roles)
         turns = config.multi_turn
         self.limits = Limits(
             prompt_tokens=prompt_length,
@@ -484,7 +486,7 @@ def to_batch(
         `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`,
         `turn_rewards`, `agent`, if the prompts
         have it `rollout_id`, if graded `reward_outcome`, and with a processor
-        `multi_modal_inputs`.
+        `multi_modal_inputs`. If tokens of roles have a loss of their own, batch `echo_mask` [B, T].
     """
     images = [chat.images for chat in chats]
     prompts = _prompt_columns(chats, limits.prompt_tokens, pad_token_id)
@@ -499,6 +501,11 @@ def to_batch(
         [chat.versions for chat in chats],
     )
     tensors["position_ids"] = position_ids
+    if chats and chats[0].encoder.echo_roles:
+        echo_mask = torch.zeros_like(tensors["response_mask"])
+        for row, chat in enumerate(chats):
+            echo_mask[row, : len(chat.echo_mask)] = torch.tensor(chat.echo_mask)
+        tensors["echo_mask"] = echo_mask
 
     non_tensors = _conversation_columns(chats)
     if all("rollout_id" in chat.sample.columns for chat in chats):

@@ -26,6 +26,7 @@ MASK = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
         ("seq-mean-token-sum", (4 + 5 + 8) / 3),
         ("seq-mean-token-mean", (2 + 5 + 2) / 3),
         ("seq-mean-token-sum-norm", (4 + 5 + 8) / 3 / 4),
+        ("rollout-mean-token-mean", (2 + 5 + 2) / 3),
     ],
 )
 def test_golden_values(mode: str, expected: float) -> None:
@@ -42,8 +43,26 @@ def test_length_of_the_normed_mode() -> None:
 
 def test_counts() -> None:
     """Tokens, and sequences that have one; parts add up."""
-    assert LossCounts.of(MASK) == LossCounts(batch_num_tokens=7, global_batch_size=3)
+    expected = LossCounts(batch_num_tokens=7, global_batch_size=3, num_rollouts=3)
+    assert LossCounts.of(MASK) == expected
     assert LossCounts.of(MASK[:1]) + LossCounts.of(MASK[1:]) == LossCounts.of(MASK)
+
+
+def test_mean_of_rollouts_with_several_sequences() -> None:
+    """Sequences 0 and 3 are a rollout with a mean of 12 / 6, sequence 1 another with 5 / 1. Parts of the batch add up
+    to (2 + 5) / 2, even if they cut a rollout, and so do their counts."""
+    tokens = torch.tensor([6, 1, 0, 6])
+    mode = "rollout-mean-token-mean"
+    loss = agg_loss(LOSSES, MASK, mode, rollout_num_tokens=tokens)
+    assert float(loss) == pytest.approx(3.5, rel=1e-6)
+    parts = [slice(0, 1), slice(1, 3), slice(3, 4)]
+    counts = [LossCounts.of(MASK[part], tokens[part]) for part in parts]
+    assert sum(count.num_rollouts for count in counts) == pytest.approx(2, abs=1e-12)
+    losses = [
+        agg_loss(LOSSES[part], MASK[part], mode, num_rollouts=2, rollout_num_tokens=tokens[part])
+        for part in parts
+    ]
+    assert float(sum(losses)) == pytest.approx(3.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

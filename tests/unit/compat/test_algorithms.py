@@ -104,7 +104,7 @@ def test_an_estimator(tmp_path: Path, by_name: bool) -> None:
     assert torch.equal(returns, advantages)
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES[:-1])
 @pytest.mark.parametrize("scale", [None, 7.0])
 def test_micro_batches_of_a_scalar_loss_add_up(
     tmp_path: Path, mode: str, scale: float | None
@@ -142,6 +142,14 @@ def test_micro_batches_of_a_scalar_loss_add_up(
     for value, gradient in results:
         torch.testing.assert_close(value, expected)
         torch.testing.assert_close(gradient, results[0][1])
+
+
+def test_a_scalar_has_no_mean_per_rollout() -> None:
+    """It does not know how many tokens the other rows of a rollout have."""
+    with pytest.raises(ConfigError, match="does not see rollouts"):
+        returning(lambda x: x.mean())(
+            config=ActorConfig(loss_agg_mode=LOSS_AGG_MODES[-1]), **batch()
+        )
 
 
 def returning(what: Any) -> Any:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config import Config, DataConfig, Loaded, leaf_keys, load_config, show
+from quadriga.config import (
+    Config,
+    DataConfig,
+    Loaded,
+    leaf_keys,
+    load_config,
+    show,
+    training_findings,
+)
 from quadriga.config.root import spelled, spelled_text
 from quadriga.errors import ConfigError
 
@@ -168,6 +176,13 @@ def test_what_pairs_cannot_have_is_refused(files: list[str], override: str, said
     ]
     with pytest.raises(ConfigError, match=said):
         load_sft_config(arguments, for_training=True)
+
+
+def test_supervised_learning_has_no_rollouts() -> None:
+    """Each response is one row, so a mean per rollout would be another mode under a second name."""
+    change = "engine.loss_agg_mode=rollout-mean-token-mean"
+    found, _ = training_findings(load_config((change,), task="sft").config)
+    assert any("task=sft has no rollouts" in str(problem) for problem in found)
 
 
 def test_each_task_has_its_defaults() -> None:

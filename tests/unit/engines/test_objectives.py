@@ -5,6 +5,7 @@ The model's outputs are given; that an engine computes them, and adds up micro-b
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import ActorConfig
 from quadriga.config.actor import PolicyLossConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
-from quadriga.engines.objectives import PolicyObjective
+from quadriga.engines.objectives import PolicyObjective, add_rollout_tokens
 from quadriga.errors import ConfigError, EngineError
 from quadriga.protocol import DataProto
 
@@ -76,6 +77,45 @@ def test_by_hand() -> None:
     assert loss_of(data, policy_loss={"loss_mode": "gpg"}) == pytest.approx(
         expected.item(), rel=1e-5
     )
+
+
+def test_each_rollout_counts_once() -> None:
+    """GPG, where rows 0 and 1 are a rollout of 4 tokens and row 2, without an advantage, is one of 4."""
+    data = rows()
+    data.batch["rollout_index"] = torch.tensor([0, 0, 1])
+    add_rollout_tokens(data)
+    objective = PolicyObjective(
+        ActorConfig(policy_loss={"loss_mode": "gpg"}, loss_agg_mode="rollout-mean-token-mean")
+    )
+    named = data.select(objective.fields(data))
+    counts = LossCounts.of(MASK, data.batch["rollout_num_tokens"])
+    loss, _ = objective(named, outputs(), counts)
+    expected = -(data.batch["advantages"] * outputs()["log_probs"] * MASK)[:2].sum() / 4 / 2
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_cross_entropy_of_other_roles() -> None:
+    """Twice the sum of -log p over two tokens, by the three of the mini-batch, beside an unchanged policy loss. A
+    response without trained tokens has none."""
+    data = rows()
+    mask = MASK * torch.tensor([[1], [1], [0]])
+    data.batch["response_mask"] = mask
+    plain = loss_of(data)
+    data.batch["echo_mask"] = torch.tensor([[0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 1]])
+    objective = PolicyObjective(ActorConfig(echo_coeff=2.0))
+    named = data.select(objective.fields(data))
+    scores = outputs()
+    counts = replace(LossCounts.of(mask), num_echo_tokens=3)
+    loss, metrics = objective(named, scores, counts)
+    cross_entropy = -(scores["log_probs"][0, 2] + scores["log_probs"][1, 1]) / 3
+    assert loss.item() == pytest.approx(plain + 2 * cross_entropy.item(), abs=1e-6)
+    assert float(metrics["actor/echo_loss"].value) == pytest.approx(cross_entropy.item(), abs=1e-6)
+    loss.backward()
+    assert scores["log_probs"].grad[0, 2].item() == pytest.approx(-2 / 3, abs=1e-6)
+    assert not scores["log_probs"].grad[2].any()
+    assert objective.rows_with_gradient(data).tolist() == [True, True, False]
+    with pytest.raises(EngineError, match="got a batch without echo_mask"):
+        objective.fields(rows())
 
 
 def test_options_act_flat_and_below_options() -> None:

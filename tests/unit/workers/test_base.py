@@ -77,6 +77,19 @@ def test_options_of_the_loss_bring_their_columns() -> None:
     assert columns(with_divergence.select(batch(*ALL), "actor")) == expected
 
 
+def test_tokens_of_rollouts_travel_for_a_mean_per_rollout() -> None:
+    """Rows 0 and 2 are one rollout: each gets the six tokens of both. Another mode does not read them."""
+    data = batch(*ALL)
+    rows = DataProto.concat([data, data])
+    rows.batch["rollout_index"] = torch.tensor([0, 1, 0, 2])
+    mode = {"loss_agg_mode": "rollout-mean-token-mean"}
+    inputs = UpdateInputs(Config(critic=mode))
+    assert "rollout_num_tokens" not in inputs.select(rows, "actor").batch.keys()
+    assert inputs.select(rows, "critic").batch["rollout_num_tokens"].tolist() == [6, 3, 6, 3]
+    inputs = UpdateInputs(Config(actor_rollout_ref={"actor": mode}))
+    assert inputs.select(rows, "actor").batch["rollout_num_tokens"].tolist() == [6, 3, 6, 3]
+
+
 def test_routes_travel_to_the_policy_alone() -> None:
     inputs, data = UpdateInputs(Config()), batch(*ALL, "routed_experts")
     assert "routed_experts" in columns(inputs.select(data, "actor"))

@@ -105,6 +105,32 @@ def test_a_template_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
     assert "the tool add" in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("roles", [["tool"], ["user"], ["tool", "user"]])
+def test_tokens_of_contents(tokenizer: PreTrainedTokenizerFast, roles: list[str]) -> None:
+    """Also of contents that stand in the template, that are cut by a token, or that contain what follows them."""
+    encoder = TurnEncoder(tokenizer, {}, echo_roles=roles)
+    messages = [{**TOOL, "content": "tool"}, {"role": "user", "content": "user\n 42 "}]
+    for written in ([], tokenizer("call<|im_end|>", add_special_tokens=False)["input_ids"]):
+        ids = encoder.following(messages, written)
+        mask = encoder.content_mask(messages, len(ids))
+        assert len(mask) == len(ids)
+        marked = [token for token, is_content in zip(ids, mask, strict=True) if is_content]
+        expected = [message["content"] for message in messages if message["role"] in roles]
+        assert encoder.text(marked, with_special=True) == "".join(expected)
+
+
+def test_contents_that_a_template_writes_in_its_own_way(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = AFTER_CALL
+    encoder = TurnEncoder(tokenizer, {}, echo_roles=["tool"])
+    messages = [{**TOOL, "content": "4\n2"}]
+    ids = encoder.following(messages, [])
+    mask = encoder.content_mask(messages, len(ids))
+    marked = [token for token, is_content in zip(ids, mask, strict=True) if is_content]
+    assert encoder.text(marked, with_special=True) == "4\\n2"
+
+
 def test_tokens_of_a_tool_that_the_model_does_not_have(tokenizer: PreTrainedTokenizerFast) -> None:
     size = len(tokenizer)
     tokenizer.add_tokens(["<late>"])

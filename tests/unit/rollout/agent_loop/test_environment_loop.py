@@ -60,7 +60,9 @@ def play(tokenizer: Any, tmp_path: Path) -> Any:
     path = tmp_path / "classes.py"
     path.write_text(CLASSES)
 
-    def run(name: str, engine: Any, prompts: DataProto, **settings: Any) -> DataProto:
+    def run(
+        name: str, engine: Any, prompts: DataProto, echo_roles: Any = (), **settings: Any
+    ) -> DataProto:
         environment = EnvironmentConfig(name=f"{path}:{name}", num_processes=1, **settings)
         agent = {"default_agent_loop": "environment"}
         config = RolloutConfig(mode="async", agent=agent, multi_turn={"enable": True})
@@ -71,6 +73,7 @@ def play(tokenizer: Any, tmp_path: Path) -> Any:
                 prompt_length=1000,
                 response_length=400,
                 environments=EnvironmentPool(environment),
+                echo_roles=echo_roles,
             )
         ) as manager:
             return manager.generate(engine, prompts, seed=1)
@@ -95,6 +98,18 @@ def test_replies_are_actions(play: Any, recorder: Any, make_prompts: Any, tokeni
     outcome = columns["reward_outcome"][0]
     assert outcome.score == 0.75
     assert outcome.extra == {"env_turns": 2, "env_invalid": 0, "env_speed": 2.0}
+
+
+def test_observations_are_marked(
+    play: Any, recorder: Any, make_prompts: Any, tokenizer: Any
+) -> None:
+    """Those after the first reply, and only if they are learned."""
+    prompts = make_prompts(["0"], extra_info=[{"env_seed": 6, "is_env_seed": True}])
+    batch = play("Guess", recorder(["4", "2"]), prompts, echo_roles=["user"]).batch
+    marked = batch["responses"][0][batch["echo_mask"][0].bool()]
+    assert tokenizer.decode(marked) == "No, not 4."
+    assert not (batch["echo_mask"] * batch["response_mask"]).any()
+    assert "echo_mask" not in play("Guess", recorder(["4", "2"]), prompts).batch.keys()
 
 
 def test_calls_are_made_until_a_reply_has_none(
