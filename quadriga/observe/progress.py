@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progress of long work: a few numbers of each step, beside a bar on a terminal or as lines in a log.
 
-    step 12/30 ━━━━━━━━━╸────────────── reward 0.430  1 214 tok/s  8.1 s/step  2:24 left · gen
+    step 12/30 ━━━───── reward 0.430  1 214 tok/s  8.1 s/step 2:24 left, ends 14:05 · generating 61/128
 
 A run logs about a hundred metrics a step. A few of them are shown here; the files of the trackers have all of them.
 
@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import datetime, timedelta
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +34,9 @@ PACE_STEPS = 10
 # Fields beside the bar on a terminal, which has little room. Without any of them the bar shows all fields; a line of a
 # log always does.
 BAR_FIELDS = ("reward", "tok/s", "s/step")
+# Columns of a terminal for these fields and the running phase, and for a longer bar besides.
+MEDIUM = 104
+WIDE = 120
 GAP = "  "
 VALIDATION_PREFIX = "val-core/"
 VALIDATION_PREFIXES = (VALIDATION_PREFIX, "val/")  # with that of supervised runs
@@ -170,7 +174,7 @@ class Progress(AbstractContextManager["Progress"]):
         initial: steps done before this process, in a resumed run; they do not count for the pace.
         description: name of a step.
         console: console to print to, by default standard output. It decides between bar and lines.
-        activity: returns the current activity, such as `timer.current`, for the end of the bar.
+        activity: returns the current activity, such as `timer.activity`, for the end of the bar.
         quiet_s: seconds without a line after which a log gets one with the current activity; None:
             lines come with steps and messages only.
         clock: returns seconds, from any origin.
@@ -207,7 +211,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar = RichProgress(
                 TextColumn("{task.description}", style="bold"),
                 TextColumn(f"{{task.completed:>{len(str(total))}.0f}}/{{task.total:.0f}}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=24 if self._console.width >= WIDE else 8),
                 TextColumn("{task.fields[fields]}", markup=False),
                 RenderableColumn(self),
                 console=self._console,
@@ -242,10 +246,13 @@ class Progress(AbstractContextManager["Progress"]):
         if left_s is not None:
             # The time since the last step has passed already.
             since_s = self._clock() - marked_s
-            text = f"{clock_text(max(0.0, left_s - since_s))} left"
+            remaining_s = max(0.0, left_s - since_s)
+            text = f"{clock_text(remaining_s)} left, {end_text(remaining_s, datetime.now())}"
         activity = self._activity()
         separator = " · " if text and activity else ""
-        return Text(text, style="cyan").append(f"{separator}{activity}", style="dim")
+        # Of all columns only this one may be cut.
+        state = Text(text, style="cyan", no_wrap=True, overflow="ellipsis")
+        return state.append(f"{separator}{activity}", style="dim")
 
     def begin(self, *, is_repeated: bool = False) -> None:
         """Begin the first step now; work before it, such as a validation, does not affect the pace.
@@ -318,8 +325,11 @@ class Progress(AbstractContextManager["Progress"]):
     def _bar_text(self, fields: Mapping[str, str]) -> str:
         """The fields for which there is room beside the bar."""
         labels = [label for label in BAR_FIELDS if label in fields] or list(fields)
-        # The bar and these fields take 80 columns, and each component of the reward about 20.
-        room = max(0, (self._console.width - 80) // 20)
+        width = self._console.width
+        if width < MEDIUM:
+            labels = labels[:1]
+        # Each component of the reward takes about 20 columns.
+        room = max(0, (width - WIDE) // 20)
         components = [label for label in fields if label.startswith("reward.")]
         labels += [label for label in components if label not in labels][:room]
         return GAP.join(join_field(label, fields[label]) for label in labels)
@@ -366,6 +376,17 @@ def clock_text(seconds: float) -> str:
     if hours:
         return f"{hours}:{minute:02d}:{second:02d}"
     return f"{minute}:{second:02d}"
+
+
+def end_text(seconds: float, now: datetime) -> str:
+    """The local time in so many seconds as text: "ends 14:05", on another day "ends Tue 14:05"."""
+    end = now + timedelta(seconds=seconds)
+    num_days = (end.date() - now.date()).days
+    if num_days == 0:
+        return f"ends {end:%H:%M}"
+    if num_days < 7:
+        return f"ends {end:%a %H:%M}"
+    return f"ends {end:%d %b %H:%M}"
 
 
 class Picture:

@@ -13,6 +13,24 @@ from quadriga.observe.watchdog import NOTICE_S, waiting
 BAR_WIDTH = 32
 # A shorter gap between two parts of a start-up is not shown.
 SHOWN_GAP_S = 0.5
+# Phases of a training step as the live line names them; other phases keep their names.
+ACTIVITIES = {
+    "step": "",  # between two phases
+    "data": "reading prompts",
+    "gen": "generating",
+    "gen_max": "generating baselines",
+    "reward": "grading",
+    "prepare": "computing log-probs",
+    "adv": "computing advantages",
+    "update_critic": "updating the critic",
+    "update_actor": "updating the actor",
+    "publish_weights": "publishing weights",
+    "testing": "validating",
+    "save_checkpoint": "saving",
+    "update": "updating",
+    "validation": "validating",
+}
+COUNTED = ("gen", "gen_max", "testing")  # phases whose responses are counted
 
 
 class PhaseTimer:
@@ -36,6 +54,15 @@ class PhaseTimer:
         # A slice, because the timer's thread may close the phase at any moment.
         return "".join(self._open[-1:])
 
+    @property
+    def activity(self) -> str:
+        """The innermost open phase in words, with the responses of the open `Tally`."""
+        phase = self.current
+        text = ACTIVITIES.get(phase, phase)
+        if phase in COUNTED and Tally.current is not None:
+            text += str(Tally.current)
+        return text
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time of the block under `name`, also when the block raises."""
@@ -49,6 +76,48 @@ class PhaseTimer:
             self._open.pop()
             if is_outermost:
                 self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start
+
+
+class Tally:
+    """Number of responses of the running phase that have ended, for the live line.
+
+    The driver opens it. Engines in the driver's process add to it; in other processes none is open,
+    and `add` does nothing.
+
+    Args:
+        total: number of responses of the phase.
+    """
+
+    current: ClassVar["Tally | None"] = None
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.num_ended = 0
+
+    def __str__(self) -> str:
+        # Without any, they may be counted in other processes.
+        return f" {self.num_ended}/{self.total}" if self.num_ended else ""
+
+    @classmethod
+    @contextmanager
+    def opened(cls, total: int) -> Iterator["Tally"]:
+        """Context manager: the open tally if there is one, else a new one for the block."""
+        if cls.current is not None:
+            yield cls.current
+            return
+        cls.current = cls(total)
+        try:
+            yield cls.current
+        finally:
+            cls.current = None
+
+    @classmethod
+    def add(cls, count: int) -> None:
+        """Add responses to the open tally; called from any thread."""
+        tally = cls.current
+        if tally is not None:
+            # Threads may lose a count; the end of the batch sets the exact number.
+            tally.num_ended = min(tally.num_ended + count, tally.total)
 
 
 @dataclass(slots=True)

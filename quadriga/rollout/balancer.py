@@ -188,6 +188,7 @@ class Balancer(RolloutEngine):
         row_images = images or [None] * len(prompts)
 
         def generate(number: int, rows: list[int]) -> list[Completion]:
+            self.engines[number].count_ended = self.count_ended
             return self.engines[number].generate_batch(
                 [prompts[row] for row in rows],
                 [sampling[row] for row in rows],

@@ -110,6 +110,8 @@ class HFEngine(CausalModelEngine):
                     [row_images[row] for row in rows],
                 )
                 completions.update(zip(rows, responses, strict=True))
+                if self.count_ended is not None:
+                    self.count_ended(len(rows))
         return [completions[row] for row in range(len(prompts))]
 
     def _media(self, row: int, images: Images | None) -> tuple[str, ...]:

@@ -300,6 +300,7 @@ class HTTPEngine(RolloutEngine):
         futures = []
         for prompt, params, prompt_images in zip(prompts, sampling, row_images, strict=True):
             futures.append(self._thread.submit(self._respond(prompt, params, prompt_images)))
+        self._counted(futures)
         try:
             return [future.result() for future in futures]
         # After an error nobody waits for the others.

@@ -237,6 +237,8 @@ class RolloutEngine(WeightTarget, ABC):
         num_steps: steps since the engine was made; 0 if it does not count them.
         before_step: called with `num_steps` before each step, if the engine is deterministic.
         take_weights: set on a group's members; called with the version that the leader has loaded.
+        count_ended: set while a batch is generated whose responses are counted; called from any
+            thread with the number of responses that have ended since the last call.
     """
 
     name = "rollout"
@@ -247,6 +249,7 @@ class RolloutEngine(WeightTarget, ABC):
     num_steps = 0
     before_step: Callable[[int], None] | None = None
     take_weights: Callable[[int], None] | None = None
+    count_ended: Callable[[int], None] | None = None
 
     def __init__(self) -> None:
         self.weight_version = 0
@@ -447,6 +450,13 @@ class RolloutEngine(WeightTarget, ABC):
             return
         for future, completion in zip(futures, completions, strict=True):
             future.set_result(completion)
+
+    def _counted(self, futures: Sequence[Future[Any]]) -> None:
+        """Count the responses of a batch as their futures end, if they are counted."""
+        count_ended = self.count_ended
+        if count_ended is not None:
+            for future in futures:
+                future.add_done_callback(lambda _: count_ended(1))
 
     def _require_open(self, action: str) -> None:
         if self._state == "closed":

@@ -111,6 +111,8 @@ class ScriptedEngine(RolloutEngine):
             completions.append(
                 Completion(token_ids, certain, reason, self.weight_version, list(certain))
             )
+            if self.count_ended is not None:
+                self.count_ended(1)
         return completions
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

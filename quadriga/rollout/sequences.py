@@ -7,7 +7,7 @@ Legend: B sequences, P prompt positions (padded left), T response positions (pad
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ def generate_sequences(
     response_length: int,
     pad_token_id: int,
     seed: int,
+    count_ended: Callable[[int], None] | None = None,
 ) -> DataProto:
     """Generate a response for each row.
 
@@ -47,6 +48,7 @@ def generate_sequences(
         response_length: T; also the longest response, in tokens.
         pad_token_id: fills the responses.
         seed: `trainer.seed`. A sequence's own seed depends on it; see `sequence_seeds`.
+        count_ended: called with numbers of responses that have ended, by engines that count them.
 
     Returns:
         batch `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `token_versions`
@@ -63,7 +65,11 @@ def generate_sequences(
         require_version(engine, expected_version)
     started = time.perf_counter()
     token_ids, requests = requests_of(prompts, config, response_length, seed)
-    completions = engine.generate_batch(token_ids, requests, images_of(prompts))
+    engine.count_ended = count_ended
+    try:
+        completions = engine.generate_batch(token_ids, requests, images_of(prompts))
+    finally:
+        engine.count_ended = None
     return completed(
         prompts, completions, engine.weight_version, response_length, pad_token_id, started
     )

@@ -359,7 +359,7 @@ class TrainingLoop:
             Progress(
                 self.total_training_steps,
                 initial=self.global_steps,
-                activity=lambda: self.timer.current,
+                activity=lambda: self.timer.activity,
                 quiet_s=self.settings.progress_s,
             ) as self.progress,
             Tracking(self.settings.loggers, facts, self.progress) as self.tracking,

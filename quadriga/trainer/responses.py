@@ -27,6 +27,7 @@ from quadriga.algorithms.registry import ROLLOUT_ID
 from quadriga.config import Config, DataConfig
 from quadriga.data.files import written_aside
 from quadriga.observe.metrics import Metric, reduce_metrics
+from quadriga.observe.timing import Tally
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
@@ -76,7 +77,11 @@ def generate_responses(
         and its responses. meta_info is that of the prompts, and `metrics`.
     """
     rows = repeat_prompts(prompts, num_samples)
-    responses = rollout.generate_sequences(rollout_inputs(rows, config))
+    with Tally.opened(len(rows)) as tally:
+        num_before = tally.num_ended
+        responses = rollout.generate_sequences(rollout_inputs(rows, config))
+        # Also where the engines are in other processes.
+        tally.num_ended = num_before + len(rows)
     return with_prompt_columns(rows, responses)
 
 

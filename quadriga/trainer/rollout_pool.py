@@ -25,6 +25,7 @@ from typing import Any
 
 from quadriga.background import Restarts
 from quadriga.errors import EngineLostError, PeerLostError, WeightSyncError, WorkerLostError
+from quadriga.observe.timing import Tally
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerGroup
 
@@ -136,6 +137,7 @@ class RolloutPool(WeightPublisher):
                     continue
                 if rank % self._group_size == 0:
                     outputs.append((first, output))
+                    Tally.add(len(rows))
                 self._restarts.lasts(rank)
             for first, rows in lost_rows:
                 ranks = self._rollout.ranks

@@ -30,6 +30,7 @@ deviation is left out at k = N, which has only one draw.
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +38,7 @@ import numpy as np
 
 from quadriga.config import Config
 from quadriga.observe.metrics import reduce_metrics
+from quadriga.observe.timing import Tally
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.protocol.fields import RESERVED
@@ -90,11 +92,20 @@ class Validator:
         Returns:
             Metrics, and rows for trackers to show; both are empty without validation data.
         """
-        rows, errors = self.graded(step)
+        with self._tally():
+            rows, errors = self.graded(step)
         if not rows:
             return {}, []
         metrics = means(sample_values(rows)) | errors
         return metrics, first_samples(rows, self.config.trainer.log_val_generations)
+
+    def _tally(self) -> AbstractContextManager[Any]:
+        """Count the responses to all prompts; those of each batch if their number is unknown."""
+        dataset = getattr(self.dataloader, "dataset", None)
+        if not hasattr(dataset, "__len__"):
+            return nullcontext()
+        num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        return Tally.opened(len(dataset) * num_samples)
 
     def graded(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """Respond to all prompts and grade the responses.

@@ -17,6 +17,7 @@ from quadriga.errors import DataError, EngineError
 from quadriga.models.load import explained, load_config
 from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
+from quadriga.observe.timing import Tally
 from quadriga.protocol import DataProto
 from quadriga.rewards import early_grader
 from quadriga.rollout import generate_sequences
@@ -151,7 +152,9 @@ class Generation:
         seed = self.config.trainer.seed
         if self.loops is not None:
             grade = None if self.grader is None else self.grader.grade_one
-            return self.loops.generate(self.engine, prompts, seed=seed, grade=grade)
+            return self.loops.generate(
+                self.engine, prompts, seed=seed, grade=grade, count_ended=Tally.add
+            )
         # Engines that compute in the calling thread take turns with the calls of a server.
         with self.engine.batch_lock:
             return generate_sequences(
@@ -161,6 +164,7 @@ class Generation:
                 response_length=self.config.data.max_response_length,
                 pad_token_id=self.tokenizer.pad_token_id,
                 seed=seed,
+                count_ended=Tally.add,
             )
 
     def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:

@@ -92,6 +92,15 @@ def test_one_answer_for_each_prompt(engine: RolloutEngine) -> None:
         assert completion.weight_version == engine.weight_version == 0
 
 
+@pytest.mark.parametrize("name", ["native", "hf", "scripted"])
+def test_each_response_of_a_batch_is_counted_once(name: str) -> None:
+    engine = ENGINES[name]()
+    counts: list[int] = []
+    engine.count_ended = counts.append
+    engine.generate_batch(PROMPTS, _params())
+    assert sum(counts) == len(PROMPTS)
+
+
 def test_seeds_decide(engine: RolloutEngine) -> None:
     """The same seeds give the same answers, together and one by one."""
     together = engine.generate_batch(PROMPTS, _params())

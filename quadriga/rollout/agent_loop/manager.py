@@ -160,7 +160,13 @@ class AgentLoopManager:
         return text
 
     def generate(
-        self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
+        self,
+        engine: RolloutEngine,
+        prompts: DataProto,
+        *,
+        seed: int,
+        grade: Grade | None = None,
+        count_ended: Callable[[int], None] | None = None,
     ) -> DataProto:
         """Lead a conversation for each row of a batch.
 
@@ -174,6 +180,7 @@ class AgentLoopManager:
                 `interaction_kwargs`, `data_source`, `reward_model`, `extra_info`.
             seed: `trainer.seed`, from which the seed of each sequence is derived.
             grade: grades each conversation as soon as it has ended, while others go on.
+            count_ended: called with 1 for each rollout that has ended.
 
         Returns:
             The batch of `to_batch`, with `metrics` and `weight_version` in meta_info.
@@ -182,10 +189,17 @@ class AgentLoopManager:
             RolloutError: the engine failed, or too many conversations in a row failed.
             WeightSyncError: the engine's weights do not have the version that meta_info names.
         """
-        return run_coroutine(self.lead(engine, prompts, seed=seed, grade=grade), self._runner.run)
+        work = self.lead(engine, prompts, seed=seed, grade=grade, count_ended=count_ended)
+        return run_coroutine(work, self._runner.run)
 
     async def lead(
-        self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
+        self,
+        engine: RolloutEngine,
+        prompts: DataProto,
+        *,
+        seed: int,
+        grade: Grade | None = None,
+        count_ended: Callable[[int], None] | None = None,
     ) -> DataProto:
         """Lead a conversation for each row of a batch, in the caller's event loop.
 
@@ -194,6 +208,7 @@ class AgentLoopManager:
             prompts: see `generate`.
             seed: see `generate`.
             grade: see `generate`.
+            count_ended: see `generate`.
 
         Returns:
             The batch that `generate` returns.
@@ -219,7 +234,9 @@ class AgentLoopManager:
             with wait, guarded(self.config.agent.timeout_s):
                 async with asyncio.TaskGroup() as group:
                     for chat in chats:
-                        group.create_task(self._lead_one(chat, grade))
+                        task = group.create_task(self._lead_one(chat, grade))
+                        if count_ended is not None:
+                            task.add_done_callback(lambda _: count_ended(1))
         except BaseExceptionGroup as errors:
             # The first error has cancelled the other conversations, so it is the only cause.
             first_error = errors.exceptions[0]

@@ -218,6 +218,7 @@ class NativeEngine(CausalModelEngine):
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
         requests = self._requests(prompts, sampling, images)
+        self._counted([request.future for request in requests])
         if self._submit(requests):
             self._run()
         return [request.future.result() for request in requests]

@@ -181,6 +181,7 @@ class SGLangEngine(ThirdPartyEngine):
         started = []
         for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
             started.append(self._start(prompt, params, prompt_images))
+        self._counted([future for _, future in started])
         try:
             completions = []
             for (request_id, future), prompt, params in zip(

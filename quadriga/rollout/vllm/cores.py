@@ -277,8 +277,10 @@ class InProcessCore(Core):
         owner = self.engine if hasattr(self.engine, method) else self.engine.engine_core
         return getattr(owner, method)(*args, **options)
 
-    def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
-        """Generate a response for each request, in order."""
+    def generate_batch(
+        self, requests: Sequence[Request], count_ended: Callable[[int], None] | None = None
+    ) -> list[Response]:
+        """Generate a response for each request, in order; `count_ended` is that of the engine."""
         self._aborted.clear()
         responses: dict[str, Response] = {}
         try:
@@ -292,6 +294,8 @@ class InProcessCore(Core):
                 while self.engine.has_unfinished_requests() and not self._aborted.is_set():
                     for output in self.engine.step():
                         responses[output.request_id].add(output)
+                        if count_ended is not None and output.finished:
+                            count_ended(1)
             for output in unfinished_outputs(self.engine, responses):
                 responses[output.request_id].add(output)
         finally:

@@ -278,7 +278,9 @@ class VLLMEngine(ThirdPartyEngine):
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
         if isinstance(self.core, ProcessCore):
-            return results_of(self.begin(prompts, sampling, images))
+            futures = self.begin(prompts, sampling, images)
+            self._counted(futures)
+            return results_of(futures)
         requests = self._requests(prompts, sampling, images or [None] * len(prompts))
         # Without seeds vLLM draws from torch's generator, which in this process is the trainer's.
         shares_generator = self.core.is_in_process and not self.setup.rollout.request_seeds
@@ -288,7 +290,7 @@ class VLLMEngine(ThirdPartyEngine):
         with self._explained(), torch.random.fork_rng(devices, enabled=draws_together):
             if draws_together:
                 torch.manual_seed(sampling[0].seed)
-            responses: list[Response] = self.core.generate_batch(requests)
+            responses: list[Response] = self.core.generate_batch(requests, self.count_ended)
         return [
             response.completion(params, self.log_probs_of, self.weight_version)
             for response, params in zip(responses, sampling, strict=True)

@@ -14,7 +14,7 @@ unblocked by: `release`, which tells the members that the batch is over. It send
 import asyncio
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,8 +100,13 @@ class GroupCore(InProcessCore):
         with process_environment(0, **variables):
             super().__init__(library, arguments, group.device, (name, group.ranks[group.rank]))
 
-    def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
+    def generate_batch(
+        self, requests: Sequence[Request], count_ended: Callable[[int], None] | None = None
+    ) -> list[Response]:
         calls = [_Call(request, Response(request.expanded)) for request in requests]
+        if count_ended is not None:
+            for call in calls:
+                call.future.add_done_callback(lambda _: count_ended(1))
         if self._submit(calls):
             self._run()
         return [call.future.result() for call in calls]

@@ -4,6 +4,7 @@
 import math
 import re
 import threading
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from quadriga.observe.progress import (
     ValidationResult,
     aligned,
     clock_text,
+    end_text,
     join_field,
     step_fields,
     validation_results,
@@ -163,7 +165,8 @@ def test_a_terminal_has_a_bar_with_the_few_fields_and_messages_above_it():
         progress.message("validation at step 12 [x]")
     assert "validation at step 12 [x]\n" in screen.getvalue()
     assert last_state(screen).startswith("step 12/30 ━")
-    assert "reward 0.430  1 214 tok/s  8.1 s/step 0:12 left · gen" in last_state(screen)
+    shown = r"reward 0\.430  1 214 tok/s  8\.1 s/step 0:12 left, ends (\w+ )?\d\d:\d\d · gen"
+    assert re.search(shown, last_state(screen))
     assert "loss" not in screen.getvalue()
 
 
@@ -177,7 +180,7 @@ def test_a_finished_bar_says_so_and_closing_twice_is_fine():
     assert "kept 17 done" in last_state(screen)
 
 
-@pytest.mark.parametrize(("width", "is_shown"), [(100, True), (99, False)])
+@pytest.mark.parametrize(("width", "is_shown"), [(140, True), (139, False)])
 def test_a_wide_terminal_has_room_for_parts_of_the_reward(width: int, is_shown: bool):
     screen = StringIO()
     with Progress(30, console=terminal(screen, width=width)) as progress:
@@ -187,12 +190,15 @@ def test_a_wide_terminal_has_room_for_parts_of_the_reward(width: int, is_shown: 
     assert ("reward.format 0.250" in last_state(screen)) == is_shown
 
 
-def test_a_narrow_terminal_keeps_the_bar_on_one_line():
+@pytest.mark.parametrize(("width", "end"), [(50, "…"), (80, "· generating 61/128")])
+def test_a_narrow_terminal_keeps_the_bar_on_one_line(width: int, end: str) -> None:
     screen = StringIO()
-    with Progress(30, console=terminal(screen, width=50)) as progress:
+    activity = "generating 61/128".format
+    with Progress(30, console=terminal(screen, width=width), activity=activity) as progress:
         progress.update(3, {"reward": "0.430", "tok/s": "1 214", "s/step": "8.1"})
     assert last_state(screen).startswith("step")
-    assert len(last_state(screen)) <= 50
+    assert last_state(screen).rstrip().endswith(end)
+    assert len(last_state(screen)) <= width
 
 
 def test_a_missing_field_leaves_its_place_empty():
@@ -208,6 +214,20 @@ def test_a_missing_field_leaves_its_place_empty():
 )
 def test_clock_text(seconds, text):
     assert clock_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "ends 23:00"),
+        (3599, "ends 23:59"),
+        (3600, "ends Tue 00:00"),
+        (6 * 86400, "ends Sun 23:00"),
+        (7 * 86400, "ends 08 Jan 23:00"),
+    ],
+)
+def test_the_predicted_end_names_the_day_unless_it_is_today(seconds: int, text: str) -> None:
+    assert end_text(seconds, datetime(2024, 1, 1, 23, 0)) == text
 
 
 def test_the_important_metrics_are_picked_in_a_fixed_order_and_the_rest_is_not():

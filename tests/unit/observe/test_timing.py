@@ -8,7 +8,7 @@ import time
 import pytest
 
 from quadriga.observe import timing
-from quadriga.observe.timing import BAR_WIDTH, PhaseTimer, Timeline
+from quadriga.observe.timing import BAR_WIDTH, PhaseTimer, Tally, Timeline
 
 
 class HandClock:
@@ -51,6 +51,28 @@ def test_a_phase_that_raises_is_counted(clock):
         raise KeyError("x")
     assert timer.seconds == {"reward": 5.0}
     assert timer.current == ""
+
+
+def test_an_activity_has_a_count_where_responses_are_counted_here(clock):
+    timer = PhaseTimer(clock)
+    Tally.add(1)  # nothing is open, as in a process of Ray's
+    with timer.phase("step"):
+        assert timer.activity == ""
+        with timer.phase("testing"), Tally.opened(8) as tally, Tally.opened(4) as inner_tally:
+            assert inner_tally is tally
+            assert timer.activity == "validating"
+            Tally.add(3)
+            assert timer.activity == "validating 3/8"
+            # Rows that another engine generates once more.
+            Tally.add(7)
+            assert timer.activity == "validating 8/8"
+        with timer.phase("gen"):
+            assert timer.activity == "generating"
+            with Tally.opened(4), timer.phase("reward"):
+                Tally.add(1)
+                assert timer.activity == "grading"
+        with timer.phase("my_phase"):
+            assert timer.activity == "my_phase"
 
 
 def test_a_timeline_draws_parts_where_they_happened(clock):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from quadriga.config import Config
 from quadriga.observe.metrics import Metric
+from quadriga.observe.timing import Tally
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, RewardOutput
 from quadriga.trainer.validate import (
@@ -135,6 +136,28 @@ def test_all_batches_and_sources_count(make: Callable) -> None:
     assert metrics["val-aux/x/reward/best@2/mean"] == pytest.approx(5 / 6)
     assert metrics["val-aux/reward/errors"] == 2.0
     assert rows == []
+
+
+class Batches(list[dict[str, Any]]):
+    """A loader with a data set of 5 rows."""
+
+    dataset = range(5)
+
+
+def test_the_live_line_counts_the_responses_of_all_batches(make: Callable) -> None:
+    """Also where the engines do not count them, as in other processes."""
+    validator, actor = make(Batches([batch(2, "x"), batch(3, "y")]), n=4, do_sample=True)
+    generate = actor.generate_sequences
+    shown: list[str] = []
+
+    def generate_and_look(prompts: DataProto) -> DataProto:
+        shown.append(str(Tally.current))
+        return generate(prompts)
+
+    actor.generate_sequences = generate_and_look
+    validator.run(5)
+    assert shown == ["", " 8/20"]
+    assert Tally.current is None
 
 
 def test_same_step_asks_the_same(make: Callable) -> None:

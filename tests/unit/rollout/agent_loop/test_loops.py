@@ -115,7 +115,10 @@ def test_a_manager_keeps_its_tools(make_prompts, recorder, tool_file, tokenizer)
     )
     manager = AgentLoopManager(config, tokenizer, prompt_length=1000, response_length=400)
     engine = recorder({"tool\n": "42", "Tools": CALL})
-    first = manager.generate(engine, make_prompts(["?"]), seed=1)
+    counts: list[int] = []
+    first = manager.generate(engine, make_prompts(["?"]), seed=1, count_ended=counts.append)
+    # A rollout of several turns counts once.
+    assert counts == [1]
     second = asyncio.run(manager.lead(engine, make_prompts(["?"]), seed=1))
     assert torch.equal(first.batch["input_ids"], second.batch["input_ids"])
     manager.close()

@@ -99,7 +99,7 @@ class StandInCore(InProcessCore):
         self.meddle: Callable[[str, Path], None] = lambda method, folder: None
         self.is_busy = False
 
-    def generate_batch(self, requests: Any) -> Any:
+    def generate_batch(self, requests: Any, count_ended: Any = None) -> Any:
         raise NotImplementedError
 
     def abort(self) -> None:
