@@ -11,7 +11,7 @@ from quadriga.cli.config import main
 REPOSITORY = Path(__file__).parents[3]
 PAGE = (REPOSITORY / "docs" / "rollout.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
-DOTTED = re.findall(r"`((?!quadriga\.)[a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", PAGE)
+DOTTED = re.findall(r"`((?!quadriga\.|chat\.)[a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", PAGE)
 ROWS = re.findall(
     r"^\| (`[a-z_`, ]+`) \|",
     PAGE[PAGE.index("| key |") : PAGE.index("## On-policy or off-policy")],

@@ -61,6 +61,8 @@ def test_account_and_teacher(converse, make_prompts, recorder) -> None:
         "finish_reason": "interaction",
         "tool_rewards": {"account": 75.0},
         "turn_scores": [0.0, 1.0],
+        "turn_rewards": [],
+        "agent": "",
     }
 
 
