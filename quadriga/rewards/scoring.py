@@ -241,7 +241,8 @@ class ScoreFunction:
             # It cannot be checked before the first call.
             return loaded
 
-        arguments = dict.fromkeys(self.accepted_by(function)) | self.reward_kwargs
+        # The row is no argument of the function; it travels in `extra_info`.
+        arguments = dict.fromkeys(self.accepted_by(function) - {ROW}) | self.reward_kwargs
         try:
             signature.bind(**arguments)
         except TypeError as error:
