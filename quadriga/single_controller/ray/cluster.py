@@ -49,6 +49,8 @@ OWN_CLUSTER = {
     # After the head is lost, the driver may need more than Ray's minute to restart the cluster: it
     # first completes a checkpoint that is being read.
     "gcs_rpc_server_reconnect_timeout_s": 600,
+    # By default any other process goes before Ray's workers, and nearly stops them on few cores.
+    "worker_niceness": 0,
 }
 # Environment variables that are forwarded to the run's processes, since a joined cluster was
 # started with others.
