@@ -65,6 +65,15 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         return {**columns, "num_prompt_tokens": torch.tensor(len(pair.prompt))}
 
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
+        """Build two chats: the prompt with the better response, and with the worse one.
+
+        Args:
+            row: columns of the row.
+            where: the row, for errors.
+
+        Returns:
+            The place of each chat, for errors, and its messages.
+        """
         chats = []
         for key in self.columns:
             column = getattr(self.config, key)
@@ -137,10 +146,12 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         )
 
     def num_tokens(self, row: TokenizedPair) -> int:
+        """Length of the longer of the two sequences."""
         return len(row.prompt) + max(len(row.chosen), len(row.rejected))
 
     def cut(self, row: TokenizedPair) -> TokenizedPair | None:
-        # The prompt loses its beginning. One token of it must remain, which predicts the response.
+        """Drop the beginning of the prompt. None: the responses alone are too long."""
+        # One token of the prompt must remain, which predicts the response.
         num_excess = self.num_tokens(row) - self.config.max_length
         num_remaining = len(row.prompt) - num_excess
         if num_remaining <= 0:

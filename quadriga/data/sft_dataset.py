@@ -572,9 +572,15 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         return len(row.ids)
 
     def cut(self, row: TokenizedConversation) -> TokenizedConversation | None:
+        """Truncate a conversation at the side that `data.truncation` names.
+
+        None: no token that remains is learned.
+        """
         limit = self.config.max_length
         # The mode names the side that loses tokens.
-        remaining = slice(-limit, None) if self.config.truncation == "left" else slice(limit)
+        remaining = slice(limit)
+        if self.config.truncation == "left":
+            remaining = slice(-limit, None)
         shorter = TokenizedConversation(row.ids[remaining], row.is_learned[remaining])
         # Nothing predicts the first token.
         return shorter if shorter.is_learned[1:].any() else None

@@ -284,7 +284,15 @@ class InProcessCore(Core):
     def generate_batch(
         self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
     ) -> list[Response]:
-        """Generate a response for each request, in order; `count_ended` is that of the engine."""
+        """Generate responses, all in the same steps of vLLM.
+
+        Args:
+            requests: the requests.
+            count_ended: called with 1 whenever a response is complete, to report progress.
+
+        Returns:
+            A response for each request, in order. After `abort`, unfinished ones end early.
+        """
         self._aborted.clear()
         responses: dict[str, Response] = {}
         try:

@@ -138,7 +138,15 @@ def cache_folder() -> Path:
 
 
 def unwritable_cache(folder: Path, reason: str) -> ConfigError:
-    """The error of a cache folder that vLLM cannot write."""
+    """Describe a cache folder that vLLM cannot write.
+
+    Args:
+        folder: the folder.
+        reason: why it cannot be written.
+
+    Returns:
+        The error to raise.
+    """
     return ConfigError(
         "VLLM_CACHE_ROOT",
         got=f"{folder} ({reason})",
