@@ -40,8 +40,8 @@ import numpy as np
 from quadriga.trainer.asynchronous.schedule import Rules
 from quadriga.trainer.asynchronous.simulation import (
     Costs,
-    Outcome,
     Simulation,
+    SimulationResult,
     Workload,
     colocated,
     recorded,
@@ -68,7 +68,7 @@ class Choice:
     max_staleness: int
     train_gpus: int
     rollout_gpus: int
-    outcome: Outcome
+    outcome: SimulationResult
     same_split_s: float
 
 

@@ -50,7 +50,7 @@ from quadriga.rewards.by_name import ROW, ItemReward, reward_of
 from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
 from quadriga.trainer.checkpoint import Checkpoints, model_folder
-from quadriga.trainer.loop import MODEL_FOLDER, Step, TrainingLoop
+from quadriga.trainer.loop import MODEL_FOLDER, TrainingLoop, TrainingStep
 from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.settings import CONFIGURATION
 from quadriga.user_function import NAME, source_of, write_function
@@ -107,8 +107,8 @@ class Settings(TypedDict, total=False):
 class TrainerSettings(Settings, total=False):
     """Keyword arguments that `train` and `sft` pass to `Trainer`."""
 
-    callbacks: Sequence[Callable[[Step], Any]]
-    """Functions that are called with the `Step` after each step."""
+    callbacks: Sequence[Callable[[TrainingStep], Any]]
+    """Functions that are called with the `TrainingStep` after each step."""
     task: str
     """Task of the run: "rl", "sft" or "reward_model"."""
 
@@ -149,7 +149,7 @@ class Trainer:
         reward: function that is called by the names of its arguments (see
             `quadriga.rewards.by_name`), a list of functions, each alone or as
             `(function, weight)`, `file.py` or `file.py:function`. None: the built-in graders.
-        callbacks: functions that are called with the `Step` after each step.
+        callbacks: functions that are called with the `TrainingStep` after each step.
         task: "rl", "sft" or "reward_model".
         settings: further arguments, see `Settings`.
 
@@ -164,7 +164,7 @@ class Trainer:
         data: Rows | None = None,
         reward: Reward | None = None,
         *,
-        callbacks: Sequence[Callable[[Step], Any]] = (),
+        callbacks: Sequence[Callable[[TrainingStep], Any]] = (),
         task: str = "rl",
         **settings: Unpack[Settings],
     ) -> None:
@@ -185,7 +185,7 @@ class Trainer:
                 expected="one of them",
                 fix="Leave one of them out.",
             )
-        draft = _Draft(
+        draft = _ConfigDraft(
             model,
             values={
                 "trainer.total_training_steps": settings.get("steps"),
@@ -208,7 +208,7 @@ class Trainer:
         draft.set_defaults(num_rows)
         self._begin(draft.load(for_training=True), callbacks)
 
-    def _begin(self, config: Config, callbacks: Sequence[Callable[[Step], Any]]) -> None:
+    def _begin(self, config: Config, callbacks: Sequence[Callable[[TrainingStep], Any]]) -> None:
         self.config = config
         self.callbacks = list(callbacks)
         self._steps = launch.steps(config, in_python=True)
@@ -217,12 +217,14 @@ class Trainer:
         self._finalizer = weakref.finalize(self, self._steps.close)
 
     @classmethod
-    def of(cls, config: Config, callbacks: Sequence[Callable[[Step], Any]] = ()) -> "Trainer":
+    def of(
+        cls, config: Config, callbacks: Sequence[Callable[[TrainingStep], Any]] = ()
+    ) -> "Trainer":
         """Make the trainer of a resolved configuration.
 
         Args:
             config: resolved configuration.
-            callbacks: functions that are called with the `Step` after each step.
+            callbacks: functions that are called with the `TrainingStep` after each step.
 
         Returns:
             The trainer, before its first step.
@@ -241,10 +243,10 @@ class Trainer:
             self._loop = self._next().loop
         return self._loop
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[TrainingStep]:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> TrainingStep:
         """Take the next step. Steps that the run skips are not returned."""
         while True:
             step = self._next()
@@ -256,7 +258,9 @@ class Trainer:
             if step.number:
                 self._complete(step, [])
 
-    def _complete(self, step: Step, callbacks: Sequence[Callable[[Step], Any]]) -> None:
+    def _complete(
+        self, step: TrainingStep, callbacks: Sequence[Callable[[TrainingStep], Any]]
+    ) -> None:
         """Write the model after the last step, and call the callbacks."""
         try:
             if step.loop.is_last_step and self.config.task == "rl":
@@ -272,7 +276,7 @@ class Trainer:
         with quiet_interrupt(is_reported=True):
             self._steps.throw(error)
 
-    def _next(self) -> Step:
+    def _next(self) -> TrainingStep:
         try:
             with quiet_interrupt(is_reported=True):
                 return next(self._steps)
@@ -303,7 +307,7 @@ class Run:
 
     Args:
         directory: where the run wrote its files.
-        callbacks: functions that `resume` calls with the `Step` after each step.
+        callbacks: functions that `resume` calls with the `TrainingStep` after each step.
         config: its configuration. None: the one in the directory.
 
     Raises:
@@ -313,7 +317,7 @@ class Run:
     def __init__(
         self,
         directory: str | Path,
-        callbacks: Sequence[Callable[[Step], Any]] = (),
+        callbacks: Sequence[Callable[[TrainingStep], Any]] = (),
         config: Config | None = None,
     ) -> None:
         self.directory = Path(directory).expanduser()
@@ -546,7 +550,7 @@ def train(
             - `config`: configuration file, or several. Default: none.
             - `name`: name of the run's directory; a run in it is continued. Default: a new one.
             - `options`: configuration keys with their values. Default: none.
-            - `callbacks`: functions that are called with the `Step` after each step. Default: none.
+            - `callbacks`: functions that are called with the `TrainingStep` after each step. Default: none.
             - `task`: "rl" (default), "sft" or "reward_model".
 
     Returns:
@@ -609,7 +613,7 @@ def generate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    resolved = _Draft(model, config=config, options=options).load()
+    resolved = _ConfigDraft(model, config=config, options=options).load()
     system_messages = []
     if system is not None:
         system_messages = [{"role": "system", "content": system}]
@@ -645,7 +649,7 @@ def evaluate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    draft = _Draft(model, config=config, options=options)
+    draft = _ConfigDraft(model, config=config, options=options)
     with own_folder() as folder:
         draft.directory = Path(folder)
         draft.set_reward(reward)
@@ -669,7 +673,7 @@ def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
     return sample | {name: value for name, value in columns.items() if name not in sample}
 
 
-class _Draft:
+class _ConfigDraft:
     """A configuration under construction.
 
     Attributes:

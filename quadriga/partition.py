@@ -13,7 +13,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class Parts:
+class BalancedParts:
     """Parts that grow evenly: each item goes to the cheapest part that has room for it.
 
     If the costliest items come first, this is the LPT rule (longest processing time first), whose

@@ -34,7 +34,7 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("Runs", "quadriga", "train sft generate evaluate Trainer Run"),
     Section("Settings and results", "quadriga.api", "Settings Evaluation"),
-    Section("Steps", "quadriga.trainer.loop", "Step"),
+    Section("Steps", "quadriga.trainer.loop", "TrainingStep"),
     Section("Configuration", "quadriga.config", "load_config Loaded"),
     Section(
         "Batches",

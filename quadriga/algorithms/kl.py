@@ -145,6 +145,12 @@ class AdaptiveKLController(KLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
+        """Adapt the coefficient after a batch.
+
+        Args:
+            current_kl: mean divergence of the batch, in nats per token.
+            n_steps: sequences of the batch.
+        """
         # The clamp bounds the change of a single batch to 20 % of n_steps / horizon.
         relative_error = current_kl / self.target - 1
         error = min(max(relative_error, -0.2), 0.2)

@@ -15,7 +15,7 @@ from quadriga.data.tokenizing import Messages, as_messages
 from quadriga.errors import DataError
 
 
-class Pair(NamedTuple):
+class TokenizedPair(NamedTuple):
     """Token ids of a prompt and of two responses, int32 [L] each.
 
     Attributes:
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     media: RowMedia | None = None
 
 
-class RMDataset(TokenizedRows[Pair]):
+class RMDataset(TokenizedRows[TokenizedPair]):
     """Preference pairs: two responses to one prompt, the better one and the worse one.
 
         prompt     text or chat messages; may be missing where the responses are whole chats
@@ -65,6 +65,15 @@ class RMDataset(TokenizedRows[Pair]):
         return {**columns, "num_prompt_tokens": torch.tensor(len(pair.prompt))}
 
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
+        """Build two chats: the prompt with the better response, and with the worse one.
+
+        Args:
+            row: columns of the row.
+            where: the row, for errors.
+
+        Returns:
+            The place of each chat, for errors, and its messages.
+        """
         chats = []
         for key in self.columns:
             column = getattr(self.config, key)
@@ -97,7 +106,7 @@ class RMDataset(TokenizedRows[Pair]):
         tokens: Sequence[list[int]],
         media: RowMedia | None,
         where: str,
-    ) -> Pair:
+    ) -> TokenizedPair:
         # Each chat has two parts: the prompt and the last turn of the assistant.
         prompt, chosen, rejected_prompt, _ = parts
         prompt_ids, chosen_ids, rejected_prompt_ids, rejected_ids = tokens
@@ -132,15 +141,19 @@ class RMDataset(TokenizedRows[Pair]):
                 expected="a better one and a worse one",
                 fix="Leave the row out: nothing can be learned from it.",
             )
-        return Pair(np.array(prompt_ids, dtype=np.int32), responses[0], responses[1], media)
+        return TokenizedPair(
+            np.array(prompt_ids, dtype=np.int32), responses[0], responses[1], media
+        )
 
-    def num_tokens(self, row: Pair) -> int:
+    def num_tokens(self, row: TokenizedPair) -> int:
+        """Length of the longer of the two sequences."""
         return len(row.prompt) + max(len(row.chosen), len(row.rejected))
 
-    def cut(self, row: Pair) -> Pair | None:
-        # The prompt loses its beginning. One token of it must remain, which predicts the response.
+    def cut(self, row: TokenizedPair) -> TokenizedPair | None:
+        """Drop the beginning of the prompt. None: the responses alone are too long."""
+        # One token of the prompt must remain, which predicts the response.
         num_excess = self.num_tokens(row) - self.config.max_length
         num_remaining = len(row.prompt) - num_excess
         if num_remaining <= 0:
             return None
-        return Pair(row.prompt[-num_remaining:], row.chosen, row.rejected)
+        return TokenizedPair(row.prompt[-num_remaining:], row.chosen, row.rejected)

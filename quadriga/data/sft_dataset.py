@@ -75,7 +75,7 @@ class RowMedia(NamedTuple):
     clips: list[Clip]
 
 
-class Conversation(NamedTuple):
+class TokenizedConversation(NamedTuple):
     """Tokens of a conversation.
 
     Attributes:
@@ -511,7 +511,7 @@ def _count_media(chat: Messages) -> tuple[int, int]:
     return kinds.count("image"), kinds.count("video")
 
 
-class MultiTurnSFTDataset(TokenizedRows[Conversation]):
+class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
     """Chats whose turns of the assistant are all learned. Arguments as for `TokenizedRows`."""
 
     columns = ("messages_key",)
@@ -552,7 +552,7 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         tokens: Sequence[list[int]],
         media: RowMedia | None,
         where: str,
-    ) -> Conversation:
+    ) -> TokenizedConversation:
         is_response = [part.is_learned for part in parts]
         eos = self.tokenizer.eos_token_id
         joined = conversation(tokens, is_response, eos, self.stop_token_ids)
@@ -566,16 +566,22 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
             return joined
         # A model reads images and videos, but never generates them.
         is_medium = np.isin(joined.ids, self.processor.media_ids)
-        return Conversation(joined.ids, joined.is_learned & ~is_medium, media)
+        return TokenizedConversation(joined.ids, joined.is_learned & ~is_medium, media)
 
-    def num_tokens(self, row: Conversation) -> int:
+    def num_tokens(self, row: TokenizedConversation) -> int:
         return len(row.ids)
 
-    def cut(self, row: Conversation) -> Conversation | None:
+    def cut(self, row: TokenizedConversation) -> TokenizedConversation | None:
+        """Truncate a conversation at the side that `data.truncation` names.
+
+        None: no token that remains is learned.
+        """
         limit = self.config.max_length
         # The mode names the side that loses tokens.
-        remaining = slice(-limit, None) if self.config.truncation == "left" else slice(limit)
-        shorter = Conversation(row.ids[remaining], row.is_learned[remaining])
+        remaining = slice(limit)
+        if self.config.truncation == "left":
+            remaining = slice(-limit, None)
+        shorter = TokenizedConversation(row.ids[remaining], row.is_learned[remaining])
         # Nothing predicts the first token.
         return shorter if shorter.is_learned[1:].any() else None
 
@@ -691,7 +697,7 @@ def conversation(
     is_response: Sequence[bool],
     eos_token_id: int | None,
     stop_token_ids: Sequence[int] = (),
-) -> Conversation:
+) -> TokenizedConversation:
     """Join the parts of a conversation, and mark the tokens that are learned.
 
     Args:
@@ -723,7 +729,7 @@ def conversation(
         ids += tokens
         # The learned tokens of a part stand at its beginning.
         learned += [position < num_learned for position in range(len(tokens))]
-    return Conversation(np.array(ids, dtype=np.int32), np.array(learned, dtype=bool))
+    return TokenizedConversation(np.array(ids, dtype=np.int32), np.array(learned, dtype=bool))
 
 
 def tools_of_row(value: Any, *, where: str) -> list[Any] | None:

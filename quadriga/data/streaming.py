@@ -23,7 +23,7 @@ from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.errors import DataError
 
 
-class _Block(RLHFDataset):
+class _RowBlock(RLHFDataset):
     """Rows of one block that are neither bad nor too long.
 
     Before the first `open`, it has no rows, but the columns of the first block of each file.
@@ -96,7 +96,7 @@ class StreamedDataset(Dataset):
         self.config = config
         self.tokenizer = tokenizer
         # The rows in memory.
-        self.block = _Block(
+        self.block = _RowBlock(
             data_files, tokenizer, config, processor, is_train=is_train, context=context
         )
         self.processor = self.block.processor

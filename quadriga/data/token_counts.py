@@ -280,7 +280,7 @@ def _pattern(description: Mapping[str, Any]) -> str:
     return split["pattern"].get("Regex", "")
 
 
-class _Part(NamedTuple):
+class _RegexPart(NamedTuple):
     """A part of a regular expression: one character, a class or a group, with its quantifier.
 
     Attributes:
@@ -298,7 +298,7 @@ class _Part(NamedTuple):
     is_repeated: bool = True
 
     @classmethod
-    def of(cls, text: str) -> "_Part":
+    def of(cls, text: str) -> "_RegexPart":
         """The part that a text describes."""
         if text in _SPACES:  # white space alone is one part
             return cls(text, np.isin(np.arange(128), [*_WHITE]), is_free=text == _SPACE_RUN)
@@ -324,7 +324,7 @@ class _Part(NamedTuple):
         return cls(text, takes, is_free, is_optional, is_repeated)
 
 
-def _alternatives(pattern: str) -> list[list[_Part]]:
+def _alternatives(pattern: str) -> list[list[_RegexPart]]:
     """The parts of each alternative of a regular expression; empty if they are not known."""
     texts = _ALTERNATIVE.findall(pattern)
     if "|".join(texts) != pattern:
@@ -336,11 +336,11 @@ def _alternatives(pattern: str) -> list[list[_Part]]:
             part_texts = [text]
         elif "".join(part_texts) != text:
             part_texts = [""]  # a part that may be anything
-        alternatives.append([*map(_Part.of, part_texts)])
+        alternatives.append([*map(_RegexPart.of, part_texts)])
     return alternatives
 
 
-def _held_together(alternatives: list[list[_Part]]) -> np.ndarray:
+def _held_together(alternatives: list[list[_RegexPart]]) -> np.ndarray:
     """Pairs of ASCII characters that a match may hold side by side, bool [128, 128].
 
     A character that nothing is sure to match is held together with all others.

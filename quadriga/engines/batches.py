@@ -24,7 +24,7 @@ import torch
 from quadriga.config import BatchingConfig
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import EngineError
-from quadriga.partition import Parts
+from quadriga.partition import BalancedParts
 from quadriga.protocol import DataProto
 
 
@@ -292,7 +292,7 @@ def _assign(units: Sequence[_Unit], max_tokens: int, num_at_least: int) -> list[
     while best is None or low < high:
         num = (low + high) // 2
         # Each unit goes into the cheapest micro-batch with room; one over the limit is alone.
-        parts = Parts([max_tokens] * num)
+        parts = BalancedParts([max_tokens] * num)
         places = (
             parts.give([unit], unit.cost, size=min(unit.num_tokens, max_tokens)) for unit in units
         )

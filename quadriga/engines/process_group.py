@@ -32,7 +32,7 @@ TIMEOUT = timedelta(minutes=30)
 BUCKET_BYTES = 256 << 20
 
 
-class Place(Protocol):
+class ProcessPlace(Protocol):
     """Position of a rank, and the address where ranks meet. A worker's place is one."""
 
     rank: int
@@ -152,7 +152,7 @@ class Membership:
     num_meetings = 0  # groups formed by this process; groups of an earlier meeting are invalid
 
 
-def join(place: Place, device: torch.device, *, also_alone: bool = False) -> ProcessGroup:
+def join(place: ProcessPlace, device: torch.device, *, also_alone: bool = False) -> ProcessGroup:
     """Join the process group at rank 0's address. The first role of a process forms the group.
 
     Args:
@@ -182,7 +182,7 @@ def join(place: Place, device: torch.device, *, also_alone: bool = False) -> Pro
     return ProcessGroup(place.rank, place.world_size, device)
 
 
-def _form_group(place: Place, device: torch.device) -> None:
+def _form_group(place: ProcessPlace, device: torch.device) -> None:
     """Initialise torch's default group, together with all other ranks."""
     is_cuda = device.type == "cuda"
     backend = "nccl" if is_cuda else "gloo"

@@ -28,7 +28,7 @@ from quadriga.engines.packing import Outputs, echo_tokens, pack, row_tokens
 from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
 from quadriga.models.experts import ROUTES, Routing, dtype_of_routes
-from quadriga.models.scorers import Question
+from quadriga.models.scorers import ScoreQuestion
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
@@ -97,7 +97,7 @@ def infer(
     Returns:
         Float32 [B, T] by name, on the CPU, zero outside of the response mask.
     """
-    question = Question(temperature, with_entropy, with_sum_pi_squared, top_k)
+    question = ScoreQuestion(temperature, with_entropy, with_sum_pi_squared, top_k)
     results = {}
     for name in engine.output_names(question):
         shape = data.batch["response_mask"].shape
@@ -386,7 +386,7 @@ class _Updater:
             if place in row_at:
                 sampled_rows.append(row_at[place])
         losses = list(self._losses(mini.select_idxs(sampled_rows), counts, routing))
-        question = Question(self.temperature, with_entropy=True)
+        question = ScoreQuestion(self.temperature, with_entropy=True)
         outputs = self.engine.forward([loss.packed for loss in losses], question)
         for loss, scores in zip(losses, outputs, strict=False):
             loss(scores)

@@ -35,7 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quadriga.errors import EngineError
 from quadriga.models.experts import Routing
 from quadriga.models.flash import (
-    Rows,
+    PaddedRows,
     Scores,
     Segment,
     Sums,
@@ -267,7 +267,7 @@ class PackedAttention:
         self.max_padding = max_padding
         self.block_tokens = block_tokens or default_tokens
         self.masks: dict[tuple[int, ...], Tensor] = {}
-        self._pieces: dict[Segment, list[Rows]] = {}
+        self._pieces: dict[Segment, list[PaddedRows]] = {}
 
     @cached_property
     def runs(self) -> PackedRuns:
@@ -275,7 +275,7 @@ class PackedAttention:
         return PackedRuns(self.segments, self.device)
 
     @cached_property
-    def blocks(self) -> list["_Block"]:
+    def blocks(self) -> list["_QueryBlock"]:
         """Blocks for all other kernels."""
         blocks = []
         for members in _buckets(self.segments, self.max_padding, self.block_tokens):
@@ -285,18 +285,18 @@ class PackedAttention:
                 blocks.append(self._side_by_side(members))
         return blocks
 
-    def _pieces_of(self, segment: Segment) -> list[Rows]:
+    def _pieces_of(self, segment: Segment) -> list[PaddedRows]:
         """Rows [1, block_tokens] of a segment, the last perhaps shorter; the same in each call."""
         if segment not in self._pieces:
             stop = segment.start + segment.length
             pieces = []
             for start in range(segment.start, stop, self.block_tokens):
                 length = min(self.block_tokens, stop - start)
-                pieces.append(Rows([(start, length)], self.device))
+                pieces.append(PaddedRows([(start, length)], self.device))
             self._pieces[segment] = pieces
         return self._pieces[segment]
 
-    def _cut(self, segment: Segment) -> list["_Block"]:
+    def _cut(self, segment: Segment) -> list["_QueryBlock"]:
         """Blocks of one segment. A piece sees itself causally, all that is before it in full."""
         blocks = []
         earlier = []
@@ -306,16 +306,16 @@ class PackedAttention:
             position = sum(keys.shape[1] for keys in earlier)
             key_runs = [_KeyRun(piece, slice(None), is_causal=True)]
             key_runs += _in_full(earlier, slice(None), position)
-            blocks.append(_Block(piece, key_runs, [piece]))
+            blocks.append(_QueryBlock(piece, key_runs, [piece]))
             earlier.append(piece)
         return blocks
 
-    def _side_by_side(self, members: list[Segment]) -> "_Block":
+    def _side_by_side(self, members: list[Segment]) -> "_QueryBlock":
         """Block of segments of similar length, all with a prefix or all without."""
         if members[0].prefix is not None:
             # Those with the same prefix become neighbours.
             members = sorted(members, key=lambda member: (member.prefix.start, member.start))
-        queries = Rows([(member.start, member.length) for member in members], self.device)
+        queries = PaddedRows([(member.start, member.length) for member in members], self.device)
         key_runs = [_KeyRun(queries, slice(None), is_causal=True)]
         row = 0
         for prefix, continuations in groupby(members, attrgetter("prefix")):
@@ -325,7 +325,7 @@ class PackedAttention:
                 key_runs += _in_full(self._pieces_of(prefix), slice(row, stop), prefix.length)
             row = stop
         own_keys = [self._pieces_of(member)[0] for member in members if member.prefix is None]
-        return _Block(queries, key_runs, own_keys)
+        return _QueryBlock(queries, key_runs, own_keys)
 
     def attend(
         self,
@@ -362,10 +362,10 @@ class PackedAttention:
                 )
                 return out[None]
         rule = _ScoreRule(scale, options.window, options.softcap, self.masks)
-        return _Attention.apply(query, key, value, options.sinks, self.blocks, rule)[None]
+        return _BlockwiseAttention.apply(query, key, value, options.sinks, self.blocks, rule)[None]
 
 
-class _Attention(torch.autograd.Function):
+class _BlockwiseAttention(torch.autograd.Function):
     """Attention of all blocks: [N, H, D], [N, K, D] twice, perhaps sinks [H] -> [N, H, D]."""
 
     @staticmethod
@@ -429,7 +429,7 @@ class _KeyRun:
         distance: position of a row's first query minus that of the first key.
     """
 
-    keys: Rows
+    keys: PaddedRows
     rows: slice
     is_causal: bool = False
     distance: int = 0
@@ -484,7 +484,7 @@ class _KeyRun:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _QueryBlock:
     """Queries [b, L] that are computed together.
 
     Attributes:
@@ -493,9 +493,9 @@ class _Block:
         runs: those of their own keys that other blocks may see.
     """
 
-    queries: Rows
+    queries: PaddedRows
     parts: Sequence[_KeyRun]
-    runs: Sequence[Rows]
+    runs: Sequence[PaddedRows]
 
     def seen(self, queries: Tensor, rule: _ScoreRule) -> Iterator[tuple[_KeyRun, Scores]]:
         """Runs of keys inside the window of queries [b, L, H, D], with their scores."""
@@ -584,7 +584,7 @@ class _Block:
                 keys.put(total, packed, add=keys is not self.queries)
 
 
-def _in_full(pieces: Sequence[Rows], rows: slice, position: int) -> list[_KeyRun]:
+def _in_full(pieces: Sequence[PaddedRows], rows: slice, position: int) -> list[_KeyRun]:
     """Runs of consecutive keys [1, S] of a sequence, which rows from `position` on see in full."""
     key_runs = []
     start = 0

@@ -205,7 +205,7 @@ class Segment:
     prefix: "Segment | None" = None
 
 
-class Rows:
+class PaddedRows:
     """Runs of packed tokens as rows [b, L], padded on the right.
 
     Padding repeats the first token of a row. No real query sees it, and its gradient is dropped.
@@ -274,7 +274,7 @@ class Rows:
             places.copy_(rows)
 
 
-class Sums(dict[Rows, Sequence[Tensor]]):
+class Sums(dict[PaddedRows, Sequence[Tensor]]):
     """Float32 sums over blocks of the gradients of key and value [1, S, K, D].
 
     Attributes:
@@ -310,7 +310,7 @@ class Sums(dict[Rows, Sequence[Tensor]]):
         sums.memory = query.new_empty(num_tokens, num_heads + 2 * num_keys, size)
         return sums, list(sums.memory.split([num_heads, num_keys, num_keys], 1))
 
-    def add(self, keys: Rows, gradients: Sequence[Tensor]) -> None:
+    def add(self, keys: PaddedRows, gradients: Sequence[Tensor]) -> None:
         """Add a block's gradients.
 
         Args:
@@ -331,7 +331,7 @@ class Sums(dict[Rows, Sequence[Tensor]]):
             totals.append(room.view(gradient.shape).copy_(gradient))
         self[keys] = totals
 
-    def taken(self, runs: Iterable[Rows]) -> list[tuple[Rows, list[Tensor]]]:
+    def taken(self, runs: Iterable[PaddedRows]) -> list[tuple[PaddedRows, list[Tensor]]]:
         """Remove and return the sums of some rows, as copies.
 
         What is written next may overwrite their memory.

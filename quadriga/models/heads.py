@@ -180,7 +180,7 @@ def token_scores(
         shard=shard,
         use_triton=is_half and not needs_logits and launches_triton(hidden.device),
     )
-    log_probs, entropy, squares, top_log_probs, top_ids = _TokenScores.apply(
+    log_probs, entropy, squares, top_log_probs, top_ids = _TokenScoresFunction.apply(
         hidden, weight, bias, targets, options
     )
     return TokenScores(
@@ -303,7 +303,7 @@ class _TokenInputs(NamedTuple):
         )
 
 
-class _TokenScores(torch.autograd.Function):
+class _TokenScoresFunction(torch.autograd.Function):
     """Scores of tokens from hidden states.
 
     With z the logits over the temperature, p their softmax and H its entropy:

@@ -30,7 +30,7 @@ from quadriga.models.architecture import (
 )
 from quadriga.models.attention import PackedBatch
 from quadriga.models.load import load_causal_lm, load_config
-from quadriga.models.scorers import NumberScorer, PolicyScorer, Question, RewardScorer
+from quadriga.models.scorers import NumberScorer, PolicyScorer, RewardScorer, ScoreQuestion
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
     batches = [packed_rows(group, model.device) for group in groups]
     if isinstance(scorer, PolicyScorer):
         kind = "log-probs"
-        computed = torch.cat([scorer(batch, Question())["log_probs"] for batch in batches])
+        computed = torch.cat([scorer(batch, ScoreQuestion())["log_probs"] for batch in batches])
         with _as_in_transformers(model):
             expected = own_log_probs(model, rows)
     else:
@@ -116,7 +116,7 @@ def _states_and_numbers(
 
     hook = backbone(model).register_forward_hook(record)
     try:
-        batch_numbers = [scorer(batch, Question())[scorer.output] for batch in batches]
+        batch_numbers = [scorer(batch, ScoreQuestion())[scorer.output] for batch in batches]
         pairs = zip(batches, states, strict=True)
         batch_states = [hidden[batch.predictors] for batch, hidden in pairs]
         states.clear()

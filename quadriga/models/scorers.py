@@ -23,7 +23,7 @@ from quadriga.models.vision import decoder_inputs
 
 
 @dataclass(frozen=True)
-class Question:
+class ScoreQuestion:
     """Scores that a caller needs for each predicted token, and their temperature.
 
     Attributes:
@@ -110,11 +110,13 @@ class Scorer(nn.Module, ABC):
         self._backbone = (backbone(model),)
 
     @abstractmethod
-    def output_names(self, question: Question) -> tuple[str, ...]:
+    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
         """Names of the outputs, each [M], or [M, k] for the likeliest tokens."""
 
     @abstractmethod
-    def score(self, hidden: Tensor, batch: PackedBatch, question: Question) -> dict[str, Tensor]:
+    def score(
+        self, hidden: Tensor, batch: PackedBatch, question: ScoreQuestion
+    ) -> dict[str, Tensor]:
         """Score the predicted tokens.
 
         Args:
@@ -127,7 +129,7 @@ class Scorer(nn.Module, ABC):
         """
 
     def forward(
-        self, batch: PackedBatch, question: Question, *, received: Tensor | None = None
+        self, batch: PackedBatch, question: ScoreQuestion, *, received: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
         """Run the model on a packed batch.
 
@@ -181,7 +183,7 @@ class PolicyScorer(Scorer):
     `log_probs` are those of the first and `other_log_probs` [M, K - 1] those of the others.
     """
 
-    def output_names(self, question: Question) -> tuple[str, ...]:
+    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
         """Names of the requested outputs."""
         names = ["log_probs"]
         if question.with_entropy:
@@ -192,7 +194,9 @@ class PolicyScorer(Scorer):
             names += ["top_log_probs", "top_ids"]
         return tuple(names)
 
-    def score(self, hidden: Tensor, batch: PackedBatch, question: Question) -> dict[str, Tensor]:
+    def score(
+        self, hidden: Tensor, batch: PackedBatch, question: ScoreQuestion
+    ) -> dict[str, Tensor]:
         """Score the predicted tokens; see `Scorer.score` for shapes.
 
         Args:
@@ -235,11 +239,13 @@ class NumberScorer(Scorer):
     output: str
     head: str
 
-    def output_names(self, question: Question) -> tuple[str, ...]:
+    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
         """Name of the numbers."""
         return (self.output,)
 
-    def score(self, hidden: Tensor, batch: PackedBatch, question: Question) -> dict[str, Tensor]:
+    def score(
+        self, hidden: Tensor, batch: PackedBatch, question: ScoreQuestion
+    ) -> dict[str, Tensor]:
         """Apply the head to the tokens before the predicted ones.
 
         Args:

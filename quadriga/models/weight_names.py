@@ -33,7 +33,7 @@ from quadriga.models.weight_files import WeightFiles
 
 
 @dataclass
-class _Group:
+class _ConversionGroup:
     """Source tensors that are converted together; `converter` is None if they are only renamed."""
 
     converter: WeightConverter | None
@@ -104,7 +104,9 @@ class ConvertedFiles:
         return converted
 
 
-def _group_sources(files: WeightFiles, model: PreTrainedModel, to_files: bool) -> dict[str, _Group]:
+def _group_sources(
+    files: WeightFiles, model: PreTrainedModel, to_files: bool
+) -> dict[str, _ConversionGroup]:
     """Source tensors by the first target name that transformers gives them."""
     transforms = get_model_conversion_mapping(model, add_legacy=not to_files)
     prefix = None
@@ -127,7 +129,7 @@ def _group_sources(files: WeightFiles, model: PreTrainedModel, to_files: bool) -
         )
         if target not in groups:
             matching = (item for item in converters if pattern in item.source_patterns)
-            groups[target] = _Group(next(matching, None))
+            groups[target] = _ConversionGroup(next(matching, None))
         groups[target].sources.append((name, pattern or name))
     return groups
 

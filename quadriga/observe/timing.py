@@ -121,7 +121,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class _Part:
+class _StartupPart:
     """A part of a start-up; times in seconds from the origin."""
 
     name: str
@@ -152,7 +152,7 @@ class Timeline:
         self._origin = clock()
         if begun_s is not None:
             self._origin -= max(0.0, time.time() - begun_s)
-        self._parts: list[_Part] = []
+        self._parts: list[_StartupPart] = []
         self._open = threading.local()
         self._reports = ExitStack()
 
@@ -183,7 +183,7 @@ class Timeline:
         """
         depth = getattr(self._open, "depth", 0)
         start_s = 0.0 if since_origin else self._clock() - self._origin
-        part = _Part(name, depth, start_s)
+        part = _StartupPart(name, depth, start_s)
         self._parts.append(part)
         self._open.depth = depth + 1
         try:

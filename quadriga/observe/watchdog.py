@@ -36,7 +36,7 @@ LIBRARIES = tuple(
 
 
 @dataclass(eq=False, slots=True)
-class _Wait:
+class _WaitingBlock:
     """A block that waits; times by `time.monotonic`, in seconds."""
 
     subject: str  # what the block waits for
@@ -48,7 +48,7 @@ class _Wait:
     due: float  # time of the next report
     reports: threading.Lock  # held from the start of a report to its end
 
-    def report(self, waits: dict["_Wait", None]) -> None:
+    def report(self, waits: dict["_WaitingBlock", None]) -> None:
         """Print a report, unless the wait has ended or a wait inside it reports."""
         try:
             open_waits = list(waits)
@@ -85,7 +85,7 @@ class _Watch(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="waits", daemon=True)
-        self.waits: dict[_Wait, None] = {}  # inner ones after outer ones
+        self.waits: dict[_WaitingBlock, None] = {}  # inner ones after outer ones
         self.wake = threading.Event()
         self.wakes_at = math.inf
         self.start()
@@ -104,7 +104,7 @@ class _Watch(threading.Thread):
             self.wakes_at = min([now + EVERY_S, *(wait.due for wait in list(self.waits))])
             self.wake.wait(self.wakes_at - now)
 
-    def _report(self, wait: _Wait) -> None:
+    def _report(self, wait: _WaitingBlock) -> None:
         """Report a wait in a new thread, unless its last report is still in progress."""
         if not wait.reports.acquire(blocking=False):
             return
@@ -144,7 +144,7 @@ def waiting(
     if period_s <= 0:
         raise ValueError(f"waiting(every_s): got {every_s}, expected a positive number of seconds.")
     start = time.monotonic()
-    wait = _Wait(
+    wait = _WaitingBlock(
         subject=activity,
         detail=detail,
         period_s=period_s,

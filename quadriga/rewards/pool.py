@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grading in separate processes, with a time limit per sample and an end for all a grader starts.
 
-    caller     begin(samples) ──> Round ── does something else ── result()
+    caller     begin(samples) ──> GradingRound ── does something else ── result()
     a thread       └── leads one process: sends it a chunk of samples, waits for each outcome
     a process          └── grades the samples of a chunk in turn (process.py)
 
-    Round.result   waits for the end of the round; unblocked by the last outcome, by too many
-                   failures, or by `cancel`
-    a thread       waits for the next outcome; unblocked by it, by the end of the process's pipe, or
-                   by the time limit of a sample
+    GradingRound.result   waits for the end of the round; unblocked by the last outcome, by too
+                          many failures, or by `cancel`
+    a thread              waits for the next outcome; unblocked by it, by the end of the process's
+                          pipe, or by the time limit of a sample
 
 The first sample of a chunk that has no outcome is the one in work, and its time began with the
 previous outcome. So a process that hangs, dies or is killed costs that one sample; those behind it
@@ -45,7 +45,7 @@ MAX_CHUNK = 64
 _BLOCKED_S = 5.0  # a process that awaits samples is blocked when an outcome is this late
 
 
-class Round:
+class GradingRound:
     """Samples that are being graded, and their outcomes so far. Threads may share it.
 
     Args:
@@ -149,7 +149,7 @@ class Round:
         return text
 
 
-class _Call(NamedTuple):
+class _GradingCall(NamedTuple):
     """A call of the score function, for one sample or for a whole batch.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Call(NamedTuple):
         ungradable: why the response is graded as an empty one; "" if it is graded as it is.
     """
 
-    round: Round
+    round: GradingRound
     keys: Sequence[int]
     arguments: Arguments
     max_concurrent: int = MAX_CHUNK
@@ -194,7 +194,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._num_workers = num_workers
         self._threads = ThreadPoolExecutor(num_workers, "grading")
         self._lock = threading.Lock()
-        self._queue: deque[_Call] = deque()
+        self._queue: deque[_GradingCall] = deque()
         self._processes: set[GradingProcess] = set()
         self._printed = Printed()
         self._idle: list[GradingProcess] = []
@@ -214,7 +214,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
     def begin(
         self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None
-    ) -> Round:
+    ) -> GradingRound:
         """Begin to grade samples while the caller does something else.
 
         Args:
@@ -234,11 +234,11 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 "grading pool", got="a sample", expected="none, since the pool is closed"
             )
         if self._function.is_batch and rows:
-            round_ = Round(len(rows), max_failures, timeout_s * len(rows))
-            calls = [_Call(round_, range(len(rows)), self._function.batch_of(rows))]
+            round_ = GradingRound(len(rows), max_failures, timeout_s * len(rows))
+            calls = [_GradingCall(round_, range(len(rows)), self._function.batch_of(rows))]
         else:
-            round_ = Round(len(rows), max_failures, timeout_s)
-            calls = [_Call(round_, (key,), row) for key, row in enumerate(rows)]
+            round_ = GradingRound(len(rows), max_failures, timeout_s)
+            calls = [_GradingCall(round_, (key,), row) for key, row in enumerate(rows)]
         with self._lock:
             self._queue.extend(calls)
         for _ in calls[: self._num_workers]:
@@ -309,7 +309,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
     def _grade(self, process: GradingProcess) -> None:
         """Make a process grade samples of any rounds until the queue is empty or it has ended."""
-        under_way: dict[int, _Call] = {}
+        under_way: dict[int, _GradingCall] = {}
         # The outcome of the sample that ended the process.
         fatal: Outcome | None = None
         try:
@@ -341,7 +341,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             self._hand_back(process, under_way, fatal)
 
     def _hand_back(
-        self, process: GradingProcess, under_way: dict[int, _Call], fatal: Outcome | None
+        self, process: GradingProcess, under_way: dict[int, _GradingCall], fatal: Outcome | None
     ) -> None:
         """Put calls without an outcome back in the queue, except the one that ended the process."""
         if process.is_ended:
@@ -365,13 +365,13 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         for call in under_way.values():
             call.round.leave(process)
 
-    def _send_more(self, process: GradingProcess, under_way: dict[int, _Call]) -> int:
+    def _send_more(self, process: GradingProcess, under_way: dict[int, _GradingCall]) -> int:
         """Send the process a share of the queue, if it has room.
 
         Returns:
             How many calls are under way in the process.
         """
-        new_calls: dict[int, _Call] = {}
+        new_calls: dict[int, _GradingCall] = {}
         chunk = []
         with self._lock:
             for _ in range(self._num_to_send(process, len(under_way))):

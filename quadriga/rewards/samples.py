@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a batch of token ids to samples that score functions read, and from outcomes to rewards.
 
-    batch ── read_samples ──> samples ── submit ──> Round, graded elsewhere ── outcomes
+    batch ── read_samples ──> samples ── submit ──> GradingRound, graded elsewhere ── outcomes
           ── collect ──> RewardOutput
 
 The run stops if too many samples have no grade.
@@ -27,7 +27,7 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.fields import FIELDS
 from quadriga.rewards.outcome import UNGRADABLE, UNSCORED, Outcome
-from quadriga.rewards.pool import Round
+from quadriga.rewards.pool import GradingRound
 from quadriga.rewards.registry import Grading, RewardManager, RewardOutput
 from quadriga.rewards.scoring import POLICY_TEXT
 
@@ -143,7 +143,7 @@ class SampleManager(RewardManager):
         _report_failures(samples, outcomes, max_error_rate)
         return outcomes
 
-    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
+    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> GradingRound:
         """Begin to grade samples.
 
         Args:

@@ -24,7 +24,7 @@ import torch
 
 from quadriga.background import Restarts
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
-from quadriga.partition import Parts
+from quadriga.partition import BalancedParts
 from quadriga.rollout.interface import (
     BatchImages,
     Completion,
@@ -459,7 +459,7 @@ def _shares(
             pieces.append(group)
         else:
             pieces += [[row] for row in group]
-    parts = Parts([0] * count)
+    parts = BalancedParts([0] * count)
     for piece in sorted(pieces, key=cost, reverse=True):
         parts.give(piece, cost(piece))
     return [sorted(share) for share in parts.items]

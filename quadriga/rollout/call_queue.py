@@ -44,7 +44,7 @@ Outcome: TypeAlias = Completion | QuadrigaError | None
 """Completion of a call, the error that prevented it, or None: it was not taken."""
 
 
-class Reply(NamedTuple):
+class QueueReply(NamedTuple):
     """Outcomes of earlier calls.
 
     Attributes:
@@ -76,7 +76,7 @@ class CallQueue:
         self._finished: list[tuple[int, Outcome]] = []
         self._num_threads = torch.get_num_threads()
 
-    def exchange(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:
+    def exchange(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> QueueReply:
         """Take new calls, and return those that have finished.
 
         Args:
@@ -100,7 +100,7 @@ class CallQueue:
                 self._changed.wait_for(lambda: self._is_open, CLOSED_S)
             outcomes = self._finished
             self._finished = []
-            return Reply(self._is_open, outcomes)
+            return QueueReply(self._is_open, outcomes)
 
     @contextmanager
     def opened(self) -> Iterator[None]:

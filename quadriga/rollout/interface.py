@@ -199,7 +199,7 @@ BatchImages: TypeAlias = Sequence[Images | None] | None
 """Images of each prompt; None where no prompt has any."""
 
 
-class _Request(NamedTuple):
+class _QueuedRequest(NamedTuple):
     """A request that is not generated yet."""
 
     prompt: Prompt
@@ -255,7 +255,7 @@ class RolloutEngine(WeightTarget, ABC):
         self.weight_version = 0
         self._state: Literal["awake", "asleep", "closed"] = "awake"
         # Requests of each event loop: a server of this engine has one of its own.
-        self._pending: dict[asyncio.AbstractEventLoop, list[_Request]] = {}
+        self._pending: dict[asyncio.AbstractEventLoop, list[_QueuedRequest]] = {}
         self._is_aborting = False
         self.batch_lock = threading.RLock()
         self._arrived = Fingerprint({})
@@ -290,7 +290,7 @@ class RolloutEngine(WeightTarget, ABC):
         future: asyncio.Future[Completion] = loop.create_future()
         # The first request schedules the batch; later ones join it.
         requests = self._pending.setdefault(loop, [])
-        requests.append(_Request(prompt, sampling, images, future))
+        requests.append(_QueuedRequest(prompt, sampling, images, future))
         if len(requests) == 1:
             loop.call_soon(self._generate_pending, loop)
         return await future
@@ -425,7 +425,7 @@ class RolloutEngine(WeightTarget, ABC):
         """Fingerprint of each weight of the last load; empty before the first one."""
         return self._arrived
 
-    def _take_pending(self, loop: asyncio.AbstractEventLoop) -> list[_Request]:
+    def _take_pending(self, loop: asyncio.AbstractEventLoop) -> list[_QueuedRequest]:
         """Requests of a loop that are not generated yet; they are not pending afterwards."""
         # Callers may have been cancelled meanwhile.
         return [request for request in self._pending.pop(loop, []) if not request.future.done()]

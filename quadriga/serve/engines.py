@@ -18,10 +18,10 @@ from threading import Condition, Thread
 from typing import TypeAlias
 
 from quadriga.errors import QuadrigaError, RolloutError
-from quadriga.rollout.call_queue import Outcome, Reply, ServedCall
+from quadriga.rollout.call_queue import Outcome, QueueReply, ServedCall
 from quadriga.rollout.interface import Completion, Images, SamplingParams
 
-Exchange: TypeAlias = Callable[[Sequence[ServedCall], Collection[int]], Reply]
+Exchange: TypeAlias = Callable[[Sequence[ServedCall], Collection[int]], QueueReply]
 """`CallQueue.exchange` of an engine, perhaps in another process."""
 PAUSE_S = 1.0  # after an error of an engine, which may be starting again
 
@@ -130,7 +130,7 @@ class Engines:
             except Exception as error:  # raised where the calls are awaited
                 if not isinstance(error, QuadrigaError):
                     error = RolloutError("engine", got=f"{type(error).__name__}: {error}")
-                reply = Reply(False, [(number, error) for number in list(line.running)])
+                reply = QueueReply(False, [(number, error) for number in list(line.running)])
                 time.sleep(PAUSE_S)
             with self._changed:
                 line.is_open = reply.is_open

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from quadriga.config import ActorConfig
-from quadriga.partition import Parts
+from quadriga.partition import BalancedParts
 from quadriga.protocol import DataProto
 from quadriga.trainer.rollout_rows import has_larger_rollouts, rollout_numbers
 
@@ -214,7 +214,7 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
     groups = {}
     for number in members:
         groups.setdefault(rows[number].prompt, []).append(number)
-    ranks = Parts(quotas)
+    ranks = BalancedParts(quotas)
     prompts_of_rank: list[set[Hashable]] = [set() for _ in quotas]
 
     def give(numbers: Sequence[int]) -> bool:

@@ -78,7 +78,7 @@ SUPERVISED = {
 
 
 @dataclass(frozen=True)
-class Parts:
+class Replacements:
     """Objects that replace what a configuration names; None: nothing replaces it."""
 
     # Classes by role, subclasses of the role's class.
@@ -94,11 +94,11 @@ class Parts:
     collate: Callable[..., Any] | None = None
 
 
-NO_PARTS = Parts()
+NO_PARTS = Replacements()
 
 
 @dataclass(frozen=True)
-class Run:
+class BuiltRun:
     """The objects of a run: the trainer on the driver, and the workers that it calls."""
 
     trainer: RayPPOTrainer | SupervisedTrainer
@@ -152,7 +152,7 @@ def check_overlap(config: Config, needs: Needs) -> None:
         )
 
 
-def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Run:
+def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS) -> BuiltRun:
     """Check, build and load everything that a run needs, whatever its `task`.
 
     Remote workers load their models while this process prepares the data.
@@ -224,7 +224,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
         print(f"  {name:<{width}}  {choice}")
     for table in layout_tables(config, has_critic=needs.critic):
         print(table)
-    return Run(trainer, team, server)
+    return BuiltRun(trainer, team, server)
 
 
 def _check_before_start(config: Config, needs: Needs) -> None:
@@ -521,7 +521,7 @@ def _dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_train
 
 
 def build_train_loader(
-    config: Config, tokenizer: Any, context: PromptContext, parts: Parts = NO_PARTS
+    config: Config, tokenizer: Any, context: PromptContext, parts: Replacements = NO_PARTS
 ) -> Any:
     """Build the loader of the training rows, which gives only full batches.
 
@@ -562,7 +562,7 @@ def build_train_loader(
 
 
 def build_val_loader(
-    config: Config, tokenizer: Any, context: PromptContext, parts: Parts = NO_PARTS
+    config: Config, tokenizer: Any, context: PromptContext, parts: Replacements = NO_PARTS
 ) -> Any:
     """Build the loader of all validation rows.
 

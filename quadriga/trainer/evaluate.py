@@ -48,7 +48,7 @@ from quadriga.trainer.responses import ModelReward, generate_responses, repeat_p
 from quadriga.trainer.roles import Role
 from quadriga.trainer.rollout_rows import rollout_numbers
 from quadriga.trainer.run_lock import run_lock
-from quadriga.trainer.settings import CONFIGURATION, CONTENT, Settings
+from quadriga.trainer.settings import CONFIGURATION, CONTENT, RunSettings
 from quadriga.trainer.validate import Validator, interval, means, sample_values
 from quadriga.workers.generation import build_processor, num_positions, prompt_context
 
@@ -338,7 +338,7 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
     file = folder / CONFIGURATION
     settings_now = _settings(config)
     with run_lock(folder, _OUTPUT):
-        settings_before = Settings.read(file, config.task)
+        settings_before = RunSettings.read(file, config.task)
         changes = []
         # Only settings that decide on the responses matter.
         if settings_before is not None:
@@ -430,9 +430,9 @@ def _on_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _settings(config: Config) -> Settings:
+def _settings(config: Config) -> RunSettings:
     """The settings of a call; the files of the model are identified by their sizes and times."""
-    settings = Settings.of(config)
+    settings = RunSettings.of(config)
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     versions = []
     for file in sorted(folder.glob("*")):

@@ -29,7 +29,7 @@ from quadriga.trainer import saving
 from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.quarantine import Quarantine
-from quadriga.trainer.settings import Settings, keep_settings, say_nothing_to_do
+from quadriga.trainer.settings import RunSettings, keep_settings, say_nothing_to_do
 from quadriga.trainer.timed_saving import NUM_KEPT, TimedSaver
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MODEL_FOLDER = "model"  # the final model in a run's directory: an ordinary Hugging Face folder
 
 
-class Step(NamedTuple):
+class TrainingStep(NamedTuple):
     """A step that was taken, measured and reported."""
 
     # The loop that took the step; another one after the workers were restarted.
@@ -55,6 +55,10 @@ class Step(NamedTuple):
     def metrics(self) -> dict[str, float]:
         """Metrics of the step; valid until the next step is taken."""
         return self.loop.metrics
+
+
+Step = TrainingStep
+"""Earlier name of `TrainingStep`, for users' callbacks."""
 
 
 class TrainingLoop:
@@ -154,7 +158,7 @@ class TrainingLoop:
         if place is not None:
             self._copy()
 
-        settings_now = Settings.of(self.config)
+        settings_now = RunSettings.of(self.config)
         last = self.total_training_steps
         # The data have been read since `has_nothing_to_do`, so the last step is known.
         if isinstance(place, Path) and self.is_last_step and not self.settings.val_only:
@@ -197,7 +201,7 @@ class TrainingLoop:
 
     # Steps
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[TrainingStep]:
         """Train to the last step, from the newest checkpoint if there is one.
 
         Yields:

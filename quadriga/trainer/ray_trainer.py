@@ -43,7 +43,7 @@ from quadriga.rewards import RewardManager
 from quadriga.trainer.asynchronous.batches import AsyncBatches
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
-from quadriga.trainer.loop import Step, TrainingLoop
+from quadriga.trainer.loop import TrainingLoop, TrainingStep
 from quadriga.trainer.metrics import (
     check_log_probs,
     data_metrics,
@@ -172,7 +172,7 @@ class RayPPOTrainer(TrainingLoop):
             # Saved before the position in the data, because it first lets requests in flight end.
             self.resumable = {"asynchronous": self.asynchronous, **self.resumable}
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[TrainingStep]:
         """Train step by step, after a validation of the first policy if one is configured."""
         trainer = self.config.trainer
         if self.load_checkpoint():
@@ -194,7 +194,7 @@ class RayPPOTrainer(TrainingLoop):
                 else:
                     batch = self.train_step()
                 self.finish_step(batch)
-                yield Step(self, batch)
+                yield TrainingStep(self, batch)
                 # A requested stop ends the run like Ctrl-C, after the step.
                 if self.is_stopping:
                     raise KeyboardInterrupt

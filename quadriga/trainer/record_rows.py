@@ -59,7 +59,7 @@ def record_table(batch: DataProto, config: DataConfig, *, not_computed: str = ""
     Returns:
         B rows with the columns of `SCHEMA`.
     """
-    return _Rows(batch, config).table(not_computed)
+    return _ConvertedBatch(batch, config).table(not_computed)
 
 
 def _json(value: Any) -> str:
@@ -71,7 +71,7 @@ def _utf8(value: Any) -> str:
     return str(value).encode(errors="backslashreplace").decode()
 
 
-class _Rows:
+class _ConvertedBatch:
     """A batch whose rows are converted.
 
     Attributes:

@@ -27,7 +27,7 @@ from quadriga.observe.tracking.jsonl import (
 )
 from quadriga.trainer.checkpoint import Checkpoints
 from quadriga.trainer.run_lock import LOCK, is_held
-from quadriga.trainer.settings import CONFIGURATION, Settings
+from quadriga.trainer.settings import CONFIGURATION, RunSettings
 
 Sample = dict[str, Any]
 """A response as `responses.sample_rows` describes it. Those of samples.jsonl have fewer entries."""
@@ -65,7 +65,7 @@ class RunFolder:
                 str(self.directory), got=got, expected="the directory of a run", fix=fix
             )
         self.record = RecordFolder(self.directory)
-        self.settings = Settings.read(self.directory / CONFIGURATION, "rl")
+        self.settings = RunSettings.read(self.directory / CONFIGURATION, "rl")
 
     def value(self, key: str) -> Any:
         """Value of a key of the configuration; None if it is not known."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has done, as plain text: the reward over steps, where the time went, responses.
+"""Reports of a run as plain text: the reward over steps, where the time went, responses.
 
 `quadriga show` prints `report`; a run prints `summary` at its end.
 """
@@ -47,7 +47,7 @@ Curve = list[tuple[int, float]]
 
 
 def summary(run: RunFolder) -> list[str]:
-    """What a run has done, in at most `MAX_SUMMARY_LINES` lines."""
+    """Summarize a run in at most `MAX_SUMMARY_LINES` lines."""
     lines = []
     name, curve = headline_curve(run.metrics)
     if curve:
@@ -73,7 +73,7 @@ def summary(run: RunFolder) -> list[str]:
 
 
 def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
-    """What a run has done, line by line.
+    """Describe a run, line by line.
 
     Args:
         run: the run.
@@ -146,7 +146,7 @@ def phase_seconds(metrics: Mapping[int, Mapping[str, float]]) -> tuple[dict[str,
 
 
 def _longest_phases(seconds: Mapping[str, float], phases: Iterable[str]) -> list[str]:
-    """Those of the phases that were measured, the longest first."""
+    """The measured ones among `phases`, the longest first."""
     measured_phases = [phase for phase in phases if phase in seconds]
     return sorted(measured_phases, key=lambda phase: -seconds[phase])
 
@@ -193,7 +193,7 @@ def _state(run: RunFolder) -> str:
 
 
 def _missing(run: RunFolder) -> list[str]:
-    """How to have what the run has not written."""
+    """Advice on how to record the metrics and responses that the run did not write."""
     lines = []
     if run.settings is None:
         return lines

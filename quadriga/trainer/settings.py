@@ -61,7 +61,7 @@ _MAX_SHOWN = 80  # characters of a value in a message
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """The configuration that some steps of a run were made with."""
 
     values: dict[str, Any]  # value of each key of the task, by its dotted name
@@ -71,13 +71,13 @@ class Settings:
     last: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> "Settings":
+    def of(cls, config: Config) -> "RunSettings":
         """Take the settings of a run that starts."""
         with waiting("the checksums of data files and of files that the configuration names"):
             return cls(_values(show(config), config.task), _checksums(config))
 
     @classmethod
-    def read(cls, path: Path, task: str) -> "Settings | None":
+    def read(cls, path: Path, task: str) -> "RunSettings | None":
         """Read the settings from a file; None if it is missing or unreadable."""
         try:
             text = path.read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ class Settings:
             return cls(values, files)
         return cls(values, files, first=int(steps[1]), last=int(steps[2]))
 
-    def changes(self, now: "Settings") -> list[str]:
+    def changes(self, now: "RunSettings") -> list[str]:
         """Describe what has changed since these settings, one line per key or file.
 
         A key that only one side has was added or removed by another version, and is no change.
@@ -114,7 +114,7 @@ class Settings:
         return lines
 
 
-def settings_of(checkpoint: Path, task: str) -> Settings | None:
+def settings_of(checkpoint: Path, task: str) -> RunSettings | None:
     """The settings of the last step before a checkpoint; None if they are not known.
 
     Args:
@@ -124,13 +124,13 @@ def settings_of(checkpoint: Path, task: str) -> Settings | None:
     directory = checkpoint.parent
     candidates = []
     for path in (directory / CONFIGURATION, *_earlier(directory).values()):
-        settings = Settings.read(path, task)
+        settings = RunSettings.read(path, task)
         if settings is not None and settings.first <= step_of(checkpoint):
             candidates.append(settings)
     return max(candidates, key=lambda settings: settings.first, default=None)
 
 
-def has_nothing_to_do(config: Config, now: Settings, *, in_python: bool = False) -> bool:
+def has_nothing_to_do(config: Config, now: RunSettings, *, in_python: bool = False) -> bool:
     """Compare the settings with those of the checkpoint to resume from; print what differs.
 
     Args:
@@ -175,7 +175,7 @@ def has_nothing_to_do(config: Config, now: Settings, *, in_python: bool = False)
 
 
 def say_nothing_to_do(
-    config: Config, checkpoint: Path, last: int, now: Settings, *, in_python: bool = False
+    config: Config, checkpoint: Path, last: int, now: RunSettings, *, in_python: bool = False
 ) -> None:
     """Print that no step is left after a checkpoint.
 
@@ -215,7 +215,7 @@ def say_nothing_to_do(
     )
 
 
-def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
+def keep_settings(config: Config, now: RunSettings, done: int, last: int) -> None:
     """Write config.yaml for the coming steps; the file of earlier steps is renamed.
 
     Args:
@@ -230,7 +230,7 @@ def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
     directory = config.trainer.directory
     path = directory / CONFIGURATION
     first = done + 1
-    before = Settings.read(path, config.task)
+    before = RunSettings.read(path, config.task)
     if path.exists() and (config.trainer.val_only or done >= last):
         return
     # The file holds for the coming steps as it is.

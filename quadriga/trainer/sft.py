@@ -34,7 +34,7 @@ from quadriga.errors import DataError, EngineError
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
-from quadriga.trainer.loop import Step, TrainingLoop
+from quadriga.trainer.loop import TrainingLoop, TrainingStep
 from quadriga.trainer.metrics import lost_gradients
 from quadriga.workers.reward_model import SequenceTokens, sequences_batch
 
@@ -72,7 +72,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
         """Sum and count of each metric of validation rows."""
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[TrainingStep]:
         """Train step by step, with validation before and after if configured; write the model."""
         self.load_checkpoint()
         validates_first = self.settings.val_before_train and self.val_dataloader is not None
@@ -89,7 +89,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
                         self.train_step(rows)
                         batch = rows
                     self.finish_step()
-                    yield Step(self, batch)
+                    yield TrainingStep(self, batch)
                     # A requested stop ends the run like Ctrl-C, after the step.
                     if self.is_stopping:
                         raise KeyboardInterrupt

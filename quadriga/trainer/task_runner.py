@@ -35,15 +35,15 @@ from quadriga.errors import (
 from quadriga.observe.machine import describe_machine
 from quadriga.observe.stopping import heeding_sigterm, stop_requested
 from quadriga.observe.timing import Timeline
-from quadriga.trainer.build import Run, build_run, state_copies
+from quadriga.trainer.build import BuiltRun, build_run, state_copies
 from quadriga.trainer.checkpoint import Checkpoints
-from quadriga.trainer.loop import Step
+from quadriga.trainer.loop import TrainingStep
 from quadriga.trainer.quarantine import Quarantine
 from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.run_report import summary
 from quadriga.trainer.saving import random_states, restore_random_states
-from quadriga.trainer.settings import CONFIGURATION, Settings, has_nothing_to_do
+from quadriga.trainer.settings import CONFIGURATION, RunSettings, has_nothing_to_do
 
 RESTARTS_KEY = "trainer.max_worker_restarts"
 RESTART_WINDOW_S = 3600.0  # period in which `trainer.max_worker_restarts` are counted
@@ -67,8 +67,8 @@ class TaskRunner:
         self,
         config: Config,
         start_up: Timeline | None = None,
-        build: Callable[[Config, Timeline], Run] | None = None,
-    ) -> Iterator[Step]:
+        build: Callable[[Config, Timeline], BuiltRun] | None = None,
+    ) -> Iterator[TrainingStep]:
         """Build everything, report where the time went, train, and close what was opened.
 
         The run stands still between two items; closing the iterator ends it. It survives up to
@@ -81,7 +81,8 @@ class TaskRunner:
             build: builds the run; by default `build_run`.
 
         Yields:
-            A `Step` without a batch once everything is built, then each step of the training.
+            A `TrainingStep` without a batch once everything is built, then each step of the
+            training.
 
         Raises:
             QuadrigaError: the configuration, the data or the models are wrong, which is found
@@ -91,7 +92,7 @@ class TaskRunner:
         """
         self.config = config
         self._build_run = build or build_run
-        self._run: Run | None = None
+        self._run: BuiltRun | None = None
         self._is_stopping = False
         self._written: int | None = None  # step of the newest checkpoint that this run has written
         self._restarts: list[float] = []  # monotonic seconds of the restarts within the window
@@ -103,9 +104,9 @@ class TaskRunner:
                 stack.callback(self._copies.close)
             yield from self._until_done(config, start_up or Timeline())
 
-    def _until_done(self, config: Config, timeline: Timeline) -> Iterator[Step]:
+    def _until_done(self, config: Config, timeline: Timeline) -> Iterator[TrainingStep]:
         """Train, and after each loss of a worker again, until the last step."""
-        if has_nothing_to_do(config, Settings.of(config), in_python=self.in_python):
+        if has_nothing_to_do(config, RunSettings.of(config), in_python=self.in_python):
             return
         print(describe_machine())
         # For data sets and rewards of the user that draw from the global generators; ours have
@@ -200,7 +201,7 @@ class TaskRunner:
             )
         return ""
 
-    def _train(self, config: Config, timeline: Timeline) -> Iterator[Step]:
+    def _train(self, config: Config, timeline: Timeline) -> Iterator[TrainingStep]:
         """Build the run and train to the last step, or until workers are lost."""
         self._run = None
         self._is_stopping = False
@@ -226,7 +227,7 @@ class TaskRunner:
                     trainer.newest_copy = newest
             with heeding_sigterm(lambda: f"If it is killed before: {self._how_to_go_on(config)}"):
                 try:
-                    yield Step(trainer, None)
+                    yield TrainingStep(trainer, None)
                     yield from trainer.steps()
                 finally:
                     self._is_stopping = stop_requested.is_set()
@@ -247,7 +248,7 @@ class TaskRunner:
     def _how_to_go_on(self, config: Config) -> str:
         return how_to_go_on(config, in_python=self.in_python)
 
-    def _build(self, config: Config, timeline: Timeline) -> Run:
+    def _build(self, config: Config, timeline: Timeline) -> BuiltRun:
         """Build the run; after a loss with fewer processes if the cluster has no room for all."""
         try:
             return self._build_run(config, timeline)

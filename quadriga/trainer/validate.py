@@ -173,7 +173,7 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each rollout: its first row, with the means of the numbers of all its rows."""
+    """Merge the rows of each rollout into its first row; numbers become means over its rows."""
     rows_of_rollout: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
     for number, row in enumerate(rows):
         rows_of_rollout[row.get("rollout_id", number)].append(row)

@@ -50,7 +50,12 @@ class PendingFingerprints:
         self._sums: dict[str, torch.Tensor] = {}  # [2] int64
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Start to compute a fingerprint. The tensor is not kept."""
+        """Start to compute a fingerprint, without waiting for the device.
+
+        Args:
+            name: name of the tensor.
+            tensor: the tensor. No reference to it is held afterwards.
+        """
         self._tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         self._sums[name] = _weighted_sums(tensor)
 

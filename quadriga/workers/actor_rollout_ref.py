@@ -23,7 +23,7 @@ from quadriga.engines.step import FirstOutputs, infer
 from quadriga.models.adapter_files import base_name
 from quadriga.models.lora import adapter_off
 from quadriga.protocol import DataProto
-from quadriga.rollout.call_queue import Reply, ServedCall
+from quadriga.rollout.call_queue import QueueReply, ServedCall
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.third_party import require_room
 from quadriga.single_controller import Dispatch, Execute, register
@@ -41,12 +41,12 @@ from quadriga.weight_sync import (
     tensor_fingerprint,
 )
 from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, timed
-from quadriga.workers.generation import Generation
+from quadriga.workers.generation import ResponseGenerator
 from quadriga.workers.models import load_policy
 from quadriga.workers.stream import Done, GenerationStream, WeightCopy
 
 
-class Parts(NamedTuple):
+class PolicyParts(NamedTuple):
     """Parts of the policy in a worker."""
 
     actor: bool
@@ -55,10 +55,10 @@ class Parts(NamedTuple):
 
 
 PARTS = {
-    "actor_rollout_ref": Parts(actor=True, rollout=True, reference=True),
-    "actor_rollout": Parts(actor=True, rollout=True, reference=False),
-    "actor": Parts(actor=True, rollout=False, reference=False),
-    "ref": Parts(actor=False, rollout=False, reference=True),
+    "actor_rollout_ref": PolicyParts(actor=True, rollout=True, reference=True),
+    "actor_rollout": PolicyParts(actor=True, rollout=True, reference=False),
+    "actor": PolicyParts(actor=True, rollout=False, reference=False),
+    "ref": PolicyParts(actor=False, rollout=False, reference=True),
 }
 """Parts by role. The rollout that belongs to `actor` is a separate role: `workers.rollout`."""
 
@@ -153,7 +153,7 @@ class ActorRolloutRefWorker(Learner):
         # Ranks of a rollout group get the same prompts; the first one returns the responses.
         self.register_mesh(GROUPS, self.rank // size, self.rank % size == 0)
         has_actor = self.engine.has_replicated_weights and group is None
-        self.generation = Generation(
+        self.generation = ResponseGenerator(
             self.config,
             self.tokenizer,
             device,
@@ -206,7 +206,7 @@ class ActorRolloutRefWorker(Learner):
         return self.generation.generate(prompts, self.weight_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
-    def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:
+    def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> QueueReply:
         """Exchange the calls of a server; see `CallQueue.exchange`."""
         generation = self.generation if self.stream is None else self.stream.generation
         return generation.exchange_calls(calls, cancelled)
@@ -340,7 +340,7 @@ class ActorRolloutRefWorker(Learner):
         Args:
             done: see `GenerationStream`.
         """
-        generation = Generation(
+        generation = ResponseGenerator(
             self.config,
             self.tokenizer,
             self.engine.device,

@@ -22,13 +22,13 @@ from quadriga.protocol import DataProto
 from quadriga.rewards import early_grader
 from quadriga.rollout import generate_sequences
 from quadriga.rollout.agent_loop.manager import AgentLoopManager, offered_tools
-from quadriga.rollout.call_queue import CallQueue, Reply, ServedCall
+from quadriga.rollout.call_queue import CallQueue, QueueReply, ServedCall
 from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.rollout.group import RolloutGroup
 from quadriga.workers.rollout_engines import make_rollout_engine
 
 
-class Generation:
+class ResponseGenerator:
     """Generates responses: for a batch at once, or with `rollout.mode=async` as conversations.
 
     Args:
@@ -167,7 +167,7 @@ class Generation:
                 count_ended=Tally.add,
             )
 
-    def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:
+    def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> QueueReply:
         """Exchange the calls of a server; see `CallQueue.exchange`."""
         assert self.calls is not None, "only ranks with a queue are asked"
         return self.calls.exchange(calls, cancelled)

@@ -20,13 +20,13 @@ from quadriga.errors import WeightSyncError
 from quadriga.observe.machine import choose_dtype
 from quadriga.observe.profiler import check_tool
 from quadriga.protocol import DataProto
-from quadriga.rollout.call_queue import Reply, ServedCall
+from quadriga.rollout.call_queue import QueueReply, ServedCall
 from quadriga.rollout.group import RolloutGroup
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.user_file import import_external
 from quadriga.weight_sync import Address, ReshardedWeights, StreamedWeights, WeightReceiver, meet
 from quadriga.workers.base import choose_device
-from quadriga.workers.generation import Generation
+from quadriga.workers.generation import ResponseGenerator
 from quadriga.workers.stream import ServedStream
 
 
@@ -60,18 +60,18 @@ class RolloutWorker(Worker):
         return choices | {"rollout": f"{choices['rollout']}; on processes of its own"}
 
     @cached_property
-    def generation(self) -> Generation:
+    def generation(self) -> ResponseGenerator:
         """Engine of `generate_sequences`. With a stream it validates, with weights of its own."""
         return self._make()
 
-    def _make(self) -> Generation:
+    def _make(self) -> ResponseGenerator:
         model_dtype = self.config.actor_rollout_ref.actor.fsdp_config.model_dtype
         size = rollout_group_size(self.config)
         group = None
         if size > 1:
             # One group per engine, because engines compute at the same time.
             group = RolloutGroup(self.rank, self.world_size, size, self.device)
-        return Generation(
+        return ResponseGenerator(
             self.config,
             self.tokenizer,
             self.device,
@@ -93,7 +93,7 @@ class RolloutWorker(Worker):
         return self.stream.events()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
-    def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> Reply:
+    def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> QueueReply:
         """Exchange the calls of a server; see `CallQueue.exchange`."""
         generation = self.generation if self.stream is None else self.stream.generation
         return generation.exchange_calls(calls, cancelled)

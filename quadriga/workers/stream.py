@@ -37,7 +37,7 @@ from quadriga.rollout.interface import Completion
 from quadriga.rollout.sequences import completed, images_of, requests_of
 from quadriga.weight_sync import CopiedWeights, Piece, tensor_fingerprint
 from quadriga.weight_sync.publish import name_some
-from quadriga.workers.generation import Generation
+from quadriga.workers.generation import ResponseGenerator
 
 Done = Callable[[int, Callable[[], DataProto]], None]
 # `events` waits this long for a first event, and for further groups of a batch.
@@ -65,7 +65,7 @@ class GenerationStream:
             or raises, in a thread of the engine or the conversations.
     """
 
-    def __init__(self, generation: Generation, done: Done) -> None:
+    def __init__(self, generation: ResponseGenerator, done: Done) -> None:
         engine = generation.engine
         assert engine.traits.streams, "checked with the configuration"
         self.generation = generation
@@ -287,7 +287,7 @@ class ServedStream(GenerationStream):
             driver's decisions take effect from the next step on.
     """
 
-    def __init__(self, generation: Generation, *, waits: bool) -> None:
+    def __init__(self, generation: ResponseGenerator, *, waits: bool) -> None:
         super().__init__(generation, partial(self._tell, "ended"))
         self._changed = Condition()
         self._happened: queue.Queue[tuple[str, int, Callable[[], Any]]] = queue.Queue()

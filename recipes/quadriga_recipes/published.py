@@ -20,7 +20,7 @@ from typing import Any
 from quadriga.data.files import TABLE_SUFFIXES, read_table
 from quadriga.errors import DataError
 from quadriga.rewards.graders.reading import last_box
-from quadriga_recipes.rows import Pair, Problem, Row
+from quadriga_recipes.rows import ChatPair, Problem, Row
 
 BY_FOUR_HASHES = (
     'Reason step by step. Put the final answer on a last line of its own, after "####".'
@@ -306,7 +306,7 @@ def _hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | No
     )
 
 
-def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> Pair | None:
+def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> ChatPair | None:
     chats = []
     for column in ("chosen", "rejected"):
         start, *parts = _TURN.split(_text(row, column, where))
@@ -327,7 +327,7 @@ def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> Pair | None:
     (*prompt, chosen), (*other_prompt, rejected) = chats
     if prompt != other_prompt or chosen == rejected:
         return None
-    return Pair(prompt, chosen["content"], rejected["content"])
+    return ChatPair(prompt, chosen["content"], rejected["content"])
 
 
 _GSM8K = Source(

@@ -60,7 +60,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ChatPair:
     """A chat that ends with a user's message, with a better and a worse response."""
 
     prompt: list[dict[str, str]]
@@ -73,7 +73,7 @@ class Pair:
         return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
 
 
-Row: TypeAlias = Problem | Pair
+Row: TypeAlias = Problem | ChatPair
 
 
 def write_rows(

@@ -41,7 +41,7 @@ from quadriga.rollout.agent_loop import (
     Sample,
     register,
 )
-from quadriga.rollout.agent_loop.conversation import Limits, TurnEncoder
+from quadriga.rollout.agent_loop.conversation import LengthLimits, TurnEncoder
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolFailedError
 from tests.tiny_vision import positions_of, token_types, vision_model
@@ -397,7 +397,7 @@ def test_a_later_image_that_cannot_be_shown(tmp_path: Path) -> None:
     """By a model of text, a file that is no image, and behind a token that the model wrote itself."""
     sample = Sample(0, "u", [8, 9], None, {}, "", num_axes=3)
     processor = load_processor(write_vision_folder(tmp_path / "model"))
-    limits, encoder = Limits(20, 40, 60), TurnEncoder(tiny_tokenizer(), {})
+    limits, encoder = LengthLimits(20, 40, 60), TurnEncoder(tiny_tokenizer(), {})
     params = SamplingParams(max_tokens=9)
 
     def begun(written: str, processor: VisionProcessor | None) -> Conversation:

@@ -10,7 +10,7 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
-from quadriga.workers.generation import Generation
+from quadriga.workers.generation import ResponseGenerator
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text(
     encoding="utf-8"
@@ -71,7 +71,7 @@ def test_who_holds_what(train: Train, tmp_path: Path, monkeypatch: pytest.Monkey
     watch(FSDPEngine, "backward", lambda engine: f"update_{engine.name}")
     watch(FSDPEngine, "optimizer_step", lambda engine: f"update_{engine.name}")
     watch(FSDPEngine, "weights", lambda engine: "publish_weights")
-    watch(Generation, "generate", lambda generation: "generate")
+    watch(ResponseGenerator, "generate", lambda generation: "generate")
     (script := tmp_path / "responses.jsonl").write_text(
         '{"response": "aab"}\n{"response": "bca"}\n{"response": "c"}\n'
     )

@@ -12,7 +12,7 @@ from quadriga.models import heads
 from quadriga.models.attention import PackedBatch
 from quadriga.models.fused import RMSNorm
 from quadriga.models.heads import token_scores
-from quadriga.models.scorers import Question, ValueScorer
+from quadriga.models.scorers import ScoreQuestion, ValueScorer
 
 
 def naive(hidden, head, targets, temperature):
@@ -257,7 +257,7 @@ def test_value_head_starts_at_zero_and_learns() -> None:
     scorer = ValueScorer(LlamaForCausalLM(config))
     hidden, nothing = torch.randn(5, 8), PackedBatch.filler(torch.device("cpu"))
     batch = replace(nothing, predictors=torch.arange(5), targets=torch.zeros(5, dtype=torch.int64))
-    values = scorer.score(hidden, batch, Question())["values"]
+    values = scorer.score(hidden, batch, ScoreQuestion())["values"]
     assert torch.equal(values, torch.zeros(5))
     values.sum().backward()
     torch.testing.assert_close(scorer.model.value_head["linear"].weight.grad[0], hidden.sum(0))

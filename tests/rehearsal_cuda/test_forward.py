@@ -26,9 +26,9 @@ from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
-from quadriga.models.scorers import PolicyScorer, Question, RewardScorer, Scorer, ValueScorer
+from quadriga.models.scorers import PolicyScorer, RewardScorer, ScoreQuestion, Scorer, ValueScorer
 from quadriga.rollout.interface import SamplingParams
-from quadriga.rollout.native.generation import Generation, Request
+from quadriga.rollout.native.generation import Generation, GenerationRequest
 from quadriga.rollout.native.network import Network, PlainNetwork
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.sampler import NUM_DRAWS, SamplingRules, sample
@@ -102,7 +102,7 @@ def test_a_role_computes_on_the_device(fake, kind: str, share_prompts: bool) -> 
     processes = Processes(layout, layout.place(0), world, world)
     engine = FSDPEngine(made, dtype=torch.bfloat16, device=CUDA, processes=processes)
     packed = batch(share_prompts=share_prompts)
-    (outputs,) = engine.forward([packed], Question(1.0, with_entropy=kind == "actor"))
+    (outputs,) = engine.forward([packed], ScoreQuestion(1.0, with_entropy=kind == "actor"))
     assert outputs[name].device == CUDA and outputs[name].dtype == torch.float32
     assert outputs[name].shape == packed.targets.shape
 
@@ -125,7 +125,7 @@ def test_a_shard_computes_on_the_device(
     # Every rank has as many micro-batches; the others would say so.
     monkeypatch.setattr(ProcessGroup, "gather", lambda self, value: [value] * self.size)
     packed = batch()
-    (outputs,) = engine.forward([packed], Question(1.0, with_entropy=kind == "actor"))
+    (outputs,) = engine.forward([packed], ScoreQuestion(1.0, with_entropy=kind == "actor"))
     assert outputs[name].device == CUDA and outputs[name].shape == packed.targets.shape
 
 
@@ -137,7 +137,7 @@ def test_generation_computes_on_the_device(fake, network: type[Network]) -> None
         SamplingParams(max_tokens=64, temperature=0.7, top_k=50, seed=seed) for seed in range(8)
     ]
     requests = [
-        Request(range(100 + 50 * (number % 2)), one, (), None)
+        GenerationRequest(range(100 + 50 * (number % 2)), one, (), None)
         for number, one in enumerate(sampling)
     ]
     generation.scheduler.add(requests)

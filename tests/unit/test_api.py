@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import quadriga
-from quadriga.api import TrainerSettings, _Draft
+from quadriga.api import TrainerSettings, _ConfigDraft
 from quadriga.errors import ConfigError
 
 NAN = float("nan")
@@ -28,7 +28,7 @@ def written(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """The rows of the file that is written of rows; it holds JSON alone."""
 
     def write(rows: Any, reward: Any = None) -> list[dict[str, Any]]:
-        draft = _Draft(None, options={"trainer.default_local_dir": str(tmp_path)})
+        draft = _ConfigDraft(None, options={"trainer.default_local_dir": str(tmp_path)})
         draft.set_reward(reward)
         draft.set_rows("data.train_files", rows)
         lines = Path(draft.values["data.train_files"]).read_text().splitlines()
@@ -85,7 +85,7 @@ def test_chats_lose_the_nulls_that_arrow_adds(written: Callable, tmp_path: Path)
 def test_groups_have_eight_responses_unless_a_number_is_given(
     options: dict[str, Any], num_responses: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draft = _Draft("model", options=options | {"trainer.default_local_dir": str(tmp_path)})
+    draft = _ConfigDraft("model", options=options | {"trainer.default_local_dir": str(tmp_path)})
     draft.set_rows("data.train_files", [ROW] * 1000)
     draft.set_defaults(num_rows=1000)
     output = capsys.readouterr().out

@@ -12,7 +12,7 @@ from quadriga.trainer.asynchronous.schedule import Rules
 from quadriga.trainer.asynchronous.simulation import advice
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from async_simulation import Costs, Outcome, Simulation, Workload, colocated, recorded
+from async_simulation import Costs, Simulation, SimulationResult, Workload, colocated, recorded
 
 STEPS = 20
 # A step generates 100 tokens in 10 s and learns from them in 10 s.
@@ -23,7 +23,7 @@ EVEN = Costs(
 
 def simulated(
     costs: Costs = EVEN, lengths: float = 100.0, reward_s: float = 0.0, workers: int = 1, **ways
-) -> Outcome:
+) -> SimulationResult:
     """A run of groups of one response, two to a step."""
     workload = Workload(np.full((STEPS, 2, 1), lengths), np.full((STEPS, 2), reward_s))
     return Simulation(

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.partition import Parts, buckets
+from quadriga.partition import BalancedParts, buckets
 
 
 def test_each_item_goes_to_the_cheapest_part() -> None:
     """The costliest first: 5 | 4, then 3 to the second, 3 to the first; equal parts are taken in their order."""
-    parts = Parts([9, 9])
+    parts = BalancedParts([9, 9])
     assert [
         parts.give([name], cost) for name, cost in (("a", 5), ("b", 4), ("c", 3), ("d", 3))
     ] == [0, 1, 1, 0]
@@ -20,7 +20,7 @@ def test_each_item_goes_to_the_cheapest_part() -> None:
 
 def test_a_part_without_room_gets_nothing() -> None:
     """The next cheapest gets the item; where there is none, no part changes."""
-    parts = Parts([1, 2])
+    parts = BalancedParts([1, 2])
     assert [parts.give([number], 1, size=size) for number, size in enumerate((1, 2, 1))] == [
         0,
         1,
@@ -31,7 +31,7 @@ def test_a_part_without_room_gets_nothing() -> None:
 
 def test_what_an_item_costs_besides_decides() -> None:
     """A part that would be the cheapest with the item's extra cost is taken, although it is not without."""
-    parts = Parts([9, 9])
+    parts = BalancedParts([9, 9])
     parts.give(["a"], 2)
     assert parts.give(["b"], 1, extra=np.array([0.0, 5.0])) == 0
     assert parts.costs.tolist() == [3, 0]

@@ -225,7 +225,7 @@ def _read_word(text: str, start: int) -> tuple[Any, int]:
 
 
 @dataclass
-class _Block:
+class _ShellBlock:
     """An open block, such as `if` or `for`. None: not known.
 
     Attributes:
@@ -254,7 +254,7 @@ class _Shell:
         self._environment = environment
         self._variables: dict[str, str | _Unknown] = dict(environment)
         self._notices: list[str] = []
-        self._blocks: list[_Block] = []
+        self._blocks: list[_ShellBlock] = []
         self._status: bool | None = True  # of the last command; None: not known
         self._line = 0
         self._end = ""  # why no later command is run, once the script has ended
@@ -313,13 +313,13 @@ class _Shell:
                 return False
             if keyword == "else" and self._blocks:
                 is_done = self._blocks.pop().is_done
-                self._blocks.append(_Block(_negated(is_done), True))
+                self._blocks.append(_ShellBlock(_negated(is_done), True))
             elif keyword == "case":
-                block = _Block(False, False, subject=words[1:2], patterns=words[3:])
+                block = _ShellBlock(False, False, subject=words[1:2], patterns=words[3:])
                 self._blocks.append(block)
                 return False
             elif keyword in ("for", "while", "until", "select", "{", "function"):
-                self._blocks.append(_Block(None, None))
+                self._blocks.append(_ShellBlock(None, None))
                 return False
             elif keyword in ("fi", "done", "esac", "}"):
                 del self._blocks[-1:]
@@ -331,7 +331,7 @@ class _Shell:
             del words[0]
         if self._is_condition and words:
             # A condition of several commands is not decided.
-            self._blocks[-1:] = [_Block(None, None)]
+            self._blocks[-1:] = [_ShellBlock(None, None)]
             return False
         return True
 
@@ -339,13 +339,13 @@ class _Shell:
         """Begin a branch of `if`, given the words of its condition."""
         result = self._test(condition)
         if keyword == "if" or not self._blocks:
-            self._blocks.append(_Block(False, False))
+            self._blocks.append(_ShellBlock(False, False))
         self._blocks[-1].begin_branch(result)
         self._is_condition = True
 
     def _is_pattern(self, statement: _Statement) -> bool:
         """Follow the patterns of `case`; returns whether the statement is one of them."""
-        block = self._blocks[-1] if self._blocks else _Block(None, None)
+        block = self._blocks[-1] if self._blocks else _ShellBlock(None, None)
         if statement.before == ";;":
             if block.patterns:
                 # The branch of these patterns is empty.
@@ -360,7 +360,7 @@ class _Shell:
         block.patterns += statement.words
         return True
 
-    def _matches(self, block: _Block) -> bool | None:
+    def _matches(self, block: _ShellBlock) -> bool | None:
         """Whether the word of `case` has one of the patterns read; None if it is not known."""
         try:
             patterns = [self._text(pattern) for pattern in block.patterns or ()]

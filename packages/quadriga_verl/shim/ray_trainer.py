@@ -29,7 +29,7 @@ from quadriga.redact import redacted
 from quadriga.rewards import RewardManager
 from quadriga.trainer import launch, ray_trainer
 from quadriga.trainer.balance import order_for_ranks
-from quadriga.trainer.build import Parts, build_run
+from quadriga.trainer.build import Replacements, build_run
 from quadriga.trainer.roles import Needs, Role
 from quadriga.workers.base import PROMPT_TENSORS
 from quadriga_verl.shim.loop_view import NumProcesses, blocking, policy_group, verl_config
@@ -101,7 +101,7 @@ class RayPPOTrainer:
                 # This is `ray.remote(cls)`.
                 cls = decorated.modified_class.__ray_actor_class__
             worker_classes[Role(role)] = cls
-        self._parts = Parts(
+        self._parts = Replacements(
             workers=worker_classes,
             tokenizer=self.tokenizer,
             reward=_manager_factory(self.reward_fn),

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.http_client import HTTPClient
-from quadriga.rewards.code.containment import Limits
+from quadriga.rewards.code.containment import ResourceLimits
 from quadriga.rewards.code.run import Case, run_cases, run_remotely
 from quadriga.rollout.agent_loop.interactions import Interaction, Reply
 from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, WithImages, class_tools, validator_of
@@ -309,7 +309,7 @@ class SandboxFusionTool(BaseTool):
         Raises:
             RolloutError: the language needs a server.
         """
-        limits = Limits(timeout, timeout, self.memory_limit_mb)
+        limits = ResourceLimits(timeout, timeout, self.memory_limit_mb)
         cases = [Case({"input": ""}, "")]
         if self.sandbox_fusion_url:
             url = self.sandbox_fusion_url

@@ -46,7 +46,7 @@ from quadriga.models.architecture import is_packed, length_limit
 from quadriga.models.attention import PackedBatch
 from quadriga.models.flops import model_cost
 from quadriga.models.lora import adapter_of, describe_adapter
-from quadriga.models.scorers import Question, Scorer
+from quadriga.models.scorers import ScoreQuestion, Scorer
 from quadriga.models.vision import ImageTokens, unseen_image
 from quadriga.observe.machine import is_in_memory, release_free_memory
 
@@ -189,7 +189,7 @@ class FSDPEngine:
         return weights
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
+    def forward(self, batches: Sequence[PackedBatch], question: ScoreQuestion) -> list[Outputs]:
         """Compute outputs without gradients.
 
         Args:
@@ -230,7 +230,7 @@ class FSDPEngine:
             temperature: sampling temperature, which divides the logits.
         """
         self._require_awake("weights")
-        question = Question(temperature, with_entropy=True)
+        question = ScoreQuestion(temperature, with_entropy=True)
         scale = float(self.loss_scale[0])
         if scale != 1.0:
             losses = [partial(_scaled_loss, loss, scale) for loss in losses]

@@ -46,7 +46,7 @@ from quadriga.engines.parallel.sharing import SharedTokens
 from quadriga.engines.process_group import Membership
 from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
-from quadriga.models.scorers import Question, Scored, Scorer
+from quadriga.models.scorers import Scored, ScoreQuestion, Scorer
 
 # Importing Megatron lets torch unpickle its classes from any file, in the whole process. Undo that.
 _other_globals = [
@@ -78,7 +78,7 @@ class WholeTokens(SharedTokens):
         return super().scored(hidden, batch, in_parts=in_parts)
 
 
-class Schedule:
+class MegatronSchedule:
     """Runs micro-batches through this rank's chunks of the model with Megatron's schedules.
 
     Args:
@@ -93,7 +93,7 @@ class Schedule:
         self.processes = processes
 
     def run(
-        self, work: Sequence[Work], question: Question, *, is_training: bool = False
+        self, work: Sequence[Work], question: ScoreQuestion, *, is_training: bool = False
     ) -> list[Outputs]:
         """Run a forward pass, and in training a backward pass, over all micro-batches.
 
@@ -232,7 +232,7 @@ class MegatronEngine(FSDPEngine):
         )
         if self.scorer.sharing.has_head and isinstance(model.get_output_embeddings(), nn.Linear):
             model.set_output_embeddings(_Head(*weights.head()))
-        self.stage = Schedule(self.scorer, chunks, processes)
+        self.stage = MegatronSchedule(self.scorer, chunks, processes)
         # The common engine asks the weights for the module that computes.
         weights.root = self.stage
         return weights

@@ -37,7 +37,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """Place of a Hugging Face parameter in Megatron's model."""
 
     name: str  # of Megatron's parameter, in its layer or, outside of layers, in the model
@@ -50,39 +50,41 @@ class Place:
 _QKV = "self_attention.linear_qkv"
 _FC1 = "mlp.linear_fc1"
 _LAYER = {
-    "input_layernorm.weight": Place("input_layernorm.weight", None),
-    "self_attn.q_proj.weight": Place(f"{_QKV}.weight", 0, "query"),
-    "self_attn.k_proj.weight": Place(f"{_QKV}.weight", 0, "key"),
-    "self_attn.v_proj.weight": Place(f"{_QKV}.weight", 0, "value"),
-    "self_attn.o_proj.weight": Place("self_attention.linear_proj.weight", 1),
-    "post_attention_layernorm.weight": Place("pre_mlp_layernorm.weight", None),
-    "mlp.gate_proj.weight": Place(f"{_FC1}.weight", 0, "first half"),
-    "mlp.up_proj.weight": Place(f"{_FC1}.weight", 0, "second half"),
-    "mlp.down_proj.weight": Place("mlp.linear_fc2.weight", 1),
+    "input_layernorm.weight": ParameterPlace("input_layernorm.weight", None),
+    "self_attn.q_proj.weight": ParameterPlace(f"{_QKV}.weight", 0, "query"),
+    "self_attn.k_proj.weight": ParameterPlace(f"{_QKV}.weight", 0, "key"),
+    "self_attn.v_proj.weight": ParameterPlace(f"{_QKV}.weight", 0, "value"),
+    "self_attn.o_proj.weight": ParameterPlace("self_attention.linear_proj.weight", 1),
+    "post_attention_layernorm.weight": ParameterPlace("pre_mlp_layernorm.weight", None),
+    "mlp.gate_proj.weight": ParameterPlace(f"{_FC1}.weight", 0, "first half"),
+    "mlp.up_proj.weight": ParameterPlace(f"{_FC1}.weight", 0, "second half"),
+    "mlp.down_proj.weight": ParameterPlace("mlp.linear_fc2.weight", 1),
 }
 _QKV_BIAS = {
-    f"self_attn.{name}_proj.bias": Place(f"{_QKV}.bias", 0, view)
+    f"self_attn.{name}_proj.bias": ParameterPlace(f"{_QKV}.bias", 0, view)
     for name, view in (("q", "query"), ("k", "key"), ("v", "value"))
 }
 _QK_NORM = {
-    f"self_attn.{name}_norm.weight": Place(
+    f"self_attn.{name}_norm.weight": ParameterPlace(
         f"self_attention.{name}_layernorm.weight", None, is_partial=True
     )
     for name in ("q", "k")
 }
 _EXPERTS = {
-    "mlp.gate.weight": Place("mlp.router.weight", None),
+    "mlp.gate.weight": ParameterPlace("mlp.router.weight", None),
     **{
-        f"mlp.experts.{name}": Place(f"mlp.experts.{name}", None, is_expert=True)
+        f"mlp.experts.{name}": ParameterPlace(f"mlp.experts.{name}", None, is_expert=True)
         for name in ("gate_up_proj", "down_proj")
     },
 }
 _MODEL = {
-    "model.embed_tokens.weight": Place("embedding.word_embeddings.weight", 0, "vocabulary"),
-    "model.norm.weight": Place("decoder.final_layernorm.weight", None),
-    "lm_head.weight": Place("output_layer.weight", 0, "vocabulary"),
+    "model.embed_tokens.weight": ParameterPlace(
+        "embedding.word_embeddings.weight", 0, "vocabulary"
+    ),
+    "model.norm.weight": ParameterPlace("decoder.final_layernorm.weight", None),
+    "lm_head.weight": ParameterPlace("output_layer.weight", 0, "vocabulary"),
 }
-FAMILIES: Mapping[str, Mapping[str, Place]] = {
+FAMILIES: Mapping[str, Mapping[str, ParameterPlace]] = {
     "llama": _LAYER,
     "qwen2": _LAYER | _QKV_BIAS,
     "qwen3": _LAYER | _QK_NORM,
@@ -93,7 +95,7 @@ _HEADS = ("value_head.", "score.")  # modules of one output, which stay Hugging 
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
-def place_of(name: str, config: PretrainedConfig) -> tuple[int | None, Place]:
+def place_of(name: str, config: PretrainedConfig) -> tuple[int | None, ParameterPlace]:
     """Find the place of a Hugging Face parameter in Megatron's model.
 
     Args:
@@ -107,10 +109,10 @@ def place_of(name: str, config: PretrainedConfig) -> tuple[int | None, Place]:
         ConfigError: the table of the family has no such parameter.
     """
     if name.startswith(_HEADS):
-        return None, Place(name, None)
+        return None, ParameterPlace(name, None)
     layer: int | None = None
     key = name
-    table: Mapping[str, Place] = _MODEL
+    table: Mapping[str, ParameterPlace] = _MODEL
     match = _IN_LAYER.fullmatch(name)
     if match is not None:
         layer = int(match[1])
@@ -127,7 +129,7 @@ def place_of(name: str, config: PretrainedConfig) -> tuple[int | None, Place]:
     return layer, table[key]
 
 
-def view_of(place: Place, local: torch.Tensor, sizes: Sizes, rows: int) -> torch.Tensor:
+def view_of(place: ParameterPlace, local: torch.Tensor, sizes: Sizes, rows: int) -> torch.Tensor:
     """View the rows of a Megatron parameter that belong to a Hugging Face parameter.
 
     Args:

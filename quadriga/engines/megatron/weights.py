@@ -32,7 +32,7 @@ from quadriga.engines.fsdp.sharded import (
     _local_part,
 )
 from quadriga.engines.megatron.model import is_tied_policy
-from quadriga.engines.megatron.names import Place, Sizes, place_of, view_of
+from quadriga.engines.megatron.names import ParameterPlace, Sizes, place_of, view_of
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.models.scorers import Scorer
@@ -76,7 +76,7 @@ class MegatronWeights(PartialWeights):
             queries=config.num_attention_heads // config.num_query_groups,
             head=config.kv_channels,
         )
-        self.places: dict[str, tuple[Place, nn.Parameter]] = {}
+        self.places: dict[str, tuple[ParameterPlace, nn.Parameter]] = {}
         local_parameters = self._local_parameters(scorer, chunks, device, dtype)
         shard_specs = self._find_shards(model, local_parameters, processes)
         parameter_specs = _describe(model, shard_specs, processes)

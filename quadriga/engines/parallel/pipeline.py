@@ -24,7 +24,7 @@ from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import EngineError
 from quadriga.models.architecture import backbone
 from quadriga.models.attention import PackedBatch
-from quadriga.models.scorers import Question, Scorer
+from quadriga.models.scorers import ScoreQuestion, Scorer
 from quadriga.models.vision import is_vision
 
 
@@ -128,7 +128,7 @@ class Stage(nn.Module):
         self.dtype = dtype
         # Of the current call of `run`.
         self.work: Sequence[tuple[PackedBatch, LossFunction | None]] = ()
-        self.question = Question()
+        self.question = ScoreQuestion()
         self.outputs: list[Outputs] = []
 
     def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ class Stage(nn.Module):
     def run(
         self,
         work: Sequence[tuple[PackedBatch, LossFunction | None]],
-        question: Question,
+        question: ScoreQuestion,
         *,
         is_training: bool = False,
     ) -> list[Outputs]:

@@ -76,7 +76,7 @@ _READ = _READ_FILE | _READ_DIR
 _OWN = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
 
 
-class Limits(NamedTuple):
+class ResourceLimits(NamedTuple):
     """The resources that one test may use."""
 
     time_s: float = 4.0  # CPU time
@@ -127,7 +127,7 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def mount_memory(folders: Sequence[os.PathLike[str]], limits: Limits) -> None:
+def mount_memory(folders: Sequence[os.PathLike[str]], limits: ResourceLimits) -> None:
     """Mount a small file system in memory on each folder, visible to this process and its children.
 
     So the kernel keeps to the limits on a folder, including files without a name, and frees
@@ -162,7 +162,7 @@ def mount_memory(folders: Sequence[os.PathLike[str]], limits: Limits) -> None:
 
 
 def confine(
-    folder: str, limits: Limits, readable: Sequence[str], *, may_remove: bool
+    folder: str, limits: ResourceLimits, readable: Sequence[str], *, may_remove: bool
 ) -> int | None:
     """Give up all rights except those to use `folder` and to read the interpreter's folders.
 
@@ -225,7 +225,7 @@ def _take_own_user(folder: str) -> bool:
     return True
 
 
-def _limit(limits: Limits) -> None:
+def _limit(limits: ResourceLimits) -> None:
     sizes = {
         resource.RLIMIT_AS: limits.memory_megabytes * MEGABYTE,
         resource.RLIMIT_CPU: max(1, math.ceil(limits.time_s)),

@@ -25,7 +25,7 @@ from quadriga.descendants import own_folder
 from quadriga.errors import RewardError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.code import containment
-from quadriga.rewards.code.containment import Limits
+from quadriga.rewards.code.containment import ResourceLimits
 from quadriga.rewards.code.supervisor import COMMAND, HEADER
 
 # Given to the supervisor as its import path. It starts without the site's start-up files, which
@@ -33,7 +33,7 @@ from quadriga.rewards.code.supervisor import COMMAND, HEADER
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[3])
 _URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
 _MARK = "\n---- quadriga result ----\n"
-# Status of a run on the server -> `Run.status`.
+# Status of a run on the server -> `CaseRun.status`.
 _STATUS = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
 _QUEUE_S = 60.0  # time that the server may take in addition to the program's own
 # An error of the server itself may be temporary: it is asked again before the run is an error.
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         return "function" in self.given
 
 
-class Run(NamedTuple):
+class CaseRun(NamedTuple):
     """The outcome of one test, before its output is compared.
 
     Attributes:
@@ -113,7 +113,7 @@ def can_mount() -> bool:
         code = (
             "import sys; sys.path[:] = sys.argv[2:]; "
             "from quadriga.rewards.code import containment as c; "
-            "c.mount_memory(sys.argv[1:2], c.Limits())"
+            "c.mount_memory(sys.argv[1:2], c.ResourceLimits())"
         )
         command = [sys.executable, "-I", "-S", "-c", code, folder, _PACKAGE_FOLDER, *sys.path]
         done = subprocess.run(command, capture_output=True, env=_ENVIRONMENT)
@@ -121,8 +121,13 @@ def can_mount() -> bool:
 
 
 def run_cases(
-    program: str, cases: Sequence[Case], limits: Limits, *, parallel: int = 1, total_s: float = 8.0
-) -> Iterator[Run]:
+    program: str,
+    cases: Sequence[Case],
+    limits: ResourceLimits,
+    *,
+    parallel: int = 1,
+    total_s: float = 8.0,
+) -> Iterator[CaseRun]:
     """Run a Python program on each test, contained on this machine.
 
     Args:
@@ -174,7 +179,7 @@ def run_cases(
                 process.kill()
 
 
-def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> Iterator[Run]:
+def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> Iterator[CaseRun]:
     """Read the supervisor's reports, one per test, until the deadline."""
     assert process.stderr is not None
     for num_read in range(num_cases):
@@ -192,7 +197,7 @@ def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> 
                 got=f"its end after {num_read} of {num_cases} tests: {output}",
                 expected="an outcome for each",
             ) from None
-        yield Run(index, status.rstrip(b"\0").decode(), code, cpu_s, *streams)
+        yield CaseRun(index, status.rstrip(b"\0").decode(), code, cpu_s, *streams)
 
 
 def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
@@ -219,12 +224,12 @@ def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytea
 def run_remotely(
     program: str,
     cases: Sequence[Case],
-    limits: Limits,
+    limits: ResourceLimits,
     *,
     url: str,
     language: str = "python",
     parallel: int = 2,
-) -> Iterator[Run]:
+) -> Iterator[CaseRun]:
     """Run a program on each test, on a Sandbox Fusion server.
 
     Args:
@@ -262,8 +267,8 @@ def run_remotely(
 
 
 def _run_remote_case(
-    server: HTTPClient, program: str, limits: Limits, language: str, index: int, case: Case
-) -> Run:
+    server: HTTPClient, program: str, limits: ResourceLimits, language: str, index: int, case: Case
+) -> CaseRun:
     body = {
         "code": _with_call(program, case) if case.is_call else program,
         "stdin": case.given.get("input", ""),
@@ -294,7 +299,7 @@ def _run_remote_case(
     if status == "ok" and code:
         status = "error"
     stdout, _, result = (step.get("stdout") or "").partition(_MARK)
-    return Run(
+    return CaseRun(
         index=index,
         status=status,
         code=code,

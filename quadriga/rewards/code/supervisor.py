@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.rewards.code import containment
-from quadriga.rewards.code.containment import MEGABYTE, NETWORK_SIGNAL, Limits
+from quadriga.rewards.code.containment import MEGABYTE, NETWORK_SIGNAL, ResourceLimits
 from quadriga.rewards.code.system_calls import refuse_call
 
 COMMAND = (
@@ -66,7 +66,7 @@ _POLL_S = 0.05
 _ERROR_BYTES = 8000
 
 
-class _Running:
+class _RunningTest:
     """A test under way.
 
     Attributes:
@@ -147,13 +147,13 @@ class Supervisor:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._cases = job["cases"]
-        self._limits = Limits(**job["limits"])
+        self._limits = ResourceLimits(**job["limits"])
         self._parallel = job["parallel"]
         self._is_in_memory = job["is_in_memory"]
         self._path = job["path"]
         self._readable = job["readable"]
         self._selector = selectors.DefaultSelector()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningTest] = {}
         # Folders that no test uses at the moment, all empty.
         self._folders = [Path(job["folder"], str(number)) for number in range(self._parallel)]
         for folder in self._folders:
@@ -193,7 +193,7 @@ class Supervisor:
             self._become_test(index, folder, (stdin, *streams, self._notice.fileno()))
             return 0
         os.close(stdin)
-        running = _Running(index, pid, streams, folder, time.monotonic() + self._limits.wall_s)
+        running = _RunningTest(index, pid, streams, folder, time.monotonic() + self._limits.wall_s)
         self._running[index] = running
         self._selector.register(running.pid_fd, selectors.EVENT_READ, running)
         return pid
@@ -275,7 +275,7 @@ class Supervisor:
                     running.listener = listener
                     self._selector.register(listener, selectors.EVENT_READ, running)
 
-    def _refuse(self, running: _Running) -> None:
+    def _refuse(self, running: _RunningTest) -> None:
         assert running.listener is not None
         name = refuse_call(running.listener)
         if name:
@@ -285,7 +285,7 @@ class Supervisor:
         if name is None or len(running.refused) >= _MAX_REFUSALS:
             self._stop_listening(running)
 
-    def _stop_listening(self, running: _Running) -> None:
+    def _stop_listening(self, running: _RunningTest) -> None:
         if running.listener is not None:
             self._selector.unregister(running.listener)
             os.close(running.listener)
@@ -307,7 +307,7 @@ class Supervisor:
                     continue
         return num_files > self._limits.num_files or size > self._limits.folder_megabytes * MEGABYTE
 
-    def _report(self, running: _Running, exceeded: str) -> None:
+    def _report(self, running: _RunningTest, exceeded: str) -> None:
         """Queue the outcome of a test that has ended, and send what can be sent.
 
         `exceeded` is the limit for which it was killed, "wall" or "folder"; "" if it was not.
@@ -361,7 +361,7 @@ class Supervisor:
             self._selector.unregister(1)
 
 
-def _status(code: int, exceeded: str, cpu_s: float, limits: Limits) -> str:
+def _status(code: int, exceeded: str, cpu_s: float, limits: ResourceLimits) -> str:
     """The status of a test (`Run.status`), from its exit code and the limit that it exceeded."""
     # The kernel counts CPU time in ticks, so its SIGKILL at the limit may come a little earlier.
     is_out_of_time = code == -signal.SIGKILL and not exceeded and cpu_s >= 0.9 * limits.time_s

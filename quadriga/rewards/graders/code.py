@@ -28,8 +28,8 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from quadriga.rewards.code.containment import Limits
-from quadriga.rewards.code.run import Case, Run, run_cases, run_remotely
+from quadriga.rewards.code.containment import ResourceLimits
+from quadriga.rewards.code.run import Case, CaseRun, run_cases, run_remotely
 
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?P<language>[\w+#-]*)[^\n]*\n(?P<program>.*?)(?:^[ \t]*```|\Z)", re.M | re.S
@@ -74,7 +74,7 @@ def compute_score(
         sandbox_url: address of a Sandbox Fusion server. None: programs run contained on this
             machine.
         language: language of the programs; one other than "python" needs `sandbox_url`.
-        **limits: limits of one test, the fields of `Limits`.
+        **limits: limits of one test, the fields of `ResourceLimits`.
 
     Returns:
         "score", "pred" (None), "pass_rate", "num_tests" and "reason".
@@ -83,18 +83,18 @@ def compute_score(
         ValueError: the ground truth has no tests, or an option is unknown.
         RewardError: programs cannot be contained here, or the server does not answer.
     """
-    unknown = [name for name in limits if name not in Limits._fields]
+    unknown = [name for name in limits if name not in ResourceLimits._fields]
     if unknown:
         raise ValueError(
             f"grader code: got the options {', '.join(unknown)}, "
-            f"expected limits ({', '.join(Limits._fields)})"
+            f"expected limits ({', '.join(ResourceLimits._fields)})"
         )
     if language != "python" and sandbox_url is None:
         raise ValueError(
             f"grader code: got language {language!r}, "
             "expected 'python' where sandbox_url is not set"
         )
-    test_limits = Limits(**limits)
+    test_limits = ResourceLimits(**limits)
     cases = read_cases(ground_truth)
     program = extract_program(solution_str)
     if not program.strip():
@@ -142,7 +142,7 @@ def extract_program(solution_str: str) -> str:
     return blocks[-1]["program"] if blocks else solution_str
 
 
-def why_failed(run: Run, case: Case, limits: Limits) -> str:
+def why_failed(run: CaseRun, case: Case, limits: ResourceLimits) -> str:
     """The reason why a test has not passed.
 
     Args:
@@ -171,7 +171,7 @@ def why_failed(run: Run, case: Case, limits: Limits) -> str:
     return f"wrong answer: got {_short(run.result)}, expected {_short(case.expected)}"
 
 
-def _ended(run: Run, limits: Limits) -> str:
+def _ended(run: CaseRun, limits: ResourceLimits) -> str:
     """The reason why a program did not end well."""
     lines = run.stderr.strip().splitlines()
     error = lines[-1][-LONGEST_REASON:] if lines else ""

@@ -41,7 +41,7 @@ from quadriga.errors import ConfigError, RewardError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.components import weighted
 from quadriga.rewards.outcome import raised, read_outcome
-from quadriga.rewards.pool import Round
+from quadriga.rewards.pool import GradingRound
 from quadriga.rewards.registry import register
 from quadriga.rewards.samples import SampleManager
 
@@ -233,7 +233,7 @@ class Judge:
         return text
 
 
-class Question(NamedTuple):
+class JudgeQuestion(NamedTuple):
     """A question about a sample for the judge."""
 
     name: str
@@ -306,8 +306,8 @@ class JudgeRewardManager(SampleManager):
         self._judge = Judge(**{name: kwargs[name] for name in judge_names & kwargs.keys()})
         self._threads = ThreadPoolExecutor(self._judge.max_concurrency, "judge")
 
-    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
-        round_ = Round(len(rows), max_failures)
+    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> GradingRound:
+        round_ = GradingRound(len(rows), max_failures)
         for key, row in enumerate(rows):
             self._threads.submit(self._grade, round_, key, row)
         return round_
@@ -315,7 +315,7 @@ class JudgeRewardManager(SampleManager):
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _grade(self, round_: Round, key: int, row: dict[str, Any]) -> None:
+    def _grade(self, round_: GradingRound, key: int, row: dict[str, Any]) -> None:
         """Ask all questions about one sample, in one of the threads."""
         if round_.done.done():
             return
@@ -347,7 +347,7 @@ def _value(row: dict[str, Any], place: str) -> str:
     return str(row[column][name])
 
 
-def _questions(kwargs: dict[str, Any]) -> list[Question]:
+def _questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
     """Read the questions from the options of the manager; ConfigError if they are wrong."""
     components = kwargs.get("components")
     if (components is None) == (kwargs.get("prompt") is None):
@@ -363,7 +363,7 @@ def _questions(kwargs: dict[str, Any]) -> list[Question]:
     return [_question(str(name), settings) for name, settings in components.items()]
 
 
-def _question(name: str, settings: Any) -> Question:
+def _question(name: str, settings: Any) -> JudgeQuestion:
     where = f"{_WHERE}.components.{name}"
     if not isinstance(settings, Mapping) or not set(settings) <= {*_QUESTION_KEYS, "weight"}:
         raise ConfigError(
@@ -401,4 +401,4 @@ def _question(name: str, settings: Any) -> Question:
     )
     if not is_range:
         raise ConfigError(f"{where}.range", got=repr(bounds), expected="two numbers, as in [0, 10]")
-    return Question(name, prompt, pattern, float(weight), float(bounds[0]), float(bounds[1]))
+    return JudgeQuestion(name, prompt, pattern, float(weight), float(bounds[0]), float(bounds[1]))

@@ -23,7 +23,7 @@ from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.rewards.by_name import PLURALS, ROW
 from quadriga.rewards.outcome import Outcome, raised, read_outcome, read_outcomes
-from quadriga.rewards.pool import GradingPool, Round
+from quadriga.rewards.pool import GradingPool, GradingRound
 from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager, Samples
 from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
@@ -115,7 +115,7 @@ class NaiveRewardManager(SampleManager):
     def grades_without_truth(self, data_source: Any) -> bool:
         return self.function.path is not None or grader_name(data_source) in WITHOUT_TRUTH
 
-    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
+    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> GradingRound:
         timeout_s = self.settings.timeout_s
         if self.function.path is None:
             timeout_s *= BUILT_IN_PATIENCE
@@ -322,8 +322,8 @@ class InProcessRewardManager(SampleManager):
         begin = partial(super().begin, data, outcomes)
         return Grading(lambda: begin().result(), lambda: None)
 
-    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
-        round_ = Round(len(rows), max_failures)
+    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> GradingRound:
+        round_ = GradingRound(len(rows), max_failures)
         calls = [rows] if self._is_batch and rows else [[row] for row in rows]
         for key, outcome in enumerate(chain.from_iterable(map(self._grade, calls))):
             round_.record(key, outcome)

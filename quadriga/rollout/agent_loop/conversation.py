@@ -34,7 +34,7 @@ from quadriga.errors import DataError, RolloutError
 from quadriga.protocol.chats import CONTINUING, ends_with_assistant
 from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import Outcome
-from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolResponse
+from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolResult
 from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 
 # Texts that no conversation has: the model's turn of which the rest is cut off, and the text of a
@@ -76,13 +76,13 @@ class Turn:
     text: str  # special tokens included, for parsers
     seconds: float  # time that the turn took
     finish_reason: str = ""  # of the engine; "" if the model did not write the turn
-    tool_responses: tuple[ToolResponse, ...] = ()  # one for each call of the turn before
+    tool_responses: tuple[ToolResult, ...] = ()  # one for each call of the turn before
     # Messages of the turn. Empty: one message, with the role and the text.
     messages: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(frozen=True)
-class Limits:
+class LengthLimits:
     """Limits on the length of a conversation."""
 
     prompt_tokens: int  # P, tokens of the prompt
@@ -127,7 +127,7 @@ class Conversation:
     encoder: "TurnEncoder"  # renders the other turns
     sample: Sample  # the row of the batch
     sampling: SamplingParams  # its `seed` is the conversation's
-    limits: Limits  # on tokens and turns
+    limits: LengthLimits  # on tokens and turns
     prompt_ids: list[int] = field(init=False)  # the prompt that the engine receives
     # Four lists with a value for each token of the response. The mask is 1 on tokens of the model;
     # a version is that of the weights that drew the token, -1 on the tokens of tools and users.
@@ -411,7 +411,7 @@ class Conversation:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tool_responses: Sequence[ToolResponse] = (),
+        tool_responses: Sequence[ToolResult] = (),
         seconds: float = 0,
     ) -> None:
         """Append a turn that the model did not write.

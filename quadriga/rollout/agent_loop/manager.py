@@ -44,7 +44,7 @@ from quadriga.rewards.scoring import POLICY_TEXT
 from quadriga.rollout.agent_loop.conversation import (
     Conversation,
     ConversationOver,
-    Limits,
+    LengthLimits,
     Sample,
     Turn,
     TurnEncoder,
@@ -120,7 +120,7 @@ class AgentLoopManager:
         self.processor = processor
         self.encoder = TurnEncoder(tokenizer, template_kwargs or {}, vocabulary_size, echo_roles)
         turns = config.multi_turn
-        self.limits = Limits(
+        self.limits = LengthLimits(
             prompt_tokens=prompt_length,
             response_tokens=response_length,
             total_tokens=config.max_model_len or prompt_length + response_length,
@@ -483,7 +483,7 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
 def to_batch(
     chats: Sequence[Conversation],
     outcomes: Sequence[Outcome | None] | None,
-    limits: Limits,
+    limits: LengthLimits,
     pad_token_id: int,
 ) -> DataProto:
     """Conversations that have ended as a batch, with the columns of `generate_sequences`.
@@ -570,7 +570,7 @@ def _prompt_columns(
 def _position_ids(
     chats: Sequence[Conversation],
     images: Sequence[Images | None],
-    limits: Limits,
+    limits: LengthLimits,
     pad_token_id: int,
 ) -> torch.Tensor:
     """Positions of prompts and responses, [B, P + T] or [B, 3, P + T]; 0 on the left padding."""

@@ -230,7 +230,7 @@ def _deliver(returned: "Future[Any]", function: Function, kwargs: Mapping[str, A
 
 
 @dataclass(frozen=True)
-class ToolResponse:
+class ToolResult:
     """The response to a call of a tool."""
 
     name: str  # of the tool that was called
@@ -317,7 +317,7 @@ class ToolBox:
     async def __aexit__(self, *error: object) -> None:
         await self._releases.aclose()
 
-    async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResponse]:
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make the calls of one turn at the same time, at most `max_parallel_calls` of them.
 
         Returns:
@@ -329,7 +329,7 @@ class ToolBox:
         limit = self.config.max_parallel_calls
         # An error is raised after all calls have ended: none runs on in a conversation that ends.
         outcomes = await asyncio.gather(*map(self._call, calls[:limit]), return_exceptions=True)
-        responses: list[ToolResponse] = []
+        responses: list[ToolResult] = []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -358,7 +358,7 @@ class ToolBox:
                 raise ToolFailedError(where, got=got, expected="a number") from error
         return rewards
 
-    async def _call(self, call: ToolCall) -> ToolResponse:
+    async def _call(self, call: ToolCall) -> ToolResult:
         """Make one call. A mistake of the model makes a response, a failure of the tool raises."""
         arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
         if len(arguments) > _MAX_SHOWN_CHARACTERS:
@@ -409,11 +409,11 @@ class ToolBox:
 
     def _response(
         self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False
-    ) -> ToolResponse:
+    ) -> ToolResult:
         """The response with a text, which is cut to the limit."""
         # The beginning of a refusal says what is wrong, so only its end may be cut.
         side = "right" if is_refused else self.config.tool_response_truncate_side
-        return ToolResponse(
+        return ToolResult(
             name=call.name,
             arguments=json.dumps(call.arguments, ensure_ascii=False, default=str),
             text=truncate(text, self.config.max_tool_response_length, side),

@@ -115,6 +115,10 @@ class TextEnvironment(ABC):
 
         By default it is a call of a tool or, without tools, one of the examples in brackets in the
         text of the observation.
+
+        Args:
+            text: observation of the agent.
+            generator: draws the action.
         """
         if self.schemas:
             function = generator.choice(self.schemas)["function"]

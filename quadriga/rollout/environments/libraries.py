@@ -167,7 +167,11 @@ class _GemEnvironment(SteppedEnvironment):
 
 
 def gem_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
-    """Adapter of a game of GEM; the prefix `game:` of its name may be left out.
+    """Make a game of GEM.
+
+    Args:
+        spec: the environment; its options are arguments of `gem.make`.
+        identifier: name of the game, with or without the prefix `game:`.
 
     Raises:
         MachineError: GEM is not installed.
@@ -181,10 +185,14 @@ def gem_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
 
 
 def gymnasium_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
-    """Adapter of an environment of Gymnasium.
+    """Make an environment of Gymnasium.
 
     Actions are JSON that must fit the action space, or the reply itself if that is a space of texts.
     With the option `render_mode: ansi` the model reads the rendered text.
+
+    Args:
+        spec: the environment; its options are arguments of `gymnasium.make`.
+        identifier: a registered name, or `module:name` and `namespace/name`.
 
     Raises:
         MachineError: Gymnasium is not installed.

@@ -23,7 +23,7 @@ from quadriga.rewards.outcome import Outcome, failure
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Sample, Turn
 from quadriga.rollout.agent_loop.loops import AgentLoop, Services, register
 from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
-from quadriga.rollout.agent_loop.tool_calls import ToolResponse
+from quadriga.rollout.agent_loop.tool_calls import ToolResult
 from quadriga.rollout.environments.interface import Step
 from quadriga.rollout.environments.players import (
     Player,
@@ -163,14 +163,14 @@ class EnvironmentAgent(AgentLoop):
                 seconds = time.perf_counter() - started
                 chat.append(messages, tool_responses=responses, seconds=seconds)
 
-    async def _call(self, play: "Play", episode: Episode, call: ToolCall) -> ToolResponse:
+    async def _call(self, play: "Play", episode: Episode, call: ToolCall) -> ToolResult:
         """Response to one call; a call that cannot be read is refused here."""
         started = time.perf_counter()
         step = Step(f"Error: {call.problem}", info={"is_invalid": True})
         if not call.problem:
             step = await episode.step({"name": call.name, "arguments": call.arguments})
         play.record(step)
-        return ToolResponse(
+        return ToolResult(
             name=call.name,
             arguments=json.dumps(call.arguments, ensure_ascii=False, default=str),
             text=step.text,
@@ -274,7 +274,7 @@ class Play:
         return bool(self.chat.finish_reason) and not self.is_done
 
 
-def _tool_messages(chat: Conversation, responses: list[ToolResponse]) -> list[dict[str, Any]]:
+def _tool_messages(chat: Conversation, responses: list[ToolResult]) -> list[dict[str, Any]]:
     """Messages with the responses of tools."""
     # Templates may need an id for each call; it counts the calls of the conversation.
     number = sum(len(earlier.tool_responses) for earlier in chat.turns)

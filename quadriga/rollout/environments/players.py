@@ -144,6 +144,14 @@ class ServerPlayer:
 
 
 def seed_of(seed: Any, number: int) -> int:
-    """Seed that is derived from another one and a number."""
+    """Derive a seed.
+
+    Args:
+        seed: the seed to derive from; anything with a stable `repr`, such as a tuple of integers.
+        number: tells seeds apart that are derived from the same one.
+
+    Returns:
+        An integer below 2**56, the same in every process.
+    """
     digest = hashlib.blake2b(repr((seed, number)).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")

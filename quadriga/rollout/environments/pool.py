@@ -168,7 +168,16 @@ class Episode:
         return await self._call("step", (action,))
 
     async def sample(self, text: str, seed: int, reference: str) -> str:
-        """Action of an agent that is no model, see `TextEnvironment.sample`; errors as of `step`."""
+        """Play for an agent that is no model. Errors are those of `step`.
+
+        Args:
+            text: observation of the agent.
+            seed: seed of this action.
+            reference: "random", or a function of the user.
+
+        Returns:
+            The action as text; see `TextEnvironment.sample`.
+        """
         step = await self._call("sample", (text, seed, reference))
         return step.text
 

@@ -189,7 +189,12 @@ class EpisodeHost:
         self._random_states: dict[int, dict[str, Any]] = {}
 
     def call(self, episode: int, method: str, arguments: tuple[Any, ...]) -> Step:
-        """Call `reset`, `step` or `finish` of an episode with its random states.
+        """Call a method of an episode's environment with the episode's random states.
+
+        Args:
+            episode: number of the episode; "reset" begins it, and "finish" ends it.
+            method: "reset", "step", "sample" or "finish".
+            arguments: arguments of the method, the seed first for "reset".
 
         Raises:
             Exception: whatever the environment raises, or a ValueError about what it returned.

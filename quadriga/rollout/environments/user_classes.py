@@ -42,7 +42,11 @@ _MAX_ERROR_CHARACTERS = 2000
 
 
 def user_environment(user_class: type[Any], spec: EnvironmentSpec) -> TextEnvironment:
-    """Adapter of an object of a user's class.
+    """Make an object of a user's class, and the adapter that fits its methods.
+
+    Args:
+        user_class: a class with `reset`, and with `step` or with public methods as tools.
+        spec: the environment; its options are arguments of the class.
 
     Raises:
         RolloutError: the class has no `reset`, or neither `step` nor a public method.
@@ -130,7 +134,12 @@ class SteppedEnvironment(TextEnvironment):
         _close(self.environment)
 
     def text_of(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """Text that the model reads of an observation. A subclass may use `info` as well."""
+        """Convert an observation to the text that the model reads.
+
+        Args:
+            observation: observation that `reset` or `step` returned.
+            info: the info beside it, for subclasses.
+        """
         return as_observation(observation)
 
     def _with_state(self, info: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:

@@ -49,8 +49,8 @@ from quadriga.rollout.interface import (
     SamplingParams,
 )
 from quadriga.rollout.native.attention import cache_dtype
-from quadriga.rollout.native.generation import Generation, Request
-from quadriga.rollout.native.group_steps import GroupSteps, Over, Renewal, Step
+from quadriga.rollout.native.generation import Generation, GenerationRequest
+from quadriga.rollout.native.group_steps import GroupSteps, Over, Renewal, StepMessage
 from quadriga.rollout.native.network import (
     Network,
     PlainNetwork,
@@ -161,8 +161,8 @@ class NativeEngine(CausalModelEngine):
         # The lock guards the inbox, the requests that a runner has taken (some may be done), the
         # work between steps, and whether there is a runner.
         self._lock = threading.Lock()
-        self._inbox: list[Request] = []
-        self._open: list[Request] = []
+        self._inbox: list[GenerationRequest] = []
+        self._open: list[GenerationRequest] = []
         self._work: list[_Work] = []
         self._is_running = False
         self._is_between_steps = False
@@ -301,14 +301,16 @@ class NativeEngine(CausalModelEngine):
             for request in (*self._open, *self._inbox):
                 request.is_given_up = True
 
-    def _unfinished_requests(self) -> list[Request]:
+    def _unfinished_requests(self) -> list[GenerationRequest]:
         """Requests that are neither done nor aborted. The caller holds the lock."""
         requests = [*self._open, *self._inbox]
         return [
             request for request in requests if not (request.future.done() or request.is_given_up)
         ]
 
-    def _requests(self, prompts: Prompts, sampling: Sampling, images: BatchImages) -> list[Request]:
+    def _requests(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages
+    ) -> list[GenerationRequest]:
         """Check what a caller sent, and make requests of it."""
         self._require_ready(prompts, sampling, images)
         self._require_room(prompts, sampling)
@@ -323,7 +325,7 @@ class NativeEngine(CausalModelEngine):
             if prompt_images is not None:
                 _require_places(where, prompt, prompt_images, image_tokens)
             requests.append(
-                Request(prompt, params, self.eos_token_ids, self.tokenizer, prompt_images)
+                GenerationRequest(prompt, params, self.eos_token_ids, self.tokenizer, prompt_images)
             )
         return requests
 
@@ -344,7 +346,7 @@ class NativeEngine(CausalModelEngine):
     def follow(self) -> None:
         assert self._steps is not None and self.group is not None and not self.group.is_leader
         while True:
-            message = self.group.hear(is_idle=True) or Step()
+            message = self.group.hear(is_idle=True) or StepMessage()
             if isinstance(message, Over):
                 break
             if isinstance(message, Renewal):
@@ -354,29 +356,31 @@ class NativeEngine(CausalModelEngine):
         self._steps.require_same(message.checksum)
         self._steps.reset()
 
-    def _follow_requests(self, first_step: Step) -> None:
+    def _follow_requests(self, first_step: StepMessage) -> None:
         """Make the leader's steps until no request is left."""
         assert self._steps is not None
-        message: Step | Renewal | Over = first_step
+        message: StepMessage | Renewal | Over = first_step
         with self._computing(first_step.max_cache_tokens) as generation:
             while True:
                 if isinstance(message, Renewal):
                     self._follow_renewal(message, generation)
                 else:
                     # The leader ends a batch only after all of its requests.
-                    assert isinstance(message, Step)
+                    assert isinstance(message, StepMessage)
                     self._follow_step(message, generation)
                     if generation.scheduler.is_done:
                         break
-                message = self._steps.group.hear() or Step()
+                message = self._steps.group.hear() or StepMessage()
         self._steps.count_tokens()
 
-    def _follow_step(self, step: Step, generation: Generation) -> None:
+    def _follow_step(self, step: StepMessage, generation: Generation) -> None:
         """Make a step of the leader."""
         assert self._steps is not None
         requests = []
         for prompt, sampling, images, earlier in step.added:
-            request = Request(prompt, sampling, self.eos_token_ids, self.tokenizer, images)
+            request = GenerationRequest(
+                prompt, sampling, self.eos_token_ids, self.tokenizer, images
+            )
             if earlier is not None:
                 request.go_on_from(earlier)
             requests.append(request)
@@ -464,7 +468,7 @@ class NativeEngine(CausalModelEngine):
 
     # ---- the runner -----------------------------------------------------------------------------
 
-    def _submit(self, requests: list[Request], *, in_worker: bool = False) -> bool:
+    def _submit(self, requests: list[GenerationRequest], *, in_worker: bool = False) -> bool:
         """Put requests into the inbox, and start a runner in a worker thread if there is none.
 
         Returns:
@@ -544,8 +548,8 @@ class NativeEngine(CausalModelEngine):
                 request.future.set_exception(error)
 
     def _take_inbox(
-        self, scheduler: Scheduler[Request]
-    ) -> tuple[list[Request], list[Request], bool]:
+        self, scheduler: Scheduler[GenerationRequest]
+    ) -> tuple[list[GenerationRequest], list[GenerationRequest], bool]:
         """New requests, aborted ones, and whether there is anything to do."""
         with self._lock:
             added = self._inbox
@@ -606,7 +610,7 @@ class NativeEngine(CausalModelEngine):
             # A worker thread begins with the default device.
             with torch.inference_mode(), torch.cuda.device_of(next(self.model.parameters())):
                 network = self._packed_network()
-                scheduler = Scheduler[Request](
+                scheduler = Scheduler[GenerationRequest](
                     self.max_num_seqs, self.max_num_batched_tokens, max_cache_tokens
                 )
                 yield Generation(
@@ -643,7 +647,7 @@ class NativeEngine(CausalModelEngine):
         return int(_CACHE_SHARE * free_bytes / self.token_bytes)
 
 
-def _requests_of(generation: Generation | None) -> list[Request]:
+def _requests_of(generation: Generation | None) -> list[GenerationRequest]:
     """The unfinished requests of a generation, running ones first."""
     if generation is None:
         return []

@@ -108,7 +108,7 @@ class OlderPrefix:
 Prefix = tuple[int, ...] | ImagePrefix | OlderPrefix
 
 
-class Request:
+class GenerationRequest:
     """A prompt, and the response that is generated for it.
 
     Args:
@@ -248,7 +248,7 @@ class Generation:
     def __init__(
         self,
         network: Network,
-        scheduler: Scheduler[Request],
+        scheduler: Scheduler[GenerationRequest],
         weight_version: int,
         *,
         uses_graphs: bool = True,
@@ -273,7 +273,7 @@ class Generation:
         if self.uses_graphs and GraphedSteps.can_capture(network):
             self.graphs = GraphedSteps(network)
 
-    def advance(self, given_up: Collection[Request] = ()) -> None:
+    def advance(self, given_up: Collection[GenerationRequest] = ()) -> None:
         """Drop aborted requests, start waiting ones, and compute one token of every slot."""
         scheduler = self.scheduler
         if given_up:
@@ -446,7 +446,7 @@ class Generation:
         packed = torch.tensor([tokens], device=self.device)
         return packed, positions.to(self.device), packed_images(images, self.device)
 
-    def _places(self, requests: Sequence[Request]) -> list[int]:
+    def _places(self, requests: Sequence[GenerationRequest]) -> list[int]:
         """The place of each request's prefix in the cache."""
         place_of = {prefix: place for place, prefix in enumerate(self.prefixes.prefixes)}
         return [place_of[request.prefix] for request in requests]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from quadriga.rollout.group import RolloutGroup, require_same_tokens
 from quadriga.rollout.interface import Completion, Images, SamplingParams
-from quadriga.rollout.native.generation import Request
+from quadriga.rollout.native.generation import GenerationRequest
 
 
 class NewRequest(NamedTuple):
@@ -24,7 +24,7 @@ class NewRequest(NamedTuple):
     earlier: Completion | None
 
 
-class Step(NamedTuple):
+class StepMessage(NamedTuple):
     """Make a step, after adding these requests and dropping the aborted ones, by number.
 
     A step without either is sent as None.
@@ -68,17 +68,17 @@ class GroupSteps:
 
     def reset(self) -> None:
         """Begin a batch."""
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, GenerationRequest] = {}
         self.checksum = 0
         self.has_failed = False
         self._num_requests = 0
 
-    def add(self, requests: Collection[Request]) -> None:
+    def add(self, requests: Collection[GenerationRequest]) -> None:
         """Number new requests."""
         self.requests |= enumerate(requests, start=self._num_requests)
         self._num_requests += len(requests)
 
-    def count_tokens(self, unfinished: Iterable[Request] = ()) -> None:
+    def count_tokens(self, unfinished: Iterable[GenerationRequest] = ()) -> None:
         """Add the tokens of all finished requests to the checksum, and forget these requests."""
         unfinished_ids = {id(request) for request in unfinished}
         # In the order of the numbers, which is the same on all ranks.
@@ -90,8 +90,8 @@ class GroupSteps:
 
     def tell_step(
         self,
-        added: Sequence[Request],
-        given_up: Sequence[Request],
+        added: Sequence[GenerationRequest],
+        given_up: Sequence[GenerationRequest],
         max_cache_tokens: int | None,
         weight_version: int,
     ) -> None:
@@ -117,7 +117,7 @@ class GroupSteps:
             )
         numbers = {id(request): number for number, request in self.requests.items()}
         aborted = [numbers[id(request)] for request in given_up]
-        self.group.tell(Step(new_requests, aborted, max_cache_tokens))
+        self.group.tell(StepMessage(new_requests, aborted, max_cache_tokens))
 
     def require_same(self, checksum: int) -> None:
         """Raise an EngineError unless this rank generated the leader's tokens."""

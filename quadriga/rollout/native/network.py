@@ -166,7 +166,7 @@ class Network:
                 self.products[module] = _Projection([module], forms)
             # transformers marks experts by this attribute.
             elif getattr(module, "has_gate", False):
-                self.products[module] = _Experts(module, forms, cast(Any, module)._apply_gate)
+                self.products[module] = _NativeExperts(module, forms, cast(Any, module)._apply_gate)
 
     def hidden(
         self,
@@ -296,14 +296,14 @@ class PlainNetwork(Network):
         return self.group.add_up(rows * is_local[..., None])
 
 
-class _Norm(NamedTuple):
+class _NormWeights(NamedTuple):
     """Weight [D] and epsilon of a root-mean-square norm."""
 
     weight: Tensor
     epsilon: float
 
     @classmethod
-    def of(cls, module: Any) -> "_Norm":
+    def of(cls, module: Any) -> "_NormWeights":
         return cls(module.weight, module.variance_epsilon)
 
 
@@ -329,11 +329,11 @@ class _Layer:
         self.num_heads = attention.config.num_attention_heads // num_ranks
         self.num_key_heads = max(1, attention.config.num_key_value_heads // num_ranks)
 
-        self.first_norm = _Norm.of(layer.input_layernorm)
-        self.second_norm = _Norm.of(layer.post_attention_layernorm)
-        self.head_norms: tuple[_Norm, _Norm] | None = None  # of queries and of keys
+        self.first_norm = _NormWeights.of(layer.input_layernorm)
+        self.second_norm = _NormWeights.of(layer.post_attention_layernorm)
+        self.head_norms: tuple[_NormWeights, _NormWeights] | None = None  # of queries and of keys
         if hasattr(attention, "q_norm"):
-            self.head_norms = (_Norm.of(attention.q_norm), _Norm.of(attention.k_norm))
+            self.head_norms = (_NormWeights.of(attention.q_norm), _NormWeights.of(attention.k_norm))
 
         inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.project = _Projection(inputs, forms, packs=True)
@@ -426,7 +426,7 @@ class _Mixture:
         self.router = mlp.gate
         self.experts = mlp.experts
         if forms is not None and forms.many is not None:
-            self.experts = _Experts(mlp.experts, forms, elementwise.gate)
+            self.experts = _NativeExperts(mlp.experts, forms, elementwise.gate)
         self.shared: _MLP | None = None
         if hasattr(mlp, "shared_expert"):
             self.shared = _MLP(mlp.shared_expert, forms, elementwise)
@@ -442,7 +442,7 @@ class _Mixture:
         return mixed + torch.sigmoid(self.share(states)) * self.shared(states)
 
 
-class _Experts:
+class _NativeExperts:
     """The experts of a layer, called as transformers' module of experts.
 
     `gate` combines the two halves of what an expert's first product gives: [R, 2 F] -> [R, F].

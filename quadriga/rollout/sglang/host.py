@@ -52,7 +52,7 @@ def require_version(version: str) -> None:
     require_release("SGLang", version, LEAST, where=WHERE, fix=_INSTALL)
 
 
-class Library:
+class SGLangLibrary:
     """The imported SGLang with its engine. A process can have one engine, made by its main thread.
 
     Args:
@@ -117,7 +117,7 @@ def main() -> None:
     # SGLang's processes may outlive this one, whose end must end the connection.
     os.set_inheritable(connection.fileno(), False)
     try:
-        library = Library(connection.recv())
+        library = SGLangLibrary(connection.recv())
     except Exception as error:  # SGLang's failures have no class in common
         # The parent process raises it.
         connection.send((False, first_line(error)))
@@ -129,7 +129,7 @@ def main() -> None:
         library.engine.shutdown()
 
 
-async def _serve(library: Library, connection: "Connection[Any, Any]") -> None:
+async def _serve(library: SGLangLibrary, connection: "Connection[Any, Any]") -> None:
     """Run a task for each request until None arrives or the connection ends."""
 
     async def respond(number: int, method: str, arguments: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from quadriga.errors import WeightSyncError
 from quadriga.models.adapter_files import is_factor, write_adapter_shape, write_factors
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.cores import Core
-from quadriga.rollout.vllm.library import WHERE, Library
+from quadriga.rollout.vllm.library import WHERE, VLLMLibrary
 from quadriga.weight_sync.publish import name_some
 
 _MERGE = "With actor_rollout_ref.model.lora_merge=true the adapter travels merged."
@@ -59,7 +59,7 @@ class AdapterSlot:
             adapter.
     """
 
-    def __init__(self, adapter: Adapter, library: Library, core: Core) -> None:
+    def __init__(self, adapter: Adapter, library: VLLMLibrary, core: Core) -> None:
         self._adapter = adapter
         self._library = library
         self._core = core

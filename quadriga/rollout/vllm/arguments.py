@@ -9,7 +9,7 @@ from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import SEED_BITS
 from quadriga.rollout.vllm.adapter import Adapter
-from quadriga.rollout.vllm.library import Library
+from quadriga.rollout.vllm.library import VLLMLibrary
 
 _GIB = 1 << 30
 SEQUENCES_ON_GPU = 1024
@@ -101,7 +101,7 @@ def arguments_of(
 
 
 def sampling_of(
-    params: SamplingParams, library: Library, eos_token_ids: Iterable[int], *, has_seed: bool
+    params: SamplingParams, library: VLLMLibrary, eos_token_ids: Iterable[int], *, has_seed: bool
 ) -> Any:
     """vLLM's form of the sampling parameters of a response.
 

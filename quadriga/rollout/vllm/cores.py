@@ -39,7 +39,7 @@ from quadriga.background import EventLoopThread
 from quadriga.errors import RolloutError
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.third_party import FINISH_REASONS, LogProbsOf, split_log_probs
-from quadriga.rollout.vllm.library import WHERE, Library, executor, started, unfinished_outputs
+from quadriga.rollout.vllm.library import WHERE, VLLMLibrary, executor, started, unfinished_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ _END_S = 30.0
 HEALTH_CHECK_EVERY_S = 10.0
 
 
-class Request(NamedTuple):
+class VLLMRequest(NamedTuple):
     """A request in vLLM's terms.
 
     Attributes:
@@ -79,7 +79,7 @@ class Response:
     """A response so far.
 
     Attributes:
-        expanded: see `Request`.
+        expanded: see `VLLMRequest`.
         versions: for each set of weights that drew tokens, the number of its first token and its
             version.
         is_void: whether newer weights were loaded before its first token.
@@ -252,7 +252,11 @@ class InProcessCore(Core):
     _has_foreign_group: ClassVar[bool] = False
 
     def __init__(
-        self, library: Library, arguments: dict[str, Any], device: torch.device, place: Any = None
+        self,
+        library: VLLMLibrary,
+        arguments: dict[str, Any],
+        device: torch.device,
+        place: Any = None,
     ) -> None:
         if not (InProcessCore._open or InProcessCore._closed):
             InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
@@ -278,9 +282,17 @@ class InProcessCore(Core):
         return getattr(owner, method)(*args, **options)
 
     def generate_batch(
-        self, requests: Sequence[Request], count_ended: Callable[[int], None] | None = None
+        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
     ) -> list[Response]:
-        """Generate a response for each request, in order; `count_ended` is that of the engine."""
+        """Generate responses, all in the same steps of vLLM.
+
+        Args:
+            requests: the requests.
+            count_ended: called with 1 whenever a response is complete, to report progress.
+
+        Returns:
+            A response for each request, in order. After `abort`, unfinished ones end early.
+        """
         self._aborted.clear()
         responses: dict[str, Response] = {}
         try:
@@ -332,7 +344,7 @@ class ProcessCore(Core):
     is_in_process = False
 
     def __init__(
-        self, library: Library, arguments: dict[str, Any], silent_s: float = 300.0
+        self, library: VLLMLibrary, arguments: dict[str, Any], silent_s: float = 300.0
     ) -> None:
         self._ids = itertools.count(1)
         self._silent_s = silent_s
@@ -365,7 +377,7 @@ class ProcessCore(Core):
         """Run a coroutine on the thread's loop. Cancelling the future cancels it."""
         return self._thread.submit(work)
 
-    async def respond(self, ask: Callable[[], tuple[Request, int]]) -> Response:
+    async def respond(self, ask: Callable[[], tuple[VLLMRequest, int]]) -> Response:
         """Generate one response. This coroutine runs on the thread's loop.
 
         When it is cancelled, vLLM drops the request.

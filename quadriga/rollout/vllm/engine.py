@@ -49,7 +49,13 @@ from quadriga.rollout.third_party import (
 )
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
 from quadriga.rollout.vllm.arguments import arguments_of, sampling_of
-from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore, Request, Response, results_of
+from quadriga.rollout.vllm.cores import (
+    InProcessCore,
+    ProcessCore,
+    Response,
+    VLLMRequest,
+    results_of,
+)
 from quadriga.rollout.vllm.group import GroupCore, sees_peers
 from quadriga.rollout.vllm.library import (
     LEAST_OF_ADAPTERS,
@@ -65,7 +71,7 @@ from quadriga.rollout.vllm.library import (
     repack_tied,
     tensor_parallel_place,
 )
-from quadriga.rollout.vllm.memory import Memory
+from quadriga.rollout.vllm.memory import VLLMMemory
 from quadriga.weight_sync.buckets import pack, unpack
 from quadriga.weight_sync.fingerprint import PendingFingerprints, tensor_fingerprint
 from quadriga.weight_sync.reshard import Wanted
@@ -133,7 +139,7 @@ class VLLMEngine(ThirdPartyEngine):
             setup, adapter, is_vision=is_vision, can_sleep=setup.can_sleep
         )
         self.core = self._make_core()
-        self.memory = Memory(self.core, can_sleep=setup.can_sleep)
+        self.memory = VLLMMemory(self.core, can_sleep=setup.can_sleep)
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
         # Loads between two steps run in this thread, one after the other. Meanwhile
         # `_keeps_cache` says whether the KV cache of older weights stays; else it is None.
@@ -214,7 +220,7 @@ class VLLMEngine(ThirdPartyEngine):
     ) -> Completion:
         """Generate one response, on the loop of the core's thread."""
 
-        def ask() -> tuple[Request, int]:
+        def ask() -> tuple[VLLMRequest, int]:
             [request] = self._requests([prompt], [sampling], [images])
             return request, self.weight_version
 
@@ -507,7 +513,7 @@ class VLLMEngine(ThirdPartyEngine):
 
     def _requests(
         self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]
-    ) -> list[Request]:
+    ) -> list[VLLMRequest]:
         """Requests in vLLM's terms."""
         self._require_ready(prompts, sampling, images)
         if any(images) and not self.is_vision:
@@ -540,7 +546,7 @@ class VLLMEngine(ThirdPartyEngine):
             vllm_params = sampling_of(
                 params, self.library, self.eos_token_ids, has_seed=self.setup.rollout.request_seeds
             )
-            requests.append(Request(vllm_prompt, vllm_params, adapter, expanded))
+            requests.append(VLLMRequest(vllm_prompt, vllm_params, adapter, expanded))
         return requests
 
     @contextmanager

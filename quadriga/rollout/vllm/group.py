@@ -26,22 +26,22 @@ import torch
 from quadriga.errors import RolloutError
 from quadriga.rollout.group import RolloutGroup, require_same_tokens
 from quadriga.rollout.third_party import process_environment
-from quadriga.rollout.vllm.cores import InProcessCore, Request, Response
-from quadriga.rollout.vllm.library import Library, unfinished_outputs
+from quadriga.rollout.vllm.cores import InProcessCore, Response, VLLMRequest
+from quadriga.rollout.vllm.library import VLLMLibrary, unfinished_outputs
 
 
-class Step(NamedTuple):
+class StepChanges(NamedTuple):
     """Changes before a step of all ranks: new requests by name, and names of aborted ones."""
 
-    added: dict[str, Request]
+    added: dict[str, VLLMRequest]
     given_up: list[str]
 
 
 @dataclass(eq=False)
-class _Call:
+class _PendingRequest:
     """An unfinished request, and its response so far."""
 
-    request: Request
+    request: VLLMRequest
     response: Response
     future: Future[Response] = field(default_factory=Future)
     is_given_up: bool = False
@@ -77,12 +77,14 @@ class GroupCore(InProcessCore):
         group: the rollout group.
     """
 
-    def __init__(self, library: Library, arguments: dict[str, Any], group: RolloutGroup) -> None:
+    def __init__(
+        self, library: VLLMLibrary, arguments: dict[str, Any], group: RolloutGroup
+    ) -> None:
         self.group = group
         self._lock = threading.Lock()
         # On the leader, both by name: requests before their first step, and those after it.
-        self._inbox: dict[str, _Call] = {}
-        self._calls: dict[str, _Call] = {}
+        self._inbox: dict[str, _PendingRequest] = {}
+        self._calls: dict[str, _PendingRequest] = {}
         self._is_running = False
         self._has_failed = False
         self._checksum = 0
@@ -101,9 +103,9 @@ class GroupCore(InProcessCore):
             super().__init__(library, arguments, group.device, (name, group.ranks[group.rank]))
 
     def generate_batch(
-        self, requests: Sequence[Request], count_ended: Callable[[int], None] | None = None
+        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
     ) -> list[Response]:
-        calls = [_Call(request, Response(request.expanded)) for request in requests]
+        calls = [_PendingRequest(request, Response(request.expanded)) for request in requests]
         if count_ended is not None:
             for call in calls:
                 call.future.add_done_callback(lambda _: count_ended(1))
@@ -111,9 +113,9 @@ class GroupCore(InProcessCore):
             self._run()
         return [call.future.result() for call in calls]
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: VLLMRequest) -> Response:
         """Generate one response together with others. Cancelling it aborts it on all ranks."""
-        call = _Call(request, Response(request.expanded))
+        call = _PendingRequest(request, Response(request.expanded))
         waiting = asyncio.wrap_future(call.future)
         if self._submit([call]):
             if self._worker is None:
@@ -136,7 +138,7 @@ class GroupCore(InProcessCore):
                 message = self.group.hear(is_idle=not self.engine.has_unfinished_requests())
                 if isinstance(message, int):
                     break
-                self._take(message or Step({}, []))
+                self._take(message or StepChanges({}, []))
         checksum = self._checksum
         self._checksum = 0
         require_same_tokens(self.group, "vllm", checksum=checksum, leader_checksum=message)
@@ -159,7 +161,7 @@ class GroupCore(InProcessCore):
             self._worker.shutdown()
         super().close()
 
-    def _submit(self, calls: list[_Call]) -> bool:
+    def _submit(self, calls: list[_PendingRequest]) -> bool:
         """Put requests into the inbox; returns whether the caller must run them."""
         with self._lock:
             for call in calls:
@@ -199,7 +201,7 @@ class GroupCore(InProcessCore):
             if not isinstance(error, Exception):
                 raise
 
-    def _next_step(self) -> Step | None:
+    def _next_step(self) -> StepChanges | None:
         """Take the requests of the inbox into the next step; None if there are no requests."""
         with self._lock:
             given_up = []
@@ -210,9 +212,9 @@ class GroupCore(InProcessCore):
             self._calls |= self._inbox
             self._inbox = {}
             self._is_running = bool(self._calls)
-        return Step(added, given_up) if self._is_running else None
+        return StepChanges(added, given_up) if self._is_running else None
 
-    def _take(self, step: Step) -> list[Any]:
+    def _take(self, step: StepChanges) -> list[Any]:
         """Make a step, as every rank does; returns vLLM's outputs of finished requests."""
         if step.given_up:
             self.engine.abort_request(step.given_up)
@@ -229,7 +231,7 @@ class GroupCore(InProcessCore):
         return outputs
 
     @staticmethod
-    def _end(call: _Call, output: Any) -> None:
+    def _end(call: _PendingRequest, output: Any) -> None:
         """Give the caller its response, unless it was cancelled."""
         if call.future.set_running_or_notify_cancel():
             try:

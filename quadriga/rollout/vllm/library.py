@@ -47,7 +47,7 @@ _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 @dataclass(frozen=True)
-class Library:
+class VLLMLibrary:
     """The imported vLLM.
 
     Attributes:
@@ -78,7 +78,7 @@ def warn_about_version(version: str) -> None:
         )
 
 
-def load() -> Library:
+def load() -> VLLMLibrary:
     """Import vLLM, with only errors in its log and unpinned threads.
 
     Raises:
@@ -96,7 +96,7 @@ def load() -> Library:
     except (ImportError, OSError, RuntimeError) as error:
         got = f"vLLM {version}, which does not load: {error}"
         raise RolloutError(WHERE, got=got, expected="one that does", fix=_INSTALL) from error
-    return Library(version, module, sampling, lora)
+    return VLLMLibrary(version, module, sampling, lora)
 
 
 def started(num_processes: int = 0) -> AbstractContextManager[None]:
@@ -138,7 +138,15 @@ def cache_folder() -> Path:
 
 
 def unwritable_cache(folder: Path, reason: str) -> ConfigError:
-    """The error of a cache folder that vLLM cannot write."""
+    """Describe a cache folder that vLLM cannot write.
+
+    Args:
+        folder: the folder.
+        reason: why it cannot be written.
+
+    Returns:
+        The error to raise.
+    """
     return ConfigError(
         "VLLM_CACHE_ROOT",
         got=f"{folder} ({reason})",

@@ -4,7 +4,7 @@
 from quadriga.rollout.vllm.cores import Core
 
 
-class Memory:
+class VLLMMemory:
     """The parts of vLLM's memory, "weights" and "kv_cache", and whether they are released.
 
     Args:

@@ -65,7 +65,7 @@ RAY_KILLS_S = 3.0  # time for Ray to kill a process before it is killed directly
 
 
 @dataclass(frozen=True)
-class Call:
+class RemoteCall:
     """Handle of a started method, returned by `RayWorkerGroup.start_all`."""
 
     ref: Any  # Ray's reference of the output
@@ -78,7 +78,7 @@ class Call:
 
     def __reduce__(self) -> tuple[Any, ...]:
         text = partial(str, self.arguments())
-        return Call, (self.ref, self.actor, self.address, self.worker, self.method, text)
+        return RemoteCall, (self.ref, self.actor, self.address, self.worker, self.method, text)
 
 
 # ---- waiting ------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Call:
 class _Loss:
     """A call without an output, and Ray's reason."""
 
-    call: Call
+    call: RemoteCall
     error: RayError
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ _FAILED = (Failure, _Loss)
 
 
 def resolve(
-    handles: Sequence[Call],
+    handles: Sequence[RemoteCall],
     borrow: bool = False,
     report_every_s: float | None = None,
     emit: Callable[[str], None] = print,
@@ -159,7 +159,7 @@ def resolve(
         WorkerLostError: the process, its node or the cluster is lost. A note has the end of the
             process's standard error.
     """
-    wait = _Wait(handles)
+    wait = _PendingCalls(handles)
     # One call to Ray is enough if all respond in time. Otherwise outputs are fetched one by one.
     with suppress(RayError):
         outputs = ray.get(list(wait.calls), timeout=POLL_S)
@@ -170,15 +170,15 @@ def resolve(
     return [transport.unpack_result(wait.outputs[call.ref], borrow) for call in handles]
 
 
-def first_outcomes(handles: Sequence[Call]) -> dict[Call, Any]:
+def first_outcomes(handles: Sequence[RemoteCall]) -> dict[RemoteCall, Any]:
     """Wait for one of several calls.
 
     Returns:
         Outputs and errors so far, by call. Outputs are lent, as with `borrow` of `resolve`.
     """
-    wait = _Wait(handles)
+    wait = _PendingCalls(handles)
     wait.go_on(REPORT_EVERY_S, for_one=True)
-    outcomes: dict[Call, Any] = {}
+    outcomes: dict[RemoteCall, Any] = {}
     for ref, output in wait.outputs.items():
         if isinstance(output, _FAILED):
             outcome: Any = output.as_error()
@@ -188,10 +188,10 @@ def first_outcomes(handles: Sequence[Call]) -> dict[Call, Any]:
     return outcomes
 
 
-class _Wait:
+class _PendingCalls:
     """Pending and completed calls. Outputs include failures."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[RemoteCall]) -> None:
         names = ", ".join(dict.fromkeys(f"{call.worker.role}.{call.method}" for call in calls))
         self.description = f"{names} on {len(calls)} rank{'s' if len(calls) != 1 else ''}"
         self.calls = {call.ref: call for call in calls}
@@ -340,7 +340,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(texts)
 
 
-def _second_error(call: Call) -> RayError | None:
+def _second_error(call: RemoteCall) -> RayError | None:
     """Error of a second call. Right after a death Ray may only know of a lost connection."""
     if call.address and cluster.is_lost(call.address.node, call.address.raylet_port):
         return NodeDiedError("its node has died")

@@ -104,7 +104,7 @@ class Keeper:
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _CopyLocations:
     """Location of each rank's copies: nodes, paths on them, and keepers in other processes."""
 
     nodes: dict[Owner, list[str]]
@@ -130,7 +130,7 @@ class NewestState:
     step: int  # the step after which it was copied
     driver: dict[str, Any]  # the driver's part of the state
     plans: dict[str, Any]
-    memory: _Memory
+    memory: _CopyLocations
 
     def load(self, workers: Mapping[str, Any]) -> None:
         """Load the state into the workers of each part. Their layout may have changed."""
@@ -144,7 +144,7 @@ class StateCopies:
     def __init__(self) -> None:
         self._keepers: dict[str, Any] = {}
         self._workers: Mapping[str, Any] = {}
-        self._memory: _Memory | None = None
+        self._memory: _CopyLocations | None = None
         self._driver: dict[int, dict[str, Any]] = {}
         self._mirrors: list[Any] = []
 
@@ -197,7 +197,7 @@ class StateCopies:
         if refusal:
             return f"none ({refusal}): a lost process costs the steps since the last checkpoint"
         remote_keepers = {node: keeper for node, keeper in self._keepers.items() if node != HERE}
-        self._memory = _Memory(nodes, paths, remote_keepers)
+        self._memory = _CopyLocations(nodes, paths, remote_keepers)
         ranks = "its ranks and of those of the node before" if len(cycle) > 1 else "its ranks"
         choice = f"{largest / GIB:.2f} GiB a node, the last two steps of {ranks}"
         return f"{choice}: a lost process costs one step"
@@ -251,7 +251,7 @@ class StateCopies:
                     node for node in owner_nodes if step in complete.get(node, {}).get(owner, [])
                 ]
             if all(nodes.values()):
-                memory = _Memory(nodes, self._memory.paths, self._memory.keepers)
+                memory = _CopyLocations(nodes, self._memory.paths, self._memory.keepers)
                 return NewestState(step, driver, self._plans, memory)
         return None
 

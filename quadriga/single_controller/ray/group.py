@@ -31,7 +31,7 @@ from quadriga.errors import WorkerError
 from quadriga.observe.machine import num_usable_cores
 from quadriga.single_controller.dispatch import Arguments
 from quadriga.single_controller.ray import calls
-from quadriga.single_controller.ray.calls import Call
+from quadriga.single_controller.ray.calls import RemoteCall
 from quadriga.single_controller.ray.cluster import await_lost_nodes, renew_own_cluster, run_on_node
 from quadriga.single_controller.ray.errors import WorkerName
 from quadriga.single_controller.ray.heartbeat import Heartbeat
@@ -201,7 +201,7 @@ class WorkerProcesses:
         self._build(range(len(addresses)), addresses)
         return addresses
 
-    def starts(self) -> list[Call]:
+    def starts(self) -> list[RemoteCall]:
         """Pending starts of all processes, as calls that return the address of a process."""
         return [self._start_of(rank) for rank in range(len(self.actors))]
 
@@ -223,11 +223,11 @@ class WorkerProcesses:
         [self.addresses[rank]] = calls.resolve([self._start_of(rank)])
         self._build([rank], self.addresses)
 
-    def _start_of(self, rank: int) -> Call:
+    def _start_of(self, rank: int) -> RemoteCall:
         name = WorkerName(self.name, rank, len(self.actors))
-        return Call(self.address_refs[rank], self.actors[rank], None, name, "start", str)
+        return RemoteCall(self.address_refs[rank], self.actors[rank], None, name, "start", str)
 
-    def loads(self) -> list[Call]:
+    def loads(self) -> list[RemoteCall]:
         """Pending imports of all processes. Waits until the processes have started."""
         loads = []
         for rank, start in enumerate(self.starts()):
@@ -302,7 +302,7 @@ class RayWorkerGroup(WorkerGroup[W]):
             for method, registration in group.methods.items():
                 self.methods[f"{role}_{method}"] = registration
 
-    def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Call]:
+    def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[RemoteCall]:
         """Start a method on the group's ranks. Shared columns go into the object store once."""
         group, method = self._group_of(method_name)
         addresses = self.processes.addresses
@@ -320,7 +320,7 @@ class RayWorkerGroup(WorkerGroup[W]):
             ref = call_method.remote(header, *message.refs)
             worker = WorkerName(group.name, rank, len(addresses), address.node, address.pid)
             describe = partial(describe_arguments, *per_rank[number])
-            started.append(Call(ref, actor, address, worker, method, describe))
+            started.append(RemoteCall(ref, actor, address, worker, method, describe))
         return started
 
     resolve = staticmethod(calls.resolve)
@@ -422,7 +422,7 @@ class RayWorkerGroups(WorkerGroups):
             raise
 
     def await_start(self) -> None:
-        loads: list[Call] = []
+        loads: list[RemoteCall] = []
         for group in self._pool_groups.values():
             loads += group.processes.loads()
         calls.resolve(loads)

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 
 from quadriga.config.trainer import TrainerConfig
 from quadriga.single_controller.ray import calls
-from quadriga.single_controller.ray.calls import Call
+from quadriga.single_controller.ray.calls import RemoteCall
 from quadriga.single_controller.ray.cluster import is_cluster_lost, run_on_node
 from quadriga.single_controller.ray.errors import WorkerName
 from quadriga.single_controller.ray.process import ProcessAddress, Status, state_of
@@ -63,7 +63,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        starts: Sequence[Callable[[], list[Call]]],
+        starts: Sequence[Callable[[], list[RemoteCall]]],
         settings: TrainerConfig,
         emit: Callable[[str], None] = print,
     ) -> None:

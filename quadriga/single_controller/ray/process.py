@@ -81,7 +81,7 @@ class Status:
 
 
 @dataclass
-class _Running:
+class _RunningMethod:
     """A running method, in the thread that created this object."""
 
     role: str
@@ -125,7 +125,7 @@ class WorkerProcess:
         self._workers: dict[str, Worker] = {}
         self._names: dict[str, WorkerName] = {}
         self._not_built: dict[str, Failure] = {}
-        self._running: _Running | None = None
+        self._running: _RunningMethod | None = None
         show_own_devices()
         streams.install()
         # All threads, because the one that gets the signal is not the one that computes.
@@ -268,8 +268,8 @@ class WorkerProcess:
         return "\n".join(stacks)
 
     @contextmanager
-    def _run(self, role: str, method: str, *, is_shown: bool = True) -> Iterator[_Running]:
-        running = _Running(role, method)
+    def _run(self, role: str, method: str, *, is_shown: bool = True) -> Iterator[_RunningMethod]:
+        running = _RunningMethod(role, method)
         if is_shown:
             self._running = running
         try:

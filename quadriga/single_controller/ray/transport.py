@@ -60,14 +60,14 @@ class _NeedsRayError(Exception):
     """The value contains references to Ray's objects."""
 
 
-class _Column(NamedTuple):
+class _BatchColumn(NamedTuple):
     """A column of a DataProto. Unlike other tensors, columns of an output may be lent."""
 
     tensor: torch.Tensor
 
 
 @dataclass(slots=True)
-class _Part:
+class _OutOfBandBuffer:
     """Bytes outside the pickle stream."""
 
     memory: np.ndarray
@@ -88,8 +88,8 @@ class _Pickler(cloudpickle.Pickler):
     """
 
     def __init__(self, file: io.BytesIO) -> None:
-        self.parts: list[_Part] = []
-        self._tensor_parts: dict[int, tuple[pickle.PickleBuffer, _Part]] = {}
+        self.parts: list[_OutOfBandBuffer] = []
+        self._tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]] = {}
         # Not a bound method: a reference cycle with the pickler would keep the objects alive until
         # the next garbage collection.
         callback = partial(_take, self.parts, self._tensor_parts)
@@ -97,12 +97,12 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce tensors, columns and batches; refuse references to Ray's objects."""
-        if type(obj) is _Column:
+        if type(obj) is _BatchColumn:
             return self._reduce_tensor(obj.tensor, is_column=True)
         if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
             return self._reduce_tensor(obj, is_column=False)
         if isinstance(obj, DataProto):
-            columns = None if obj.batch is None else map_columns(obj.batch, _Column)
+            columns = None if obj.batch is None else map_columns(obj.batch, _BatchColumn)
             rows = 0 if obj.batch is None else obj.batch.batch_size[0]
             return rebuild_proto, (type(obj), rows, columns, obj.non_tensor_batch, obj.meta_info)
         if isinstance(obj, (ray.ObjectRef, ray.actor.ActorHandle)):
@@ -115,15 +115,15 @@ class _Pickler(cloudpickle.Pickler):
         buffer = pickle.PickleBuffer(memory)
         if memory.nbytes >= BUFFER_FROM_BYTES:
             is_view = plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            part = _Part(memory, root_of(tensor) if is_view else None, is_column)
+            part = _OutOfBandBuffer(memory, root_of(tensor) if is_view else None, is_column)
             self._tensor_parts[id(buffer)] = (buffer, part)
         arguments = (str(plain.dtype).removeprefix("torch."), tuple(plain.shape), buffer)
         return open_column if is_column else unpack_tensor, arguments
 
 
 def _take(
-    parts: list[_Part],
-    tensor_parts: dict[int, tuple[pickle.PickleBuffer, _Part]],
+    parts: list[_OutOfBandBuffer],
+    tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]],
     buffer: pickle.PickleBuffer,
 ) -> bool:
     """Take a buffer out of the stream if it is large. Returns whether it stays in the stream."""
@@ -131,7 +131,7 @@ def _take(
     if id(buffer) in tensor_parts:
         parts.append(tensor_parts[id(buffer)][1])
     elif memory.nbytes >= BUFFER_FROM_BYTES:
-        parts.append(_Part(np.frombuffer(memory, dtype=np.uint8)))
+        parts.append(_OutOfBandBuffer(np.frombuffer(memory, dtype=np.uint8)))
     return memory.nbytes < BUFFER_FROM_BYTES
 
 
@@ -144,7 +144,7 @@ def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.T
     return lend(column, release_pages if memory.nbytes >= ALONE_FROM_BYTES else None)
 
 
-def _pickled(value: Any) -> list[_Part]:
+def _pickled(value: Any) -> list[_OutOfBandBuffer]:
     """Pickle a value.
 
     Returns:
@@ -158,7 +158,7 @@ def _pickled(value: Any) -> list[_Part]:
     pickler.dump(value)
     # Not `clear_memo`: a garbage collection in another thread could follow the memo to objects that
     # are being freed, and crash.
-    return [_Part(np.frombuffer(file.getbuffer(), dtype=np.uint8)), *pickler.parts]
+    return [_OutOfBandBuffer(np.frombuffer(file.getbuffer(), dtype=np.uint8)), *pickler.parts]
 
 
 def _writable_copy(memory: Any) -> Any:
@@ -181,10 +181,10 @@ class Message(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Draft:
+class _PickledArguments:
     """Pickled arguments, and the ranks that get them: all ranks of a model-parallel group."""
 
-    parts: list[_Part]
+    parts: list[_OutOfBandBuffer]
     ranks: set[int] = field(default_factory=set)
 
 
@@ -241,13 +241,13 @@ class Outbox:
 
     def pack(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Message]:
         """Pack `(args, kwargs)` of each rank into a message. Equal arguments are pickled once."""
-        drafts: dict[Any, _Draft] = {}
+        drafts: dict[Any, _PickledArguments] = {}
         messages: dict[Any, Message] = {}
         keys = [(*map(id, args), *kwargs, *map(id, kwargs.values())) for args, kwargs in calls]
         for rank, (key, call) in enumerate(zip(keys, calls, strict=True)):
             if key not in drafts and key not in messages:
                 try:
-                    drafts[key] = _Draft(_pickled(call))
+                    drafts[key] = _PickledArguments(_pickled(call))
                 except _NeedsRayError:
                     messages[key] = Message(call)
             if key in drafts:
@@ -272,7 +272,7 @@ class Outbox:
             messages[key] = Message(pickle.dumps(places, protocol=5), tuple(refs))
         return [messages[key] for key in keys]
 
-    def _locations(self, drafts: Sequence[_Draft]) -> dict[Any, Location]:
+    def _locations(self, drafts: Sequence[_PickledArguments]) -> dict[Any, Location]:
         """Locations in the store, by the id of a root or the key of a part. Puts missing bytes."""
         locations: dict[Any, Location] = {}
         pairs = [(draft, part) for draft in drafts for part in draft.parts]
@@ -298,7 +298,9 @@ class Outbox:
                 large.append((draft, part))
         return locations | self._put(large)
 
-    def _put(self, missing: Sequence[tuple[_Draft, _Part]]) -> dict[Any, Location]:
+    def _put(
+        self, missing: Sequence[tuple[_PickledArguments, _OutOfBandBuffer]]
+    ) -> dict[Any, Location]:
         """Put whole storages where at least half of the bytes is used, else the parts."""
         used: dict[int, set[tuple[int, int]]] = {}
         for _, part in missing:

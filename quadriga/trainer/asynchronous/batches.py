@@ -55,7 +55,7 @@ from quadriga.observe.metrics import Metric
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
-from quadriga.trainer.asynchronous.prefetcher import Prefetcher, Round
+from quadriga.trainer.asynchronous.prefetcher import Prefetcher, SamplingRound
 from quadriga.trainer.asynchronous.record import (
     RECORD,
     RecordedSchedule,
@@ -448,7 +448,7 @@ class AsyncBatches(WeightPublisher):
         else:
             in_background(partial(self._grade, graded), "grading of a round")
 
-    def _grade(self, graded: Round) -> None:
+    def _grade(self, graded: SamplingRound) -> None:
         with self._deciding():
             self._prefetcher.grade(graded)
             with self._changed:

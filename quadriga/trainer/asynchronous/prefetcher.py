@@ -28,7 +28,7 @@ from quadriga.trainer.responses import (
 from quadriga.workers.stream import UnderWay
 
 
-class Round(NamedTuple):
+class SamplingRound(NamedTuple):
     """Complete groups that dynamic sampling grades together.
 
     Attributes:
@@ -170,19 +170,19 @@ class Prefetcher:
         """Steps of complete groups that are not graded."""
         return tuple(self._rounds)
 
-    def find_round(self, batch: int) -> Round | None:
+    def find_round(self, batch: int) -> SamplingRound | None:
         """Copy of the round of a step, if all of its groups are complete."""
         numbers = sorted(self._rounds[batch])
         if len(numbers) < self._rules.round_size:
             return None
         rows = DataProto.concat([self.complete[number] for number in numbers])
-        return Round(batch, numbers, rows)
+        return SamplingRound(batch, numbers, rows)
 
-    def grade(self, graded: Round) -> None:
+    def grade(self, graded: SamplingRound) -> None:
         """Grade a round in place. Called without the lock, unless the run is deterministic."""
         grade(self._reward, graded.rows)
 
-    def close_round(self, graded: Round) -> dict[int, Verdict]:
+    def close_round(self, graded: SamplingRound) -> dict[int, Verdict]:
         """Filter a graded round.
 
         Returns:

@@ -129,7 +129,7 @@ class _WorkerState:
     loading: int | None = None
 
 
-class _Workers(dict[int, _WorkerState]):
+class _WorkerStates(dict[int, _WorkerState]):
     """Workers by number, and which of them can take samples or weights.
 
     The sets keep decisions cheap for many workers. `Schedule._refresh` updates them.
@@ -175,7 +175,7 @@ class Schedule:
         self.published = rules.version_at(step + 1)
         self.groups: dict[int, Group] = {}
         self.num_groups = 0
-        self.workers = _Workers()
+        self.workers = _WorkerStates()
         self.hold_after: int | None = None
         self._batches: dict[int, Batch] = {}  # by step
         self._kept: list[int] = []  # kept groups of all batches, with on_stale="drop"

@@ -78,7 +78,7 @@ class Workload:
 
 
 @dataclass
-class Outcome:
+class SimulationResult:
     """Times of a simulated run.
 
     Attributes:
@@ -100,7 +100,7 @@ class Outcome:
         return " ".join(f"{age}: {self.ages[age] / total:.2f}" for age in sorted(self.ages))
 
 
-class Worker:
+class SimulatedWorker:
     """Sequences that are decoded together. All have made the same decode steps since they began.
 
     Attributes:
@@ -177,7 +177,7 @@ class Simulation:
         self.costs = costs
         self.train_gpus = train_gpus
         self.schedule = Schedule(rules)
-        self.workers = {number: Worker(costs, 0) for number in range(num_workers)}
+        self.workers = {number: SimulatedWorker(costs, 0) for number in range(num_workers)}
         # Heap of time, order, and what happens then.
         self.events: list[tuple[float, int, Callable[[], Any]]] = []
         self.order = count()
@@ -189,7 +189,7 @@ class Simulation:
         self.awaited: dict[int, list[int]] = {}  # workers that wait for a version
         self.ages: Counter[int] = Counter()
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Simulate up to the end of the last step."""
         for number in self.workers:
             self.schedule.joined(number, 0, self.costs.capacity)
@@ -204,7 +204,9 @@ class Simulation:
         for worker in self.workers.values():
             worker.advance(self.now)
         busy_s = sum(worker.busy_s for worker in self.workers.values()) / len(self.workers)
-        return Outcome(self.now, 1 - self.train_s / self.now, 1 - busy_s / self.now, self.ages)
+        return SimulationResult(
+            self.now, 1 - self.train_s / self.now, 1 - busy_s / self.now, self.ages
+        )
 
     def after(self, seconds: float, happen: Callable[[], Any]) -> None:
         """Plan an event after so many seconds."""
@@ -326,7 +328,7 @@ class Simulation:
 
 def colocated(
     rules: Rules, workload: Workload, costs: Costs, num_workers: int, gpus: int
-) -> Outcome:
+) -> SimulationResult:
     """Simulate lockstep on the same ranks: generation and training take turns on all of them.
 
     Args:
@@ -468,7 +470,7 @@ def _splits(num_train: int, total: int, size: int) -> set[int]:
     return splits
 
 
-def _recommended(outcomes: Mapping[tuple[int, int], Outcome]) -> tuple[int, int]:
+def _recommended(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[int, int]:
     """Choice with the least staleness among the fastest ones."""
     fastest_s = min(outcome.seconds for outcome in outcomes.values())
     candidates = []

@@ -14,7 +14,7 @@ import pytest
 
 import quadriga
 from quadriga.trainer.checkpoint import Checkpoints, verify
-from quadriga.trainer.loop import Step
+from quadriga.trainer.loop import TrainingStep
 from tests.e2e.conftest import with_the_tests
 from tests.limits import COMMAND_S
 from watching import assert_nothing_left, titles, wait_for, wait_for_steps
@@ -51,7 +51,7 @@ def test_sigterm_in_a_program_saves_the_step_in_work(
         "trainer.default_local_dir": tmp_path / "run",
     }
 
-    def train(backend: str, *callbacks: Callable[[Step], None]) -> None:
+    def train(backend: str, *callbacks: Callable[[TrainingStep], None]) -> None:
         quadriga.train(
             home / "model",
             data=rows[:10],
@@ -62,7 +62,7 @@ def test_sigterm_in_a_program_saves_the_step_in_work(
             options=options | {"trainer.backend": backend},
         )
 
-    def ask_to_stop(step: Step) -> None:
+    def ask_to_stop(step: TrainingStep) -> None:
         if step.number == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 

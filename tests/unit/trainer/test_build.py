@@ -9,7 +9,7 @@ import pytest
 
 from quadriga.errors import RolloutError, WorkerLostError
 from quadriga.single_controller import WorkerGroups
-from quadriga.trainer.build import Run
+from quadriga.trainer.build import BuiltRun
 
 
 class Failing(WorkerGroups):
@@ -25,10 +25,10 @@ class Failing(WorkerGroups):
 
 
 @pytest.fixture
-def make() -> Callable[[Exception], Run]:
+def make() -> Callable[[Exception], BuiltRun]:
     """`make(error)`: a run whose workers' end fails with it."""
     trainer: Any = SimpleNamespace(close=lambda: None)
-    return lambda error: Run(trainer, Failing(error))
+    return lambda error: BuiltRun(trainer, Failing(error))
 
 
 def test_a_worker_that_is_lost_behind_the_last_step_is_told(

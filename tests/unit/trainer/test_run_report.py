@@ -13,7 +13,7 @@ from quadriga.errors import DataError
 from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.run_report import MAX_SUMMARY_LINES, report, summary
-from quadriga.trainer.settings import Settings, keep_settings
+from quadriga.trainer.settings import RunSettings, keep_settings
 
 WRITTEN = ("trainer.logger=[console,jsonl]", "trainer.rollout_data_dir={run}/rollouts")
 
@@ -59,7 +59,7 @@ def make(tmp_path: Path) -> Make:
         run = tmp_path / "run"
         words = [f"trainer.default_local_dir={run}", *(word.format(run=run) for word in overrides)]
         config = load_config(words).config
-        keep_settings(config, Settings.of(config), 0, 20)
+        keep_settings(config, RunSettings.of(config), 0, 20)
         write_lines(run / "metrics.jsonl", [metrics_of(step) for step in range(1, 21)])
         if config.trainer.rollout_data_dir:
             write_lines(run / "rollouts" / "20.jsonl", SAMPLES)

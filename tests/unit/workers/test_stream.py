@@ -14,7 +14,7 @@ from quadriga.config import Config
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.generation import Generation
+from quadriga.workers.generation import ResponseGenerator
 from quadriga.workers.stream import GenerationStream, ServedStream
 
 
@@ -31,7 +31,7 @@ def stream(
 ) -> Iterator[ServedStream]:
     own: dict[str, Any] = {"is_beside_training": False, "num_processes": 1}
     made = ServedStream(
-        Generation(config, tokenizer, torch.device("cpu"), torch.float32, **own),
+        ResponseGenerator(config, tokenizer, torch.device("cpu"), torch.float32, **own),
         waits=request.param,
     )
     yield made
@@ -138,7 +138,7 @@ def test_the_end_of_a_group_counts_the_step_in_which_it_ends(
 ) -> None:
     """A save that follows from it is found at the same step by a repetition, in which nothing else is under way."""
     counts: list[int] = []
-    generation = Generation(
+    generation = ResponseGenerator(
         config,
         tokenizer,
         torch.device("cpu"),

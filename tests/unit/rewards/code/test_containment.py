@@ -20,7 +20,7 @@ import pytest
 
 from quadriga.errors import RewardError
 from quadriga.rewards.code import containment, run
-from quadriga.rewards.code.containment import Limits
+from quadriga.rewards.code.containment import ResourceLimits
 from quadriga.rewards.graders.code import compute_score
 from tests.limits import SOON_S
 
@@ -263,7 +263,7 @@ from quadriga.rewards.code import containment
 is_confined, tell = os.pipe()
 child = os.fork()
 if child == 0:
-    containment.confine(tempfile.mkdtemp(), containment.Limits(), [], may_remove=True)
+    containment.confine(tempfile.mkdtemp(), containment.ResourceLimits(), [], may_remove=True)
     os.write(tell, b"x")
     time.sleep(60)
 os.read(is_confined, 1)
@@ -326,6 +326,6 @@ def test_a_process_that_cannot_be_contained_runs_nothing_and_blames_nobody(monke
 
 def test_limits_are_what_they_say():
     program = "import resource as r\nprint(r.getrlimit(r.RLIMIT_AS)[0] >> 20, r.getrlimit(r.RLIMIT_NOFILE)[1])"
-    limits = Limits(memory_megabytes=300)
+    limits = ResourceLimits(memory_megabytes=300)
     tests = {"inputs": [""], "outputs": [f"300 {limits.num_files}"]}
     assert graded(program, tests, memory_megabytes=300)["reason"] == ""

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from quadriga.rewards.code import containment
-from quadriga.rewards.code.containment import Limits
+from quadriga.rewards.code.containment import ResourceLimits
 from quadriga.rewards.code.run import Case, run_cases
 from quadriga.rewards.code.supervisor import HEADER
 from quadriga.rewards.graders.code import compute_score
@@ -20,7 +20,9 @@ FORGED = HEADER.pack(0, b"ok", 0, 0.0, 1, 0, 0, 0) + b"3"
 
 
 def run_one(program, **given):
-    return next(run_cases(program, [Case(given or {"input": ""}, None)], Limits(), total_s=60.0))
+    return next(
+        run_cases(program, [Case(given or {"input": ""}, None)], ResourceLimits(), total_s=60.0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,9 @@ def test_streams_arrive_whole_and_apart():
 def test_many_tests_and_outcomes_that_come_faster_than_they_are_read():
     cases = [Case({"input": str(number)}, None) for number in range(12)]
     seen = {}
-    for run in run_cases("print(input() * (1 << 20))", cases, Limits(), parallel=3, total_s=60.0):
+    for run in run_cases(
+        "print(input() * (1 << 20))", cases, ResourceLimits(), parallel=3, total_s=60.0
+    ):
         time.sleep(0.05)
         seen[run.index] = run.stdout
     assert seen == {number: str(number) * (1 << 20) + "\n" for number in range(12)}
@@ -92,7 +96,7 @@ print(4)
 def test_as_many_tests_at_a_time_as_wanted_keep_their_streams_apart():
     cases = [Case({"input": str(number)}, None) for number in range(32)]
     program = "import time\ntime.sleep(0.5)\nprint(input())"
-    runs = run_cases(program, cases, Limits(wall_s=60.0), parallel=32, total_s=60.0)
+    runs = run_cases(program, cases, ResourceLimits(wall_s=60.0), parallel=32, total_s=60.0)
     assert {run.index: run.stdout for run in runs} == {
         number: f"{number}\n" for number in range(32)
     }

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quadriga.rewards.code.containment import Limits
-from quadriga.rewards.code.run import Case, Run
+from quadriga.rewards.code.containment import ResourceLimits
+from quadriga.rewards.code.run import Case, CaseRun
 from quadriga.rewards.graders.code import is_same_result, is_same_text, read_cases, why_failed
 
 SCALARS = (
@@ -172,12 +172,12 @@ def test_results(result, expected, is_same):
 @example(float("nan"), 10**400)
 def test_no_result_makes_a_comparison_fail(result, expected):
     for given_result in (result, expected):
-        run = Run(0, "ok", 0, 0.0, json.dumps(given_result), "", json.dumps(given_result))
+        run = CaseRun(0, "ok", 0, 0.0, json.dumps(given_result), "", json.dumps(given_result))
         for case in (
             Case({"function": "f", "arguments": []}, expected),
             Case({"input": ""}, json.dumps(expected)),
         ):
-            reason = why_failed(run, case, Limits())
+            reason = why_failed(run, case, ResourceLimits())
             assert reason == "" or reason.startswith("wrong answer: got ")
     if "nan" not in repr(expected):
         assert is_same_result(expected, expected)
@@ -194,7 +194,9 @@ def test_no_output_makes_a_comparison_fail(printed, expected):
 )
 def test_a_result_that_cannot_be_read_is_a_wrong_one(result):
     reason = why_failed(
-        Run(0, "ok", 0, 0.0, "", "", result), Case({"function": "f", "arguments": []}, 3), Limits()
+        CaseRun(0, "ok", 0, 0.0, "", "", result),
+        Case({"function": "f", "arguments": []}, 3),
+        ResourceLimits(),
     )
     assert reason.startswith("its function's result cannot be read: ")
     assert len(reason) < 300

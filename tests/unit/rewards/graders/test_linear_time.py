@@ -21,7 +21,7 @@ from quadriga.rewards.graders import (
 )
 from quadriga.rewards.graders.code import extract_program
 from quadriga.rewards.graders.reading import last_answer
-from quadriga.rewards.managers.judge import Question
+from quadriga.rewards.managers.judge import JudgeQuestion
 
 LENGTHS = (4_000, 64_000)
 PIECES = [
@@ -38,7 +38,7 @@ GRADERS: dict[str, Callable[[str], object]] = {
     "question_answering": lambda text: question_answering.compute_score(text, "5"),
     "code": extract_program,
     "tags": last_answer,
-    "judge": lambda text: Question("x", "", r"(?i)score\s*:\s*(-?[0-9.]+)").read_score(
+    "judge": lambda text: JudgeQuestion("x", "", r"(?i)score\s*:\s*(-?[0-9.]+)").read_score(
         f"score: 1 {text}"
     ),
 }

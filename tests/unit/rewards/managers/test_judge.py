@@ -12,7 +12,7 @@ import torch
 from quadriga.config import Config, RewardModelConfig
 from quadriga.errors import ConfigError, RewardError
 from quadriga.protocol import DataProto
-from quadriga.rewards.managers.judge import Judge, JudgeRewardManager, Question, RateLimit
+from quadriga.rewards.managers.judge import Judge, JudgeQuestion, JudgeRewardManager, RateLimit
 from tests.http_server import Handler, serving
 from tests.limits import SOON_S
 
@@ -161,7 +161,7 @@ def test_an_answer_without_text_is_an_error(server, answer):
     ],
 )
 def test_only_a_last_line_of_the_form_is_a_score(reply, score):
-    assert Question("x", "{solution_str}").read_score(reply) == score
+    assert JudgeQuestion("x", "{solution_str}").read_score(reply) == score
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def test_only_a_last_line_of_the_form_is_a_score(reply, score):
 )
 def test_other_replies_are_errors(reply, message):
     with pytest.raises(ValueError, match=message):
-        Question("x", "{solution_str}").read_score(reply)
+        JudgeQuestion("x", "{solution_str}").read_score(reply)
 
 
 def test_a_pattern_reads_one_score_within_its_range():
-    question = Question("x", "{solution_str}", r"[Ss]core: (-?\w+)", least=-1.0, most=10.0)
+    question = JudgeQuestion("x", "{solution_str}", r"[Ss]core: (-?\w+)", least=-1.0, most=10.0)
     assert question.read_score("score: 7, again Score: 7") == 7.0
     assert question.asked_of({"solution_str": "x"}) == "x"
     for reply, message in (

@@ -20,7 +20,7 @@ from quadriga.rollout.agent_loop.tool_calls import (
     MARK,
     ToolBox,
     ToolFailedError,
-    ToolResponse,
+    ToolResult,
     ToolsStuckError,
     ToolThread,
     truncate,
@@ -28,7 +28,7 @@ from quadriga.rollout.agent_loop.tool_calls import (
 from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, describe, spec_of
 from tests.limits import HANGS_S
 
-Answer = Callable[..., ToolResponse]
+Answer = Callable[..., ToolResult]
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ def answer(thread: ToolThread) -> Answer:
 
     def ask(
         function: Callable[..., Any], config: dict[str, Any] | None = None, **arguments: Any
-    ) -> ToolResponse:
+    ) -> ToolResult:
         spec = spec_of(function, name="act", description="Acts.")
         settings = MultiTurnConfig.model_validate(config or {})
 
-        async def call() -> ToolResponse:
+        async def call() -> ToolResult:
             async with ToolBox({"act": spec}, {}, settings, thread) as box:
                 return (await box.call_all([ToolCall("act", arguments)]))[0]
 
@@ -223,7 +223,7 @@ def test_options_that_a_function_does_not_have(thread: ToolThread) -> None:
     def box(**kwargs: Any) -> ToolBox:
         return ToolBox({"act": spec_of(act)}, {"act": kwargs}, MultiTurnConfig(), thread)
 
-    async def call() -> list[ToolResponse]:
+    async def call() -> list[ToolResult]:
         async with box(execute_kwargs={"scale": 3, "absent": None}) as tools:
             return await tools.call_all([ToolCall("act", {"a": 2})])
 

@@ -20,7 +20,7 @@ from quadriga.rollout.vllm import engine
 from quadriga.rollout.vllm.adapter import Adapter
 from quadriga.rollout.vllm.cores import InProcessCore
 from quadriga.rollout.vllm.engine import VLLMEngine, WorkerExtension
-from quadriga.rollout.vllm.library import Library
+from quadriga.rollout.vllm.library import VLLMLibrary
 
 ROOM = 8
 
@@ -163,6 +163,6 @@ class StandIn(VLLMEngine):
 def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0") -> None:
     """Let engines find the library that stands there."""
     lora = SimpleNamespace(LoRARequest=LoRARequest)
-    monkeypatch.setattr(engine, "load", lambda: Library(version, None, None, lora))
+    monkeypatch.setattr(engine, "load", lambda: VLLMLibrary(version, None, None, lora))
     reload = (lambda model: None, lambda model, config: None, nullcontext)
     monkeypatch.setattr(engine, "layerwise_reload", lambda: reload)
