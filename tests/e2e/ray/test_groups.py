@@ -74,6 +74,7 @@ class Teller(Worker):
             "place": self.place,
             "pid": os.getpid(),
             "node": ray.util.get_node_ip_address(),
+            "priority": os.getpriority(os.PRIO_PROCESS, 0),
             **environment,
         }
 
@@ -271,6 +272,8 @@ def test_every_process_knows_its_place(group: RayWorkerGroup[Teller]) -> None:
     assert all(answer["collects"] for answer in answers), (
         "the garbage collector is on once modules are imported"
     )
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {answer["priority"] for answer in answers} == {priority}, "other processes go first"
 
 
 def test_roles_share_their_processes(together: RayWorkerGroup[Any]) -> None:
