@@ -498,7 +498,7 @@ class Learner(EngineWorker):
         """Start to copy the model and its optimizer after a step."""
         # With offloading, this waits until the state is copied.
         with self.engine.awake(*ALL_KINDS):
-            self.engine.copying = self.copier.start(step)
+            self.engine.rest.copying = self.copier.start(step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_copy(self, plan: CopyPlan, read: Callable[[int, int, int], Any]) -> None:

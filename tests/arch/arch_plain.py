@@ -75,10 +75,7 @@ INCOMPLETE_START = re.compile(
 )
 # Classes with more attributes, each with the reason.
 MANY_ATTRIBUTES: dict[str, str] = {
-    "quadriga/engines/fsdp/engine.py:FSDPEngine": "parameters, optimizer and memory of a role",
     "quadriga/rollout/agent_loop/conversation.py:Conversation": "users' agent loops read its fields",
-    "quadriga/rollout/native/engine.py:NativeEngine": "model, cache and requests share one lock",
-    "quadriga/rollout/native/generation.py:GenerationRequest": "state of a sequence, which each step reads",
 }
 
 

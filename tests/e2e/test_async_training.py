@@ -23,6 +23,7 @@ from quadriga.errors import WeightSyncError
 from quadriga.protocol import DataProto
 from quadriga.rollout.native.engine import NativeEngine
 from quadriga.rollout.native.generation import Generation
+from quadriga.rollout.native.inbox import Inbox
 from quadriga.trainer.asynchronous.batches import AsyncBatches
 from quadriga.trainer.asynchronous.schedule import Decision, HandOver, Schedule
 from quadriga.trainer.ray_trainer import RayPPOTrainer
@@ -57,14 +58,14 @@ def test_without_staleness_it_is_lockstep_bit_for_bit(
     """Every metric of every step is the same number, the gradient's norm among them; validation too."""
     options = (STEPS, "trainer.test_freq=3", *extra)
     lockstep = metric_lines(train(*options, run="lockstep"))
-    take_inbox = NativeEngine._take_inbox
+    take = Inbox.take
 
-    def late(self: NativeEngine, scheduler: Any) -> Any:
+    def late(self: Inbox, scheduler: Any) -> Any:
         """As on a busy machine: the next round is there before the engine has seen that it is idle."""
         time.sleep(0.1 * scheduler.is_done)
-        return take_inbox(self, scheduler)
+        return take(self, scheduler)
 
-    monkeypatch.setattr(NativeEngine, "_take_inbox", late)
+    monkeypatch.setattr(Inbox, "take", late)
     lines = metric_lines(train(*options, ON, "async_training.max_staleness=0", run="async"))
     assert without_own(lines) == lockstep
     assert all(line["async/staleness_max"] == 0 for line in lines)

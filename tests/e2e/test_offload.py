@@ -48,7 +48,7 @@ def test_who_holds_what(train: Train, tmp_path: Path, monkeypatch: pytest.Monkey
 
     def note(phase: str) -> None:
         held = [
-            set(engines[name].resting) - engines[name].asleep
+            set(engines[name].resting) - engines[name].rest.asleep
             for name in ("actor", "critic", "reference")
         ]
         seen.setdefault(phase, []).append(held)

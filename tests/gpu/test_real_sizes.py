@@ -139,7 +139,9 @@ def test_generation_in_bfloat16_with_a_full_cache() -> None:
     ]
     tokens = []
     for share in (1.0, 0.3):
-        room = 16 * (PROMPT + RESPONSE) * share * NativeEngine(model).token_bytes / 2**30
+        room = (
+            16 * (PROMPT + RESPONSE) * share * NativeEngine(model).cache_memory.token_bytes / 2**30
+        )
         engine = NativeEngine(model, eos_token_ids=(), cache_gigabytes=room)
         tokens.append([one.token_ids for one in engine.generate_batch(prompts, sampling)])
     same = np.mean(

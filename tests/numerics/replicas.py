@@ -152,9 +152,9 @@ def state_of(engine: FSDPEngine, replicas: ProcessGroup) -> dict[str, Any]:
     """Weights and the gradient's moving average, and whether all replicas have the same bits."""
     weights = {name: weight.clone() for name, weight in engine.weights()}
     moments = {
-        name: engine.optimizer.state[master]["exp_avg"].clone()
+        name: engine.optimizer.adam.state[master]["exp_avg"].clone()
         for name, master in engine.parameters.masters.items()
-        if engine.optimizer.state.get(master)
+        if engine.optimizer.adam.state.get(master)
     }
     others = replicas.gather((weights, moments))
     is_equal = all(

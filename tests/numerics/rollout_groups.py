@@ -185,7 +185,7 @@ def run(folder: Path, case: str, world: ProcessGroup) -> dict[str, Any]:
     found: dict[str, Any] = {"bucket": bucket_bytes, "whole": whole, "first": first, "again": again}
     found["held"] = num_bytes(tensor for _, tensor in held.values())
     found["shards"] = num_bytes(dict(engine.model.named_parameters()).values())
-    found["token"] = engine.token_bytes
+    found["token"] = engine.cache_memory.token_bytes
     found["streamed"] = streamed(folder / model, trainer, world, bucket_bytes)
     found |= {"sliced": sync.num_sliced, "shared": sync.num_shared}
     if group.is_leader:

@@ -93,10 +93,10 @@ def test_abort_and_cancel_under_way(model: PreTrainedModel) -> None:
     async def ask() -> Completion:
         kept = asyncio.ensure_future(engine.generate([5, 6], params))
         left = asyncio.ensure_future(engine.generate([7], params))
-        while not (engine._open and len(engine._open[0].token_ids) > 5):
+        while not (engine._inbox.open and len(engine._inbox.open[0].token_ids) > 5):
             await asyncio.sleep(0.001)
         left.cancel()
-        while len(engine._open) > 1:
+        while len(engine._inbox.open) > 1:
             await asyncio.sleep(0.001)
         with pytest.raises(
             RolloutError, match="load_weights: got 1 responses that are not finished"
@@ -121,7 +121,8 @@ def test_a_small_cache_changes_no_token(
     """Rows give way and go on later; in float32 nobody sees it. The cache never holds more than it may."""
     expected = NativeEngine(model).generate_batch(PROMPTS, _params(150))
     engine = NativeEngine(
-        model, cache_gigabytes=max_cache_tokens * NativeEngine(model).token_bytes / 2**30
+        model,
+        cache_gigabytes=max_cache_tokens * NativeEngine(model).cache_memory.token_bytes / 2**30,
     )
     num_preempted, sizes = 0, []
     step, preempt = Generation._step, Scheduler.preempt
@@ -139,7 +140,9 @@ def test_a_small_cache_changes_no_token(
             *self.prefixes.keys,
             *self.prefixes.values,
         )
-        sizes.append(sum(tensor.nbytes for tensor in tensors) / NativeEngine(model).token_bytes)
+        sizes.append(
+            sum(tensor.nbytes for tensor in tensors) / NativeEngine(model).cache_memory.token_bytes
+        )
 
     monkeypatch.setattr(Scheduler, "preempt", counting_preempt)
     monkeypatch.setattr(Generation, "_step", measuring_step)
@@ -153,7 +156,9 @@ def test_a_small_cache_changes_no_token(
 
 def test_a_cache_too_small_for_one_sequence(model: PreTrainedModel) -> None:
     """The error says how much there is, how much a token takes, and which key to raise; so does the length limit."""
-    engine = NativeEngine(model, cache_gigabytes=50.5 * NativeEngine(model).token_bytes / 2**30)
+    engine = NativeEngine(
+        model, cache_gigabytes=50.5 * NativeEngine(model).cache_memory.token_bytes / 2**30
+    )
     with pytest.raises(
         RolloutError,
         match=r"prompt 0: got 4 prompt tokens and up to 47 .* at most 50.*cache_gigabytes",
@@ -259,7 +264,7 @@ def test_weights_change_between_two_steps(
     It does not prove how far kept entries change what is drawn.
     """
     engine, config = NativeEngine(copy.deepcopy(model)), copy.deepcopy(model.config)
-    engine.max_cache_tokens, config._attn_implementation = max_cache_tokens, "sdpa"
+    engine.cache_memory.limit, config._attn_implementation = max_cache_tokens, "sdpa"
     older, newer = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
     with torch.no_grad():
         older.load_state_dict(model.state_dict())

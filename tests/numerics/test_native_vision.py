@@ -114,7 +114,9 @@ def test_answers_do_not_depend_on_what_else_is_generated(rows: list[Row]) -> Non
 
     assert tokens_of(asyncio.run(ask())) == together
     engine.close()
-    small = NativeEngine(model, cache_gigabytes=120 * NativeEngine(model).token_bytes / 2**30)
+    small = NativeEngine(
+        model, cache_gigabytes=120 * NativeEngine(model).cache_memory.token_bytes / 2**30
+    )
     assert tokens_of(small.generate_batch(prompts, params, images)) == together
 
 

@@ -146,7 +146,7 @@ def test_native_reports_its_routes(family: str) -> None:
     ]
     rollout = NativeEngine(engine.model, records_routes=True, eos_token_ids=(), max_num_seqs=3)
     cramped = NativeEngine(engine.model, records_routes=True, eos_token_ids=(), max_num_seqs=4)
-    cramped.max_cache_tokens = 60
+    cramped.cache_memory.limit = 60
     all_found = rollout.generate_batch(prompts, sampling)
     for prompt, one, other in zip(
         prompts, all_found, cramped.generate_batch(prompts, sampling), strict=True

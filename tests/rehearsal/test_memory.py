@@ -131,8 +131,8 @@ def test_the_formula_counts_what_an_update_and_a_pass_hold(
         )
         del model
         # A gradient of uninitialised numbers may make no step, which would create them.
-        for master in engine._masters:
-            engine._moments(master)
+        for master in engine.optimizer.masters:
+            engine.optimizer.moments(master)
         batch = make_batch(num_prompts, num_prompt, num_response)
         passes = Passes(len(batch) * num_shards, 1, MicroBatching(None, 1 << 20))
         for _ in range(2):

@@ -261,7 +261,7 @@ def test_generation_gives_way_where_the_memory_is_full(
     monkeypatch.setattr(Scheduler, "preempt", lambda self: preempted.append(1) or preempt(self))
     found = []
     for num_tokens in (10**6, 450):
-        free = num_tokens * NativeEngine(model).token_bytes / 0.7 + 1
+        free = num_tokens * NativeEngine(model).cache_memory.token_bytes / 0.7 + 1
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda device=None, free=free: (int(free), 0)
         )

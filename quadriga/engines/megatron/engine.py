@@ -85,12 +85,29 @@ class MegatronSchedule:
         scorer: the model's head and its outputs.
         chunks: this rank's chunks, one for each virtual stage.
         processes: the ranks of the engine.
+        is_interleaved: whether a rank has virtual stages.
     """
 
-    def __init__(self, scorer: Scorer, chunks: Sequence[GPTModel], processes: Processes) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        chunks: Sequence[GPTModel],
+        processes: Processes,
+        *,
+        is_interleaved: bool,
+    ) -> None:
         self.scorer = scorer
         self.chunks = list(chunks)
         self.processes = processes
+        self.is_interleaved = is_interleaved
+
+    def num_micro_batches(self, number: int) -> int:
+        """Micro-batches that the schedule needs for `number` ones: at least one for each stage."""
+        num_stages = self.processes.layout.pp
+        if not self.is_interleaved:
+            return max(number, num_stages)
+        # Megatron's interleaved schedule takes multiples of the stages.
+        return -(-max(number, num_stages) // num_stages) * num_stages
 
     def run(
         self, work: Sequence[Work], question: ScoreQuestion, *, is_training: bool = False
@@ -232,10 +249,16 @@ class MegatronEngine(FSDPEngine):
         )
         if self.scorer.sharing.has_head and isinstance(model.get_output_embeddings(), nn.Linear):
             model.set_output_embeddings(_Head(*weights.head()))
-        self.stage = MegatronSchedule(self.scorer, chunks, processes)
         # The common engine asks the weights for the module that computes.
-        weights.root = self.stage
+        weights.root = MegatronSchedule(
+            self.scorer, chunks, processes, is_interleaved=self.virtual is not None
+        )
         return weights
+
+    @property
+    def stage(self) -> MegatronSchedule:
+        """The schedule that computes, also without pipeline stages."""
+        return self.parameters.root
 
     def describe(self) -> dict[str, Any]:
         choices = super().describe()

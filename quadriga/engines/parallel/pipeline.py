@@ -152,6 +152,10 @@ class Stage(nn.Module):
             return next(iter(outputs.values())).new_zeros(1)
         return torch.stack([loss(outputs)])  # not a view, which the schedule refuses
 
+    def num_micro_batches(self, number: int) -> int:
+        """Micro-batches that the schedule needs for `number` ones: at least one for each stage."""
+        return max(number, self.processes.layout.pp)
+
     def run(
         self,
         work: Sequence[tuple[PackedBatch, LossFunction | None]],

@@ -19,12 +19,11 @@ tokens.
 """
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,8 +48,10 @@ from quadriga.rollout.interface import (
     SamplingParams,
 )
 from quadriga.rollout.native.attention import cache_dtype
+from quadriga.rollout.native.cache_memory import CacheMemory
 from quadriga.rollout.native.generation import Generation, GenerationRequest
 from quadriga.rollout.native.group_steps import GroupSteps, Over, Renewal, StepMessage
+from quadriga.rollout.native.inbox import Inbox, RunnerThread, Work
 from quadriga.rollout.native.network import (
     Network,
     PlainNetwork,
@@ -63,20 +64,6 @@ from quadriga.rollout.native.shards import GroupShards
 from quadriga.rollout.sampler import require_tokenizer
 from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.reshard import Wanted
-
-_GIBIBYTE = 2**30
-# Share of a GPU's free memory for the KV cache. The rest is for activations and logits, and for a
-# layer that is copied as the cache grows.
-_CACHE_SHARE = 0.7
-
-
-class _Work(NamedTuple):
-    """Work to be done between two steps; see `NativeEngine.between_steps`."""
-
-    function: Callable[[], None]
-    keeps_cache: bool
-    recomputes: bool
-    done: Future[int]
 
 
 class NativeEngine(CausalModelEngine):
@@ -137,38 +124,29 @@ class NativeEngine(CausalModelEngine):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.uses_graphs = uses_graphs
         self.group = group
-        self.dtype = dtype or model.dtype
         self._recorder = RouteRecorder(model) if records_routes else None
 
         self._shards: GroupShards | None = None
         self._steps: GroupSteps | None = None
         device = model.device if group is None else group.device
-        self.token_bytes = cache_bytes_per_token(model.config, cache_dtype(self.dtype, device))
+        dtype = dtype or model.dtype
+        token_bytes = cache_bytes_per_token(model.config, cache_dtype(dtype, device))
         if group is not None:
             _require_groups(model, group)
             # If there are fewer key-value heads than ranks, each rank still has one.
-            self.token_bytes //= min(group.size, model.config.num_key_value_heads)
-            self._shards = GroupShards(model, group, self.dtype, adapted or model)
+            token_bytes //= min(group.size, model.config.num_key_value_heads)
+            self._shards = GroupShards(model, group, dtype, adapted or model)
             self._steps = GroupSteps(group)
             self.merged_shards = self._shards.merged
             self.weight_version = -1
-        self.max_cache_tokens: int | None = None
-        if cache_gigabytes is not None:
-            self.max_cache_tokens = int(cache_gigabytes * _GIBIBYTE / self.token_bytes)
+        self.cache_memory = CacheMemory(token_bytes, cache_gigabytes)
         # Packed weights of the model; None until they are needed.
         self._network: Network | None = None
 
-        # The lock guards the inbox, the requests that a runner has taken (some may be done), the
-        # work between steps, and whether there is a runner.
-        self._lock = threading.Lock()
-        self._inbox: list[GenerationRequest] = []
-        self._open: list[GenerationRequest] = []
-        self._work: list[_Work] = []
-        self._is_running = False
+        self._inbox = Inbox()
+        self._thread = RunnerThread()
         self._is_between_steps = False
         self.num_steps = 0
-        self._worker: ThreadPoolExecutor | None = None
-        self._turn: Future[None] | None = None
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "NativeEngine":
@@ -219,7 +197,7 @@ class NativeEngine(CausalModelEngine):
     ) -> list[Completion]:
         requests = self._requests(prompts, sampling, images)
         self._counted([request.future for request in requests])
-        if self._submit(requests):
+        if self._inbox.put(requests):
             self._run()
         return [request.future.result() for request in requests]
 
@@ -262,7 +240,8 @@ class NativeEngine(CausalModelEngine):
             request.go_on_from(response)
         # All join at the same step, so one of them reports it.
         requests[0].joined = joined
-        self._submit(requests, in_worker=True)
+        if self._inbox.put(requests):
+            self._thread.start(self._run)
         return [request.future for request in requests]
 
     def between_steps(
@@ -281,9 +260,8 @@ class NativeEngine(CausalModelEngine):
             The number of steps before it, or its error. Unfinished responses get the same error.
         """
         done: Future[int] = Future()
-        with self._lock:
-            self._work.append(_Work(work, keeps_cache, recomputes, done))
-        self._submit([], in_worker=True)
+        if self._inbox.put_work(Work(work, keeps_cache, recomputes, done)):
+            self._thread.start(self._run)
         return done
 
     def unfinished(self) -> dict[Future[Completion], Completion]:
@@ -291,22 +269,12 @@ class NativeEngine(CausalModelEngine):
 
         They are in the order in which they go on once the KV cache is computed anew.
         """
-        with self._lock:
-            requests = self._unfinished_requests()
-        return {request.future: request.completion(self.weight_version) for request in requests}
+        version = self.weight_version
+        return {request.future: request.completion(version) for request in self._inbox.unfinished()}
 
     def abort(self) -> None:
         """Abort all unfinished requests without waiting; they end after the current step."""
-        with self._lock:
-            for request in (*self._open, *self._inbox):
-                request.is_given_up = True
-
-    def _unfinished_requests(self) -> list[GenerationRequest]:
-        """Requests that are neither done nor aborted. The caller holds the lock."""
-        requests = [*self._open, *self._inbox]
-        return [
-            request for request in requests if not (request.future.done() or request.is_given_up)
-        ]
+        self._inbox.abort()
 
     def _requests(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages
@@ -321,25 +289,13 @@ class NativeEngine(CausalModelEngine):
         rows = zip(prompts, sampling, images, strict=True)
         for row, (prompt, params, prompt_images) in enumerate(rows):
             where = f"native.generate, prompt {row}"
-            self._require_cache(where, len(prompt), params.max_tokens)
+            self.cache_memory.require(where, len(prompt), params.max_tokens)
             if prompt_images is not None:
                 _require_places(where, prompt, prompt_images, image_tokens)
             requests.append(
                 GenerationRequest(prompt, params, self.eos_token_ids, self.tokenizer, prompt_images)
             )
         return requests
-
-    def _require_cache(self, where: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuse a request that the KV cache cannot hold even alone."""
-        if self.max_cache_tokens is None or num_prompt_tokens + max_tokens <= self.max_cache_tokens:
-            return
-        raise RolloutError(
-            where,
-            got=f"{num_prompt_tokens} prompt tokens and up to {max_tokens} new ones",
-            expected=f"at most {self.max_cache_tokens}, for which the KV cache has memory",
-            fix="Raise actor_rollout_ref.rollout.cache_gigabytes;"
-            f" a token takes {self.token_bytes} bytes.",
-        )
 
     # ---- a rollout group ------------------------------------------------------------------------
 
@@ -404,7 +360,7 @@ class NativeEngine(CausalModelEngine):
         if self._steps is None or self.group is None or not self.group.is_leader:
             return
         self.abort()
-        self._finish_turn()
+        self._thread.finish()
         if not self._steps.has_failed:
             self.group.tell(Over(self._steps.checksum))
         self._steps.reset()
@@ -444,19 +400,16 @@ class NativeEngine(CausalModelEngine):
 
     def close(self) -> None:
         self.abort()
-        self._finish_turn()
+        self._thread.finish()
         super().close()
         self._network = None
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
+        self._thread.close()
 
     def _require_idle(self, action: str) -> None:
         """Refuse an action while responses are generated, except as work between two steps."""
         if self._is_between_steps:
             return
-        with self._lock:
-            num_unfinished = len(self._unfinished_requests())
+        num_unfinished = len(self._inbox.unfinished())
         if num_unfinished:
             raise RolloutError(
                 f"native.{action}",
@@ -464,41 +417,19 @@ class NativeEngine(CausalModelEngine):
                 expected="an engine at rest",
                 fix="Wait for them, or call abort() first.",
             )
-        self._finish_turn()
+        self._thread.finish()
 
     # ---- the runner -----------------------------------------------------------------------------
-
-    def _submit(self, requests: list[GenerationRequest], *, in_worker: bool = False) -> bool:
-        """Put requests into the inbox, and start a runner in a worker thread if there is none.
-
-        Returns:
-            Whether a new runner is needed. Without `in_worker` the caller has to be it.
-        """
-        with self._lock:
-            self._inbox += requests
-            starts = bool(requests or self._work) and not self._is_running
-            self._is_running |= starts
-        if starts and in_worker:
-            if self._worker is None:
-                # torch's number of threads is a setting of each thread.
-                set_threads = partial(torch.set_num_threads, torch.get_num_threads())
-                self._worker = ThreadPoolExecutor(1, "native", initializer=set_threads)
-            self._turn = self._worker.submit(self._run)
-        return starts
-
-    def _finish_turn(self) -> None:
-        """Wait for the runner in the worker thread."""
-        if self._turn is not None:
-            wait([self._turn])
-            self._turn = None
 
     def _run(self) -> None:
         """Generate until no request is left; the runner."""
         try:
-            with self._computing(self._cache_limit()) as generation:
+            with self._computing(self.cache_memory.max_tokens(self.model.device)) as generation:
                 self._generate_all(generation)
         except BaseException as error:
-            self._fail(error)
+            if self._steps is not None:
+                self._steps.has_failed = True
+            self._inbox.fail(error)
             if not isinstance(error, Exception):
                 raise
 
@@ -507,7 +438,11 @@ class NativeEngine(CausalModelEngine):
         scheduler = generation.scheduler
         while True:
             self._work_between_steps(generation)
-            added, given_up, goes_on = self._take_inbox(scheduler)
+            added, given_up, goes_on = self._inbox.take(scheduler)
+            # Without the lock of the inbox: a callback may submit requests.
+            for request in added:
+                if request.joined is not None:
+                    request.joined(self.num_steps)
             if not goes_on:
                 break
             if scheduler.is_done:
@@ -528,54 +463,14 @@ class NativeEngine(CausalModelEngine):
                 # leader's inbox already.
                 generation.renew(generation.network, self.weight_version, keeps_cache=False)
 
-    def _fail(self, error: BaseException) -> None:
-        """Give all callers the error of the runner, raised where they wait."""
-        with self._lock:
-            if self._steps is not None:
-                self._steps.has_failed = True
-            requests = [
-                request for request in (*self._open, *self._inbox) if not request.future.done()
-            ]
-            undone_work = self._work
-            self._open = []
-            self._inbox = []
-            self._work = []
-            self._is_running = False
-        for work in undone_work:
-            work.done.set_exception(error)
-        for request in requests:
-            if request.future.set_running_or_notify_cancel():
-                request.future.set_exception(error)
-
-    def _take_inbox(
-        self, scheduler: Scheduler[GenerationRequest]
-    ) -> tuple[list[GenerationRequest], list[GenerationRequest], bool]:
-        """New requests, aborted ones, and whether there is anything to do."""
-        with self._lock:
-            added = self._inbox
-            self._inbox = []
-            scheduler.add(added)
-            self._open = [*scheduler.running, *scheduler.waiting]
-            # Decided under the lock: whoever submits after this starts a new runner if it ends.
-            self._is_running = bool(self._work) or not scheduler.is_done
-            goes_on = self._is_running
-            given_up = [request for request in self._open if request.is_given_up]
-        # Without the lock: a callback may submit requests.
-        for request in added:
-            if request.joined is not None:
-                request.joined(self.num_steps)
-        return added, given_up, goes_on
-
     def _work_between_steps(self, generation: Generation) -> None:
         """Do the submitted work; the generation goes on with the weights that this leaves."""
         while True:
             if self.before_step is not None:
                 self.before_step(self.num_steps)
-            if not self._work:
+            work = self._inbox.next_work(partial(_requests_of, generation))
+            if work is None:
                 break
-            with self._lock:
-                work = self._work.pop(0)
-                self._open = _requests_of(generation)
             version = self.weight_version
             try:
                 self._is_between_steps = True
@@ -635,16 +530,6 @@ class NativeEngine(CausalModelEngine):
             else:
                 self._network = Network(self.model)
         return self._network
-
-    def _cache_limit(self) -> int | None:
-        """Most tokens in the KV cache; None: any number. A single request may take all memory."""
-        device = self.model.device
-        if self.max_cache_tokens is not None or device.type != "cuda":
-            return self.max_cache_tokens
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        # Memory that torch's allocator holds, but does not use.
-        free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(_CACHE_SHARE * free_bytes / self.token_bytes)
 
 
 def _requests_of(generation: Generation | None) -> list[GenerationRequest]:

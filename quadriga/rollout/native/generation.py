@@ -108,6 +108,32 @@ class OlderPrefix:
 Prefix = tuple[int, ...] | ImagePrefix | OlderPrefix
 
 
+class EndOfResponse:
+    """Decides whether a response is complete.
+
+    Args:
+        sampling: stop tokens, stop strings, and the most tokens of the response.
+        eos_token_ids: end-of-text tokens of the model.
+        tokenizer: decodes the response; needed if there are stop strings.
+    """
+
+    def __init__(
+        self, sampling: SamplingParams, eos_token_ids: Iterable[int], tokenizer: Any
+    ) -> None:
+        self._max_tokens = sampling.max_tokens
+        self._stop_tokens = sampling.stops(eos_token_ids)
+        self._stop_strings = StopStrings(sampling.stop, tokenizer)
+
+    def reason(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """Reason why the response ends with its last token. None: it goes on."""
+        # The stop token stays in the response.
+        if token_ids[-1] in self._stop_tokens or self._stop_strings.is_reached(token_ids):
+            return "stop"
+        if len(token_ids) == self._max_tokens:
+            return "length"
+        return None
+
+
 class GenerationRequest:
     """A prompt, and the response that is generated for it.
 
@@ -136,8 +162,7 @@ class GenerationRequest:
         self.prompt = tuple(prompt)
         self.sampling = sampling
         self.images = images
-        self.stops = sampling.stops(eos_token_ids)
-        self.stop_strings = StopStrings(sampling.stop, tokenizer)
+        self.end = EndOfResponse(sampling, eos_token_ids, tokenizer)
         self.draws = Draws(sampling.seed)
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
@@ -194,11 +219,7 @@ class GenerationRequest:
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         self.sampling_log_probs.append(sampling_log_prob)
-        # The stop token stays in the response.
-        if token in self.stops or self.stop_strings.is_reached(self.token_ids):
-            self.finish_reason = "stop"
-        elif len(self.token_ids) == self.sampling.max_tokens:
-            self.finish_reason = "length"
+        self.finish_reason = self.end.reason(self.token_ids)
 
     def go_on_from(self, earlier: Completion) -> None:
         """Begin behind the tokens of a response that was aborted."""

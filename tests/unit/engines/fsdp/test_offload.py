@@ -52,16 +52,16 @@ def test_an_engine_that_rests_refuses_to_work(
 ) -> None:
     engine = make_engine(torch.bfloat16)
     engine.rest_between_phases(["weights", "optimizer"], tmp_path)
-    assert engine.asleep == {"weights", "optimizer"}
+    assert engine.rest.asleep == {"weights", "optimizer"}
     for call in (engine.weights, lambda: engine.state(ALL), lambda: engine.optimizer_step(0.1)):
         with pytest.raises(EngineError, match=r"the actor: .*weights.*offloaded.*`awake`"):
             call()
     with engine.awake("weights"):
-        assert engine.asleep == {"optimizer"}
+        assert engine.rest.asleep == {"optimizer"}
         assert dict(engine.weights())
         with pytest.raises(EngineError, match="with optimizer offloaded"):
             engine.optimizer_step(0.1)
-    assert engine.asleep == {"weights", "optimizer"}
+    assert engine.rest.asleep == {"weights", "optimizer"}
 
 
 def test_gradient_sums_are_freed(make_engine: Callable[..., FSDPEngine], tmp_path: Path) -> None:

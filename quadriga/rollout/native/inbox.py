@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inbox of the native engine: any thread puts in requests and work, one runner takes them out.
+
+    put, put_work   any thread        tells the caller whether it has to start a runner
+    take            the runner        between two steps; the last take of a runner finds nothing
+    next_work       the runner        between two steps, until there is no work
+
+At most one runner exists. Whether it goes on is decided under the lock of the inbox, so a request
+that comes while a runner ends starts the next one.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from quadriga.rollout.native.generation import GenerationRequest
+from quadriga.rollout.native.scheduler import Scheduler
+
+
+class Work(NamedTuple):
+    """Work to be done between two steps; see `NativeEngine.between_steps`."""
+
+    function: Callable[[], None]
+    keeps_cache: bool
+    recomputes: bool
+    done: Future[int]
+
+
+class Inbox:
+    """Requests and work that wait for the runner, and the requests that it has.
+
+    Attributes:
+        open: requests that the runner has taken, in the order in which they go on; some may be
+            done.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.open: list[GenerationRequest] = []
+        self._new: list[GenerationRequest] = []
+        self._work: list[Work] = []
+        self._has_runner = False
+
+    def put(self, requests: Sequence[GenerationRequest]) -> bool:
+        """Add requests.
+
+        Returns:
+            Whether the caller has to start a runner.
+        """
+        with self._lock:
+            self._new += requests
+            return self._needs_runner()
+
+    def put_work(self, work: Work) -> bool:
+        """Add work to be done before the next step.
+
+        Returns:
+            Whether the caller has to start a runner.
+        """
+        with self._lock:
+            self._work.append(work)
+            return self._needs_runner()
+
+    def _needs_runner(self) -> bool:
+        """Claim the runner's place if there is something to do and nobody does it."""
+        needs_runner = bool(self._new or self._work) and not self._has_runner
+        self._has_runner |= needs_runner
+        return needs_runner
+
+    def take(
+        self, scheduler: Scheduler[GenerationRequest]
+    ) -> tuple[list[GenerationRequest], list[GenerationRequest], bool]:
+        """Move the new requests to the scheduler.
+
+        Args:
+            scheduler: the scheduler of the runner.
+
+        Returns:
+            The new requests, the aborted ones, and whether there is anything to do. If not, the
+            caller is no longer the runner.
+        """
+        with self._lock:
+            added = self._new
+            self._new = []
+            scheduler.add(added)
+            self.open = [*scheduler.running, *scheduler.waiting]
+            # Decided under the lock: whoever submits after this starts a new runner if it ends.
+            self._has_runner = bool(self._work) or not scheduler.is_done
+            given_up = [request for request in self.open if request.is_given_up]
+            return added, given_up, self._has_runner
+
+    def next_work(self, requests: Callable[[], list[GenerationRequest]]) -> Work | None:
+        """Take the oldest work. None: there is none.
+
+        Args:
+            requests: returns the runner's unfinished requests, which the work may ask for.
+        """
+        # Nobody else takes work, so it needs no lock to see that there is none.
+        if not self._work:
+            return None
+        with self._lock:
+            work = self._work.pop(0)
+            self.open = requests()
+        return work
+
+    def unfinished(self) -> list[GenerationRequest]:
+        """Requests that are neither done nor aborted."""
+        with self._lock:
+            requests = [*self.open, *self._new]
+            return [
+                request
+                for request in requests
+                if not (request.future.done() or request.is_given_up)
+            ]
+
+    def abort(self) -> None:
+        """Mark all requests as aborted; the runner ends them after the current step."""
+        with self._lock:
+            for request in (*self.open, *self._new):
+                request.is_given_up = True
+
+    def fail(self, error: BaseException) -> None:
+        """Remove everything after the runner has failed; callers get its error where they wait."""
+        with self._lock:
+            requests = [
+                request for request in (*self.open, *self._new) if not request.future.done()
+            ]
+            undone_work = self._work
+            self.open = []
+            self._new = []
+            self._work = []
+            self._has_runner = False
+        for work in undone_work:
+            work.done.set_exception(error)
+        for request in requests:
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_exception(error)
+
+
+class RunnerThread:
+    """Thread for runners that must not block a caller. It starts with the first of them."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._turn: Future[None] | None = None
+
+    def start(self, run: Callable[[], None]) -> None:
+        """Run a function in the thread. The function before it has ended, or is about to."""
+        if self._executor is None:
+            # torch's number of threads is a setting of each thread.
+            set_threads = partial(torch.set_num_threads, torch.get_num_threads())
+            self._executor = ThreadPoolExecutor(1, "native", initializer=set_threads)
+        self._turn = self._executor.submit(run)
+
+    def finish(self) -> None:
+        """Wait for the function that was started last."""
+        if self._turn is not None:
+            wait([self._turn])
+            self._turn = None
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
