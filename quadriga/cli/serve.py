@@ -24,6 +24,7 @@ Callers need the key in the environment variable {KEY_VARIABLE}, if it is set.""
 _LONGEST = 8192
 # Ctrl-C ends the command within this time, even in the middle of a long computation.
 _END_S = 1.2
+_STATUS_OF_INTERRUPT = 130
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,9 +88,12 @@ def serve(config: Config) -> None:
         print(f"serving {server.app.policy.name} at {server.url}, {access}; Ctrl-C ends it")
         print(f"limits: {server.limits}", flush=True)
         try:
+            # Requests are answered by other threads; this one waits for Ctrl-C.
             threading.Event().wait()
         finally:
-            deadline = threading.Timer(_END_S, os._exit, (130,))
+            # A computation in C code cannot be interrupted, so the process ends at the latest when
+            # the time is up, with the status of a command that Ctrl-C has ended.
+            deadline = threading.Timer(_END_S, os._exit, (_STATUS_OF_INTERRUPT,))
             deadline.daemon = True
             deadline.start()
             server.close()

@@ -220,11 +220,11 @@ class PolicyApp:
             raise CallError("body", got=got, status=408) from error
 
     async def _tokenizing(self, num_bytes: int, work: Callable[[], Result]) -> Result:
-        """Result of work with the tokenizer, which is done elsewhere if others would wait for it.
+        """Run work with the tokenizer: in a thread, unless it is too short to delay other calls.
 
         Args:
-            num_bytes: size of what it is done on; a long conversation takes seconds, and so may an
-                image of any size.
+            num_bytes: size of the text. A long conversation takes seconds, and so may an image of
+                any size.
             work: the work.
         """
         is_short = num_bytes < _INLINE_BYTES and self.policy.processor is None

@@ -310,13 +310,21 @@ class LocalWorkerGroup(WorkerGroup[W]):
 
     @staticmethod
     def resolve(handles: Sequence[Future[Any]], borrow: bool = False) -> list[Any]:
+        """Outputs of calls. The first error is raised.
+
+        Args:
+            handles: handles of `start_all`.
+            borrow: without effect: outputs are in this process, so nothing is copied.
+        """
         return [handle.result() for handle in handles]
 
     @staticmethod
     def first_outcomes(handles: Sequence[Future[Any]]) -> dict[Future[Any], Any]:
+        """Outputs or errors of all calls: in one process they have ended already."""
         return {handle: handle.exception() or handle.result() for handle in handles}
 
     def restart(self, rank: int) -> None:
+        """Replace the worker of a rank by a new one with the same arguments."""
         with placed(self._places[rank]):
             self.workers[rank] = self._entry()
 

@@ -216,8 +216,13 @@ class Line:
         is_text = isinstance(value, str) and value not in WORDS
         if is_text and is_number(self._default_of(self.written)):
             leaf = leaf_of(key, self.entry.task)
+            # Some keys of ours take text where verl's default is a number.
             if leaf is None or not leaf.is_text:
-                self.refuse("a number", rule.sentence.strip("-") if value else _UNSET)
+                # Rows without a sentence have "-" in its place.
+                fix = rule.sentence.strip("-")
+                if value == "":
+                    fix = _UNSET
+                self.refuse("a number", fix)
                 return
         FUNCTIONS[rule.argument](self, key, value)
 

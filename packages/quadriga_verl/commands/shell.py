@@ -150,6 +150,7 @@ def _piece_end(text: str, start: int) -> int:
 
 
 def _word_end(text: str, start: int) -> int:
+    """Position after a word, at the first blank or operator outside of quotes and expansions."""
     position = start
     try:
         while position < len(text) and text[position] not in " \t\r\n;&|<>()":
@@ -186,9 +187,10 @@ def _statements(text: str) -> Iterator[_Statement]:
         elif separator:
             if statement.words:
                 yield statement
-            # Empty lines may follow `)`, `&&` and the like.
-            is_line_end = separator[0] == "\n" and not statement.words
-            statement = _Statement(statement.before if is_line_end else separator[0])
+            # After `)`, `&&` and the like the statement may begin on a later line.
+            is_empty_line = separator[0] == "\n" and not statement.words
+            before = statement.before if is_empty_line else separator[0]
+            statement = _Statement(before)
             position = separator.end()
             if here_end and separator[0] == "\n":
                 last_line = re.compile(rf"^\t*{re.escape(here_end)}$", re.MULTILINE)
@@ -210,15 +212,18 @@ def _read_word(text: str, start: int) -> tuple[Any, int]:
     word = text[start:end]
     if text[end : end + 1] != "(" or not _ARRAY_ASSIGNMENT.fullmatch(word):
         return word, end
-    # The brackets of an array nest as those of `$(...)` do.
+    # The brackets of an array nest as those of `$(...)` do, so read it as such an expansion.
+    expansion = f"${text[end:]}"
     try:
-        closed = _piece_end(f"${text[end:]}", 0) - 1 + end
+        expansion_length = _piece_end(expansion, 0)
     except (IndexError, ValueError) as error:
         raise _unclosed(text, end) from error
+    # The script has no `$` here.
+    array_end = end + expansion_length - 1
     elements = []
-    for part in _statements(text[end + 1 : closed - 1]):
+    for part in _statements(text[end + 1 : array_end - 1]):
         elements += part.words
-    return _Array(word, elements), closed
+    return _Array(word, elements), array_end
 
 
 # ---- following a script -------------------------------------------------------------------------

@@ -67,9 +67,10 @@ def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
 def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt a policy loss of verl's contract to ours.
 
-    Its scalar stands for the rows of a micro-batch. It becomes a constant per token that is scaled
-    to count as much as these rows do by `loss_agg_mode`: for a mean of that mode, the sum over all
-    micro-batches and ranks is exactly the mean over the mini-batch.
+    verl's loss returns one scalar for a micro-batch, ours a loss for each token, which the engine
+    aggregates by `loss_agg_mode`. The adapter gives each token the same loss, scaled so that its
+    aggregate over the micro-batch is the scalar. If the scalar is a mean of that mode, the sum over
+    all micro-batches and ranks is then exactly the mean over the mini-batch.
     """
     name = getattr(function, "__name__", "the policy loss")
 
@@ -101,18 +102,20 @@ def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 
         log_prob = fields["log_prob"]
         mask = fields["response_mask"]
-        # What the aggregation makes of a loss of 1 for each token.
+        # The aggregation is linear, so a loss of c for each token becomes c * unit_loss.
         unit_loss = _agg_loss(
             torch.ones_like(log_prob),
             mask,
             config.loss_agg_mode,
             loss_scale_factor=config.loss_scale_factor,
         )
+        # Zero if the mask leaves out every token; whatever they get then has no effect.
         smallest = torch.finfo(unit_loss.dtype).tiny
         per_token = scalar.reshape(()) / unit_loss.clamp(min=smallest)
         diagnostics = {key: torch.full_like(log_prob, value) for key, value in metrics.items()}
         return per_token.expand(mask.shape), diagnostics
 
+    # `config` is required; importance weights are passed only with off-policy correction.
     options = {"config": Parameter.empty, "rollout_is_weights": None}
     return _with_signature(loss, function, _LOSS_FIELDS, options)
 

@@ -43,7 +43,9 @@ def rloo(
     """
     scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(uid, scores, rollout_id)
-    # A group of one has no others; its `centered` score is the score itself and stays unscaled.
+    # With n responses of mean m, the mean of the others is (n m - s) / (n - 1), so that
+    # s - (mean of the others) = (s - m) n / (n - 1). A group of one has no others: its advantage is
+    # its score, which `centered` leaves as it is.
     num_others = (groups.size - 1).clamp(min=1)
     advantage = groups.centered(scores) * (groups.size / num_others)
     advantages = spread(advantage, response_mask)

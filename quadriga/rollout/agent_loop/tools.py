@@ -458,6 +458,7 @@ def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """The description before the first section, and the text for each argument."""
+    # The pattern has one group, so titles and bodies of the sections alternate.
     description, *sections = _SECTION.split(text)
     texts: dict[str, str] = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):
@@ -470,5 +471,6 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
                 name = argument[1]
                 texts[name] = argument[2].strip()
             elif name and line.strip():
+                # A line without a name continues the argument before it.
                 texts[name] = f"{texts[name]} {line.strip()}".strip()
     return description.strip(), texts

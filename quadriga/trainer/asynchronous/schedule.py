@@ -403,6 +403,7 @@ class Schedule:
 
     @property
     def _drops(self) -> bool:
+        """Whether a step takes the oldest groups that are ready, whatever step they began for."""
         return self.rules.on_stale == "drop"
 
     def _start(self) -> None:
@@ -467,13 +468,17 @@ class Schedule:
             fits = worker.capacity is None or load + size <= worker.capacity or not load
             # A worker that loads weights is judged by those that it will have.
             version = worker.version if worker.loading is None else worker.loading
-            if fits and self.may_start(version, batch) and (best is None or (load, number) < best):
+            if not fits or not self.may_start(version, batch):
+                continue
+            # Among equally loaded workers the one with the smallest number, in every run.
+            if best is None or (load, number) < best:
                 best = (load, number)
         if best is None or best[1] in self.workers.loading:
             return None
         return best[1]
 
     def _begin(self, worker: int, group: Group) -> None:
+        """Assign all waiting samples of a group to a worker."""
         state = self.workers[worker]
         samples = tuple(sorted(group.waiting))
         for sample in samples:
@@ -516,38 +521,50 @@ class Schedule:
         rules = self.rules
         workers = self.workers
         worker = workers[number]
-        loads = worker.loading is not None
+        is_loading = worker.loading is not None
         # A deterministic worker also waits for weights that are not published yet.
         newest = self.published
         if rules.deterministic and self.hold_after is None:
             newest = rules.version_at(rules.num_steps)
+        # With "finish" a worker loads weights once it is empty, so it takes no samples until then.
         finishes = rules.in_flight == "finish" and not rules.deterministic
         is_draining = finishes and worker.version < self.published
         has_room = worker.capacity is None or len(worker.running) < worker.capacity
         loads_published = worker.loading is not None and worker.loading <= self.published
-        _set_member(workers.free, number, has_room and not loads and not is_draining)
-        _set_member(workers.behind, number, not loads and worker.version < newest)
+        _set_member(workers.free, number, has_room and not is_loading and not is_draining)
+        _set_member(workers.behind, number, not is_loading and worker.version < newest)
         _set_member(workers.loading, number, loads_published)
 
     def _load(self) -> None:
+        """Decide which workers load newer weights, or pause for them."""
         for number in sorted(self.workers.behind):
             worker = self.workers[number]
-            if self._may_load(worker):
-                is_next = self.rules.deterministic
-                self._load_version(number, worker.version + 1 if is_next else self.published)
+            if not self._may_load(worker):
+                continue
+            version = self.published
+            if self.rules.deterministic:
+                # Every worker generates with every version, however fast the trainer is.
+                version = worker.version + 1
+            self._load_version(number, version)
 
     def _load_version(self, number: int, version: int) -> None:
+        """Let a worker load a version, or wait for it if it is not published yet."""
         self.workers[number].loading = version
         self._refresh(number)
         self._pending.append(Load(number, version))
 
     def _may_load(self, worker: _WorkerState) -> bool:
+        """Whether a worker that is behind may change its weights now."""
         rules = self.rules
         if not rules.deterministic:
-            return not (rules.in_flight == "finish" and worker.running)
-        # With "continue" the last batches that the version may begin are still under way.
-        ahead = rules.max_staleness - (rules.in_flight == "continue")
-        last_step = rules.last_step_with(worker.version + max(ahead, 0))
+            return rules.in_flight == "continue" or not worker.running
+        # Versions after the worker's own for which it may still begin batches.
+        num_ahead = rules.max_staleness
+        if rules.in_flight == "continue":
+            # The last batches that the version may begin are still under way, and go on with the
+            # next version.
+            num_ahead = max(num_ahead - 1, 0)
+        last_step = rules.last_step_with(worker.version + num_ahead)
         return self._all_generated(min(last_step, rules.num_steps))
 
     def _all_generated(self, last: int) -> bool:
@@ -564,6 +581,7 @@ class Schedule:
     # Decisions: batches.
 
     def _hand_over(self) -> None:
+        """Hand the next batch, or its next part, to the trainer if it waits for a complete one."""
         if not self._wants or self.is_over:
             return
         numbers = self._ready()
@@ -600,10 +618,13 @@ class Schedule:
                 self._drop(group, "stale")
 
     def _drop(self, group: Group, reason: Reason) -> None:
+        """Remove a group, and free the workers that still generate samples of it."""
         del self.groups[group.number]
+        # With on_stale="wait" kept groups are listed in their batch, which is over by now.
         if group.is_kept and self._drops:
             self._kept.remove(group.number)
         self._to_start.discard(group.number)
+        # The caller aborts these samples; events of them that are under way are ignored.
         running = []
         for sample, worker in sorted(group.running.items()):
             running.append((worker, sample))
