@@ -23,6 +23,25 @@ from quadriga.trainer.validate import first_samples
 
 def main(argv: Sequence[str]) -> int:
     """Print responses to prompts, or with --output write responses to the rows of --data."""
+    arguments = _parser().parse_intermixed_args(list(argv))
+    config = _config_of(arguments)
+    temperature = config.actor_rollout_ref.rollout.temperature
+    sampling = "the most likely tokens (--temperature 0)"
+    if temperature:
+        sampling = f"--temperature {temperature:g}"
+    print(f"sampling: {sampling}", file=sys.stderr)
+    if arguments.output is not None and not arguments.prompt and config.data.val_files:
+        answer_rows(config, arguments.output)
+        return 0
+    if arguments.output is not None or not arguments.prompt:
+        got = "no --prompt" if not arguments.prompt else "--prompt and --output"
+        expected = "--prompt, or --data and --output"
+        raise ConfigError("quadriga generate", got=got, expected=expected)
+    _answer_prompts(config, arguments)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quadriga generate", description=main.__doc__)
     parser.add_argument(
         "model",
@@ -63,7 +82,11 @@ def main(argv: Sequence[str]) -> int:
         help="longest response (default: 512, or what fits behind the longest prompt)",
     )
     add_config_arguments(parser)
-    arguments = parser.parse_intermixed_args(list(argv))
+    return parser
+
+
+def _config_of(arguments: argparse.Namespace) -> Config:
+    """The configuration, with the keys that options of the command set."""
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     rollout = "actor_rollout_ref.rollout"
     settings = {
@@ -75,19 +98,11 @@ def main(argv: Sequence[str]) -> int:
     for key, value in settings.items():
         if value is not None:
             arguments.overrides.append(f"{key}={value}")
-    config = load_from(arguments)
-    temperature = config.actor_rollout_ref.rollout.temperature
-    sampling = "the most likely tokens (--temperature 0)"
-    if temperature:
-        sampling = f"--temperature {temperature:g}"
-    print(f"sampling: {sampling}", file=sys.stderr)
-    if arguments.output is not None and not arguments.prompt and config.data.val_files:
-        answer_rows(config, arguments.output)
-        return 0
-    if arguments.output is not None or not arguments.prompt:
-        got = "no --prompt" if not arguments.prompt else "--prompt and --output"
-        expected = "--prompt, or --data and --output"
-        raise ConfigError("quadriga generate", got=got, expected=expected)
+    return load_from(arguments)
+
+
+def _answer_prompts(config: Config, arguments: argparse.Namespace) -> None:
+    """Print each prompt and its responses."""
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     prompts, images = dealt(arguments.prompt, arguments.image)
     chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
@@ -95,7 +110,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"> {prompt}")
         for text in texts:
             print(text)
-    return 0
 
 
 def answer_rows(config: Config, output_path: str | Path) -> None:

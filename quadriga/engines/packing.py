@@ -113,11 +113,10 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
             tokens = np.concatenate([prompt, unpredicted])
             inputs = {} if images_column is None else images_column[row] or {}
             images = _row_images(row, inputs, tokens, num_prompt_tokens, image_tokens, image_keys)
-        if images is not None:
-            prompt_key += images.key
         if routes is not None:
             prompt_key += routes[row, :width][is_valid[:width]].tobytes()
         if images is not None:
+            prompt_key += images.key
             last_image = int(images.places.max())
             if last_image >= num_prompt_tokens:
                 # With images in the response, the row shares nothing and includes all of them.
@@ -203,60 +202,57 @@ def pack(
         if len(row.trained):
             groups.setdefault(row.prompt_key if share_prompts else number, []).append(number)
     sequence = _Sequence()
-    tokens_of = {}  # packed index of each token, by row
+    places_by_row = {}  # packed index of each token of a row
     predictors = []
     targets = []
     row_numbers = []
     columns = []
     for members in groups.values():
+        is_shared = len(members) > 1
         first = rows[members[0]]
         size = first.num_prompt_tokens
-        if len(members) == 1:
-            # A prompt that no other row has: one causal segment.
-            length = size + first.num_response_tokens
-            tokens = np.concatenate([first.prompt, first.response])[:length]
-            prompt = sequence.append(tokens, first.positions[..., :length])
-        else:
-            # The prompt once, then each response as its continuation.
-            prompt = sequence.append(first.prompt, first.positions[..., :size])
+        # A shared prompt is a segment, which each response continues. A prompt that no other row
+        # has is one causal segment with its response.
+        length = size
+        if not is_shared:
+            length += first.num_response_tokens
+        tokens = np.concatenate([first.prompt, first.response])[:length]
+        prompt = sequence.append(tokens, first.positions[..., :length])
         if first.images is not None:
-            places = prompt.start + first.images.places
-            sequence.images.append((first.images.inputs, places))
+            image_places = prompt.start + first.images.places
+            sequence.images.append((first.images.inputs, image_places))
         for number in members:
             row = rows[number]
+            places = np.arange(prompt.start, prompt.start + length)
             end = row.num_response_tokens
-            # Packed index of the token before each response token.
-            before = np.arange(prompt.start + size - 1, prompt.start + prompt.length)
-            if len(members) > 1 and end:
+            if is_shared and end:
                 positions = row.positions[..., size : size + end]
-                segment = sequence.append(row.response[:end], positions, prompt)
-                before = np.concatenate([before, np.arange(segment.start, segment.start + end)])
-            prompt_places = np.arange(prompt.start, prompt.start + size)
-            tokens_of[number] = np.concatenate([prompt_places, before[1:]])
-            predictors.append(before[row.trained])
+                response = sequence.append(row.response[:end], positions, prompt)
+                response_places = np.arange(response.start, response.start + end)
+                places = np.concatenate([places, response_places])
+            places_by_row[number] = places
+            # Each response token is predicted at the token before it.
+            predictors.append(places[size - 1 + row.trained])
             targets.append(row.response[row.trained])
             row_numbers.append(np.full(len(row.trained), number))
             columns.append(row.trained)
 
-    lists = (sequence.input_ids, sequence.positions, predictors, targets, row_numbers, columns)
-    arrays = [np.concatenate(parts, axis=-1) for parts in lists]
-    tensors = [torch.from_numpy(array).long().to(device) for array in arrays]
-    input_ids, position_ids, packed_predictors, packed_targets, packed_rows, packed_columns = (
-        tensors
-    )
+    def on_device(parts: Sequence[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)
+
     return PackedBatch(
-        input_ids=input_ids[None],
-        position_ids=position_ids.unsqueeze(-2),
+        input_ids=on_device(sequence.input_ids)[None],
+        position_ids=on_device(sequence.positions).unsqueeze(-2),
         segments=tuple(sequence.segments),
-        predictors=packed_predictors,
+        predictors=on_device(predictors),
         host_predictors=np.concatenate(predictors),
-        targets=packed_targets,
-        rows=packed_rows,
-        columns=packed_columns,
+        targets=on_device(targets),
+        rows=on_device(row_numbers),
+        columns=on_device(columns),
         shape=(len(rows), num_columns),
         sum_of_squared_lengths=sequence.sum_of_squares,
         images=packed_images(sequence.images, device) if sequence.images else None,
-        places=tokens_of,
+        places=places_by_row,
     )
 
 

@@ -10,7 +10,7 @@ Legend: B rows, b of them in a micro-batch, T response positions, M predicted to
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
@@ -22,7 +22,7 @@ from quadriga.algorithms.aggregate import LossCounts
 from quadriga.algorithms.masked import zero_outside
 from quadriga.config import OptimConfig
 from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_batches, mini_batches
-from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
+from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine, OptimizerStep
 from quadriga.engines.objectives import ROLLOUT_NUM_TOKENS, Objective
 from quadriga.engines.packing import Outputs, echo_tokens, pack, row_tokens
 from quadriga.errors import EngineError
@@ -274,33 +274,11 @@ class _Updater:
             Metrics that are shares of sums over the mini-batch, and the others.
         """
         engine = self.engine
-        # Losses are normalised by the whole mini-batch, so all ranks count it before the first
-        # backward pass. Rows without a gradient count too, but need not be computed.
-        rollout_num_tokens = mini.batch.get(ROLLOUT_NUM_TOKENS)
-        local_counts = LossCounts.of(mini.batch["response_mask"], rollout_num_tokens)
+        # Rows without a gradient count in the loss, but need not be computed.
         has_gradient = self.objective.rows_with_gradient(mini)
-        num_tokens, num_sequences, num_computed, num_echo_tokens = engine.replicas.totals(
-            local_counts.batch_num_tokens,
-            local_counts.global_batch_size,
-            int(has_gradient.sum()),
-            int(echo_tokens(mini).sum()),
-        )
-        num_rollouts = num_sequences
-        if rollout_num_tokens is not None:
-            # Rows of a rollout may be on several ranks: their shares add up to whole numbers.
-            num_rollouts = round(math.fsum(engine.replicas.gather(local_counts.num_rollouts)))
-        counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
+        counts, num_computed = self._count(mini, has_gradient)
         rows = mini if bool(has_gradient.all()) else mini.select_idxs(has_gradient)
-        routing = None
-        routers = engine.scorer.routers
-        if routers.count:
-            # Router losses are sums over the tokens of the mini-batch, like the other losses.
-            share = float(engine.loss_scale[0]) / max(num_tokens + num_echo_tokens, 1)
-            routing = Routing(
-                loss_weight=self.objective.router_aux_loss_coef / routers.count * share,
-                z_weight=self.objective.router_z_loss_coef * share,
-                sums=routers.new_sums(engine.device),
-            )
+        routing = self._routing(counts)
         losses = list(self._losses(rows, counts, routing))
         packed_batches = [loss.packed for loss in losses]
         engine.backward(packed_batches, losses, temperature=self.temperature)
@@ -319,24 +297,84 @@ class _Updater:
                 shares[name] = Metric(metric.value)
             else:
                 metrics[name] = metric
-        prefix = self.objective.name
         # The same on all ranks, so one of them reports it.
         if engine.replicas.is_first:
-            metrics[f"{prefix}/grad_norm"] = Metric(result.grad_norm)
-            metrics[f"{prefix}/lr"] = Metric(lr, "last")
-            metrics[f"{prefix}/nonfinite_steps"] = Metric(float(not result.is_applied), "sum")
-            if engine.dtype == torch.float16:
-                metrics[f"{prefix}/loss_scale"] = Metric(float(engine.loss_scale[0]), "last")
-            for name, value in router_metrics.items():
-                metrics[f"{prefix}/router_{name}"] = Metric(value)
+            metrics |= self._step_metrics(result, lr, router_metrics)
+        metrics |= self._cost_metrics(packed_batches, len(rows))
+        return shares, metrics
+
+    def _count(self, mini: DataProto, has_gradient: torch.Tensor) -> tuple[LossCounts, int]:
+        """Count a mini-batch over all ranks: losses are normalised by the whole of it.
+
+        Args:
+            mini: rows [b] of the mini-batch on this rank.
+            has_gradient: [b] bool, the rows to compute.
+
+        Returns:
+            The counts, and the number of rows to compute.
+        """
+        replicas = self.engine.replicas
+        rollout_num_tokens = mini.batch.get(ROLLOUT_NUM_TOKENS)
+        local_counts = LossCounts.of(mini.batch["response_mask"], rollout_num_tokens)
+        num_tokens, num_sequences, num_computed, num_echo_tokens = replicas.totals(
+            local_counts.batch_num_tokens,
+            local_counts.global_batch_size,
+            int(has_gradient.sum()),
+            int(echo_tokens(mini).sum()),
+        )
+        num_rollouts = num_sequences
+        if rollout_num_tokens is not None:
+            # Rows of a rollout may be on several ranks: their shares add up to whole numbers.
+            num_rollouts = round(math.fsum(replicas.gather(local_counts.num_rollouts)))
+        counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
+        return counts, num_computed
+
+    def _routing(self, counts: LossCounts) -> Routing | None:
+        """Weights of the router losses of a mini-batch. None: the model has no routers."""
+        routers = self.engine.scorer.routers
+        if not routers.count:
+            return None
+        # Router losses are sums over the tokens of the mini-batch, like the other losses.
+        num_tokens = counts.batch_num_tokens + counts.num_echo_tokens
+        share = float(self.engine.loss_scale[0]) / max(num_tokens, 1)
+        return Routing(
+            loss_weight=self.objective.router_aux_loss_coef / routers.count * share,
+            z_weight=self.objective.router_z_loss_coef * share,
+            sums=routers.new_sums(self.engine.device),
+        )
+
+    def _step_metrics(
+        self, result: OptimizerStep, lr: float, router_metrics: Mapping[str, float]
+    ) -> dict[str, Metric]:
+        """Metrics of an optimizer step, which are the same on all ranks."""
+        prefix = self.objective.name
+        metrics = {
+            f"{prefix}/grad_norm": Metric(result.grad_norm),
+            f"{prefix}/lr": Metric(lr, "last"),
+            f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
+        }
+        if self.engine.dtype == torch.float16:
+            loss_scale = float(self.engine.loss_scale[0])
+            metrics[f"{prefix}/loss_scale"] = Metric(loss_scale, "last")
+        for name, value in router_metrics.items():
+            metrics[f"{prefix}/router_{name}"] = Metric(value)
+        return metrics
+
+    def _cost_metrics(
+        self, packed_batches: Sequence[PackedBatch], num_rows: int
+    ) -> dict[str, Metric]:
+        """Tokens, sequences and floating-point operations that this rank has computed."""
+        engine = self.engine
+        prefix = self.objective.name
         num_packed = sum(packed.num_tokens for packed in packed_batches)
         # Ranks with the same rows share their cost.
         num_sharers = engine.world.size / engine.replicas.size
         flops = math.fsum(engine.cost.update_flops_of(packed) for packed in packed_batches)
-        metrics[f"{prefix}/packed_tokens"] = Metric(num_packed, "sum")
-        metrics[f"{prefix}/computed_sequences"] = Metric(len(rows), "sum")
-        metrics[f"perf/flops/{prefix}"] = Metric(flops / num_sharers, "sum")
-        return shares, metrics
+        return {
+            f"{prefix}/packed_tokens": Metric(num_packed, "sum"),
+            f"{prefix}/computed_sequences": Metric(num_rows, "sum"),
+            f"perf/flops/{prefix}": Metric(flops / num_sharers, "sum"),
+        }
 
     def _keep_outputs(self, losses: list[MicroBatchLoss], numbers: torch.Tensor) -> None:
         """Add the outputs of micro-batches to `first_outputs`, if there is such.

@@ -469,26 +469,8 @@ def score_file(
         ConfigError: a reward manager that needs a model or a batch of tokens.
         DataError, RewardError: the file is wrong, or too many responses could not be graded.
     """
-    file, *further_files = resolve_files(path, config.data.cache_dir, where="responses")
-    table = read_table(file)
-    if further_files:
-        raise DataError(
-            str(path),
-            got=f"{1 + len(further_files)} files",
-            expected="one",
-            fix="Grade them one by one.",
-        )
     source_key = config.data.reward_fn_key
-    keys = (source_key, response_key, reward_model_key)
-    missing_keys = [key for key in keys if key not in table.columns]
-    if missing_keys:
-        raise DataError(
-            str(path),
-            got=f"the columns {', '.join(table.columns)}",
-            expected=f"{' and '.join(map(repr, missing_keys))} among them",
-            fix="The columns are named by data.reward_fn_key, --response-key and "
-            "--reward-model-key.",
-        )
+    table = _responses_table(config, path, (source_key, response_key, reward_model_key))
     with closing(load_reward_manager(config, None)) as manager:
         if config.reward_model.enable:
             raise _needs_texts("reward_model.enable")
@@ -525,6 +507,29 @@ def score_file(
             metrics[f"test_score/{source}"] = value
             intervals[f"test_score/{source}"] = grades.intervals[name]
     return Grades(metrics | grades.metrics, intervals | grades.intervals, graded_rows)
+
+
+def _responses_table(config: Config, path: str, columns: Sequence[str]) -> RowTable:
+    """Read the single file of a path, and require columns of it."""
+    file, *further_files = resolve_files(path, config.data.cache_dir, where="responses")
+    table = read_table(file)
+    if further_files:
+        raise DataError(
+            str(path),
+            got=f"{1 + len(further_files)} files",
+            expected="one",
+            fix="Grade them one by one.",
+        )
+    missing_columns = [column for column in columns if column not in table.columns]
+    if missing_columns:
+        raise DataError(
+            str(path),
+            got=f"the columns {', '.join(table.columns)}",
+            expected=f"{' and '.join(map(repr, missing_columns))} among them",
+            fix="The columns are named by data.reward_fn_key, --response-key and "
+            "--reward-model-key.",
+        )
+    return table
 
 
 def _needs_texts(key: str) -> ConfigError:
