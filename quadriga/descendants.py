@@ -315,6 +315,7 @@ class _Guarded:
         """
         until = time.monotonic() + _SWEEP_LIMIT_S
         trackers_until = time.monotonic() + _SWEEP_LIMIT_S / 3
+        # Processes may start others while they are killed, so look again until none is left.
         while time.monotonic() < until:
             pids = self._pids()
             trackers = set()
@@ -328,8 +329,10 @@ class _Guarded:
             victims = pids
             if not with_trackers or time.monotonic() < trackers_until:
                 victims = pids - trackers
+            # Read before their end: afterwards nobody knows whose the files were.
             for file in shared_memory(victims):
                 self._memory[file] = {}
+            # Stopped first, so that none of them sees the end of another and starts a new one.
             _signal_all(victims, signal.SIGSTOP)
             _signal_all(victims, signal.SIGKILL)
             time.sleep(0.02)

@@ -151,6 +151,7 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
         got = f"{name}, a subclass of {parents}"
     else:
         got = f"{name}, which is a {type(member).__name__}"
+    # Suggest only what the file defines itself, not what it imports.
     candidates = []
     for key, value in vars(module).items():
         is_defined_there = getattr(value, "__module__", "") == module.__name__

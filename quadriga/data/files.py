@@ -522,6 +522,7 @@ def _json_batches(
                 facts.columns.update(dict.fromkeys(row))
                 texts.append(text)
                 num_bytes += len(raw)
+                # Rows differ in size by orders of magnitude, so batches are bounded in both.
                 if len(texts) == num_rows or num_bytes >= _BATCH_BYTES:
                     yield pa.record_batch([texts], schema=_TEXTS)
                     texts = []

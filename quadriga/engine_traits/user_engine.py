@@ -39,6 +39,7 @@ def read_traits(name: str) -> EngineTraits:
     place, _, class_name = name.rpartition(":")
     file = _find_file(place)
     try:
+        # Read as text: importing an engine may take a GPU, and the configuration is checked first.
         tree = ast.parse(file.read_bytes())
     except FileNotFoundError as error:
         fix = f"There is no {file}; relative paths start at the current directory."

@@ -233,6 +233,7 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         part_metrics = part.get(METRICS) or {}
         if not isinstance(part_metrics, list):
             part_metrics = [part_metrics]
+        # A part that was itself merged has lists already.
         for entries in part_metrics:
             for name, value in entries.items():
                 values = value if isinstance(value, list) else [value]

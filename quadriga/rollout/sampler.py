@@ -230,6 +230,7 @@ def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
         return rules.min_p
     num_tokens = odds.shape[1]
     top_k = None if rules.top_k is None else rules.top_k.clamp(max=num_tokens)
+    # Sorting the whole vocabulary is slow, so take as few of the largest odds as suffice.
     size = 1 if rules.top_p is None else _FIRST_TOP
     if top_k is not None:
         size = max(int(top_k.max()), size)
@@ -238,15 +239,18 @@ def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
     if top_k is not None:
         last = (top_k - 1).clamp(min=0)
         threshold = torch.where(top_k > 0, ranked.gather(1, last), threshold)
+    # Top-p takes its share of what top-k has left.
     if rules.top_p is not None:
         mass = odds if top_k is None else odds.masked_fill(odds < threshold, 0.0)
         needed = mass.double().sum(-1, keepdim=True) * rules.top_p
         is_off = rules.top_p >= 1
         while True:
+            # In float64: the sum of many small odds decides where the nucleus ends.
             reached = ranked.double().cumsum(-1)
             is_enough = (reached[:, -1:] >= needed) | is_off
             if ranked.shape[1] == num_tokens or bool(is_enough.all()):
                 break
+            # A flat distribution needs more of them.
             ranked = odds.topk(min(8 * ranked.shape[1], num_tokens)).values
         last = torch.searchsorted(reached, needed).clamp_(max=ranked.shape[1] - 1)
         nucleus = torch.where(is_off, torch.zeros_like(threshold), ranked.gather(1, last))

@@ -326,6 +326,7 @@ def rank_arguments(
     values = [*args, *kwargs.values()]
     protos = [value for value in values if isinstance(value, DataProto)]
     if mode.mesh is not None and any(proto.is_padding_enabled() for proto in protos):
+        # Ranks with the same data-parallel rank get the same chunk.
         num_chunks = max(group.mesh(mode.mesh).dp_ranks) + 1
         for number, value in enumerate(values):
             if isinstance(value, DataProto):
@@ -334,6 +335,7 @@ def rank_arguments(
                 padding = max(padding, (pad_size, len(padded)))
     named_values = dict(zip(kwargs, values[len(args) :], strict=True))
     per_rank, named = mode.dispatch_fn(group, *values[: len(args)], **named_values)
+    # A function of the user may have split the values.
     for argument in (*per_rank, *named.values()):
         if len(argument) != group.world_size:
             got = f"{len(argument)} values for an argument"

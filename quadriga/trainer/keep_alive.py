@@ -129,10 +129,12 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
             stack.callback(signal.signal, number, signal.signal(number, child.pass_on))
         while True:
             status = child.run(command)
+            # An exit of its own is deliberate, also with an error: a restart would repeat it.
             if status >= 0:
                 return status
             if -status in (signal.SIGTERM, signal.SIGINT):
                 return 128 - status
+            # The child writes its step into a file that both processes have open.
             step = _read_step(steps)
             num_futile = 0 if step > newest_step else num_futile + 1
             newest_step = max(step, newest_step)

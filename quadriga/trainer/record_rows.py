@@ -111,10 +111,12 @@ class _ConvertedBatch:
         columns |= self._graded()
         columns["row"] = self._data_rows()
         if _ROUTES in self.tensors.keys():
+            # Numbers of experts fit into 16 bits, and are the largest column by far.
             routes = self._in_order(_ROUTES).astype(np.int16)
             masks_of_rows = zip(routes, self._all_mask, strict=True)
             columns["routed_experts"] = [row[mask].tobytes() for row, mask in masks_of_rows]
         arrays = []
+        # Every file has all columns in the same order, so that files can be read together.
         for field in SCHEMA:
             values = columns.get(field.name)
             if values is None:

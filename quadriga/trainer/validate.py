@@ -122,6 +122,7 @@ class Validator:
         dataset = getattr(self.dataloader, "dataset", None)
         num_prompts = 0
         for columns in watched(self.dataloader or (), "a batch of validation prompts"):
+            # Seeds follow from these, so responses do not depend on the size of a batch.
             prompts = assign_row_uids(DataProto.from_single_dict(columns), dataset, num_prompts)
             num_prompts += len(prompts)
             prompts.meta_info["global_steps"] = step

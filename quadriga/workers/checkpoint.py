@@ -152,6 +152,7 @@ def _complete(
         return
     with explained(folder / HF_FOLDER):
         weights = open_weights(folder / MODEL)
+        # The model that users load has the adapter in its weights.
         if adapter:
             frozen = DistributedFiles(folder / FROZEN, prefix=f"{FROZEN}.")
             weights = MergedFiles(frozen, weights, adapter.scale, folder)
@@ -159,5 +160,6 @@ def _complete(
         write_safetensors(folder / HF_FOLDER, ConvertedFiles(weights, model, to_files=True))
         if adapter:
             shutil.rmtree(folder / FROZEN)
+    # It was written only to be converted.
     if MODEL not in contents:
         shutil.rmtree(folder / MODEL)

@@ -229,6 +229,7 @@ def embedding_limit(config: Config, tokenizer: Any) -> int | None:
     stops = [(name, tokenizer.eos_token_id)]
     for token_id in declared_stop_token_ids(model.path):
         stops.append((f"{model.path}, generation_config.json", token_id))
+    # A response could never end with such a token, and would always be cut off.
     for where, token_id in stops:
         if token_id is not None and token_id >= size:
             raise DataError(

@@ -358,8 +358,10 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         if layout is None:
             continue
         path, options = _path_and_options(config, where)
+        # On "meta": its parameters have sizes, but no values.
         skeleton = skeleton_causal_lm(path, trust_remote_code=model.trust_remote_code, **options)
         is_adapted = model.has_adapter and where == ACTOR
+        # With an adapter the weights below it get no gradients, which costs less.
         cost = model_cost(skeleton.requires_grad_(not is_adapted))
         total = sum(parameter.numel() for parameter in skeleton.parameters())
         layers = list(mixtures(skeleton))
@@ -371,6 +373,7 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
             top_k = router_of(layers[0]).top_k
             counts = f"{top_k} of {layers[0].experts.num_experts} in each of {len(layers)} layers"
             text += f", {in_experts / 1e6:.1f} M of them experts, {counts} for a token"
+        # Of a mixture, only the chosen experts of a token count.
         num_active = cost.num_block_parameters + cost.num_head_parameters
         forward = cost.forward_flops(1, 1, 0) / 1e9
         update = cost.update_flops(1, 1, 0) / 1e9
@@ -485,6 +488,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
     )
     rollout = rollout_engine_class(config)
     is_cut_by_rollout = policy.model_type in ONE_TOKEN and rollout.cuts_images
+    # vLLM cuts images of this type by the model's own sizes, whatever the data's are.
     if is_cut_by_rollout and (sizes or not policy.text_config.attention_bias):
         raise ConfigError(
             "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path",

@@ -162,6 +162,7 @@ def _write_data(folder: Path, seed: int) -> dict[str, Path]:
             )
         for split, task_pairs in zip(splits, preference_pairs(task), strict=True):
             pairs[split] += task_pairs
+    # One file for all tasks: a reward model learns to compare, not one task.
     for split, rows in pairs.items():
         files[f"data, pairs {split}"] = _write_table(folder / f"pairs_{split}.parquet", rows)
     return files

@@ -89,8 +89,10 @@ def _from_files(
     source = SOURCES[name]
     if path.is_file():
         rows = _read([path], source)
+        # A single file has no split of its own, so a part of its rows is held out.
         num_held_out = max(1, len(rows) // 10) if num_val is None else min(num_val, len(rows))
         order = Random(seed).sample(range(len(rows)), len(rows))
+        # Chosen at random, but in the order of the file.
         train = [rows[number] for number in sorted(order[num_held_out:])]
         val = [rows[number] for number in sorted(order[:num_held_out])]
         return train, val
@@ -101,6 +103,7 @@ def _from_files(
             files.append(file)
 
     def files_of(split: str) -> list[Path]:
+        # The split is part of a name or of a folder, but not of a word such as "retrain".
         pattern = re.compile(f"(?<![a-z]){split}")
         return [file for file in files if pattern.search(file.relative_to(path).as_posix().lower())]
 
@@ -146,6 +149,7 @@ def _read(files: list[Path], source: Source) -> list[Row]:
                         fix=f"Name files with the columns {', '.join(source.columns)}.",
                     )
             table_rows = chain.from_iterable(table.batches(source.columns, 256))
+            # Batch by batch: tables are larger in memory as Python objects than on disk.
             rows += _converted(table_rows, source, str(file), file.parent)
     return rows
 

@@ -49,6 +49,7 @@ def prepare_data(
         data_source = SOURCES[name].data_source
         ability = SOURCES[name].ability
         return write_splits(train, val, output_dir, data_source=data_source, ability=ability)
+    # From here on the rows are generated.
     if source is not None:
         raise DataError(
             f"prepare data {name}",

@@ -559,6 +559,7 @@ def _merger_problems(
     def add(place: str, got: str, expected: str, fix: str = "") -> None:
         problems.append(ConfigError(place, got=got, expected=expected, fix=fix))
 
+    # Flags of verl's that change nothing here are accepted without a word.
     for word in unknown_words:
         if word not in _MERGER_FLAGS:
             add(where, f"'{word}'", "a word of its own")

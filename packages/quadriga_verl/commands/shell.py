@@ -273,6 +273,7 @@ class _Shell:
             return None
         if not self._read_keywords(words) or not words:
             return None
+        # None if a block or the status before it is not known: the command may run.
         is_run = _all(block.is_run for block in self._blocks)
         if statement.before == "&&":
             is_run = _all((is_run, self._status))
@@ -281,6 +282,7 @@ class _Shell:
         if is_run is False:
             return None
 
+        # `export A=1 B` assigns A; the other words only name variables.
         declares = words[0] in ("export", "local", "declare", "readonly", "typeset")
         while words and (declares or _is_assignment(words[0])):
             if _is_assignment(words[0]):
@@ -291,6 +293,7 @@ class _Shell:
         if words[0] in ("[", "[[", "test"):
             self._status = self._test(words)
             return None
+        # Nothing is executed here: other commands are taken to succeed.
         self._status = True
         if words[0] in ("exit", "return") and is_run and not self._end:
             self._end = f"the script ends in line {self._line}, before this command"

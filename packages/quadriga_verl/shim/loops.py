@@ -438,6 +438,7 @@ class AgentLoopBase(ABC):
             raise RolloutError("apply_chat_template", got=got, expected="text and images")
         images = list(others.get("images") or ())
         encoder = chat.encoder
+        # The loop has changed the arguments of the template, so the run's encoder does not fit.
         if self.apply_chat_template_kwargs != self.config.data.apply_chat_template_kwargs:
             encoder = TurnEncoder(self.tokenizer, dict(self.apply_chat_template_kwargs))
 
@@ -450,6 +451,7 @@ class AgentLoopBase(ABC):
         complete_messages = []
         for message in messages:
             if message["role"] == "tool":
+                # Templates may require both of a response of a tool.
                 message = {"name": "unknown", "tool_call_id": "call00000", **message}
             complete_messages.append(dict(message))
         plain_messages, inline_images = encoder.plain_messages(complete_messages)

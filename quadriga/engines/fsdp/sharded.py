@@ -594,8 +594,10 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Para
     num_stages = processes.layout.pp
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
+    # A tied head is the table of the embedding, which the last stage needs too.
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     table_ids = set(map(id, table.parameters()))
+    # Embeddings of tokens and images are computed in the first stage.
     first_stage_ids = set(table_ids)
     if is_vision(model.config):
         first_stage_ids.update(map(id, vision_encoder(model).parameters()))

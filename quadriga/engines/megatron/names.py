@@ -202,6 +202,7 @@ def _problem_of(config: Any, layout: Layout, megatron: MegatronConfig) -> str:
     num_experts = getattr(config, "num_experts", 0)
     if num_experts % layout.ep or (layout.ep > 1 and not num_experts):
         return f"{num_experts or 'no'} experts, for expert_parallel_size={layout.ep}"
+    # Megatron itself refuses this combination.
     if num_experts and layout.tp > 1 and not megatron.sequence_parallel:
         return "experts and tensor parallelism, but sequence_parallel=false"
     if num_experts and (config.mlp_only_layers or config.decoder_sparse_step != 1):

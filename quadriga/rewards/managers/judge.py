@@ -166,6 +166,7 @@ class Judge:
                 continue
             is_time = field.name.endswith("_s")
             number_type = float | int if is_time else int
+            # A bool is an int in Python.
             if not isinstance(value, number_type) or isinstance(value, bool) or value <= 0:
                 kind = "seconds" if is_time else "a whole number"
                 raise ConfigError(
@@ -373,6 +374,7 @@ def _question(name: str, settings: Any) -> JudgeQuestion:
         )
     pattern = settings.get("pattern")
     try:
+        # The first group of a pattern is the number.
         has_group = pattern is None or re.compile(pattern).groups > 0
     except re.error as error:
         raise ConfigError(

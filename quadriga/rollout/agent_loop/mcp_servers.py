@@ -127,6 +127,7 @@ class Server:
             raise self._error("a server that has ended", "one that runs")
         call = asyncio.ensure_future(self._session.call_tool(tool, arguments))
         try:
+            # The library does not end a call whose server is gone: the task of the server does.
             await asyncio.wait({call, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise self._error(f"its end during a call of {tool}", "a response")

@@ -260,7 +260,7 @@ class NativeEngine(CausalModelEngine):
             The number of steps before it, or its error. Unfinished responses get the same error.
         """
         done: Future[int] = Future()
-        if self._inbox.put_work(Work(work, keeps_cache, recomputes, done)):
+        if self._inbox.put(work=[Work(work, keeps_cache, recomputes, done)]):
             self._thread.start(self._run)
         return done
 

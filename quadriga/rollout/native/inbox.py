@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inbox of the native engine: any thread puts in requests and work, one runner takes them out.
 
-    put, put_work   any thread        tells the caller whether it has to start a runner
-    take            the runner        between two steps; the last take of a runner finds nothing
-    next_work       the runner        between two steps, until there is no work
+    put          any thread        tells the caller whether it has to start a runner
+    take         the runner        between two steps; the last take of a runner finds nothing
+    next_work    the runner        between two steps, until there is no work
 
 At most one runner exists. Whether it goes on is decided under the lock of the inbox, so a request
 that comes while a runner ends starts the next one.
@@ -45,31 +45,22 @@ class Inbox:
         self._work: list[Work] = []
         self._has_runner = False
 
-    def put(self, requests: Sequence[GenerationRequest]) -> bool:
-        """Add requests.
+    def put(self, requests: Sequence[GenerationRequest] = (), work: Sequence[Work] = ()) -> bool:
+        """Add requests, and work to be done before the next step.
+
+        Args:
+            requests: new requests.
+            work: new work.
 
         Returns:
-            Whether the caller has to start a runner.
+            Whether the caller has to start a runner. Nobody else is told to.
         """
         with self._lock:
             self._new += requests
-            return self._needs_runner()
-
-    def put_work(self, work: Work) -> bool:
-        """Add work to be done before the next step.
-
-        Returns:
-            Whether the caller has to start a runner.
-        """
-        with self._lock:
-            self._work.append(work)
-            return self._needs_runner()
-
-    def _needs_runner(self) -> bool:
-        """Claim the runner's place if there is something to do and nobody does it."""
-        needs_runner = bool(self._new or self._work) and not self._has_runner
-        self._has_runner |= needs_runner
-        return needs_runner
+            self._work += work
+            needs_runner = bool(self._new or self._work) and not self._has_runner
+            self._has_runner |= needs_runner
+            return needs_runner
 
     def take(
         self, scheduler: Scheduler[GenerationRequest]

@@ -121,11 +121,13 @@ class SGLangEngine(ThirdPartyEngine):
             eos_token_ids=stop_token_ids(skeleton, setup.tokenizer.eos_token_id),
             can_sleep=setup.can_sleep,
         )
+        # A server has its own memory and command line; only its weights come from here.
         if setup.options.keys() & {"url", "urls"}:
             return _connect_engines(setup, make)
         if setup.device.type != "cpu":
             require_plain_segments(cls.title)
 
+        # SGLang takes the size of its cache in tokens.
         cache_tokens = None
         cache = "as much KV cache as fits"
         if setup.cache_gigabytes is not None:

@@ -287,6 +287,7 @@ class _PendingCalls:
                 phase = "silent: the process does not say" if call.address else "not started"
             elif not status.method:
                 phase = "not begun: the arguments are not there yet"
+            # The process works off its calls in order, and is busy with an earlier one.
             elif (status.role, status.method) != (call.worker.role, call.method):
                 phase = f"still in {status.role}.{status.method} for {status.running_s:.0f} s, "
                 phase += f"at {status.phase}"

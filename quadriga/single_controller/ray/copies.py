@@ -213,6 +213,7 @@ class StateCopies:
         mirrors = self._mirrors
         if memory is None or not self._workers:
             return
+        # A copy is still on its way to other nodes: leave this step out, instead of waiting.
         if mirrors and ray.wait(mirrors, num_returns=len(mirrors), timeout=0)[1]:
             return
         try:
@@ -223,6 +224,7 @@ class StateCopies:
             return
         for worker in self._workers.values():
             worker.copy_state(step)
+        # A loss may come before all ranks have copied the newest step, so the one before stays.
         history = [*self._driver.items(), (step, deepcopy(driver))]
         self._driver = dict(history[-2:])
         self._mirrors = []

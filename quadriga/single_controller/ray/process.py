@@ -208,12 +208,14 @@ class WorkerProcess:
         Returns:
             The packed output, or a Failure.
         """
+        # A body of bytes is joined with the names, because each argument costs Ray time.
         if isinstance(header, bytes):
             role_bytes, method_bytes, body = header.split(b"\n", 2)
             role = role_bytes.decode()
             method = method_bytes.decode()
         else:
             role, method, body = header
+        # A role whose constructor failed answers every call with that failure.
         if role in self._not_built:
             return self._not_built[role]
         with (
@@ -227,9 +229,11 @@ class WorkerProcess:
             running.arguments = (args, kwargs)
             output = getattr(self._workers[role], method)(*args, **kwargs)
             if inspect.iscoroutine(output):
+                # Kept, so that `status` can name the line at which the coroutine waits.
                 running.coroutine = output
                 output = asyncio.run(output)
             where = f"{role}.{method}"
+            # A generator would run in the caller, which has another copy of the worker's state.
             if inspect.isgenerator(output) or inspect.isasyncgen(output):
                 raise WorkerError(
                     where, got="a generator", expected="an output", fix="Return a list."

@@ -548,7 +548,7 @@ class Schedule:
             self._load_version(number, version)
 
     def _load_version(self, number: int, version: int) -> None:
-        """Let a worker load a version, or wait for it if it is not published yet."""
+        """Decide that a worker loads a version, or waits for it if it is not published yet."""
         self.workers[number].loading = version
         self._refresh(number)
         self._pending.append(Load(number, version))
