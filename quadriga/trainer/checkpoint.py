@@ -85,6 +85,11 @@ class Checkpoints:
         # LATEST is missing or damaged, or names a checkpoint that is not there.
         return max(self._without_superseded(steps) or steps, default=None)
 
+    def newest_before(self, step: int) -> int | None:
+        """Step of the newest checkpoint of this run before a step; None if there is none."""
+        steps = self._without_superseded(self.steps())
+        return max([earlier for earlier in steps if earlier < step], default=None)
+
     def newest_path(self) -> Path | None:
         """Folder of the checkpoint that was written last; None if there is none."""
         newest = self.newest()
