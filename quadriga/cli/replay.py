@@ -2,6 +2,7 @@
 """`quadriga replay`: compute a recorded step again in this process, and compare."""
 
 import argparse
+from bdb import BdbQuit
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -49,16 +50,20 @@ def main(argv: Sequence[str]) -> int:
     if options.uid and not until:
         until = "advantages"
     run = import_module(_RUN)
-    replayed = run.replay(
-        run.Request(
-            directory=options.run,
-            step=options.step,
-            until=until,
-            debugs=options.pdb,
-            edits=options.edit,
-            is_confirmed=options.yes,
-        )
+    request = run.Request(
+        directory=options.run,
+        step=options.step,
+        until=until,
+        debugs=options.pdb,
+        uid=options.uid,
+        edits=options.edit,
+        is_confirmed=options.yes,
     )
+    try:
+        replayed = run.replay(request)
+    except BdbQuit:
+        print("the replay was ended in the debugger")
+        return 1
     for line in import_module(_REPORT).lines_of(replayed, options.uid):
         print(line)
     return 0 if replayed.is_equal else 1

@@ -15,6 +15,11 @@ TOLERANCE = 1e-5
 """Largest difference, relative above 1, between layouts of ranks and between kinds of CPUs."""
 RATIO = "ratio"
 """Probability of a token under the trainer over that under the rollout, computed from two columns."""
+COMPUTED = {
+    *("reward", "not_computed", "trained_mask", "log_probs", "entropies", "ref_log_probs"),
+    *("teacher_log_probs", "rollout_is_weights", "advantages", "returns", "values", RATIO),
+}
+"""Columns that a replay computes. The others come from the record, and scores if it grades again."""
 _NOT_COMPARED = {"text", "replay"}
 """Groups of columns that are inputs of a replay, or that thinning removes."""
 # The place of a row depends on the number of ranks, the ids of rows come from the record.
@@ -83,7 +88,7 @@ def compare_rows(recorded: pa.Table, replayed: pa.Table) -> list[Comparison]:
         if _has_values(recorded, name) and _has_values(replayed, name):
             pair = (recorded.column(name).to_pylist(), replayed.column(name).to_pylist())
             comparisons.append(_compared(name, *pair, _rollout_ids(recorded)))
-    if all(_has_values(table, "log_probs") for table in (recorded, replayed)):
+    if {"log_probs", "rollout_log_probs"} <= {entry.name for entry in comparisons}:
         comparisons.append(
             _compared(RATIO, _ratios(recorded), _ratios(replayed), _rollout_ids(recorded))
         )

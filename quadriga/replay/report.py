@@ -6,8 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from quadriga.errors import DataError
-from quadriga.replay.compare import TOLERANCE, Comparison, Difference
+from quadriga.replay.compare import COMPUTED, TOLERANCE, Comparison, Difference
 from quadriga.replay.run import Replayed
 from quadriga.replay.trainer import REWARDS, UPDATE
 
@@ -21,9 +20,6 @@ def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
     Args:
         replayed: the replay.
         uid: prompt whose rows are shown; "": rows are shown if the step was edited or graded again.
-
-    Raises:
-        DataError: no row has the uid.
     """
     yield ""
     if uid:
@@ -37,18 +33,27 @@ def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
 
 
 def _columns(replayed: Replayed) -> Iterator[str]:
-    width = max((len(entry.name) for entry in replayed.columns), default=0)
+    computed = []
+    num_equal_inputs = 0
     for entry in replayed.columns:
-        state = _state(entry, f"of {entry.num_values} values")
-        yield f"  {entry.name:<{width}}  {state}"
+        # Of what comes from the record, only a difference is worth a line.
+        if entry.name in COMPUTED or not entry.is_equal:
+            computed.append(entry)
+        else:
+            num_equal_inputs += 1
+    width = max((len(entry.name) for entry in computed), default=0)
+    for entry in computed:
+        yield f"  {entry.name:<{width}}  {_state(entry)}"
         if entry.first is not None:
             yield f"  {'':<{width}}  first: {_place(entry.first)}"
+    yield f"  from the record: {num_equal_inputs} columns, equal"
 
 
-def _state(entry: Comparison, total: str) -> str:
+def _state(entry: Comparison) -> str:
     if entry.is_equal:
         return f"equal      {entry.num_values} values"
-    return f"DIFFERENT  {entry.num_different} {total}, by up to {entry.largest:.3g}"
+    count = f"{entry.num_different} of {entry.num_values} values"
+    return f"DIFFERENT  {count}, by up to {entry.largest:.3g}"
 
 
 def _place(first: Difference) -> str:
@@ -66,6 +71,8 @@ def _text(value: Any) -> str:
 
 
 def _metrics(replayed: Replayed) -> Iterator[str]:
+    if not replayed.metrics:
+        return
     different = [entry for entry in replayed.metrics if not entry.is_equal]
     num_equal = len(replayed.metrics) - len(different)
     yield f"metrics: {num_equal} equal, {len(different)} different"
@@ -138,13 +145,6 @@ def _group(replayed: Replayed, uid: str) -> Iterator[str]:
     """Rows of a prompt with their rewards and advantages in the record and in the replay."""
     uids = replayed.recorded.rows.column("uid").to_pylist()
     rows = [row for row, uid_of_row in enumerate(uids) if uid_of_row == uid]
-    if not rows:
-        known_uids = list(dict.fromkeys(uids))
-        raise DataError(
-            f"--uid {uid}",
-            got="no such prompt in the step",
-            expected=f"one of {len(known_uids)}, {known_uids[0]} to {known_uids[-1]}",
-        )
     yield f"prompt {uid}: {len(rows)} rows"
     yield from _table(replayed, rows, is_short=replayed.until == REWARDS)
 

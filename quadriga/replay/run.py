@@ -3,6 +3,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import pyarrow as pa
 
 from quadriga.config import Config, load_config
-from quadriga.errors import DamagedCheckpointError, DataError
+from quadriga.config.loader import parse_override
+from quadriga.errors import ConfigError, DamagedCheckpointError, DataError
 from quadriga.observe.machine import describe_numerics
 from quadriga.observe.records import RecordFolder, StepRecord
 from quadriga.observe.timing import Timeline
+from quadriga.redact import HIDDEN
 from quadriga.replay.compare import TOLERANCE, Comparison, compare_metrics, compare_rows
 from quadriga.replay.start import Start, find_start, in_one_process, num_ranks
 from quadriga.replay.trainer import (
@@ -49,6 +53,7 @@ class Request:
         until: phase after which it ends; "" chooses one.
         debugs: whether the debugger starts at the first difference, or at the phase that `until`
             names.
+        uid: prompt whose rows are asked for; "": none.
         edits: changes of the replayed step: `reward=FILE`, `loss=NAME` and `key=value`.
         is_confirmed: whether it may take longer than `MAX_S`.
     """
@@ -57,6 +62,7 @@ class Request:
     step: int
     until: str = ""
     debugs: bool = False
+    uid: str = ""
     edits: Sequence[str] = ()
     is_confirmed: bool = False
 
@@ -69,7 +75,6 @@ class Replayed:
         start: where the replay started.
         until: phase after which it ended.
         is_edited: whether the step was computed with other settings than the run's.
-        is_exact: whether its numbers should be equal bit for bit.
         obstacle: why they need not be equal bit for bit; "" if they should be.
         recorded: the record of the step.
         rows: its rows as replayed.
@@ -118,31 +123,39 @@ def replay(request: Request) -> Replayed:
         ConfigError: the settings of the run, or edits of them, cannot be used.
     """
     start = find_start(request.directory, request.step)
-    config = load_config(files=[start.configuration]).config
+    if request.uid:
+        _require_uid(start, request.uid)
     overrides = _overrides(request.edits)
+    secrets = [word for word in overrides if _is_secret(word, start.settings)]
+    config = load_config(secrets, [start.configuration]).config
     edited = config
-    if overrides:
+    is_edited = len(overrides) > len(secrets)
+    if is_edited:
         edited = load_config(overrides, [start.configuration], for_training=True).config
     _require_replayable(config, start)
-    until = request.until or (ADVANTAGES if overrides else UPDATE)
-    if not request.until and any(edit.startswith("loss=") for edit in request.edits):
-        until = UPDATE
+    until = request.until or UPDATE
+    # A loss changes the update alone.
+    changes_loss = any(word.startswith(f"{_LOSS}=") for word in overrides)
+    if is_edited and not request.until and not changes_loss:
+        until = ADVANTAGES
     _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
     for change in start.settings.changes(Settings.of(config)):
-        print(f"NOTICE: since the run {change} has changed")
+        print(f"NOTICE: {change} has changed since the run")
 
     with TemporaryDirectory(prefix="quadriga_replay_") as folder:
         place = Path(folder)
         checkpoint = start.checkpoint
-        if overrides and not start.is_first:
+        if is_edited and not start.is_first:
             # The steps before are those of the run; the edited one goes on from their state.
             trained = in_one_process(config, place / "before", checkpoint)
             checkpoint = _train_before(trained, start)
         grades_again = until == REWARDS or any(key.startswith(_GRADING) for key in overrides)
         final = in_one_process(edited, place / "replay", checkpoint)
+        _require_effect(overrides, edited, final)
         trainer, run = _build(final, start, grades_again=grades_again)
         trainer.until = until
         trainer.debugs = request.debugs
+        trainer.debugged_phase = request.until
         trainer.last_step = request.step
         try:
             rows, metrics = _replay_step(trainer, request.step)
@@ -154,7 +167,7 @@ def replay(request: Request) -> Replayed:
     return Replayed(
         start=start,
         until=until,
-        is_edited=bool(overrides),
+        is_edited=is_edited,
         obstacle=_obstacle(config, recorded),
         recorded=recorded,
         rows=rows,
@@ -180,6 +193,39 @@ def _overrides(edits: Sequence[str]) -> list[str]:
         else:
             overrides.append(edit)
     return overrides
+
+
+def _require_uid(start: Start, uid: str) -> None:
+    """Refuse a prompt that the step does not have."""
+    rows = start.record.read(start.step, columns=["uid"]).rows
+    uids = list(dict.fromkeys(rows.column("uid").to_pylist()))
+    if uid not in uids:
+        raise DataError(
+            f"--uid {uid}",
+            got="no such prompt in the step",
+            expected=f"one of {len(uids)} prompts, {uids[0]} to {uids[-1]}",
+        )
+
+
+def _is_secret(override: str, settings: Settings) -> bool:
+    """Whether an override gives a value that the run's configuration file hides."""
+    key = override.partition("=")[0]
+    hidden_keys = [name for name, value in settings.values.items() if HIDDEN in str(value)]
+    return any(key == name or key.startswith(f"{name}.") for name in hidden_keys)
+
+
+def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> None:
+    """Refuse edits of keys that a replay sets itself."""
+    for override in overrides:
+        key, _ = parse_override(override)
+        names = key.split(".")
+        if reduce(getitem, names, edited) != reduce(getitem, names, final):
+            raise ConfigError(
+                f"--edit {override}",
+                got="a key that a replay sets itself",
+                expected="a key of the step's computation",
+                fix="A replay is one process without engine, validation and checkpoints.",
+            )
 
 
 def _require_replayable(config: Config, start: Start) -> None:
@@ -289,4 +335,6 @@ def _obstacle(config: Config, recorded: StepRecord) -> str:
     here = describe_numerics()
     if machine != here:
         return f"the run was on {machine or 'an unknown machine'}, the replay is on {here}"
+    if "no GPU" not in here:
+        return "an accelerator does not add in the same order each time"
     return ""

@@ -66,6 +66,8 @@ def find_start(directory: str | Path, step: int) -> Start:
             expected="the record of a run's rollouts",
             fix="Runs of earlier versions and of trainer.rollout_record=off cannot be replayed.",
         )
+    # Refuses a step that is not recorded, or whose file is damaged.
+    record.read(step, columns=["uid"])
     path, settings = configuration_of(folder.directory, step, "rl")
     if settings is None:
         raise DataError(

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
+from quadriga.errors import DataError
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.records import RecordFolder
 from quadriga.protocol import DataProto
@@ -24,6 +25,7 @@ from quadriga.trainer.metrics import data_metrics
 from quadriga.trainer.ray_trainer import RayPPOTrainer
 from quadriga.trainer.record_rows import record_table
 from quadriga.trainer.responses import grade
+from quadriga.trainer.roles import configured_estimator
 from quadriga.workers import ActorRolloutRefWorker
 
 REWARDS = "rewards"
@@ -70,7 +72,8 @@ class ReplayTrainer(RayPPOTrainer):
         last_step: the step that is replayed. Steps before it are only trained.
         until: phase of this step after which the replay ends.
         grades_again: whether the responses of this step are graded.
-        debugs: whether the debugger starts at the first difference, or at `until`.
+        debugs: whether the debugger starts at the first difference or at `debugged_phase`.
+        debugged_phase: phase after which the debugger starts in any case; "": none.
     """
 
     recorded: RecordFolder
@@ -78,15 +81,24 @@ class ReplayTrainer(RayPPOTrainer):
     until: str = UPDATE
     grades_again: bool = False
     debugs: bool = False
+    debugged_phase: str = ""
 
     def batches(self) -> Iterator[DataProto]:
         """The recorded responses of the step, in the place of `generate` and `sample_groups`."""
-        recorded = self.recorded_step(self.global_steps)
+        step = self.global_steps
+        recorded = RecordedStep(self.recorded.read(step), self.recorded.path(step))
+        if recorded.is_thinned and "reward_extra" in configured_estimator(self.config).fields:
+            raise DataError(
+                str(self.recorded.path(step)),
+                got="a step without what graders returned beside the score",
+                expected=f"it, for algorithm.adv_estimator={self.config.algorithm.adv_estimator}",
+                fix="The record was thinned; a larger trainer.rollout_record_gib keeps it.",
+            )
         prompts: list[DataProto] = []
         for _ in range(recorded.num_prompt_batches):
             prompts.append(self.next_prompts(num_before=sum(map(len, prompts))))
         policy = self.config.actor_rollout_ref
-        is_graded = self.grades_again and self.global_steps == self.last_step
+        is_graded = self.grades_again and step == self.last_step
         batch = recorded.batch(
             prompts[0] if len(prompts) == 1 else DataProto.concat(prompts),
             self.tokenizer.pad_token_id,
@@ -100,10 +112,6 @@ class ReplayTrainer(RayPPOTrainer):
             grade(self.reward, batch)
             self.reach(REWARDS, batch)
         yield batch
-
-    def recorded_step(self, step: int) -> RecordedStep:
-        """Read the record of a step."""
-        return RecordedStep(self.recorded.read(step), self.recorded.path(step))
 
     def compute_advantages(self, batch: DataProto) -> None:
         """Compute the advantages, and end the replay here if it ends with them."""
@@ -133,7 +141,7 @@ class ReplayTrainer(RayPPOTrainer):
             recorded = self.recorded.read(self.last_step).rows
             rows = record_table(batch, self.config.data)
             differences = [entry for entry in compare_rows(recorded, rows) if not entry.is_equal]
-            if differences or is_end:
+            if differences or phase == self.debugged_phase:
                 self.debugs = False
                 debug(phase, batch, differences)
         if is_end and phase != UPDATE:
