@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if options.uid and not until:
         until = "advantages"
     run = import_module(_RUN)
-    request = run.Request(
+    request = run.ReplayRequest(
         directory=options.run,
         step=options.step,
         until=until,

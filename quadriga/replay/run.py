@@ -19,7 +19,7 @@ from quadriga.observe.records import RecordFolder, StepRecord
 from quadriga.observe.timing import Timeline
 from quadriga.redact import HIDDEN
 from quadriga.replay.compare import TOLERANCE, Comparison, compare_metrics, compare_rows
-from quadriga.replay.start import Start, find_start, in_one_process, num_ranks
+from quadriga.replay.start import ReplayStart, find_start, in_one_process, num_ranks
 from quadriga.replay.trainer import (
     ADVANTAGES,
     REWARDS,
@@ -29,11 +29,11 @@ from quadriga.replay.trainer import (
     ReplayWorker,
 )
 from quadriga.rewards import RewardManager
-from quadriga.trainer.build import Parts, build_run
+from quadriga.trainer.build import Replacements, build_run
 from quadriga.trainer.record_rows import record_table
 from quadriga.trainer.roles import Role
 from quadriga.trainer.saving import seed_generators
-from quadriga.trainer.settings import Settings
+from quadriga.trainer.settings import RunSettings
 
 MAX_S = 300.0
 """Predicted seconds of a replay above which it must be confirmed."""
@@ -44,7 +44,7 @@ _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplayRequest:
     """A replay that a user asks for.
 
     Attributes:
@@ -83,7 +83,7 @@ class Replayed:
         recorded_alone: names of metrics that a replay does not compute.
     """
 
-    start: Start
+    start: ReplayStart
     until: str
     is_edited: bool
     obstacle: str
@@ -112,7 +112,7 @@ class Replayed:
         return not self.start.is_first or self.largest <= TOLERANCE
 
 
-def replay(request: Request) -> Replayed:
+def replay(request: ReplayRequest) -> Replayed:
     """Replay a step and compare it with the record.
 
     Args:
@@ -139,7 +139,7 @@ def replay(request: Request) -> Replayed:
     if is_edited and not request.until and not changes_loss:
         until = ADVANTAGES
     _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
-    for change in start.settings.changes(Settings.of(config)):
+    for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
 
     with TemporaryDirectory(prefix="quadriga_replay_") as folder:
@@ -195,7 +195,7 @@ def _overrides(edits: Sequence[str]) -> list[str]:
     return overrides
 
 
-def _require_uid(start: Start, uid: str) -> None:
+def _require_uid(start: ReplayStart, uid: str) -> None:
     """Refuse a prompt that the step does not have."""
     rows = start.record.read(start.step, columns=["uid"]).rows
     uids = list(dict.fromkeys(rows.column("uid").to_pylist()))
@@ -207,7 +207,7 @@ def _require_uid(start: Start, uid: str) -> None:
         )
 
 
-def _is_secret(override: str, settings: Settings) -> bool:
+def _is_secret(override: str, settings: RunSettings) -> bool:
     """Whether an override gives a value that the run's configuration file hides."""
     key = override.partition("=")[0]
     hidden_keys = [name for name, value in settings.values.items() if HIDDEN in str(value)]
@@ -228,7 +228,7 @@ def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> 
             )
 
 
-def _require_replayable(config: Config, start: Start) -> None:
+def _require_replayable(config: Config, start: ReplayStart) -> None:
     """Refuse a run whose steps do not follow from their checkpoint and their responses."""
     if config.task != "rl":
         raise DataError(
@@ -246,7 +246,7 @@ def _require_replayable(config: Config, start: Start) -> None:
         )
 
 
-def _confirm(start: Start, ranks: int, *, is_confirmed: bool) -> None:
+def _confirm(start: ReplayStart, ranks: int, *, is_confirmed: bool) -> None:
     """Print the predicted time of the steps, and refuse a long one that is not confirmed."""
     seconds = start.recorded_s * ranks
     begin = "the start of the run" if start.checkpoint is None else start.checkpoint
@@ -266,14 +266,14 @@ def _confirm(start: Start, ranks: int, *, is_confirmed: bool) -> None:
         )
 
 
-def _build(config: Config, start: Start, *, grades_again: bool) -> tuple[ReplayTrainer, Any]:
+def _build(config: Config, start: ReplayStart, *, grades_again: bool) -> tuple[ReplayTrainer, Any]:
     """Build the trainer of a replay and its run."""
     if not grades_again:
         # Scores come from the record, those of a reward model too.
         reward_model = config.reward_model.model_copy(update={"enable": False})
         config = config.model_copy(update={"reward_model": reward_model})
     seed_generators(config.trainer.seed)
-    parts = Parts(
+    parts = Replacements(
         workers={Role.ActorRollout: ReplayWorker},
         reward=None if grades_again else RewardManager,
         trainer=ReplayTrainer,
@@ -287,7 +287,7 @@ def _build(config: Config, start: Start, *, grades_again: bool) -> tuple[ReplayT
     return trainer, run
 
 
-def _train_before(config: Config, start: Start) -> Path:
+def _train_before(config: Config, start: ReplayStart) -> Path:
     """Train up to the step before the replayed one. Returns a checkpoint of it."""
     trainer, run = _build(config, start, grades_again=False)
     try:

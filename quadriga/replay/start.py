@@ -11,13 +11,13 @@ from quadriga.errors import DataError
 from quadriga.observe.records import RecordFolder
 from quadriga.trainer.checkpoint import Checkpoints, quarantined_files
 from quadriga.trainer.run_folder import RunFolder
-from quadriga.trainer.settings import Settings, configuration_of
+from quadriga.trainer.settings import RunSettings, configuration_of
 
 _GENERATION = ("timing_s/gen", "timing_s/gen_max")
 
 
 @dataclass(frozen=True)
-class Start:
+class ReplayStart:
     """The start of a replay.
 
     Attributes:
@@ -36,7 +36,7 @@ class Start:
     checkpoint: Path | None
     after_step: int
     configuration: Path
-    settings: Settings
+    settings: RunSettings
     skipped: dict[int, int]
     recorded_s: float
 
@@ -46,7 +46,7 @@ class Start:
         return self.after_step == self.step - 1
 
 
-def find_start(directory: str | Path, step: int) -> Start:
+def find_start(directory: str | Path, step: int) -> ReplayStart:
     """Find the newest checkpoint before a step, and check that the record has the steps after it.
 
     Args:
@@ -98,7 +98,7 @@ def find_start(directory: str | Path, step: int) -> Start:
         metrics = record.read(number, columns=["uid"]).facts["metrics"]
         generation_s = sum(metrics.get(name, 0.0) for name in _GENERATION)
         recorded_s += metrics.get("timing_s/step", 0.0) - generation_s
-    return Start(
+    return ReplayStart(
         record=record,
         step=step,
         checkpoint=None if newest is None else checkpoints.path(newest),
