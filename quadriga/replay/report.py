@@ -128,14 +128,15 @@ def _rows(replayed: Replayed) -> Iterator[str]:
     """Rows with their rewards and advantages in the record and in the replay, changed ones first."""
     old_numbers = _numbers(replayed.recorded.rows)
     new_numbers = _numbers(replayed.rows)
-    num_shown = 2 if replayed.until != REWARDS else 1
     changed = []
     unchanged = []
     for row, (old, new) in enumerate(zip(old_numbers, new_numbers, strict=True)):
         is_changed = old[0] != new[0] or (new[2] is not None and old[2] != new[2])
         (changed if is_changed else unchanged).append(row)
     yield f"{len(changed)} of {len(old_numbers)} rows change"
-    yield from _table(replayed, [*changed, *unchanged][:MAX_ROWS], is_short=num_shown == 1)
+    yield from _table(
+        replayed, [*changed, *unchanged][:MAX_ROWS], is_short=replayed.until == REWARDS
+    )
     num_hidden = len(old_numbers) - MAX_ROWS
     if num_hidden > 0:
         yield f"  and {num_hidden} other rows"
@@ -158,11 +159,8 @@ def _table(replayed: Replayed, rows: list[int], *, is_short: bool) -> Iterator[s
     for row in rows:
         cells = []
         for place in range(len(names)):
-            cells.append(_change(old_numbers[row][place], new_numbers[row][place]))
+            # A value that did not change is shown once.
+            pair = dict.fromkeys((old_numbers[row][place], new_numbers[row][place]))
+            texts = ["none" if value is None else f"{value:.6g}" for value in pair]
+            cells.append(" -> ".join(texts))
         yield f"  {row:>3}  {rollout_ids[row]:<10}  " + "  ".join(f"{cell:<25}" for cell in cells)
-
-
-def _change(old: float | None, new: float | None) -> str:
-    old_text = "none" if old is None else f"{old:.6g}"
-    new_text = "none" if new is None else f"{new:.6g}"
-    return old_text if old == new else f"{old_text} -> {new_text}"

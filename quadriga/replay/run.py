@@ -48,7 +48,7 @@ class ReplayRequest:
     """A replay that a user asks for.
 
     Attributes:
-        directory: directory of the run.
+        directory: the run's directory.
         step: step to replay.
         until: phase after which it ends; "" chooses one.
         debugs: whether the debugger starts at the first difference, or at the phase that `until`
@@ -126,7 +126,7 @@ def replay(request: ReplayRequest) -> Replayed:
     if request.uid:
         _require_uid(start, request.uid)
     overrides = _overrides(request.edits)
-    secrets = [word for word in overrides if _is_secret(word, start.settings)]
+    secrets = _secrets(overrides, start.settings)
     config = load_config(secrets, [start.configuration]).config
     edited = config
     is_edited = len(overrides) > len(secrets)
@@ -207,11 +207,15 @@ def _require_uid(start: ReplayStart, uid: str) -> None:
         )
 
 
-def _is_secret(override: str, settings: RunSettings) -> bool:
-    """Whether an override gives a value that the run's configuration file hides."""
-    key = override.partition("=")[0]
+def _secrets(overrides: Sequence[str], settings: RunSettings) -> list[str]:
+    """The overrides that give values which the run's configuration file hides."""
     hidden_keys = [name for name, value in settings.values.items() if HIDDEN in str(value)]
-    return any(key == name or key.startswith(f"{name}.") for name in hidden_keys)
+    secrets = []
+    for override in overrides:
+        key = override.partition("=")[0]
+        if any(key == name or key.startswith(f"{name}.") for name in hidden_keys):
+            secrets.append(override)
+    return secrets
 
 
 def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> None:

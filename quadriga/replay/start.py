@@ -21,9 +21,9 @@ class ReplayStart:
     """The start of a replay.
 
     Attributes:
-        record: the record of the run.
+        record: the recorded rollouts.
         step: the step that is replayed.
-        checkpoint: the checkpoint that the replay starts from; None: the start of the run.
+        checkpoint: the checkpoint that the replay starts from; None: the run's start.
         after_step: step of the checkpoint, or 0.
         configuration: file with the configuration of the step.
         settings: its settings.
@@ -50,7 +50,7 @@ def find_start(directory: str | Path, step: int) -> ReplayStart:
     """Find the newest checkpoint before a step, and check that the record has the steps after it.
 
     Args:
-        directory: directory of the run.
+        directory: the run's directory.
         step: the step to replay.
 
     Raises:
@@ -77,7 +77,7 @@ def find_start(directory: str | Path, step: int) -> ReplayStart:
             fix="Put the file back: a replay trains as it says.",
         )
     checkpoints = Checkpoints(folder.directory)
-    newest = checkpoints.newest_before(step)
+    newest = checkpoints.newest(before_step=step)
     after_step = newest or 0
     skipped = {}
     for skipped_step, rows in quarantined_files(folder.directory).items():
@@ -148,9 +148,9 @@ def in_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Con
     """The configuration of a run, for a replay in this process that writes into a folder alone.
 
     Args:
-        config: configuration of the run.
+        config: the run's configuration.
         folder: the folder, empty.
-        checkpoint: the checkpoint to start from; None: the start of the run.
+        checkpoint: the checkpoint to start from; None: the run's start.
     """
     policy = config.actor_rollout_ref
     reward_model = config.reward_model

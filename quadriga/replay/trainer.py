@@ -68,7 +68,7 @@ class ReplayTrainer(RayPPOTrainer):
     """Trains on the recorded responses of each step.
 
     Attributes:
-        recorded: the record of the run.
+        recorded: the recorded rollouts of all steps.
         last_step: the step that is replayed. Steps before it are only trained.
         until: phase of this step after which the replay ends.
         grades_again: whether the responses of this step are graded.

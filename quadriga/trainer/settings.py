@@ -129,7 +129,7 @@ def configuration_of(directory: Path, step: int, task: str) -> tuple[Path, RunSe
     """The file with the configuration of a step, and its settings.
 
     Args:
-        directory: directory of the run.
+        directory: the run's directory.
         step: number of the step.
         task: `task` of the configuration.
 

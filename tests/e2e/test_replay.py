@@ -80,7 +80,7 @@ def test_a_step_again(
     status, output = replay("--step", "3", "--pdb")
     assert status == 1, output
     assert len(stops) == 1
-    assert "score                 DIFFERENT  1 of 8 values" in " ".join(output.split(" "))
+    assert "score DIFFERENT 1 of 8 values" in " ".join(output.split())
     assert "first: row 2 (3-1/0)" in output
     status, output = replay("--step", "3", "--uid", "3-1")
     assert "prompt 3-1: 2 rows" in output
