@@ -138,6 +138,9 @@ def replay(request: ReplayRequest) -> Replayed:
     changes_loss = any(word.startswith(f"{_LOSS}=") for word in overrides)
     if is_edited and not request.until and not changes_loss:
         until = ADVANTAGES
+    grades_again = until == REWARDS or any(word.startswith(_GRADING) for word in overrides)
+    if grades_again:
+        _require_grader(edited)
     _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
@@ -149,7 +152,6 @@ def replay(request: ReplayRequest) -> Replayed:
             # The steps before are those of the run; the edited one goes on from their state.
             trained = in_one_process(config, place / "before", checkpoint)
             checkpoint = _train_before(trained, start)
-        grades_again = until == REWARDS or any(key.startswith(_GRADING) for key in overrides)
         final = in_one_process(edited, place / "replay", checkpoint)
         _require_effect(overrides, edited, final)
         trainer, run = _build(final, start, grades_again=grades_again)
@@ -204,6 +206,18 @@ def _require_uid(start: ReplayStart, uid: str) -> None:
             f"--uid {uid}",
             got="no such prompt in the step",
             expected=f"one of {len(uids)} prompts, {uids[0]} to {uids[-1]}",
+        )
+
+
+def _require_grader(config: Config) -> None:
+    """Refuse to grade responses again whose scores an environment gave."""
+    has_function = config.custom_reward_function.path is not None or config.reward_model.enable
+    if config.env.name is not None and not has_function:
+        raise DataError(
+            "replay of rewards",
+            got=f"scores of env={config.env.name}",
+            expected="scores of a reward function or a reward model",
+            fix="An environment is not repeated. --edit reward=FILE grades with a function.",
         )
 
 
