@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("quadriga.cli.generate:grade", "grade a model or a checkpoint on a dataset"),
     "serve": ("quadriga.cli.serve", "serve a model or a checkpoint over HTTP, as vLLM does"),
     "show": ("quadriga.cli.show", "show what a run has done: rewards, time, responses"),
+    "replay": ("quadriga.cli.replay", "compute a recorded step of a run again, and compare"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "data": ("quadriga.cli.data", "show a data file, and how a run would read it"),
     "verl": ("quadriga_verl.cli", "run a command line of verl, or translate it"),
@@ -57,7 +58,7 @@ if find_spec("quadriga_verl") is None:
     # The package is part of the wheel, but not of every installation.
     del COMMANDS["verl"]
 
-GUARDED = ("train", "generate", "sft", "eval", "env", "serve", "verl")
+GUARDED = ("train", "generate", "sft", "eval", "env", "serve", "replay", "verl")
 """Commands that start processes and run users' code. All their processes end with the command."""
 
 GOES_ON = ("train", "generate", "sft", "prepare", "verl")

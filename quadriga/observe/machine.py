@@ -184,6 +184,14 @@ def describe_machine() -> str:
     return ", ".join(parts)
 
 
+def describe_numerics() -> str:
+    """CPU, kernels, threads, accelerator and torch: what the last bits of results depend on."""
+    cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{cpu} ({capability}), {threads}, {describe_gpus()}, torch {torch.__version__}"
+
+
 def describe_gpus() -> str:
     """Number, name and memory of the visible GPUs.
 

@@ -92,6 +92,8 @@ class Replacements:
     val: Any = None
     sampler: Any = None
     collate: Callable[..., Any] | None = None
+    # A subclass of `RayPPOTrainer`, for `task=rl`.
+    trainer: type[RayPPOTrainer] | None = None
 
 
 NO_PARTS = Replacements()
@@ -201,7 +203,8 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
             workers = handles(team, config)
             if workers.reward_model is not None:
                 reward = ModelReward(workers.reward_model, reward)
-            trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, num_steps)
+            trainer_class = parts.trainer or RayPPOTrainer
+            trainer = trainer_class(config, tokenizer, workers, reward, train, val, num_steps)
             if parts.val_reward:
                 trainer.validator.reward = parts.val_reward()
             choices |= needs.describe()

@@ -19,6 +19,7 @@ with their configurations.
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -72,18 +73,24 @@ class Checkpoints:
                 steps.append(int(match[1]))
         return sorted(steps)
 
-    def newest(self) -> int | None:
+    def newest(self, before_step: float = math.inf) -> int | None:
         """Step of the checkpoint that was written last; None if there is none.
 
         It need not be the highest: a run that resumed from an earlier step leaves the later
         checkpoints of its predecessor in place.
+
+        Args:
+            before_step: only checkpoints of earlier steps count, and none of a predecessor.
         """
-        steps = self.steps()
+        steps = [step for step in self.steps() if step < before_step]
         written = self._written()
         if written in map(str, steps):
             return int(written)
         # LATEST is missing or damaged, or names a checkpoint that is not there.
-        return max(self._without_superseded(steps) or steps, default=None)
+        past_steps = self._without_superseded(steps)
+        if not past_steps and before_step == math.inf:
+            past_steps = steps
+        return max(past_steps, default=None)
 
     def newest_path(self) -> Path | None:
         """Folder of the checkpoint that was written last; None if there is none."""

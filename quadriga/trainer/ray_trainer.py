@@ -358,13 +358,17 @@ class RayPPOTrainer(TrainingLoop):
                 grade(self.reward, batch)
             groups.add(batch)
         batch = groups.batch()
+        self.predict_length(batch)
+        return batch
+
+    def predict_length(self, batch: DataProto) -> None:
+        """Predict the number of steps of a run with dynamic sampling, which ends with the prompts."""
         share_taken = self.prompts.share_taken
         if share_taken:
             # The number of steps there will be if later ones take as many batches as those so far.
             num_steps = min(self.total_training_steps, self.global_steps / share_taken)
             batch.meta_info["total_training_steps"] = num_steps
             self.progress.total = round(num_steps)
-        return batch
 
     # From responses to advantages
 
@@ -384,7 +388,7 @@ class RayPPOTrainer(TrainingLoop):
             self.record(batch)
             rewards = None
             # Dynamic sampling has graded the responses to choose groups.
-            if not self.filters_groups:
+            if "token_level_scores" not in batch.batch.keys():
                 with self.timer.phase("reward"):
                     rewards = BatchRewards(self.reward, batch)
                 stack.callback(rewards.cancel)

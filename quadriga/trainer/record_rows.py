@@ -25,6 +25,7 @@ from quadriga.trainer.rollout_rows import scored_rows
 
 _TOKEN_COLUMNS = {
     "response_ids": "responses",
+    "echo_mask": "echo_mask",
     "rollout_log_probs": "rollout_log_probs",
     "ref_log_probs": "ref_log_prob",
     "teacher_log_probs": "teacher_log_prob",
@@ -39,13 +40,15 @@ _TOKEN_COLUMNS = {
 """Column of the batch, [B, T], of each column of the record with a value per response token."""
 _JSON_COLUMNS = {
     "turn_spans": "turn_spans",
+    "turn_rewards": "turn_rewards",
+    "turn_states": "turn_states",
     "tool_rewards": "tool_rewards",
     "turn_scores": "turn_scores",
     "messages": "solution_messages",
 }
 """Object column of the batch of each column of the record that holds JSON."""
 _ERROR = "reward_error"
-_ROUTES = "routed_experts"
+ROUTES = "routed_experts"
 
 
 def record_table(batch: DataProto, config: DataConfig, *, not_computed: str = "") -> pa.Table:
@@ -110,9 +113,9 @@ class _ConvertedBatch:
             columns[name] = self._texts(source, _json)
         columns |= self._graded()
         columns["row"] = self._data_rows()
-        if _ROUTES in self.tensors.keys():
+        if ROUTES in self.tensors.keys():
             # Numbers of experts fit into 16 bits, and are the largest column by far.
-            routes = self._in_order(_ROUTES).astype(np.int16)
+            routes = self._in_order(ROUTES).astype(np.int16)
             masks_of_rows = zip(routes, self._all_mask, strict=True)
             columns["routed_experts"] = [row[mask].tobytes() for row, mask in masks_of_rows]
         arrays = []

@@ -22,10 +22,11 @@ import torch
 from quadriga.background import in_background
 from quadriga.config import Config
 from quadriga.errors import DataError
+from quadriga.observe.machine import describe_numerics
 from quadriga.observe.records import STEP, VALIDATION, RecordFolder
 from quadriga.protocol import DataProto
 from quadriga.trainer.checkpoint import Checkpoints
-from quadriga.trainer.record_rows import joined_tables, record_table
+from quadriga.trainer.record_rows import ROUTES, joined_tables, record_table
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class RolloutRecorder:
         self._max_steps = inf
         if isinstance(trainer.rollout_record, int):
             self._max_steps = trainer.rollout_record
+        self._machine = ""
         self._num_bytes = 0
         self._is_over_limit = False
         self._validation_tables: list[pa.Table] = []
@@ -72,6 +74,8 @@ class RolloutRecorder:
         if self._config.trainer.rollout_record == "off":
             return
         self.is_on = True
+        # A replay elsewhere need not be equal bit for bit.
+        self._machine = describe_numerics()
         try:
             if self._config.trainer.val_only:
                 # The run takes no steps, so those that are recorded stay.
@@ -100,7 +104,10 @@ class RolloutRecorder:
             not_computed = _NOT_SAMPLED
         rows = record_table(batch, self._config.data, not_computed=not_computed)
         widths = [batch.batch[name].shape[1] for name in ("prompts", "responses")]
-        self._write(step, STEP, rows, {**facts, "widths": widths})
+        facts = {**facts, "widths": widths, "machine": self._machine}
+        if ROUTES in batch.batch.keys():
+            facts["route_shape"] = list(batch.batch[ROUTES].shape[2:])
+        self._write(step, STEP, rows, facts)
 
     def add_validation(self, batch: DataProto) -> None:
         """Record graded responses to a batch of validation prompts, with `end_validation`."""

@@ -257,6 +257,16 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
     return state
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch.
+
+    Data sets and rewards of users may draw from them; ours have generators of their own.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_states() -> dict[str, Any]:
     """Random states of Python, numpy and torch in this process."""
     kind, keys, position, has_gauss, cached = np.random.get_state()

@@ -121,13 +121,32 @@ def settings_of(checkpoint: Path, task: str) -> RunSettings | None:
         checkpoint: folder of the checkpoint.
         task: `task` of the configuration.
     """
-    directory = checkpoint.parent
-    candidates = []
-    for path in (directory / CONFIGURATION, *_earlier(directory).values()):
-        settings = RunSettings.read(path, task)
-        if settings is not None and settings.first <= step_of(checkpoint):
-            candidates.append(settings)
-    return max(candidates, key=lambda settings: settings.first, default=None)
+    _, settings = configuration_of(checkpoint.parent, step_of(checkpoint), task)
+    return settings
+
+
+def configuration_of(directory: Path, step: int, task: str) -> tuple[Path, RunSettings | None]:
+    """The file with the configuration of a step, and its settings.
+
+    Args:
+        directory: the run's directory.
+        step: number of the step.
+        task: `task` of the configuration.
+
+    Returns:
+        The newest configuration that begins at the step or before; `CONFIGURATION` and None if no
+        readable file does.
+    """
+    path = directory / CONFIGURATION
+    settings = None
+    for candidate_path in (directory / CONFIGURATION, *_earlier(directory).values()):
+        candidate = RunSettings.read(candidate_path, task)
+        if candidate is None or candidate.first > step:
+            continue
+        if settings is None or candidate.first > settings.first:
+            path = candidate_path
+            settings = candidate
+    return path, settings
 
 
 def has_nothing_to_do(config: Config, now: RunSettings, *, in_python: bool = False) -> bool:

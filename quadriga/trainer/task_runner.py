@@ -12,14 +12,10 @@ a worker raises an exception                         the run ends: the exception
                                                      again
 """
 
-import random
 import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-
-import numpy as np
-import torch
 
 from quadriga.config import Config
 from quadriga.config.loader import as_override
@@ -42,7 +38,7 @@ from quadriga.trainer.quarantine import Quarantine
 from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.run_report import summary
-from quadriga.trainer.saving import random_states, restore_random_states
+from quadriga.trainer.saving import random_states, restore_random_states, seed_generators
 from quadriga.trainer.settings import CONFIGURATION, RunSettings, has_nothing_to_do
 
 RESTARTS_KEY = "trainer.max_worker_restarts"
@@ -109,11 +105,7 @@ class TaskRunner:
         if has_nothing_to_do(config, RunSettings.of(config), in_python=self.in_python):
             return
         print(describe_machine())
-        # For data sets and rewards of the user that draw from the global generators; ours have
-        # generators of their own.
-        random.seed(config.trainer.seed)
-        np.random.seed(config.trainer.seed % 2**32)
-        torch.manual_seed(config.trainer.seed)
+        seed_generators(config.trainer.seed)
         initial_states = random_states()
         while True:
             try:

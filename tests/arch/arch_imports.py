@@ -73,7 +73,8 @@ LAYERS: dict[str, frozenset[str]] = {
     "serve": _CORE | {"rollout"},
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER | {"serve"},
-    "cli": _BELOW_WORKERS | {"workers", "trainer"},
+    "replay": _BELOW_WORKERS | {"workers", "trainer"},
+    "cli": _BELOW_WORKERS | {"workers", "trainer", "replay"},
     "api": _BELOW_TRAINER | {"user_function", "trainer"},
     "__main__": frozenset({"cli"}),
     "quadriga_verl.commands": frozenset(

@@ -45,7 +45,8 @@ class StepRecord:
     Attributes:
         rows: the rollouts, with all columns of the schema.
         facts: the entry `quadriga` of the file: `version`, `step`, `widths` of prompts and responses
-            with padding by mini-batch, `total_training_steps`, `metrics`, `is_thinned`.
+            with padding, `total_training_steps`, `metrics`, `machine` (what the last bits depend on),
+            `route_shape` (layers, and experts of a token), `is_thinned`.
     """
 
     rows: pa.Table

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison of a replay with its record, as text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from quadriga.replay.compare import COMPUTED, TOLERANCE, Comparison, Difference
+from quadriga.replay.run import Replayed
+from quadriga.replay.trainer import REWARDS, UPDATE
+
+MAX_ROWS = 20
+"""Rows of a table; the others are counted."""
+
+
+def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
+    """Describe a replay.
+
+    Args:
+        replayed: the replay.
+        uid: prompt whose rows are shown; "": rows are shown if the step was edited or graded again.
+    """
+    yield ""
+    if uid:
+        yield from _group(replayed, uid)
+    elif replayed.is_edited or replayed.until == REWARDS:
+        yield from _rows(replayed)
+    if not replayed.is_edited:
+        yield from _columns(replayed)
+    yield from _metrics(replayed)
+    yield _verdict(replayed)
+
+
+def _columns(replayed: Replayed) -> Iterator[str]:
+    computed = []
+    num_equal_inputs = 0
+    for entry in replayed.columns:
+        # Of what comes from the record, only a difference is worth a line.
+        if entry.name in COMPUTED or not entry.is_equal:
+            computed.append(entry)
+        else:
+            num_equal_inputs += 1
+    width = max((len(entry.name) for entry in computed), default=0)
+    for entry in computed:
+        yield f"  {entry.name:<{width}}  {_state(entry)}"
+        if entry.first is not None:
+            yield f"  {'':<{width}}  first: {_place(entry.first)}"
+    yield f"  from the record: {num_equal_inputs} columns, equal"
+
+
+def _state(entry: Comparison) -> str:
+    if entry.is_equal:
+        return f"equal      {entry.num_values} values"
+    count = f"{entry.num_different} of {entry.num_values} values"
+    return f"DIFFERENT  {count}, by up to {entry.largest:.3g}"
+
+
+def _place(first: Difference) -> str:
+    place = ""
+    if first.row is not None:
+        place = f"row {first.row} ({first.rollout_id})"
+        if first.token is not None:
+            place += f", token {first.token}"
+        place += ": "
+    return f"{place}recorded {_text(first.recorded)}, replayed {_text(first.replayed)}"
+
+
+def _text(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def _metrics(replayed: Replayed) -> Iterator[str]:
+    if not replayed.metrics:
+        return
+    different = [entry for entry in replayed.metrics if not entry.is_equal]
+    num_equal = len(replayed.metrics) - len(different)
+    yield f"metrics: {num_equal} equal, {len(different)} different"
+    width = max((len(entry.name) for entry in different), default=0)
+    for entry in different:
+        if entry.first is not None:
+            yield f"  {entry.name:<{width}}  {_place(entry.first)}"
+    if replayed.recorded_alone:
+        num_alone = len(replayed.recorded_alone)
+        yield f"  not computed by this replay: {num_alone}, such as {replayed.recorded_alone[0]}"
+
+
+def _verdict(replayed: Replayed) -> str:
+    step = f"step {replayed.start.step}"
+    if replayed.until != UPDATE:
+        step += f" up to its {replayed.until}"
+    if replayed.is_edited:
+        return f"{step}: with the edits, as above; the run is unchanged"
+    is_identical = all(entry.is_equal for entry in (*replayed.columns, *replayed.metrics))
+    if is_identical:
+        return f"{step}: equal bit for bit"
+    if not replayed.obstacle:
+        return f"{step}: DIFFERENT"
+    limit = f"by up to {replayed.largest:.3g}; bit for bit is not expected: {replayed.obstacle}"
+    if not replayed.start.is_first:
+        return f"{step}: differs {limit}, and differences grow with each step from the checkpoint"
+    if replayed.is_equal:
+        return f"{step}: equal within {TOLERANCE:g}, {limit}"
+    return f"{step}: DIFFERENT {limit}, but at most {TOLERANCE:g} is"
+
+
+# Rows
+
+
+def _numbers(table: pa.Table) -> list[tuple[float | None, float | None, float | None]]:
+    """Score, reward and mean advantage of each row; None for what a row does not have."""
+    numbers = []
+    columns = [table.column(name).to_pylist() for name in ("score", "reward")]
+    masks = table.column("response_mask").to_pylist()
+    advantages_of_rows = table.column("advantages").to_pylist()
+    for score, reward, mask, advantages in zip(*columns, masks, advantages_of_rows, strict=True):
+        mean = None
+        if advantages is not None:
+            trained = [
+                value for value, is_trained in zip(advantages, mask, strict=True) if is_trained
+            ]
+            mean = sum(trained) / len(trained) if trained else 0.0
+        numbers.append((score, reward, mean))
+    return numbers
+
+
+def _rows(replayed: Replayed) -> Iterator[str]:
+    """Rows with their rewards and advantages in the record and in the replay, changed ones first."""
+    old_numbers = _numbers(replayed.recorded.rows)
+    new_numbers = _numbers(replayed.rows)
+    changed = []
+    unchanged = []
+    for row, (old, new) in enumerate(zip(old_numbers, new_numbers, strict=True)):
+        is_changed = old[0] != new[0] or (new[2] is not None and old[2] != new[2])
+        (changed if is_changed else unchanged).append(row)
+    yield f"{len(changed)} of {len(old_numbers)} rows change"
+    yield from _table(
+        replayed, [*changed, *unchanged][:MAX_ROWS], is_short=replayed.until == REWARDS
+    )
+    num_hidden = len(old_numbers) - MAX_ROWS
+    if num_hidden > 0:
+        yield f"  and {num_hidden} other rows"
+
+
+def _group(replayed: Replayed, uid: str) -> Iterator[str]:
+    """Rows of a prompt with their rewards and advantages in the record and in the replay."""
+    uids = replayed.recorded.rows.column("uid").to_pylist()
+    rows = [row for row, uid_of_row in enumerate(uids) if uid_of_row == uid]
+    yield f"prompt {uid}: {len(rows)} rows"
+    yield from _table(replayed, rows, is_short=replayed.until == REWARDS)
+
+
+def _table(replayed: Replayed, rows: list[int], *, is_short: bool) -> Iterator[str]:
+    names = ("score",) if is_short else ("score", "reward", "advantage")
+    old_numbers = _numbers(replayed.recorded.rows)
+    new_numbers = _numbers(replayed.rows)
+    rollout_ids = replayed.recorded.rows.column("rollout_id").to_pylist()
+    yield "  row  rollout     " + "  ".join(f"{name:<25}" for name in names)
+    for row in rows:
+        cells = []
+        for place in range(len(names)):
+            # A value that did not change is shown once.
+            pair = dict.fromkeys((old_numbers[row][place], new_numbers[row][place]))
+            texts = ["none" if value is None else f"{value:.6g}" for value in pair]
+            cells.append(" -> ".join(texts))
+        yield f"  {row:>3}  {rollout_ids[row]:<10}  " + "  ".join(f"{cell:<25}" for cell in cells)

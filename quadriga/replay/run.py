@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replay, from its request to the comparison with the record."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+
+from quadriga.config import Config, load_config
+from quadriga.config.loader import parse_override
+from quadriga.errors import ConfigError, DamagedCheckpointError, DataError
+from quadriga.observe.machine import describe_numerics
+from quadriga.observe.records import RecordFolder, StepRecord
+from quadriga.observe.timing import Timeline
+from quadriga.redact import HIDDEN
+from quadriga.replay.compare import TOLERANCE, Comparison, compare_metrics, compare_rows
+from quadriga.replay.start import ReplayStart, find_start, in_one_process, num_ranks
+from quadriga.replay.trainer import (
+    ADVANTAGES,
+    REWARDS,
+    UPDATE,
+    PhaseReachedError,
+    ReplayTrainer,
+    ReplayWorker,
+)
+from quadriga.rewards import RewardManager
+from quadriga.trainer.build import Replacements, build_run
+from quadriga.trainer.record_rows import record_table
+from quadriga.trainer.roles import Role
+from quadriga.trainer.saving import seed_generators
+from quadriga.trainer.settings import RunSettings
+
+MAX_S = 300.0
+"""Predicted seconds of a replay above which it must be confirmed."""
+_GRADING = ("custom_reward_function.", "reward_model.")
+"""Sections with keys that change rewards."""
+_REWARD = "custom_reward_function"
+_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """A replay that a user asks for.
+
+    Attributes:
+        directory: the run's directory.
+        step: step to replay.
+        until: phase after which it ends; "" chooses one.
+        debugs: whether the debugger starts at the first difference, or at the phase that `until`
+            names.
+        uid: prompt whose rows are asked for; "": none.
+        edits: changes of the replayed step: `reward=FILE`, `loss=NAME` and `key=value`.
+        is_confirmed: whether it may take longer than `MAX_S`.
+    """
+
+    directory: Path
+    step: int
+    until: str = ""
+    debugs: bool = False
+    uid: str = ""
+    edits: Sequence[str] = ()
+    is_confirmed: bool = False
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replayed step beside its record.
+
+    Attributes:
+        start: where the replay started.
+        until: phase after which it ended.
+        is_edited: whether the step was computed with other settings than the run's.
+        obstacle: why they need not be equal bit for bit; "" if they should be.
+        recorded: the record of the step.
+        rows: its rows as replayed.
+        columns: comparison of the columns.
+        metrics: comparison of the metrics.
+        recorded_alone: names of metrics that a replay does not compute.
+    """
+
+    start: ReplayStart
+    until: str
+    is_edited: bool
+    obstacle: str
+    recorded: StepRecord
+    rows: pa.Table
+    columns: list[Comparison]
+    metrics: list[Comparison] = field(default_factory=list)
+    recorded_alone: list[str] = field(default_factory=list)
+
+    @property
+    def largest(self) -> float:
+        """Largest difference of a column or a metric."""
+        return max([entry.largest for entry in (*self.columns, *self.metrics)], default=0.0)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the replay agrees with the record as far as it can.
+
+        That is bit for bit or, where there is an obstacle, within `TOLERANCE` for the first step
+        after a checkpoint. Differences of edited steps and of later steps are reported alone.
+        """
+        if self.is_edited:
+            return True
+        if not self.obstacle:
+            return all(entry.is_equal for entry in (*self.columns, *self.metrics))
+        return not self.start.is_first or self.largest <= TOLERANCE
+
+
+def replay(request: ReplayRequest) -> Replayed:
+    """Replay a step and compare it with the record.
+
+    Args:
+        request: the replay.
+
+    Raises:
+        DataError: something that the replay needs is missing.
+        ConfigError: the settings of the run, or edits of them, cannot be used.
+    """
+    start = find_start(request.directory, request.step)
+    if request.uid:
+        _require_uid(start, request.uid)
+    overrides = _overrides(request.edits)
+    secrets = _secrets(overrides, start.settings)
+    config = load_config(secrets, [start.configuration]).config
+    edited = config
+    is_edited = len(overrides) > len(secrets)
+    if is_edited:
+        edited = load_config(overrides, [start.configuration], for_training=True).config
+    _require_replayable(config, start)
+    until = request.until or UPDATE
+    # A loss changes the update alone.
+    changes_loss = any(word.startswith(f"{_LOSS}=") for word in overrides)
+    if is_edited and not request.until and not changes_loss:
+        until = ADVANTAGES
+    grades_again = until == REWARDS or any(word.startswith(_GRADING) for word in overrides)
+    if grades_again:
+        _require_grader(edited)
+    _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
+    for change in start.settings.changes(RunSettings.of(config)):
+        print(f"NOTICE: {change} has changed since the run")
+
+    with TemporaryDirectory(prefix="quadriga_replay_") as folder:
+        place = Path(folder)
+        checkpoint = start.checkpoint
+        if is_edited and not start.is_first:
+            # The steps before are those of the run; the edited one goes on from their state.
+            trained = in_one_process(config, place / "before", checkpoint)
+            checkpoint = _train_before(trained, start)
+        final = in_one_process(edited, place / "replay", checkpoint)
+        _require_effect(overrides, edited, final)
+        trainer, run = _build(final, start, grades_again=grades_again)
+        trainer.until = until
+        trainer.debugs = request.debugs
+        trainer.debugged_phase = request.until
+        trainer.last_step = request.step
+        try:
+            rows, metrics = _replay_step(trainer, request.step)
+        finally:
+            run.close()
+    recorded = start.record.read(request.step)
+    columns = compare_rows(recorded.rows, rows)
+    metric_comparisons, recorded_alone = compare_metrics(recorded.facts["metrics"], metrics)
+    return Replayed(
+        start=start,
+        until=until,
+        is_edited=is_edited,
+        obstacle=_obstacle(config, recorded),
+        recorded=recorded,
+        rows=rows,
+        columns=columns,
+        metrics=metric_comparisons,
+        recorded_alone=recorded_alone,
+    )
+
+
+def _overrides(edits: Sequence[str]) -> list[str]:
+    """Edits as words of a command line."""
+    overrides = []
+    for edit in edits:
+        name, separator, value = edit.partition("=")
+        if name == "reward" and separator:
+            path, colon, function = value.rpartition(":")
+            if not colon:
+                path = value
+                function = "compute_score"
+            overrides += [f"{_REWARD}.path={path}", f"{_REWARD}.name={function}"]
+        elif name == "loss" and separator:
+            overrides.append(f"{_LOSS}={value}")
+        else:
+            overrides.append(edit)
+    return overrides
+
+
+def _require_uid(start: ReplayStart, uid: str) -> None:
+    """Refuse a prompt that the step does not have."""
+    rows = start.record.read(start.step, columns=["uid"]).rows
+    uids = list(dict.fromkeys(rows.column("uid").to_pylist()))
+    if uid not in uids:
+        raise DataError(
+            f"--uid {uid}",
+            got="no such prompt in the step",
+            expected=f"one of {len(uids)} prompts, {uids[0]} to {uids[-1]}",
+        )
+
+
+def _require_grader(config: Config) -> None:
+    """Refuse to grade responses again whose scores an environment gave."""
+    has_function = config.custom_reward_function.path is not None or config.reward_model.enable
+    if config.env.name is not None and not has_function:
+        raise DataError(
+            "replay of rewards",
+            got=f"scores of env={config.env.name}",
+            expected="scores of a reward function or a reward model",
+            fix="An environment is not repeated. --edit reward=FILE grades with a function.",
+        )
+
+
+def _secrets(overrides: Sequence[str], settings: RunSettings) -> list[str]:
+    """The overrides that give values which the run's configuration file hides."""
+    hidden_keys = [name for name, value in settings.values.items() if HIDDEN in str(value)]
+    secrets = []
+    for override in overrides:
+        key = override.partition("=")[0]
+        if any(key == name or key.startswith(f"{name}.") for name in hidden_keys):
+            secrets.append(override)
+    return secrets
+
+
+def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> None:
+    """Refuse edits of keys that a replay sets itself."""
+    for override in overrides:
+        key, _ = parse_override(override)
+        names = key.split(".")
+        if reduce(getitem, names, edited) != reduce(getitem, names, final):
+            raise ConfigError(
+                f"--edit {override}",
+                got="a key that a replay sets itself",
+                expected="a key of the step's computation",
+                fix="A replay is one process without engine, validation and checkpoints.",
+            )
+
+
+def _require_replayable(config: Config, start: ReplayStart) -> None:
+    """Refuse a run whose steps do not follow from their checkpoint and their responses."""
+    if config.task != "rl":
+        raise DataError(
+            str(start.configuration),
+            got=f"a run of the task {config.task}",
+            expected="a run of quadriga train, which records rollouts",
+        )
+    if config.async_training.enable:
+        raise DataError(
+            str(start.configuration),
+            got="async_training.enable=True",
+            expected="a run in lockstep",
+            fix="A step of this run also depends on responses that were under way at its "
+            "checkpoint. Its record can be read: quadriga show, Run.rollouts.",
+        )
+
+
+def _confirm(start: ReplayStart, ranks: int, *, is_confirmed: bool) -> None:
+    """Print the predicted time of the steps, and refuse a long one that is not confirmed."""
+    seconds = start.recorded_s * ranks
+    begin = "the start of the run" if start.checkpoint is None else start.checkpoint
+    steps = f"step {start.step}"
+    if not start.is_first:
+        steps = f"steps {start.after_step + 1} to {start.step}"
+    source = "its time in the run"
+    if ranks > 1:
+        source = f"the time in the run on {ranks} ranks"
+    print(f"replay: {steps} from {begin}; about {seconds:.0f} s by {source}, and the start")
+    if seconds > MAX_S and not is_confirmed:
+        raise DataError(
+            f"replay of step {start.step}",
+            got=f"about {seconds / 60:.0f} minutes of training from {begin}",
+            expected=f"at most {MAX_S / 60:.0f} minutes",
+            fix="Add --yes, or replay a step right after a checkpoint.",
+        )
+
+
+def _build(config: Config, start: ReplayStart, *, grades_again: bool) -> tuple[ReplayTrainer, Any]:
+    """Build the trainer of a replay and its run."""
+    if not grades_again:
+        # Scores come from the record, those of a reward model too.
+        reward_model = config.reward_model.model_copy(update={"enable": False})
+        config = config.model_copy(update={"reward_model": reward_model})
+    seed_generators(config.trainer.seed)
+    parts = Replacements(
+        workers={Role.ActorRollout: ReplayWorker},
+        reward=None if grades_again else RewardManager,
+        trainer=ReplayTrainer,
+    )
+    run = build_run(config, Timeline(), parts)
+    trainer = run.trainer
+    assert isinstance(trainer, ReplayTrainer)
+    trainer.recorded = start.record
+    trainer.grades_again = grades_again
+    trainer.quarantine.num_rows |= start.skipped
+    return trainer, run
+
+
+def _train_before(config: Config, start: ReplayStart) -> Path:
+    """Train up to the step before the replayed one. Returns a checkpoint of it."""
+    trainer, run = _build(config, start, grades_again=False)
+    try:
+        for step in _steps(trainer):
+            if step.number == start.step - 1:
+                trainer.save()
+                break
+    finally:
+        run.close()
+    return trainer.checkpoints.path(start.step - 1)
+
+
+def _replay_step(trainer: ReplayTrainer, number: int) -> tuple[pa.Table, dict[str, float]]:
+    """Train up to a step. Returns its rows as they are recorded, and its metrics."""
+    config = trainer.config
+    try:
+        for step in _steps(trainer):
+            if step.number == number:
+                break
+    except PhaseReachedError as end:
+        return record_table(end.batch, config.data), end.metrics
+    trainer.recorder.finish()
+    replayed = RecordFolder(config.trainer.directory).read(number)
+    return replayed.rows, replayed.facts["metrics"]
+
+
+def _steps(trainer: ReplayTrainer) -> Any:
+    """Steps of a trainer, with an error for a damaged checkpoint that fits a replay."""
+    try:
+        yield from trainer.steps()
+    except DamagedCheckpointError as error:
+        error.fix = "Put the file back from a copy, or move the checkpoint away: the replay then "
+        error.fix += "starts from an earlier one."
+        raise
+
+
+def _obstacle(config: Config, recorded: StepRecord) -> str:
+    """Why the numbers of a replay need not be equal bit for bit; "" if they should be."""
+    ranks = num_ranks(config)
+    if ranks > 1:
+        return f"the run had {ranks} ranks"
+    if config.trainer.backend != "local":
+        return "the run computed in worker processes"
+    machine = recorded.facts.get("machine")
+    here = describe_numerics()
+    if machine != here:
+        return f"the run was on {machine or 'an unknown machine'}, the replay is on {here}"
+    if "no GPU" not in here:
+        return "an accelerator does not add in the same order each time"
+    return ""

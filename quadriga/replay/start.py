@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a replay starts: the checkpoint, the steps to train again, the configuration, the time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quadriga.config import Config
+from quadriga.config.placement import POLICIES, role_pools
+from quadriga.errors import DataError
+from quadriga.observe.records import RecordFolder
+from quadriga.trainer.checkpoint import Checkpoints, quarantined_files
+from quadriga.trainer.run_folder import RunFolder
+from quadriga.trainer.settings import RunSettings, configuration_of
+
+_GENERATION = ("timing_s/gen", "timing_s/gen_max")
+
+
+@dataclass(frozen=True)
+class ReplayStart:
+    """The start of a replay.
+
+    Attributes:
+        record: the recorded rollouts.
+        step: the step that is replayed.
+        checkpoint: the checkpoint that the replay starts from; None: the run's start.
+        after_step: step of the checkpoint, or 0.
+        configuration: file with the configuration of the step.
+        settings: its settings.
+        skipped: least number of rows of each step in between that the run has skipped.
+        recorded_s: seconds that the steps took in the run, without generation.
+    """
+
+    record: RecordFolder
+    step: int
+    checkpoint: Path | None
+    after_step: int
+    configuration: Path
+    settings: RunSettings
+    skipped: dict[int, int]
+    recorded_s: float
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other step is trained before the replayed one."""
+        return self.after_step == self.step - 1
+
+
+def find_start(directory: str | Path, step: int) -> ReplayStart:
+    """Find the newest checkpoint before a step, and check that the record has the steps after it.
+
+    Args:
+        directory: the run's directory.
+        step: the step to replay.
+
+    Raises:
+        DataError: it is no run, or something that the replay needs is missing.
+    """
+    folder = RunFolder(directory)
+    record = folder.record
+    recorded_steps = record.steps()
+    if not recorded_steps:
+        raise DataError(
+            str(record.folder),
+            got="no recorded step",
+            expected="the record of a run's rollouts",
+            fix="Runs of earlier versions and of trainer.rollout_record=off cannot be replayed.",
+        )
+    # Refuses a step that is not recorded, or whose file is damaged.
+    record.read(step, columns=["uid"])
+    path, settings = configuration_of(folder.directory, step, "rl")
+    if settings is None:
+        raise DataError(
+            str(path),
+            got="no configuration that can be read",
+            expected=f"the configuration of step {step}",
+            fix="Put the file back: a replay trains as it says.",
+        )
+    checkpoints = Checkpoints(folder.directory)
+    newest = checkpoints.newest(before_step=step)
+    after_step = newest or 0
+    skipped = {}
+    for skipped_step, rows in quarantined_files(folder.directory).items():
+        if after_step < skipped_step < step:
+            skipped[skipped_step] = rows.read_bytes().count(b"\n")
+    needed_steps = [number for number in range(after_step + 1, step + 1) if number not in skipped]
+    _require_steps(record, step, needed_steps, newest)
+    if settings.first > after_step + 1:
+        begin = f"the checkpoint of step {newest}" if newest else "the start of the run"
+        raise DataError(
+            str(path),
+            got=f"settings that changed with step {settings.first}, after {begin}",
+            expected="the same settings for all steps that are trained again",
+            fix=f"The checkpoint of step {settings.first - 1} is gone: replay a step before it.",
+        )
+    recorded_s = 0.0
+    for number in needed_steps:
+        metrics = record.read(number, columns=["uid"]).facts["metrics"]
+        generation_s = sum(metrics.get(name, 0.0) for name in _GENERATION)
+        recorded_s += metrics.get("timing_s/step", 0.0) - generation_s
+    return ReplayStart(
+        record=record,
+        step=step,
+        checkpoint=None if newest is None else checkpoints.path(newest),
+        after_step=after_step,
+        configuration=path,
+        settings=settings,
+        skipped=skipped,
+        recorded_s=recorded_s,
+    )
+
+
+def _require_steps(
+    record: RecordFolder, step: int, needed_steps: list[int], checkpoint_step: int | None
+) -> None:
+    """Refuse a step whose record, or the record of a step before it, is missing."""
+    recorded_steps = set(record.steps())
+    missing_steps = [number for number in needed_steps if number not in recorded_steps]
+    if not missing_steps:
+        return
+    begin = "the start of the run, for there is no checkpoint before it"
+    if checkpoint_step is not None:
+        begin = f"the checkpoint of step {checkpoint_step}"
+    first, last = min(recorded_steps), max(recorded_steps)
+    got = f"no record of {'steps' if len(missing_steps) > 1 else 'step'} "
+    got += ", ".join(map(str, missing_steps[:10]))
+    got += " and others" if len(missing_steps) > 10 else ""
+    raise DataError(
+        str(record.folder),
+        got=f"{got}; steps {first} to {last} are there",
+        expected=f"a record of every step up to {step} since {begin}",
+        fix="Replay a recorded step behind a checkpoint. trainer.rollout_record=all, a larger "
+        "trainer.rollout_record_gib and more checkpoints keep more steps.",
+    )
+
+
+def num_ranks(config: Config) -> int:
+    """Ranks of the policy in the run."""
+    trainer = config.trainer
+    if trainer.backend == "local":
+        return 1
+    pools = role_pools(trainer)
+    pool = next(pools[role] for role in POLICIES if role in pools)
+    return sum(trainer.processes_of(pool))
+
+
+def in_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Config:
+    """The configuration of a run, for a replay in this process that writes into a folder alone.
+
+    Args:
+        config: the run's configuration.
+        folder: the folder, empty.
+        checkpoint: the checkpoint to start from; None: the run's start.
+    """
+    policy = config.actor_rollout_ref
+    reward_model = config.reward_model
+    rollout = _changed(
+        policy.rollout,
+        tensor_model_parallel_size=1,
+        data_parallel_size=1,
+        trace_dir=None,
+        skip=_changed(policy.rollout.skip, enable=False),
+        serve=_changed(policy.rollout.serve, enable=False),
+    )
+    trainer = _changed(
+        config.trainer,
+        backend="local",
+        nnodes=1,
+        n_gpus_per_node=1,
+        placement="together",
+        resource_pools={},
+        default_local_dir=str(folder).replace("{", "{{").replace("}", "}}"),
+        offload_dir=None,
+        resume_mode="disable" if checkpoint is None else "resume_path",
+        resume_from_path=None if checkpoint is None else str(checkpoint),
+        save_freq=-1,
+        save_minutes=None,
+        test_freq=-1,
+        val_before_train=False,
+        val_only=False,
+        logger=[],
+        rollout_record="all",
+        rollout_data_dir=None,
+        validation_data_dir=None,
+    )
+    sections = {
+        "actor_rollout_ref": _changed(
+            policy, actor=_with_one_rank(_unsharded(policy.actor)), rollout=rollout
+        ),
+        "critic": _with_one_rank(_unsharded(config.critic)),
+        "reward_model": _changed(
+            _with_one_rank(reward_model), model=_unsharded(reward_model.model)
+        ),
+        "distillation": _with_one_rank(_unsharded(config.distillation)),
+        "trainer": trainer,
+        "data": _changed(config.data, val_files=""),
+        "global_profiler": _changed(config.global_profiler, tool=None, steps=[]),
+    }
+    return _changed(config, **sections)
+
+
+def _changed(section: Any, **values: Any) -> Any:
+    return section.model_copy(update=values)
+
+
+def _with_one_rank(section: Any) -> Any:
+    """A section whose role has one rank."""
+    return _changed(
+        section,
+        ulysses_sequence_parallel_size=1,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        expert_parallel_size=1,
+    )
+
+
+def _unsharded(section: Any) -> Any:
+    """A section whose weights are on one rank."""
+    return _changed(section, fsdp_config=_changed(section.fsdp_config, fsdp_size=-1))

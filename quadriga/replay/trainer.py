@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer and the policy worker of a replay: those of a run, with the record as their rollout.
+
+record ─> batch ──> [grade again] ──> passes ──> advantages ──> update
+                          │                           │            │
+                       rewards                    advantages     update      phases: a replay
+                                                                             ends after one
+"""
+
+import pdb
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config import Config
+from quadriga.errors import DataError
+from quadriga.observe.metrics import reduce_metrics
+from quadriga.observe.records import RecordFolder
+from quadriga.protocol import DataProto
+from quadriga.replay.batch import RecordedStep
+from quadriga.replay.compare import compare_rows
+from quadriga.single_controller import Dispatch, register
+from quadriga.trainer.metrics import data_metrics
+from quadriga.trainer.ray_trainer import RayPPOTrainer
+from quadriga.trainer.record_rows import record_table
+from quadriga.trainer.responses import grade
+from quadriga.trainer.roles import configured_estimator
+from quadriga.workers import ActorRolloutRefWorker
+
+REWARDS = "rewards"
+ADVANTAGES = "advantages"
+UPDATE = "update"
+PHASES = (REWARDS, ADVANTAGES, UPDATE)
+"""Phases of a step after which a replay can end, in their order."""
+
+
+class PhaseReachedError(Exception):
+    """The replay has reached the phase that ends it, before the end of the step.
+
+    Args:
+        batch: rows of the step with everything that was computed for them.
+        metrics: metrics of the step so far.
+    """
+
+    def __init__(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        super().__init__()
+        self.batch = batch
+        self.metrics = metrics
+
+
+class ReplayWorker(ActorRolloutRefWorker):
+    """The policy without its rollout engine: responses come from the record."""
+
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, role: str, **options: Any
+    ) -> None:
+        super().__init__(config, tokenizer, role, **options)
+        self.parts = self.parts._replace(rollout=False)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish_weights(self, version: int) -> None:
+        """Note the version. No engine needs the weights."""
+        self.weight_version = version
+
+
+class ReplayTrainer(RayPPOTrainer):
+    """Trains on the recorded responses of each step.
+
+    Attributes:
+        recorded: the recorded rollouts of all steps.
+        last_step: the step that is replayed. Steps before it are only trained.
+        until: phase of this step after which the replay ends.
+        grades_again: whether the responses of this step are graded.
+        debugs: whether the debugger starts at the first difference or at `debugged_phase`.
+        debugged_phase: phase after which the debugger starts in any case; "": none.
+    """
+
+    recorded: RecordFolder
+    last_step: int = 0
+    until: str = UPDATE
+    grades_again: bool = False
+    debugs: bool = False
+    debugged_phase: str = ""
+
+    def batches(self) -> Iterator[DataProto]:
+        """The recorded responses of the step, in the place of `generate` and `sample_groups`."""
+        step = self.global_steps
+        recorded = RecordedStep(self.recorded.read(step), self.recorded.path(step))
+        if recorded.is_thinned and "reward_extra" in configured_estimator(self.config).fields:
+            raise DataError(
+                str(self.recorded.path(step)),
+                got="a step without what graders returned beside the score",
+                expected=f"it, for algorithm.adv_estimator={self.config.algorithm.adv_estimator}",
+                fix="The record was thinned; a larger trainer.rollout_record_gib keeps it.",
+            )
+        prompts: list[DataProto] = []
+        for _ in range(recorded.num_prompt_batches):
+            prompts.append(self.next_prompts(num_before=sum(map(len, prompts))))
+        policy = self.config.actor_rollout_ref
+        is_graded = self.grades_again and step == self.last_step
+        batch = recorded.batch(
+            prompts[0] if len(prompts) == 1 else DataProto.concat(prompts),
+            self.tokenizer.pad_token_id,
+            has_own_prompts=policy.rollout.mode == "async",
+            with_scores=not is_graded,
+            with_routes=policy.actor.router_replay == "rollout",
+        )
+        if self.filters_groups:
+            self.predict_length(batch)
+        if is_graded and self.until == REWARDS:
+            grade(self.reward, batch)
+            self.reach(REWARDS, batch)
+        yield batch
+
+    def compute_advantages(self, batch: DataProto) -> None:
+        """Compute the advantages, and end the replay here if it ends with them."""
+        super().compute_advantages(batch)
+        self.reach(ADVANTAGES, batch)
+
+    def learn(self, batch: DataProto) -> DataProto:
+        """Go from responses to an update of the models, and look for differences afterwards."""
+        learned = super().learn(batch)
+        self.reach(UPDATE, learned)
+        return learned
+
+    def reach(self, phase: str, batch: DataProto) -> None:
+        """Debug the replayed step where that is due, and end the replay before its update.
+
+        Args:
+            phase: the phase that has been reached.
+            batch: rows of the step with everything that was computed for them.
+
+        Raises:
+            PhaseReachedError: the replay ends here.
+        """
+        if self.global_steps != self.last_step:
+            return
+        is_end = phase == self.until
+        if self.debugs:
+            recorded = self.recorded.read(self.last_step).rows
+            rows = record_table(batch, self.config.data)
+            differences = [entry for entry in compare_rows(recorded, rows) if not entry.is_equal]
+            if differences or phase == self.debugged_phase:
+                self.debugs = False
+                debug(phase, batch, differences)
+        if is_end and phase != UPDATE:
+            metrics = reduce_metrics(self.batch_metrics)
+            if "advantages" in batch.batch.keys():
+                metrics |= data_metrics(batch)
+            raise PhaseReachedError(batch, metrics)
+
+
+def debug(phase: str, batch: DataProto, differences: list[Any]) -> None:
+    """ReplayStart the debugger in the replayed step.
+
+    Args:
+        phase: the phase that has been reached.
+        batch: rows of the step with everything that was computed for them.
+        differences: columns that differ from the record.
+    """
+    names = ", ".join(entry.name for entry in differences) or "none"
+    print(f"after the {phase}; columns that differ from the record: {names}")
+    print("`batch` has the rows, `differences` the columns; `up` leads to the trainer.")
+    pdb.set_trace()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga replay`: a recorded step is computed again bit for bit, and what differs is named."""
+
+import pdb
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from quadriga.cli.main import main
+from quadriga.observe.records import SCHEMA, STEP, RecordFolder
+from tests.e2e.calculator import calculator_overrides, write_calculator
+
+OTHER_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0 if solution_str[:1] == ground_truth else 0.0
+"""
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file of a folder."""
+    files = {}
+    for path in folder.rglob("*"):
+        files[str(path)] = (path.stat().st_size, path.stat().st_mtime_ns)
+    return files
+
+
+def change_score(run: Path, step: int, row: int) -> None:
+    """Raise the score of a recorded row by one."""
+    folder = RecordFolder(run)
+    record = folder.read(step)
+    rows = record.rows
+    scores = rows.column("token_scores").to_pylist()
+    scores[row][-1] += 1.0
+    place = rows.column_names.index("token_scores")
+    column = pa.array(scores, SCHEMA.field("token_scores").type)
+    folder.write(step, STEP, rows.set_column(place, "token_scores", column), record.facts)
+
+
+def test_a_step_again(
+    train: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """PPO with a critic and a reference: equal from the start of the run and from a checkpoint."""
+    run = train(
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=2",
+    )
+    before = files_of(run)
+
+    def replay(*words: str) -> tuple[int, str]:
+        capsys.readouterr()
+        status = main(["replay", str(run), *words])
+        return status, capsys.readouterr().out
+
+    for step in ("1", "4"):
+        status, output = replay("--step", step)
+        assert status == 0, output
+        assert f"step {step}: equal bit for bit" in output
+    status, output = replay("--step", "3", "--until", "rewards")
+    assert (status, "0 of 8 rows change" in output) == (0, True), output
+
+    # What would have been: only the replayed step is edited.
+    (tmp_path / "other.py").write_text(OTHER_REWARD)
+    status, output = replay("--step", "4", "--edit", f"reward={tmp_path / 'other.py'}")
+    assert status == 0, output
+    assert " -> " in output and "with the edits" in output
+    assert files_of(run) == before
+
+    # A score that was changed in the record changes what follows from it.
+    change_score(run, step=3, row=2)
+    stops = []
+    monkeypatch.setattr(pdb, "set_trace", lambda: stops.append(True))
+    status, output = replay("--step", "3", "--pdb")
+    assert status == 1, output
+    assert len(stops) == 1
+    assert "score DIFFERENT 1 of 8 values" in " ".join(output.split())
+    assert "first: row 2 (3-1/0)" in output
+    status, output = replay("--step", "3", "--uid", "3-1")
+    assert "prompt 3-1: 2 rows" in output
+
+
+def test_conversations_with_dynamic_sampling(
+    train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens of tools and the prompts of dropped groups are those of the run."""
+    folder = tmp_path / "calculator"
+    folder.mkdir()
+    write_calculator(folder)
+    run = train(
+        *calculator_overrides(folder), "algorithm.filter_groups.enable=True", "trainer.save_freq=1"
+    )
+    assert main(["replay", str(run), "--step", "2"]) == 0
+    assert "step 2: equal bit for bit" in capsys.readouterr().out
+
+
+def test_a_run_without_what_a_replay_needs(
+    train: Callable[..., Path], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A changed data file, and a model that is gone, are named."""
+    rows = tmp_path / "rows.parquet"
+    rows.write_bytes((home / "train.parquet").read_bytes())
+    model = tmp_path / "model"
+    model.symlink_to(home / "model")
+    run = train(
+        f"data.train_files={rows}",
+        f"actor_rollout_ref.model.path={model}",
+        "trainer.total_training_steps=1",
+    )
+
+    def refusal() -> str:
+        assert main(["replay", str(run), "--step", "1"]) != 0
+        return capsys.readouterr().err
+
+    rows.write_bytes((home / "val.parquet").read_bytes())
+    assert "put them back" in refusal()
+    model.unlink()
+    assert str(model) in refusal()
