@@ -46,6 +46,7 @@ class ViewData:
             "configuration": self.configuration,
             "metrics": self.metrics,
             "steps": self.steps,
+            "progress": self.progress,
             "rollouts": self.rollouts,
             "search": self.search,
             "rollout": self.rollout,
@@ -115,6 +116,11 @@ class ViewData:
             }
         return answer
 
+    def progress(self, query: Query) -> Answer:
+        index = self.index(self._run(query))
+        index.refresh()
+        return {"indexed": len(index.steps), "total": index.total}
+
     def rollouts(self, query: Query) -> Answer:
         run = self._run(query)
         step, kind = _step(query)
@@ -157,17 +163,19 @@ class ViewData:
             mean=("score", "mean"),
         )
         table["text"] = frame.dropna(subset=["text"]).groupby("prompt")["text"].first()
-        table["gain"] = table["best"] - table["first"]
         is_repeated = table["seen"] > 1
-        never_improved = is_repeated & (table["gain"] <= 0)
-        table["never_improves"] = never_improved & (table["last"] < 1)
+        best_of_all = table["best"].max()
+        is_solved = table["first"] >= best_of_all
         table["is_repeated"] = is_repeated
-        keys = ["never_improves", "is_repeated", "gain", "mean"]
-        table = table.sort_values(keys, ascending=[False, False, True, True])
+        table["never_improves"] = is_repeated & (table["best"] <= table["first"]) & ~is_solved
+        keys = ["never_improves", "best", "mean"]
+        table = table.sort_values(keys, ascending=[False, True, True])
         answer["num_prompts"] = len(table)
         answer["num_never_improving"] = int(table["never_improves"].sum())
-        shown = table.head(MAX_PROMPTS).reset_index()
-        answer["prompts"] = [_finite(row) for row in _records(shown)]
+        shown = table.head(MAX_PROMPTS)
+        of_shown = by_step[by_step["prompt"].isin(shown.index)]
+        curves = of_shown.groupby("prompt")["score"].agg(list)
+        answer["prompts"] = _records(shown.assign(curve=curves).reset_index())
         return answer
 
     def health(self, query: Query) -> Answer:

@@ -134,33 +134,42 @@ def _queries(data: ViewData, steps: Sequence[int] | None) -> Iterator[tuple[str,
     for question in ("summary", "configuration", "metrics", "steps", "health", "prompts"):
         for name in names:
             yield question, {"run": name}
-    chosen = []
-    for name in names:
-        record = data.run(name).record
-        for kind in (STEP, VALIDATION):
-            recorded = record.steps(kind)
-            wanted = default_steps(recorded) if steps is None else sorted({*steps} & {*recorded})
-            chosen += [(name, kind, step) for step in wanted]
-    if steps and not chosen:
-        raise DataError("--steps", got=", ".join(map(str, steps)), expected="recorded steps")
-    for name, kind, step in chosen:
-        query = {"run": name, "kind": kind, "step": str(step)}
+    chosen = _chosen_steps(data, steps)
+    for query in chosen:
         yield "rollouts", query
-        if kind == STEP:
-            yield "lanes", {"run": name, "step": str(step)}
-    sizes = {}
-    for name, kind, step in chosen:
+        if query["kind"] == STEP:
+            yield "lanes", {"run": query["run"], "step": query["step"]}
+    sizes = []
+    for query in chosen:
+        record = data.run(query["run"]).record
         try:
-            sizes[name, kind, step] = len(data.run(name).record.read(step, kind, ["uid"]).rows)
+            rows = record.read(int(query["step"]), query["kind"], ["uid"]).rows
         except DataError:
             # The answer before has said why.
             continue
+        sizes.append((query, len(rows)))
     # The first rollouts of each step, then the next ones: all may be more than the file holds.
-    for place in range(max(sizes.values(), default=0)):
-        for (name, kind, step), num_rows in sizes.items():
+    for place in range(max((num_rows for _, num_rows in sizes), default=0)):
+        for query, num_rows in sizes:
             if place < num_rows:
-                query = {"run": name, "kind": kind, "step": str(step)}
                 yield "rollout", {**query, "place": str(place), "start": "0"}
+
+
+def _chosen_steps(data: ViewData, steps: Sequence[int] | None) -> list[dict[str, str]]:
+    """Queries of the steps whose rollouts are exported.
+
+    Raises:
+        DataError: no run has one of the steps.
+    """
+    queries = []
+    for name in data.names():
+        for kind in (STEP, VALIDATION):
+            recorded = data.run(name).record.steps(kind)
+            chosen = default_steps(recorded) if steps is None else sorted({*steps} & {*recorded})
+            queries += [{"run": name, "kind": kind, "step": str(step)} for step in chosen]
+    if steps and not queries:
+        raise DataError("--steps", got=", ".join(map(str, steps)), expected="recorded steps")
+    return queries
 
 
 def _one_file(embedded: str) -> str:

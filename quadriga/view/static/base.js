@@ -40,8 +40,13 @@ function h(tag, attributes = {}, ...children) {
     else if (name in element && typeof value !== "string") element[name] = value;
     else element.setAttribute(name, value);
   }
+  return put(element, ...children);
+}
+
+// Append children, which may be nested arrays; those that are nothing are left out.
+function put(element, ...children) {
   for (const child of children.flat(Infinity)) {
-    if (child !== null && child !== undefined && child !== false) element.append(child);
+    if (child !== null && child !== undefined && child !== false && child !== "") element.append(child);
   }
   return element;
 }
@@ -118,6 +123,29 @@ function go(page, query, isReplaced = false) {
 
 // Change entries of the address without leaving the page.
 const update = (changes, isReplaced = true) => go(route().page, { ...route().query, ...changes }, isReplaced);
+
+// Says how far the index is, and shows the page again when it is complete.
+function indexNote(main, run, { indexed, total }) {
+  if (indexed >= total) return "";
+  const text = (answer) => `Rollouts are being read: ${num(answer.indexed)} of ${num(answer.total)} files. What follows covers these.`;
+  const element = note(text({ indexed, total }));
+  const poll = async () => {
+    if (!main.isConnected) return;
+    try {
+      const answer = await ask("progress", { run });
+      element.textContent = text(answer);
+      if (answer.indexed < answer.total) setTimeout(poll, 700);
+      else if (main.isConnected) window.dispatchEvent(new HashChangeEvent("hashchange"));
+    } catch (error) {
+      element.textContent = error.message;
+    }
+  };
+  setTimeout(poll, 700);
+  return element;
+}
+
+// The end of a path, which tells it from others.
+const tail = (path) => String(path).split("/").slice(-1)[0];
 
 const tip = document.getElementById("tip");
 

@@ -54,7 +54,7 @@ async function curvesPage(main, query, names) {
   const loaded = await Promise.all(runs.map(loadCurves));
   const all = [...new Set(loaded.flatMap((entry) => [...entry.curves.keys()]))].sort();
   if (!all.length) {
-    main.append(note(`${query.run} has no metrics yet.`));
+    put(main, note(`${query.run} has no metrics yet.`));
     return;
   }
   let chosen = (query.metrics || "").split("\n").filter((name) => all.includes(name));
@@ -97,11 +97,11 @@ async function curvesPage(main, query, names) {
     others.map((name) => toggle(`${name} ✕`, true, () => update({ with: others.filter((text) => text !== name).join("\n") }))),
   );
   const cards = h("div", { class: "grid" });
-  const [{ indexed, total }] = loaded;
-  main.append(
+  put(
+    main,
     h("div", { class: "split" }, h("div", { class: "names" }, search, list), h("div", {}, controls,
       h("p", { class: "soft" }, "A click on a point opens the rollouts of its step."),
-      indexed < total ? note(`Numbers of rollouts (rows/…) are being read: ${num(indexed)} of ${num(total)} files.`) : null,
+      indexNote(main, query.run, loaded[0]),
       cards)),
   );
   for (const name of chosen) cards.append(curveCard(name, loaded, x, weight, query.log === "1"));

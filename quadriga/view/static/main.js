@@ -71,6 +71,10 @@ document.getElementById("theme").addEventListener("click", () => {
 
 document.addEventListener("keydown", (event) => {
   if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "r") {
+    rowCache.key = "";
+    show();
+  }
   const number = Number(event.key);
   const page = Object.keys(PAGES)[number - 1];
   if (page) go(page, { run: route().query.run, step: route().query.step });

@@ -7,20 +7,17 @@ const MAX_TABLE_STEPS = 60;
 async function coveragePage(main, query) {
   const [answer, metrics] = await Promise.all([ask("steps", { run: query.run }), ask("metrics", { run: query.run })]);
   const { steps, columns, reasons, problems } = answer.step;
-  main.append(h("h2", {}, "Coverage: what became of each rollout"));
-  if (answer.indexed < answer.total) {
-    main.append(note(`Rollouts are being read: ${num(answer.indexed)} of ${num(answer.total)} files.`));
-    setTimeout(() => main.isConnected && show(), 2000);
-  }
+  put(main, h("h2", {}, "Coverage: what became of each rollout"));
+  put(main, indexNote(main, query.run, answer));
   const metricAt = (name, step) => {
     const place = metrics.steps.indexOf(step);
     return place < 0 || !metrics.columns[name] ? null : metrics.columns[name][place];
   };
-  for (const text of coverageWarnings(steps, columns, metrics, problems)) main.append(note(text));
+  for (const text of coverageWarnings(steps, columns, metrics, problems)) put(main, note(text));
   const dropNames = Object.keys(metrics.columns).filter((name) => name.startsWith("async/dropped_") || ["filter_groups/num_equal", "filter_groups/num_surplus"].includes(name));
   const allSteps = [...new Set([...steps, ...metrics.steps.filter((step) => step > 0)])].sort((one, two) => one - two);
-  const shownSteps = query.all === "1" ? allSteps : allSteps.slice(-MAX_TABLE_STEPS);
-  if (allSteps.length > MAX_TABLE_STEPS) main.append(h("div", { class: "bar" }, toggle(`all ${num(allSteps.length)} steps`, query.all === "1", () => update({ all: query.all === "1" ? "" : "1" }))));
+  const shownSteps = (query.all === "1" ? [...allSteps] : allSteps.slice(-MAX_TABLE_STEPS)).reverse();
+  if (allSteps.length > MAX_TABLE_STEPS) put(main, h("div", { class: "bar" }, toggle(`all ${num(allSteps.length)} steps`, query.all === "1", () => update({ all: query.all === "1" ? "" : "1" }))));
   const head = ["step", "", "recorded", "graded", "grader errors", "truncated", "not trained", "tokens", "rejected tokens", ...dropNames];
   const rows = shownSteps.map((step) => {
     const place = steps.indexOf(step);
@@ -36,10 +33,11 @@ async function coveragePage(main, query) {
       dropNames.map((name) => h("td", { class: "num" }, num(metricAt(name, step)))));
   });
   const totals = reasons.flatMap((entry) => Object.entries(entry)).reduce((sums, [reason, count]) => sums.set(reason, (sums.get(reason) || 0) + count), new Map());
-  main.append(
+  put(
+    main,
     h("div", { class: "bar keys" }, [["trained", "--good"], ["not trained", "--warn"], ["grader error", "--bad"]].map(([text, color]) => h("span", {}, h("span", { class: "swatch", style: { background: `var(${color})` } }), text))),
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((text, place) => h("th", { class: place !== 1 ? "num" : "" }, text)))), h("tbody", {}, rows))));
-  if (totals.size) main.append(h("h3", {}, "Why rollouts were not trained"), h("ul", {}, [...totals].map(([reason, count]) => h("li", {}, `${num(count)}: ${reason}`))));
+  if (totals.size) put(main, h("h3", {}, "Why rollouts were not trained"), h("ul", {}, [...totals].map(([reason, count]) => h("li", {}, `${num(count)}: ${reason}`))));
 }
 
 function coverageWarnings(steps, columns, metrics, problems) {
@@ -109,32 +107,32 @@ function phaseTimes(at) {
 async function timePage(main, query) {
   const metrics = await ask("metrics", { run: query.run });
   const timed = metrics.steps.filter((step, place) => isNumber((metrics.columns["timing_s/step"] || [])[place]));
-  main.append(h("h2", {}, "Time"));
+  put(main, h("h2", {}, "Time"));
   if (!timed.length) {
-    main.append(note("The metrics have no times yet (timing_s/step)."));
+    put(main, note("The metrics have no times yet (timing_s/step)."));
     return;
   }
   const step = timed.includes(Number(query.step)) ? Number(query.step) : timed[timed.length - 1];
   const place = metrics.steps.indexOf(step);
   const at = (phase) => (metrics.columns[`timing_s/${phase}`] || [])[place];
   const [times, total] = phaseTimes(at);
-  main.append(h("div", { class: "bar" }, stepBar({ ...query, step }, timed, ["step"]), h("span", {}, `took ${duration(total)}`)));
+  put(main, h("div", { class: "bar" }, stepBar({ ...query, step }, timed, ["step"]), h("span", {}, `took ${duration(total)}`)));
   const color = (phase) => palette[[...SEQUENCE, ...OVERLAPPING, ...PARTS_OF_GENERATION].indexOf(phase) % palette.length];
-  main.append(h("h3", {}, "A lane for each role"));
+  put(main, h("h3", {}, "A lane for each role"));
   for (const [role, phases] of LANES) {
     const blocks = phases.filter((phase) => times[phase]).map((phase) => [times[phase][0], times[phase][1], phase, color(phase)]);
-    if (blocks.length) main.append(lane(role, blocks, total, blocks.filter(([, , phase]) => !PARTS_OF_GENERATION.includes(phase)).reduce((sum, block) => sum + block[1], 0)));
+    if (blocks.length) put(main, lane(role, blocks, total, blocks.filter(([, , phase]) => !PARTS_OF_GENERATION.includes(phase)).reduce((sum, block) => sum + block[1], 0)));
   }
   const imbalance = (metrics.columns["perf/imbalance/actor"] || [])[place];
-  main.append(h("p", { class: "soft" }, "Phases that overlap (old log-probs, reference, values, grading) are drawn from the begin of their phase; times of several ranks are those of the slowest.",
+  put(main, h("p", { class: "soft" }, "Phases that overlap (old log-probs, reference, values, grading) are drawn from the begin of their phase; times of several ranks are those of the slowest.",
     isNumber(imbalance) ? ` In the update the slowest rank computed ${num(imbalance)} times the mean.` : ""));
-  main.append(h("h3", {}, "Share of each phase over all steps"), sharesTable(metrics, timed, color), h("h3", {}, "Step times and memory"));
+  put(main, h("h3", {}, "Share of each phase over all steps"), sharesTable(metrics, timed, color), h("h3", {}, "Step times and memory"));
   const cards = h("div", { class: "grid" });
   const loaded = [await loadCurves(query.run)];
   for (const name of ["timing_s/step", "perf/throughput", "perf/memory_resident_gib", "perf/memory_peak_gib", "perf/imbalance/actor", "perf/mfu/actor"]) {
     if (loaded[0].curves.has(name)) cards.append(curveCard(name, loaded, "step", 0, false));
   }
-  main.append(cards, h("h3", {}, `Lives of the rollouts of step ${step}`));
+  put(main, cards, h("h3", {}, `Lives of the rollouts of step ${step}`));
   await rolloutLanes(main, query.run, step);
 }
 
@@ -159,16 +157,16 @@ function sharesTable(metrics, timed, color) {
 
 async function rolloutLanes(main, run, step) {
   const { lanes, note: text } = await ask("lanes", { run, step });
-  if (text) main.append(h("p", { class: "soft" }, text));
+  if (text) put(main, h("p", { class: "soft" }, text));
   if (!lanes.length) return;
   const total = Math.max(...lanes.map((entry) => entry.turns.reduce((sum, turn) => sum + turn.seconds, 0)), 1e-9);
   const colors = { assistant: palette[0], tool: palette[1], user: palette[2] };
-  main.append(h("p", { class: "soft" }, "Turns one after the other; waiting between them is not recorded. Processes are those of the rollout's ranks."),
+  put(main, h("p", { class: "soft" }, "Turns one after the other; waiting between them is not recorded. Processes are those of the rollout's ranks."),
     h("div", { class: "bar keys" }, Object.entries(colors).map(([role, color]) => h("span", {}, h("span", { class: "swatch", style: { background: color } }), role))));
   lanes.sort((one, two) => (one.process < two.process ? -1 : one.process > two.process ? 1 : 0));
   let process = null;
   for (const entry of lanes) {
-    if (entry.process !== process) main.append(h("h3", {}, `process ${entry.process}`));
+    if (entry.process !== process) put(main, h("h3", {}, `process ${entry.process}`));
     process = entry.process;
     let now = 0;
     const blocks = entry.turns.map((turn) => {
@@ -176,17 +174,17 @@ async function rolloutLanes(main, run, step) {
       now += turn.seconds;
       return block;
     });
-    main.append(lane(`${entry.uid} · ${num(entry.score)}`, blocks, total, now));
+    put(main, lane(`${entry.uid} · ${num(entry.score)}`, blocks, total, now));
   }
 }
 
 async function healthPage(main, query) {
   const { findings, problems, indexed, total } = await ask("health", { run: query.run });
-  main.append(h("h2", {}, "Health"));
-  for (const problem of problems) main.append(note(problem));
-  if (indexed < total) main.append(note(`Rollouts are being read: ${num(indexed)} of ${num(total)} files.`));
+  put(main, h("h2", {}, "Health"));
+  for (const problem of problems) put(main, note(problem));
+  put(main, indexNote(main, query.run, { indexed, total }));
   const words = { good: "good", warning: "look at this", bad: "wrong", unknown: "not known" };
-  main.append(h("div", { class: "grid" }, findings.map((finding) =>
+  put(main, h("div", { class: "grid" }, findings.map((finding) =>
     h("section", { class: `card ${finding.state}` }, h("h3", {}, finding.title, h("span", { class: `state ${finding.state}` }, words[finding.state])),
       h("p", {}, finding.sentence),
       ["bad", "warning"].includes(finding.state) ? h("p", {}, h("b", {}, "What people do: "), finding.advice) : "",

@@ -64,7 +64,7 @@ async function rolloutsPage(main, query) {
   const kinds = ["step", "validation"].filter((name) => answer[name].steps.length);
   if (!kinds.length) {
     const summary = await ask("summary", { run: query.run });
-    main.append(h("h2", {}, "Rollouts"), summary.problems.map((text) => note(text)));
+    put(main, h("h2", {}, "Rollouts"), summary.problems.map((text) => note(text)));
     return;
   }
   const kind = kinds.includes(query.kind) ? query.kind : kinds[0];
@@ -76,12 +76,12 @@ async function rolloutsPage(main, query) {
   let step = query.step ? Number(query.step) : steps[steps.length - 1];
   if (!steps.includes(step)) {
     const nearest = steps.reduce((best, entry) => (Math.abs(entry - step) < Math.abs(best - step) ? entry : best), steps[0]);
-    main.append(note(`Step ${step} has no record; these are the rollouts of step ${nearest}.`));
+    put(main, note(`Step ${step} has no record; these are the rollouts of step ${nearest}.`));
     step = nearest;
   }
   const exact = { ...query, kind, step };
   const bar = h("div", { class: "bar" }, stepBar(exact, steps, kinds));
-  main.append(bar);
+  put(main, bar);
   const rows = await loadRows(query.run, kind, step);
   if (query.place !== undefined) {
     await rolloutView(main, exact, rows);
@@ -125,7 +125,8 @@ async function rowList(main, bar, query, rows) {
   };
   const search = h("input", { type: "search", value: query.text || "", placeholder: "text of prompt or response ( / )", "aria-label": "search text" });
   search.addEventListener("change", () => update({ text: search.value }));
-  bar.append(
+  put(
+    bar,
     sources.length > 1 ? choice([["", "all data sources"], ...sources.map((name) => [name, name])], query.source || "", (value) => update({ source: value })) : "",
     agents.length > 1 ? choice([["", "all agents"], ...agents.map((name) => [name, name])], query.agent || "", (value) => update({ agent: value })) : "",
     search,
@@ -133,8 +134,8 @@ async function rowList(main, bar, query, rows) {
     FLAGS.filter(([key, , test]) => query.flag === key || count(test)).map(([key, label, test]) =>
       toggle(`${label} ${num(count(test))}`, query.flag === key, () => update({ flag: query.flag === key ? "" : key }))),
   );
-  if (query.prompt) bar.append(toggle("one prompt ✕", true, () => update({ prompt: "" })));
-  main.append(histogram(query, rows.filter((row) => passes(row, { ...query, low: "", high: "" }, places))));
+  if (query.prompt) put(bar, toggle("one prompt ✕", true, () => update({ prompt: "" })));
+  put(main, histogram(query, rows.filter((row) => passes(row, { ...query, low: "", high: "" }, places))));
   const shown = rows.filter((row) => passes(row, query, places));
   const sort = query.sort || "place";
   const sign = query.down === "1" ? -1 : 1;
@@ -146,7 +147,8 @@ async function rowList(main, bar, query, rows) {
   shownPlaces = shown.map((row) => row.place);
   const scores = shown.map((row) => row.score).filter(isNumber);
   const hasNoScore = scores.length && scores.every((score) => score === 0);
-  main.append(
+  put(
+    main,
     h("p", { class: "soft" }, `${num(shown.length)} of ${num(rows.length)} rollouts, mean score ${num(mean(scores))}. A click opens one; its group stands beside it.`),
     hasNoScore && !query.low && !query.flag ? zeroReasons(shown) : "",
     virtualList(shown, query),
@@ -260,32 +262,31 @@ function rowElement(row, number, open) {
 // Prompts over all steps: which one never improves?
 async function promptsPage(main, query) {
   const answer = await ask("prompts", { run: query.run });
-  main.append(h("h2", {}, "Prompts over all steps"));
-  if (answer.indexed < answer.total) {
-    main.append(note(`Rollouts are being read: ${num(answer.indexed)} of ${num(answer.total)} files. This page shows those so far.`));
-    setTimeout(() => main.isConnected && show(), 2000);
-  }
+  put(main, h("h2", {}, "Prompts over all steps"));
+  put(main, indexNote(main, query.run, answer));
   const { prompts } = answer;
   if (!prompts.length) {
-    main.append(note("No rollouts are recorded."));
+    put(main, note("No rollouts are recorded."));
     return;
   }
   const numRepeated = prompts.filter((entry) => entry.is_repeated).length;
   const isOnly = query.only === "1";
   const summary = numRepeated
-    ? `${num(answer.num_prompts)} prompts; ${num(answer.num_never_improving)} of those that came several times never scored better than at first.`
+    ? `${num(answer.num_prompts)} prompts; ${num(answer.num_never_improving)} of those that came several times never scored better than at first, and not the best score either.`
     : `${num(answer.num_prompts)} prompts, each of which came once so far: whether one improves shows when it comes again.`;
-  const head = ["prompt", "times", "first", "last", "best", "gain", "steps"];
+  const head = ["prompt", "score over steps", "times", "first", "last", "best", "steps"];
   const rows = prompts.filter((entry) => !isOnly || entry.never_improves).map((entry) => {
     const open = () => go("rollouts", { run: query.run, step: entry.last_step, prompt: entry.prompt });
     return h("tr", { class: "click", tabindex: "0", onclick: open, onkeydown: (event) => event.key === "Enter" && open() },
-      h("td", {}, h("div", { class: "mono" }, entry.text || "–"), h("div", { class: "soft" }, entry.prompt), entry.never_improves ? h("span", { class: "tag bad" }, "never improves") : ""),
-      [num(entry.seen), num(entry.first), num(entry.last), num(entry.best), num(entry.gain), `${entry.first_step}–${entry.last_step}`].map((text) => h("td", { class: "num" }, text)));
+      h("td", {}, h("div", { class: "mono" }, entry.text || "–"), h("div", { class: "soft", title: entry.prompt }, tail(entry.prompt), " "), entry.never_improves ? h("span", { class: "tag bad" }, "never improves") : ""),
+      h("td", { class: "num" }, sparkline(entry.curve)),
+      [num(entry.seen), num(entry.first), num(entry.last), num(entry.best), `${entry.first_step}–${entry.last_step}`].map((text) => h("td", { class: "num" }, text)));
   });
-  main.append(
+  put(
+    main,
     h("p", {}, summary),
     h("div", { class: "bar" }, toggle("only those that never improve", isOnly, () => update({ only: isOnly ? "" : "1" }))),
-    answer.num_prompts > prompts.length ? note(`The first ${num(prompts.length)} are shown, those that improve least first.`) : "",
+    answer.num_prompts > prompts.length ? note(`The first ${num(prompts.length)} are shown, those with the lowest best score first.`) : "",
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((text, place) => h("th", { class: place ? "num" : "" }, text)))), h("tbody", {}, rows))),
   );
 }

@@ -8,7 +8,8 @@ async function runsPage(main, query, names) {
   const tableBody = h("tbody");
   const diffPlace = h("div");
   const head = ["", "run", "state", "step", "score", "", "time", "model", "estimator", "changed"];
-  main.append(
+  put(
+    main,
     h("h2", {}, `${names.length} ${names.length === 1 ? "run" : "runs"}`),
     h("div", { class: "bar" }, compareLink, h("span", { class: "soft" }, "A row opens its curves; tick two or more to compare their configurations.")),
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((text) => h("th", {}, text)))), tableBody)),

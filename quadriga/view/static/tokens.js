@@ -54,7 +54,8 @@ async function rolloutView(main, query, rows) {
   const open = (target) => () => target !== undefined && update({ place: target, start: "" });
   const back = () => update({ place: "", start: "" }, false);
   Object.assign(pageKeys, { k: open(order[position - 1]), j: open(order[position + 1]), Escape: back });
-  main.append(
+  put(
+    main,
     h("div", { class: "bar" },
       h("button", { onclick: back, title: "key Escape" }, "← all rollouts of the step"),
       h("button", { onclick: open(order[position - 1]), disabled: position <= 0, title: "key k" }, "previous"),
@@ -64,12 +65,15 @@ async function rolloutView(main, query, rows) {
     trainedSentence(summary),
     siblingCards(rows, summary),
   );
+  // The card of this rollout is in view, without the page being scrolled.
+  const card = main.querySelector('.siblings [aria-current="true"]');
+  if (card) card.parentElement.scrollLeft = card.offsetLeft - card.parentElement.offsetLeft - 40;
   const { run, kind, step } = query;
   const details = await ask("rollout", { run, kind, step, place, start });
-  main.append(facts(details, summary));
+  put(main, facts(details, summary));
   const view = query.view || (details.messages ? "turns" : "rendered");
   const views = [["rendered", "rendered tokens"], ["turns", "conversation"], ["row", "data row and grading"]];
-  main.append(h("div", { class: "bar" }, views.map(([key, label]) => toggle(label, view === key, () => update({ view: key })))));
+  put(main, h("div", { class: "bar" }, views.map(([key, label]) => toggle(label, view === key, () => update({ view: key })))));
   if (view === "turns") conversation(main, details);
   else if (view === "row") dataRow(main, details);
   else rendered(main, details, query);
@@ -104,7 +108,7 @@ function facts(details, summary) {
     score: num(details.score), reward: num(details.reward), baseline: num(details.reward_baseline), truth: summary.truth,
     "ended by": details.finish_reason, truncated: summary.truncated || null, length: num(details.length), agent: details.agent,
     staleness: isNumber(summary.staleness) ? num(summary.staleness) : null, entropy: num(summary.entropy), mismatch: num(summary.mismatch),
-    "data source": details.data_source, row: details.source_row, rollout: details.rollout_id, image: details.image_hash,
+    "data source": details.data_source, row: details.source_row && tail(details.source_row), rollout: details.rollout_id, image: details.image_hash,
   };
   for (const [name, value] of Object.entries(details.reward_parts || {})) {
     entries[`graded: ${name}`] = typeof value === "number" ? num(value) : String(typeof value === "object" ? JSON.stringify(value) : value).slice(0, 200);
@@ -138,7 +142,7 @@ function rendered(main, details, query) {
   } else if (kind === "mask") {
     legend.append("dim: not of the model; underlined: of the model, but not trained");
   }
-  main.append(h("div", { class: "bar" },
+  put(main, h("div", { class: "bar" },
     h("label", {}, "colored by", choice(available.map((key) => [key, OVERLAYS[key][0]]), kind, (value) => update({ color: value }))), legend,
     copyButton("copy text", text), copyButton("copy ids", ids), readout));
   windowBar(main, details);
@@ -186,7 +190,7 @@ function rendered(main, details, query) {
     point(Math.max(0, Math.min(spans.length - 1, from + change)));
     spans[current].scrollIntoView({ block: "nearest" });
   });
-  main.append(container);
+  put(main, container);
 }
 
 // A response too long to be sent at once is shown in parts.
@@ -194,7 +198,7 @@ function windowBar(main, details) {
   const end = details.start + details.response.ids.length;
   if (details.start === 0 && end >= details.length) return;
   const size = 20000;
-  main.append(note(`Tokens ${num(details.start)} to ${num(end)} of ${num(details.length)} are shown. Copies hold these.`), h("div", { class: "bar" },
+  put(main, note(`Tokens ${num(details.start)} to ${num(end)} of ${num(details.length)} are shown. Copies hold these.`), h("div", { class: "bar" },
     h("button", { disabled: details.start === 0, onclick: () => update({ start: Math.max(0, details.start - size) || "" }) }, "earlier tokens"),
     h("button", { disabled: end >= details.length, onclick: () => update({ start: end }) }, "later tokens")));
 }
@@ -267,7 +271,7 @@ function conversation(main, details) {
     if (isNumber(turn.advantage)) parts.push(`mean advantage ${num(turn.advantage)}`);
     return parts.join(" · ");
   };
-  main.append(block("prompt", [h("pre", {}, details.prompt.texts.join(""))]));
+  put(main, block("prompt", [h("pre", {}, details.prompt.texts.join(""))]));
   if (Array.isArray(details.messages)) {
     let number = 0;
     for (const message of details.messages) {
@@ -278,19 +282,19 @@ function conversation(main, details) {
         const values = typeof called.arguments === "string" ? called.arguments : JSON.stringify(called.arguments);
         return h("pre", { class: "soft" }, `→ ${called.name}(${values})`);
       });
-      main.append(block(message.name ? `${role} ${message.name}` : role, [contentNodes(message.content), calls], turn ? earnedBy(turn) : ""));
+      put(main, block(message.name ? `${role} ${message.name}` : role, [contentNodes(message.content), calls], turn ? earnedBy(turn) : ""));
     }
   } else {
     windowBar(main, details);
-    main.append(block("assistant", [h("pre", {}, details.response.texts.join(""))], details.turns[0] ? earnedBy(details.turns[0]) : ""));
-    if (typeof details.messages === "string") main.append(note("The messages are too long to be shown; the rendered view has their tokens."));
+    put(main, block("assistant", [h("pre", {}, details.response.texts.join(""))], details.turns[0] ? earnedBy(details.turns[0]) : ""));
+    if (typeof details.messages === "string") put(main, note("The messages are too long to be shown; the rendered view has their tokens."));
   }
-  if (details.tool_rewards && Object.keys(details.tool_rewards).length) main.append(h("h3", {}, "Rewards of tools"), h("pre", {}, JSON.stringify(details.tool_rewards, null, 2)));
-  if (details.turn_scores && details.turn_scores.length) main.append(h("p", {}, `Scores of the simulated user, in order: ${[details.turn_scores].flat().map((value) => num(value)).join(", ")}`));
+  if (details.tool_rewards && Object.keys(details.tool_rewards).length) put(main, h("h3", {}, "Rewards of tools"), h("pre", {}, JSON.stringify(details.tool_rewards, null, 2)));
+  if (details.turn_scores && details.turn_scores.length) put(main, h("p", {}, `Scores of the simulated user, in order: ${[details.turn_scores].flat().map((value) => num(value)).join(", ")}`));
 }
 
 function dataRow(main, details) {
   for (const [title, value] of [["Columns of the data row", details.row], ["What graders returned beside the score", details.reward_parts]]) {
-    main.append(h("h3", {}, title), value === null ? h("p", { class: "soft" }, "none recorded, or removed to save space") : h("pre", {}, typeof value === "string" ? value : JSON.stringify(value, null, 2)));
+    put(main, h("h3", {}, title), value === null ? h("p", { class: "soft" }, "none recorded, or removed to save space") : h("pre", {}, typeof value === "string" ? value : JSON.stringify(value, null, 2)));
   }
 }
