@@ -3,10 +3,12 @@
 
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -15,7 +17,7 @@ from quadriga.observe.records import STEP, VALIDATION, TokenTable
 from quadriga.view.health import health
 from quadriga.view.index import SCHEMA, RunIndex
 from quadriga.view.lanes import trace_lanes
-from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows
+from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows, rounded
 from quadriga.view.runs import Runs, ViewedRun
 
 MAX_PROMPTS = 1000
@@ -40,6 +42,10 @@ class ViewData:
         self._runs = Runs(roots)
         self._cache = cache
         self._indexes: dict[Path, RunIndex] = {}
+        self._lock = threading.Lock()
+        self._num_asked = 0
+        self._is_quiet = threading.Event()
+        self._is_quiet.set()
         self.answers: dict[str, Callable[[Query], Answer]] = {
             "runs": self.runs,
             "summary": self.summary,
@@ -64,7 +70,16 @@ class ViewData:
         """
         if name not in self.answers:
             raise DataError("address", got=name, expected=f"one of {', '.join(self.answers)}")
-        answer = self.answers[name](query)
+        with self._lock:
+            self._num_asked += 1
+            self._is_quiet.clear()
+        try:
+            answer = self.answers[name](query)
+        finally:
+            with self._lock:
+                self._num_asked -= 1
+                if not self._num_asked:
+                    self._is_quiet.set()
         return json.dumps(answer, ensure_ascii=False, allow_nan=False).encode(errors="replace")
 
     def names(self) -> list[str]:
@@ -88,9 +103,10 @@ class ViewData:
     def metrics(self, query: Query) -> Answer:
         metrics = self._run(query).metrics()
         names = sorted({name for values in metrics.values() for name in values})
-        columns = {
-            name: [_number(values.get(name)) for values in metrics.values()] for name in names
-        }
+        columns = {}
+        for name in names:
+            values = [numbers.get(name, math.nan) for numbers in metrics.values()]
+            columns[name] = rounded(np.array(values))
         return {"steps": list(metrics), "columns": columns}
 
     def steps(self, query: Query) -> Answer:
@@ -201,7 +217,7 @@ class ViewData:
         """The index of a run."""
         index = self._indexes.get(run.directory)
         if index is None:
-            index = RunIndex(run, self._cache)
+            index = RunIndex(run, self._cache, self._is_quiet)
             self._indexes[run.directory] = index
         return index
 

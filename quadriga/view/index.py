@@ -5,14 +5,18 @@
       start it, take what        read the files that are new or have changed, newest step first;
       is indexed so far          write the index into the cache folder at the end
 
-Consumes: files of the record, which are complete. Waits for: nothing; a request takes the steps that
-are indexed. The cache folder is $XDG_CACHE_HOME/quadriga/view, by default ~/.cache/quadriga/view. If
-it cannot be written, the index is only in memory.
+Consumes: files of the record, which are complete. Waits for: before each file, for requests in
+progress, which share the interpreter with it. Unblocked by: their end, or `_PATIENCE_S`. A request
+takes the steps that are indexed.
+
+The cache folder is $XDG_CACHE_HOME/quadriga/view, by default ~/.cache/quadriga/view. If it cannot be
+written, the index is only in memory.
 """
 
 import hashlib
 import json
 import os
+import threading
 from collections import Counter, defaultdict
 from concurrent.futures import Future
 from contextlib import suppress
@@ -48,9 +52,10 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns of the index, a row for each rollout."""
-_PREVIEW_TOKENS = 120
+_PREVIEW_TOKENS = 48
 _PREVIEW_CHARACTERS = 160
 _MAX_JSON_CHARACTERS = 20_000
+_PATIENCE_S = 2.0
 
 
 @dataclass
@@ -78,10 +83,12 @@ class RunIndex:
     Args:
         run: the run.
         cache: folder of the indexes; None: that of the user.
+        is_quiet: set while no request is in progress.
     """
 
-    def __init__(self, run: ViewedRun, cache: Path | None = None) -> None:
+    def __init__(self, run: ViewedRun, cache: Path | None, is_quiet: threading.Event) -> None:
         self.run = run
+        self._is_quiet = is_quiet
         # Replaced, never changed, once a thread has filled it.
         self.steps: dict[tuple[str, int], IndexedStep] = {}
         self.total = 0
@@ -137,6 +144,7 @@ class RunIndex:
             tokens = None
         # The newest steps are looked at first.
         for kind, step in sorted(missing, key=lambda key: -key[1]):
+            self._is_quiet.wait(_PATIENCE_S)
             entry = IndexedStep(stamps[kind, step])
             try:
                 rows = self.run.record.read(step, kind, _READ_COLUMNS).rows

@@ -136,7 +136,16 @@ def shortened(value: Any) -> str | None:
 
 def rounded(values: np.ndarray) -> list[float | None]:
     """Numbers with six digits, for JSON; None for those that are not finite."""
-    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
+    is_finite = np.isfinite(values)
+    numbers = np.where(is_finite, values, 0.0).astype(np.float64)
+    sizes = np.where(numbers == 0.0, 1.0, np.abs(numbers))
+    # Numbers beyond 1e300 are not rounded: their factor would overflow.
+    factors = 10.0 ** np.clip(5 - np.floor(np.log10(sizes)), -300, 300)
+    shortened_numbers = (np.round(numbers * factors) / factors).tolist()
+    return [
+        number if known else None
+        for number, known in zip(shortened_numbers, is_finite.tolist(), strict=True)
+    ]
 
 
 def matching_rows(
