@@ -48,8 +48,8 @@ class ViewApp:
         self._token = token
         self._hosts = hosts
         routes = [
-            Route("/", self._page),
-            Route("/static/{name}", self._static),
+            Route("/", self._file),
+            Route("/static/{name}", self._file),
             Route("/api/{name}", self._answer),
         ]
         handlers: Any = {
@@ -63,16 +63,13 @@ class ViewApp:
     def _require(self, request: Request, token: str) -> None:
         require_caller(request.scope, request.headers, token, self._hosts)
 
-    async def _page(self, request: Request) -> Response:
+    async def _file(self, request: Request) -> Response:
         self._require(request, "")
-        return _file("index.html")
-
-    async def _static(self, request: Request) -> Response:
-        self._require(request, "")
-        name = request.path_params["name"]
+        name = request.path_params.get("name", "index.html")
         if name not in STATIC_FILES:
             raise CallError("address", got=name, expected="a file of the page", status=404)
-        return _file(name)
+        media_type = _TYPES[name.rpartition(".")[2]]
+        return Response(read_static(name), headers=HEADERS, media_type=media_type)
 
     async def _answer(self, request: Request) -> Response:
         self._require(request, self._token)
@@ -80,11 +77,6 @@ class ViewApp:
         # Files are read in a thread, so that a large one does not keep other requests waiting.
         body = await asyncio.to_thread(self._data.answer, name, request.query_params)
         return Response(body, headers=HEADERS, media_type="application/json")
-
-
-def _file(name: str) -> Response:
-    media_type = _TYPES[name.rpartition(".")[2]]
-    return Response(read_static(name), headers=HEADERS, media_type=media_type)
 
 
 def _refused(request: Request, error: Exception) -> Response:

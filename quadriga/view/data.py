@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 
 from quadriga.errors import DataError
@@ -191,7 +190,8 @@ class ViewData:
         shown = table.head(MAX_PROMPTS)
         of_shown = by_step[by_step["prompt"].isin(shown.index)]
         curves = of_shown.groupby("prompt")["score"].agg(list)
-        answer["prompts"] = _records(shown.assign(curve=curves).reset_index())
+        records = shown.assign(curve=curves).reset_index().to_json(orient="records")
+        answer["prompts"] = json.loads(records)
         return answer
 
     def health(self, query: Query) -> Answer:
@@ -224,11 +224,6 @@ class ViewData:
     def run(self, name: str) -> ViewedRun:
         """A run by its name."""
         return self._runs.run(name)
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows with plain Python values."""
-    return json.loads(table.to_json(orient="records", double_precision=6))
 
 
 def _tokens(run: ViewedRun) -> TokenTable | None:

@@ -24,7 +24,7 @@ SCRIPTS = (
     "main.js",
 )
 STYLES = ("uPlot.min.css", "style.css")
-STATIC_FILES = frozenset({*SCRIPTS, *STYLES})
+STATIC_FILES = frozenset({*SCRIPTS, *STYLES, "index.html"})
 MAX_EXPORT_BYTES = 50_000_000
 """Largest exported file."""
 _ROOM = 20_000
@@ -64,7 +64,7 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
     """
     answers: dict[str, str] = {}
     notes = []
-    overhead = sum(len(read_static(name)) for name in (*SCRIPTS, *STYLES, "index.html"))
+    overhead = sum(len(read_static(name)) for name in STATIC_FILES)
     room = MAX_EXPORT_BYTES - overhead - _ROOM
     num_left_out = 0
     for name, query in _queries(data, steps):
