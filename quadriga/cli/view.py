@@ -5,8 +5,8 @@ import argparse
 import re
 import threading
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 from quadriga.errors import ConfigError, MachineError
 from quadriga.view.data import ViewData
@@ -17,6 +17,8 @@ was trained, where the time went, and what looks wrong. Runs are only read, whet
 or go on."""
 _DEFAULT_FOLDER = "outputs"
 _PORT = 7878
+# An import string: Starlette and uvicorn are an extra, which an export does not need.
+_SERVER = "quadriga.view.server:ViewServer"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
         return 0
     try:
-        server_class = import_module("quadriga.view.server").ViewServer
+        server_class = resolve_name(_SERVER)
     except ModuleNotFoundError as error:
         raise MachineError(
             "quadriga view",
