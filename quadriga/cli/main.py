@@ -40,6 +40,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("quadriga.cli.generate:grade", "grade a model or a checkpoint on a dataset"),
     "serve": ("quadriga.cli.serve", "serve a model or a checkpoint over HTTP, as vLLM does"),
     "show": ("quadriga.cli.show", "show what a run has done: rewards, time, responses"),
+    "view": (
+        "quadriga.cli.view",
+        "show runs on a page in the browser, with all rollouts and tokens",
+    ),
     "replay": ("quadriga.cli.replay", "compute a recorded step of a run again, and compare"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "data": ("quadriga.cli.data", "show a data file, and how a run would read it"),

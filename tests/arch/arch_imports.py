@@ -73,8 +73,9 @@ LAYERS: dict[str, frozenset[str]] = {
     "serve": _CORE | {"rollout"},
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER | {"serve"},
+    "view": _CORE | {"serve", "trainer"},
     "replay": _BELOW_WORKERS | {"workers", "trainer"},
-    "cli": _BELOW_WORKERS | {"workers", "trainer", "replay"},
+    "cli": _BELOW_WORKERS | {"workers", "trainer", "view", "replay"},
     "api": _BELOW_TRAINER | {"user_function", "trainer"},
     "__main__": frozenset({"cli"}),
     "quadriga_verl.commands": frozenset(
@@ -115,7 +116,6 @@ ONE_FILE_EACH = frozenset(
         "peft",
         "sglang",
         "skyrl_gym",
-        "starlette",
         "swanlab",
         "tensorboard",
         "textarena",
@@ -124,10 +124,12 @@ ONE_FILE_EACH = frozenset(
         "wandb",
     }
 )
-# An extra that is too large for one file has a folder of its own.
-ONE_FOLDER_EACH = {
+# An extra that is too large for one file has a folder of its own, or some files.
+ONE_FOLDER_EACH: dict[str, str | tuple[str, ...]] = {
     "ray": "quadriga/single_controller/ray/",
     "megatron": "quadriga/engines/megatron/",
+    # Two applications: the policy's and the page's.
+    "starlette": ("quadriga/serve/app.py", "quadriga/view/app.py"),
 }
 _ALSO = {"torch.utils.tensorboard": "tensorboard"}
 

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page on runs, made from their files alone: `quadriga view`.
+
+runs.py       the runs of some folders: state, configuration, metrics
+index.py      a row for each step and for each rollout, without tokens; kept in a cache folder
+rollouts.py   rollouts of a step, and the tokens of one
+health.py     what is wrong with a run, in words
+lanes.py      where the time of a step went
+data.py       what the page asks for, as JSON
+page.py       the page as one file, and the export
+app.py        routes, and who may ask
+server.py     the server
+
+Runs are only read. The index is the only thing that is written, outside of them.
+"""

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers to what the page asks for, as JSON."""
+
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from quadriga.errors import DataError
+from quadriga.observe.records import STEP, VALIDATION, TokenTable
+from quadriga.view.health import health
+from quadriga.view.index import SCHEMA, RunIndex
+from quadriga.view.lanes import trace_lanes
+from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows, rounded
+from quadriga.view.runs import Runs, ViewedRun
+
+MAX_PROMPTS = 1000
+"""Prompts in the list of prompts."""
+
+Query = Mapping[str, str]
+Answer = dict[str, Any]
+
+
+class ViewData:
+    """Answers of a page on some runs.
+
+    Args:
+        roots: runs, or folders that hold runs.
+        cache: folder of the indexes; None: that of the user.
+
+    Raises:
+        DataError: there are no runs.
+    """
+
+    def __init__(self, roots: Sequence[Path], cache: Path | None = None) -> None:
+        self._runs = Runs(roots)
+        self._cache = cache
+        self._indexes: dict[Path, RunIndex] = {}
+        self._lock = threading.Lock()
+        self._num_asked = 0
+        self._is_quiet = threading.Event()
+        self._is_quiet.set()
+        self.answers: dict[str, Callable[[Query], Answer]] = {
+            "runs": self.runs,
+            "summary": self.summary,
+            "configuration": self.configuration,
+            "metrics": self.metrics,
+            "steps": self.steps,
+            "progress": self.progress,
+            "rollouts": self.rollouts,
+            "search": self.search,
+            "rollout": self.rollout,
+            "prompts": self.prompts,
+            "health": self.health,
+            "lanes": self.lanes,
+        }
+        """Functions by the last part of their address."""
+
+    def answer(self, name: str, query: Query) -> bytes:
+        """Answer of a function as JSON.
+
+        Raises:
+            DataError: the query names a run, a step or a row that does not exist.
+        """
+        if name not in self.answers:
+            raise DataError("address", got=name, expected=f"one of {', '.join(self.answers)}")
+        with self._lock:
+            self._num_asked += 1
+            self._is_quiet.clear()
+        try:
+            answer = self.answers[name](query)
+        finally:
+            with self._lock:
+                self._num_asked -= 1
+                if not self._num_asked:
+                    self._is_quiet.set()
+        return json.dumps(answer, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+
+    def names(self) -> list[str]:
+        """Names of the runs."""
+        return list(self._runs.find())
+
+    def runs(self, query: Query) -> Answer:
+        return {"runs": self.names()}
+
+    def summary(self, query: Query) -> Answer:
+        return _finite(self._run(query).summary())
+
+    def configuration(self, query: Query) -> Answer:
+        run = self._run(query)
+        values, _ = run.configuration()
+        earlier = {}
+        for step, path in run.earlier_configurations().items():
+            earlier[str(step)] = run.configuration(path)[0]
+        return _finite({"values": values, "earlier": earlier})
+
+    def metrics(self, query: Query) -> Answer:
+        metrics = self._run(query).metrics()
+        names = sorted({name for values in metrics.values() for name in values})
+        columns = {}
+        for name in names:
+            values = [numbers.get(name, math.nan) for numbers in metrics.values()]
+            columns[name] = rounded(np.array(values))
+        return {"steps": list(metrics), "columns": columns}
+
+    def steps(self, query: Query) -> Answer:
+        """Numbers of the index by step, as far as it is built."""
+        run = self._run(query)
+        index = self.index(run)
+        index.refresh()
+        answer: Answer = {"indexed": len(index.steps), "total": index.total}
+        for kind in (STEP, VALIDATION):
+            steps = run.record.steps(kind)
+            entries = [index.steps.get((kind, step)) for step in steps]
+            names = sorted({name for entry in entries if entry for name in entry.numbers})
+            columns = {}
+            for name in names:
+                columns[name] = [
+                    _number(entry.numbers.get(name)) if entry else None for entry in entries
+                ]
+            answer[kind] = {
+                "steps": steps,
+                "columns": columns,
+                "reasons": [entry.reasons if entry else {} for entry in entries],
+                "problems": [entry.problem if entry else "" for entry in entries],
+            }
+        return answer
+
+    def progress(self, query: Query) -> Answer:
+        index = self.index(self._run(query))
+        index.refresh()
+        return {"indexed": len(index.steps), "total": index.total}
+
+    def rollouts(self, query: Query) -> Answer:
+        run = self._run(query)
+        step, kind = _step(query)
+        rows = rollout_rows(run.record, step, kind, run.response_limit(), _tokens(run))
+        return {"rows": rows}
+
+    def search(self, query: Query) -> Answer:
+        run = self._run(query)
+        step, kind = _step(query)
+        text = query.get("text", "")
+        return {"places": matching_rows(run.record, step, kind, text, _tokens(run))}
+
+    def rollout(self, query: Query) -> Answer:
+        run = self._run(query)
+        step, kind = _step(query)
+        place = _integer(query, "place")
+        start = max(0, _integer(query, "start"))
+        try:
+            return _finite(rollout_details(run.record, step, kind, place, _tokens(run), start))
+        except IndexError as error:
+            raise DataError("place", got=str(error), expected="a row of the step") from error
+
+    def prompts(self, query: Query) -> Answer:
+        """Prompts with their mean scores over the steps, those that improve least first."""
+        index = self.index(self._run(query))
+        index.refresh()
+        tables = [entry.rows for (kind, _), entry in list(index.steps.items()) if kind == STEP]
+        frame = pa.concat_tables([SCHEMA.empty_table(), *tables]).to_pandas()
+        answer: Answer = {"indexed": len(index.steps), "total": index.total, "prompts": []}
+        if frame.empty:
+            return answer
+        by_step = frame.groupby(["prompt", "step"])["score"].mean().reset_index()
+        table = by_step.groupby("prompt").agg(
+            seen=("step", "size"),
+            first_step=("step", "first"),
+            last_step=("step", "last"),
+            first=("score", "first"),
+            last=("score", "last"),
+            best=("score", "max"),
+            mean=("score", "mean"),
+        )
+        table["text"] = frame.dropna(subset=["text"]).groupby("prompt")["text"].first()
+        is_repeated = table["seen"] > 1
+        best_of_all = table["best"].max()
+        is_solved = table["first"] >= best_of_all
+        table["is_repeated"] = is_repeated
+        table["never_improves"] = is_repeated & (table["best"] <= table["first"]) & ~is_solved
+        keys = ["never_improves", "best", "mean"]
+        table = table.sort_values(keys, ascending=[False, True, True])
+        answer["num_prompts"] = len(table)
+        answer["num_never_improving"] = int(table["never_improves"].sum())
+        shown = table.head(MAX_PROMPTS)
+        of_shown = by_step[by_step["prompt"].isin(shown.index)]
+        curves = of_shown.groupby("prompt")["score"].agg(list)
+        records = shown.assign(curve=curves).reset_index().to_json(orient="records")
+        answer["prompts"] = json.loads(records)
+        return answer
+
+    def health(self, query: Query) -> Answer:
+        run = self._run(query)
+        index = self.index(run)
+        index.refresh()
+        entries = list(index.steps.items())
+        numbers = {step: entry.numbers for (kind, step), entry in entries if kind == STEP}
+        return {
+            "indexed": len(entries),
+            "total": index.total,
+            "findings": health(run.metrics(), numbers),
+            "problems": run.problems(),
+        }
+
+    def lanes(self, query: Query) -> Answer:
+        return _finite(trace_lanes(self._run(query), _step(query)[0]))
+
+    def _run(self, query: Query) -> ViewedRun:
+        return self._runs.run(query.get("run", ""))
+
+    def index(self, run: ViewedRun) -> RunIndex:
+        """The index of a run."""
+        index = self._indexes.get(run.directory)
+        if index is None:
+            index = RunIndex(run, self._cache, self._is_quiet)
+            self._indexes[run.directory] = index
+        return index
+
+    def run(self, name: str) -> ViewedRun:
+        """A run by its name."""
+        return self._runs.run(name)
+
+
+def _tokens(run: ViewedRun) -> TokenTable | None:
+    """Texts of the tokens; None if there are none, or they cannot be read, which the page says."""
+    try:
+        return run.record.tokens
+    except DataError:
+        return None
+
+
+def _step(query: Query) -> tuple[int, str]:
+    kind = VALIDATION if query.get("kind") == VALIDATION else STEP
+    return _integer(query, "step"), kind
+
+
+def _integer(query: Query, name: str) -> int:
+    text = query.get(name, "0")
+    try:
+        return int(text)
+    except ValueError as error:
+        raise DataError(name, got=text[:80], expected="a whole number") from error
+
+
+def _number(value: float | None) -> float | None:
+    """A number with six digits; None if it is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
+
+
+def _finite(value: Any) -> Any:
+    """A value with None for each number that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    return str(value)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signs of a run that goes wrong, in words, each with its metric and what people do about it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+GOOD = "good"
+WARNING = "warning"
+BAD = "bad"
+UNKNOWN = "unknown"
+_WINDOW = 5
+"""Steps that are averaged at the beginning and at the end of a curve."""
+
+Verdict: TypeAlias = tuple[str, str]
+"""State and sentence."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A sign of a run's health.
+
+    Attributes:
+        title: what is judged.
+        metric: metric that shows it, or a number of the index behind `rows/`.
+        judge: state and sentence from the values of all steps.
+        advice: what people do about it.
+    """
+
+    title: str
+    metric: str
+    judge: Callable[[np.ndarray], Verdict]
+    advice: str
+
+
+def _first(values: np.ndarray) -> float:
+    return float(values[:_WINDOW].mean())
+
+
+def _last(values: np.ndarray) -> float:
+    return float(values[-_WINDOW:].mean())
+
+
+def _reward(values: np.ndarray) -> Verdict:
+    first = _first(values)
+    last = _last(values)
+    change = f"The mean score went from {first:.3g} to {last:.3g}"
+    if not values.any():
+        return BAD, "Every score of every step is 0: there is nothing to learn from."
+    if not values[-_WINDOW:].any():
+        return BAD, f"All scores of the last {len(values[-_WINDOW:])} steps are 0."
+    if len(values) >= 4 * _WINDOW and last < first - 0.05 * abs(first):
+        return WARNING, f"{change}: it falls."
+    return GOOD, f"{change}."
+
+
+def _entropy(values: np.ndarray) -> Verdict:
+    first = _first(values)
+    last = _last(values)
+    change = f"The entropy went from {first:.3g} to {last:.3g} nats per token"
+    if last < 0.02 or last < 0.1 * first:
+        return BAD, f"{change}: the policy has collapsed to nearly one response per prompt."
+    if last < 0.3 * first:
+        return WARNING, f"{change}: it falls fast."
+    if last > 3 * first and last > 1:
+        return WARNING, f"{change}: it grows, and responses become random."
+    return GOOD, f"{change}."
+
+
+def _share(what: str, warns_above: float, bad_above: float) -> Callable[[np.ndarray], Verdict]:
+    """Judge a share by its mean over the last steps.
+
+    Args:
+        what: the thing whose share it is, as the subject of a sentence.
+        warns_above: share above which it is a warning.
+        bad_above: share above which it is bad.
+    """
+
+    def judge(values: np.ndarray) -> Verdict:
+        share = _last(values)
+        sentence = f"{what}: {share:.1%} over the last {len(values[-_WINDOW:])} steps."
+        if share > bad_above:
+            return BAD, sentence
+        return (WARNING if share > warns_above else GOOD), sentence
+
+    return judge
+
+
+def _mismatch(values: np.ndarray) -> Verdict:
+    first = _first(values)
+    last = _last(values)
+    change = f"Rollout and trainer differ by {last:.2g} nats per token, at first by {first:.2g}"
+    if last > 0.1:
+        return BAD, f"{change}: importance ratios are far from 1."
+    if last > 0.01 and last > 2 * first:
+        return WARNING, f"{change}: the difference grows."
+    return GOOD, f"{change}."
+
+
+def _slow_rank(values: np.ndarray) -> Verdict:
+    last = _last(values)
+    sentence = f"The slowest rank computes {last:.2f} times the mean of all ranks."
+    if last > 2:
+        return BAD, sentence
+    return (WARNING if last > 1.25 else GOOD), sentence
+
+
+def _gradient(values: np.ndarray) -> Verdict:
+    middle = float(np.median(values))
+    largest = float(values.max())
+    sentence = f"The norm of the gradient is {middle:.3g} in the median, {largest:.3g} at most."
+    return (WARNING if largest > 10 * middle > 0 else GOOD), sentence
+
+
+def _memory(values: np.ndarray) -> Verdict:
+    first = _first(values)
+    last = _last(values)
+    sentence = f"The driver's resident memory went from {first:.2f} to {last:.2f} GiB."
+    is_growing = len(values) >= 4 * _WINDOW and last > 1.5 * first and last - first > 2
+    return (WARNING if is_growing else GOOD), sentence
+
+
+CHECKS = (
+    Check(
+        "Reward",
+        "critic/score/mean",
+        _reward,
+        "Read responses of the step and what the grader says of them. Check the prompt's format "
+        "and the stop token; begin with easier prompts or with supervised fine-tuning.",
+    ),
+    Check(
+        "Entropy",
+        "actor/entropy",
+        _entropy,
+        "Lower actor.optim.lr, raise actor.clip_ratio_high or actor.entropy_coeff, or use prompts "
+        "that are harder.",
+    ),
+    Check(
+        "Groups without a gradient",
+        "rows/groups_without_spread",
+        _share("Prompts whose responses all have the same score", 0.5, 0.8),
+        "Use dynamic sampling (algorithm.filter_groups.enable), more responses per prompt "
+        "(rollout.n), or prompts of another difficulty.",
+    ),
+    Check(
+        "Length at its limit",
+        "response_length/clip_ratio",
+        _share("Responses that are cut at the limit", 0.1, 0.3),
+        "Raise data.max_response_length, or penalize overlong responses. Responses that never end "
+        "point to a missing stop token.",
+    ),
+    Check(
+        "Mismatch of rollout and trainer",
+        "rollout/log_prob_diff_mean",
+        _mismatch,
+        "Turn on the rollout correction (algorithm.rollout_correction), for mixtures of experts "
+        "router replay; look for another dtype or a stale weight sync.",
+    ),
+    Check(
+        "Grader errors",
+        "reward/error_rate",
+        _share("Responses whose grader raised or ran out of time", 0.0, 0.05),
+        "Filter the rollouts by grader error and read the messages.",
+    ),
+    Check(
+        "Slow rank",
+        "perf/imbalance/actor",
+        _slow_rank,
+        "Balance the batch over ranks (trainer.balance_batch), and look at the machine of that "
+        "rank: its clock, its memory, other processes.",
+    ),
+    Check(
+        "Gradient",
+        "actor/grad_norm",
+        _gradient,
+        "Lower the learning rate, and read the rollouts of the step with the largest norm.",
+    ),
+    Check(
+        "Memory",
+        "perf/memory_resident_gib",
+        _memory,
+        "Look for objects that reward functions or tools keep.",
+    ),
+)
+
+
+def health(
+    metrics: Mapping[int, Mapping[str, float]], rows: Mapping[int, Mapping[str, float]]
+) -> list[dict[str, Any]]:
+    """Judge a run.
+
+    Args:
+        metrics: metrics by step.
+        rows: numbers of the index by step, for training steps.
+
+    Returns:
+        A finding for each check: `title`, `state`, `sentence`, `metric`, `advice`, `step` (the step
+        to look at, or None). The worst come first.
+    """
+    findings = []
+    for check in CHECKS:
+        curve = _curve(check.metric, metrics, rows)
+        finding: dict[str, Any] = {
+            "title": check.title,
+            "metric": check.metric,
+            "advice": check.advice,
+            "step": None,
+        }
+        if curve:
+            values = np.array(list(curve.values()))
+            finding["state"], finding["sentence"] = check.judge(values)
+            is_latest = check.metric != "actor/grad_norm"
+            finding["step"] = max(curve) if is_latest else max(curve, key=curve.__getitem__)
+        else:
+            finding["state"] = UNKNOWN
+            finding["sentence"] = f"The run has no {check.metric}."
+        findings.append(finding)
+    order = (BAD, WARNING, GOOD, UNKNOWN)
+    return sorted(findings, key=lambda finding: order.index(finding["state"]))
+
+
+def _curve(
+    name: str,
+    metrics: Mapping[int, Mapping[str, float]],
+    rows: Mapping[int, Mapping[str, float]],
+) -> dict[int, float]:
+    """Finite values of a metric by step. Numbers of the index are shares of their groups."""
+    curve = {}
+    if name.startswith("rows/"):
+        for step, numbers in sorted(rows.items()):
+            if numbers.get("groups"):
+                curve[step] = numbers[name.removeprefix("rows/")] / numbers["groups"]
+        return curve
+    for step, numbers in metrics.items():
+        value = numbers.get(name)
+        if value is not None and np.isfinite(value):
+            curve[step] = value
+    return curve

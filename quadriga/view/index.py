@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index of a run's record: numbers of each step, and a row for each rollout without its tokens.
+
+    request                    thread "view index"
+      start it, take what        read the files that are new or have changed, newest step first;
+      is indexed so far          write the index into the cache folder at the end
+
+Consumes: files of the record, which are complete. Waits for: before each file, for requests in
+progress, which share the interpreter with it. Unblocked by: their end, or `_PATIENCE_S`. A request
+takes the steps that are indexed.
+
+The cache folder is $XDG_CACHE_HOME/quadriga/view, by default ~/.cache/quadriga/view. If it cannot be
+written, the index is only in memory.
+"""
+
+import hashlib
+import json
+import os
+import threading
+from collections import Counter, defaultdict
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from quadriga.background import in_background
+from quadriga.errors import DataError
+from quadriga.observe.records import STEP, VALIDATION, TokenTable
+from quadriga.view.runs import ViewedRun, sentence, stamp_of
+
+_VERSION = 1
+_METADATA = b"quadriga_view"
+_READ_COLUMNS = (
+    *("uid", "source_row", "agent", "data_source", "score", "reward", "finish_reason"),
+    *("reward_error", "not_computed", "response_mask", "trained_mask", "token_staleness"),
+    *("reward_parts", "row", "prompt_ids"),
+)
+SCHEMA = pa.schema(
+    [
+        ("kind", pa.string()),
+        ("step", pa.int32()),
+        ("place", pa.int32()),  # of the row in its file
+        ("prompt", pa.string()),  # the data row, or if it is not known the uid
+        ("score", pa.float32()),
+        ("text", pa.string()),  # end of the prompt, in the first row of each prompt of a step
+    ]
+)
+"""Columns of the index, a row for each rollout."""
+_PREVIEW_TOKENS = 48
+_PREVIEW_CHARACTERS = 160
+_MAX_JSON_CHARACTERS = 20_000
+_PATIENCE_S = 2.0
+
+
+@dataclass
+class IndexedStep:
+    """Numbers of a step of the record.
+
+    Attributes:
+        stamp: size and time of the file when it was read.
+        numbers: means and counts by name.
+        reasons: number of rows that were not trained, by reason.
+        problem: why the file could not be read; "" if it was.
+        rows: a row for each rollout.
+    """
+
+    stamp: tuple[int, int]
+    numbers: dict[str, float] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
+    problem: str = ""
+    rows: pa.Table = field(default_factory=SCHEMA.empty_table)
+
+
+class RunIndex:
+    """The index of a run, which grows in a thread.
+
+    Args:
+        run: the run.
+        cache: folder of the indexes; None: that of the user.
+        is_quiet: set while no request is in progress.
+    """
+
+    def __init__(self, run: ViewedRun, cache: Path | None, is_quiet: threading.Event) -> None:
+        self.run = run
+        self._is_quiet = is_quiet
+        # Replaced, never changed, once a thread has filled it.
+        self.steps: dict[tuple[str, int], IndexedStep] = {}
+        self.total = 0
+        folder = cache or cache_folder()
+        digest = hashlib.sha256(str(run.directory.resolve()).encode()).hexdigest()[:24]
+        self._path = folder / f"{digest}.parquet"
+        self._is_loaded = False
+        self._pending: Future[None] | None = None
+
+    def refresh(self) -> None:
+        """Start to read files that are not indexed as they are, unless this goes on already."""
+        if self._pending is not None:
+            if not self._pending.done():
+                return
+            self._pending.result()
+        stamps = self._stamps()
+        self.total = len(stamps)
+        indexed = {key: entry.stamp for key, entry in self.steps.items()}
+        if self._is_loaded and stamps == indexed:
+            return
+        self._pending = in_background(lambda: self._build(stamps), "view index")
+
+    def wait(self) -> None:
+        """Wait until everything is indexed."""
+        self.refresh()
+        if self._pending is not None:
+            self._pending.result()
+
+    def _stamps(self) -> dict[tuple[str, int], tuple[int, int]]:
+        stamps = {}
+        record = self.run.record
+        for kind in (STEP, VALIDATION):
+            for step in record.steps(kind):
+                try:
+                    stamps[kind, step] = stamp_of(record.path(step, kind))
+                except FileNotFoundError:
+                    # The run has removed it meanwhile.
+                    continue
+        return stamps
+
+    def _build(self, stamps: dict[tuple[str, int], tuple[int, int]]) -> None:
+        if not self._is_loaded:
+            self.steps = _load(self._path)
+            self._is_loaded = True
+        steps = {key: self.steps[key] for key in stamps if key in self.steps}
+        missing = [key for key, stamp in stamps.items() if key not in steps]
+        missing += [key for key in steps if steps[key].stamp != stamps[key]]
+        self.steps = dict(steps)
+        limit = self.run.response_limit()
+        try:
+            tokens = self.run.record.tokens
+        except DataError:
+            tokens = None
+        # The newest steps are looked at first.
+        for kind, step in sorted(missing, key=lambda key: -key[1]):
+            self._is_quiet.wait(_PATIENCE_S)
+            entry = IndexedStep(stamps[kind, step])
+            try:
+                rows = self.run.record.read(step, kind, _READ_COLUMNS).rows
+                _fill(entry, rows, kind, step, limit, tokens)
+            except (DataError, ValueError, KeyError) as error:
+                entry.problem = sentence(error)
+            self.steps = {**self.steps, (kind, step): entry}
+        if missing:
+            _save(self._path, self.steps)
+
+
+def cache_folder() -> Path:
+    """Folder of the indexes."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "quadriga" / "view"
+
+
+def row_lengths(column: pa.ChunkedArray) -> np.ndarray:
+    """Number of values in each list of a column; 0 where it is null."""
+    lengths = pc.fill_null(pc.list_value_length(column), 0)
+    return lengths.to_numpy().astype(np.int64)
+
+
+def row_sums(column: pa.ChunkedArray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Sum of each list of a column, in float64.
+
+    Args:
+        column: lists of numbers or booleans.
+        weights: a factor for each value of all lists. None: 1.
+    """
+    values = flat_values(column)
+    if weights is not None:
+        values = values * weights
+    return list_sums(values, row_lengths(column))
+
+
+def list_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Sum of each list, from the values of all lists one after the other."""
+    totals = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.cumsum(lengths)
+    return totals[ends] - totals[ends - lengths]
+
+
+def flat_values(column: pa.ChunkedArray) -> np.ndarray:
+    """Values of all lists of a column, one list after the other, in float64."""
+    values = column.combine_chunks().flatten()
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.float64)
+
+
+def has_values(column: pa.ChunkedArray) -> bool:
+    """Whether a column is not null in every row."""
+    return column.null_count < len(column)
+
+
+def prompt_names(rows: pa.Table) -> list[str]:
+    """Name of each row's prompt: its data row, or if it is not known the uid."""
+    return pc.coalesce(rows["source_row"], rows["uid"]).to_pylist()
+
+
+def truncated_rows(rows: pa.Table, limit: int) -> np.ndarray:
+    """Whether each response ended at the length limit. An engine may give no reason for its end."""
+    is_at_limit = row_lengths(rows["response_mask"]) >= (limit or np.inf)
+    reasons = rows["finish_reason"]
+    is_named = pc.fill_null(pc.equal(reasons, "length"), False).to_numpy()
+    return is_named | (is_at_limit & reasons.is_null().to_numpy())
+
+
+def _fill(
+    entry: IndexedStep,
+    rows: pa.Table,
+    kind: str,
+    step: int,
+    limit: int,
+    tokens: TokenTable | None,
+) -> None:
+    """Fill the entry of a step from the rows of its file."""
+    num_rows = len(rows)
+    scores = rows["score"].to_numpy()
+    prompts = prompt_names(rows)
+    first_places: dict[str, int] = {}
+    groups = defaultdict(list)
+    for place, (prompt, uid) in enumerate(zip(prompts, rows["uid"].to_pylist(), strict=True)):
+        first_places.setdefault(prompt, place)
+        groups[uid].append(scores[place])
+    texts: list[str | None] = [None] * num_rows
+    for place in first_places.values():
+        # Slices of the list are read without converting all of it.
+        ids = rows["prompt_ids"][place].values[-_PREVIEW_TOKENS:].to_pylist()
+        texts[place] = preview(ids, tokens)
+    entry.rows = pa.table(
+        {
+            "kind": pa.array([kind] * num_rows, pa.string()),
+            "step": np.full(num_rows, step, np.int32),
+            "place": np.arange(num_rows, dtype=np.int32),
+            "prompt": pa.array(prompts, pa.string()),
+            "score": rows["score"],
+            "text": pa.array(texts, pa.string()),
+        },
+        schema=SCHEMA,
+    )
+    lengths = row_lengths(rows["response_mask"])
+    trained = rows["trained_mask"] if has_values(rows["trained_mask"]) else rows["response_mask"]
+    num_generated = float(row_sums(rows["response_mask"]).sum())
+    not_computed = rows["not_computed"].to_pylist()
+    entry.reasons = dict(Counter(reason for reason in not_computed if reason))
+    is_flat = [len(group) > 1 and len(set(group)) == 1 for group in groups.values()]
+    entry.numbers = {
+        "rollouts": num_rows,
+        "groups": len(groups),
+        "groups_without_spread": sum(is_flat),
+        "graded": num_rows - rows["score"].null_count,
+        "grader_errors": num_rows - rows["reward_error"].null_count,
+        "truncated": int(truncated_rows(rows, limit).sum()),
+        "not_computed": sum(entry.reasons.values()),
+        "generated_tokens": num_generated,
+        "rejected_tokens": num_generated - float(row_sums(trained).sum()),
+        "length": float(lengths.mean()) if num_rows else 0.0,
+    }
+    staleness = flat_values(rows["token_staleness"])
+    if len(staleness):
+        entry.numbers["stale_tokens"] = int((staleness > 0).sum())
+    _add_means(entry.numbers, rows)
+
+
+def preview(ids: list[int], tokens: TokenTable | None) -> str:
+    """The end of a prompt as text, in which the question stands."""
+    if tokens is None:
+        return " ".join(map(str, ids[-20:]))
+    return tokens.decode(ids, skips_special=True)[-_PREVIEW_CHARACTERS:]
+
+
+def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:
+    """Add means of scores by data source, and of numbers in the rows' own columns."""
+    values = defaultdict(list)
+    scores = rows["score"].to_pylist()
+    rewards = rows["reward"].to_pylist()
+    for source, score, reward in zip(rows["data_source"].to_pylist(), scores, rewards, strict=True):
+        if score is not None:
+            values["score"].append(score)
+            values[f"score/{source}"].append(score)
+        if reward is not None:
+            values["reward"].append(reward)
+    for column, prefix in (("reward_parts", "part"), ("row", "row")):
+        # Responses to a prompt share their data row.
+        entries = rows[column].value_counts().to_pylist()
+        for entry in entries:
+            text = entry["values"]
+            if text is None or len(text) > _MAX_JSON_CHARACTERS:
+                continue
+            for name, value in number_leaves(json.loads(text)):
+                values[f"{prefix}/{name}"] += [value] * entry["counts"]
+    for name, entries in values.items():
+        numbers[name] = float(np.mean(entries))
+
+
+def number_leaves(value: Any, prefix: str = "") -> list[tuple[str, float]]:
+    """Numbers and truth values in nested objects, with dotted names."""
+    if isinstance(value, bool | int | float):
+        return [(prefix, float(value))] if prefix else []
+    leaves = []
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            leaves += number_leaves(inner, f"{prefix}.{name}" if prefix else name)
+    return leaves
+
+
+def _load(path: Path) -> dict[tuple[str, int], IndexedStep]:
+    """Read an index from the cache; empty if there is none that can be used."""
+    try:
+        table = pq.read_table(path)
+        facts = json.loads(table.schema.metadata[_METADATA])
+        if facts["version"] != _VERSION:
+            return {}
+        steps = {}
+        start = 0
+        for kind, step, stamp, numbers, reasons, problem, num_rows in facts["steps"]:
+            entry = IndexedStep((stamp[0], stamp[1]), numbers, reasons, problem)
+            entry.rows = table.slice(start, num_rows).replace_schema_metadata()
+            start += num_rows
+            steps[kind, step] = entry
+        return steps
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+        # It is made again.
+        return {}
+
+
+def _save(path: Path, steps: dict[tuple[str, int], IndexedStep]) -> None:
+    """Write an index into the cache, if that can be written."""
+    facts = []
+    for (kind, step), entry in steps.items():
+        numbers = (entry.numbers, entry.reasons, entry.problem)
+        facts.append([kind, step, entry.stamp, *numbers, len(entry.rows)])
+    table = pa.concat_tables([SCHEMA.empty_table(), *(entry.rows for entry in steps.values())])
+    metadata = {_METADATA: json.dumps({"version": _VERSION, "steps": facts}).encode()}
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table.replace_schema_metadata(metadata), draft, compression="zstd")
+        draft.replace(path)
+    except OSError:
+        # The index in memory serves; the next start makes it again.
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of conversations went, from the traces of `rollout.trace_dir`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quadriga.view.runs import ViewedRun
+
+MAX_LANES = 600
+"""Conversations of a step that are read."""
+TRACE_KEY = "actor_rollout_ref.rollout.trace_dir"
+
+
+def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
+    """Lanes of the conversations of a step.
+
+    Args:
+        run: the run.
+        step: the step.
+
+    Returns:
+        `lanes`, each with its process, `uid`, agent, score and `turns` (role, seconds, tools); `note`
+        says why there are none, or that some were left out.
+    """
+    folder = _trace_folder(run)
+    if folder is None:
+        return {"lanes": [], "note": f"No lives of rollouts are recorded; {TRACE_KEY} does that."}
+    lanes: list[dict[str, Any]] = []
+    note = ""
+    for path in sorted(folder.glob(f"{step:06d}.*.jsonl")):
+        if ".validate." in path.name:
+            continue
+        process = path.name.split(".", 1)[1].removesuffix(".jsonl")
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if not line.endswith("\n"):
+                    # The run is writing it.
+                    break
+                if len(lanes) == MAX_LANES:
+                    note = f"Only the first {MAX_LANES} conversations are shown."
+                    break
+                try:
+                    lanes.append(_lane(json.loads(line), process))
+                except (ValueError, KeyError, TypeError):
+                    note = f"{path.name} has lines that are no traces."
+    if not lanes and not note:
+        note = f"{folder.name} has no conversations of step {step}."
+    return {"lanes": lanes, "note": note}
+
+
+def _trace_folder(run: ViewedRun) -> Path | None:
+    value = run.configuration()[0].get(TRACE_KEY)
+    if not value:
+        return None
+    # A run that was moved has its traces beside its other files.
+    for folder in (Path(str(value)).expanduser(), run.directory / Path(str(value)).name):
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def _lane(trace: dict[str, Any], process: str) -> dict[str, Any]:
+    turns = []
+    for turn in trace["turns"]:
+        calls = [str(call.get("name", "tool")) for call in turn.get("calls", ())]
+        turns.append({"role": turn["role"], "seconds": turn["seconds"], "tools": calls})
+    return {
+        "process": process,
+        "uid": trace["uid"],
+        "agent": trace["agent"],
+        "score": trace["score"],
+        "failure": trace["failure"],
+        "turns": turns,
+    }

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of some folders, as their files show them: state, configuration, metrics."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quadriga.config.yaml_text import parse_yaml
+from quadriga.errors import DataError
+from quadriga.observe.records import STEP, VALIDATION, RecordFolder
+from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
+from quadriga.trainer.run_lock import LOCK, is_held
+
+CONFIGURATION = "config.yaml"
+HEADLINES = ("critic/score/mean", "critic/rewards/mean", "train/loss", "actor/pg_loss")
+"""Metrics that sum up a run; the first that it has is shown."""
+_STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
+_EARLIER = re.compile(r"config_from_step_(\d+)\.yaml")
+_MAX_DEPTH = 4
+_SIGNS = (CONFIGURATION, METRICS_FILE, LOCK, "rollouts")
+
+
+class ViewedRun:
+    """A run that is only read.
+
+    Args:
+        directory: the run's directory.
+        name: name that the page shows.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory = directory
+        self.name = name
+        self.record = RecordFolder(directory)
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._metrics_stamp: tuple[int, int] | None = None
+        self._metrics_problem = ""
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics by step, read again if the file has changed."""
+        path = self.directory / METRICS_FILE
+        try:
+            stamp = stamp_of(path)
+            if stamp != self._metrics_stamp:
+                self._metrics = read_metrics(path)
+                self._metrics_problem = ""
+            self._metrics_stamp = stamp
+        except FileNotFoundError:
+            self._metrics = {}
+            self._metrics_problem = (
+                f"There is no {METRICS_FILE}: trainer.logger is without jsonl, or no step is done."
+            )
+        except (OSError, DataError, TypeError, ValueError) as error:
+            self._metrics_problem = sentence(error)
+        return self._metrics
+
+    def configuration(self, path: Path | None = None) -> tuple[dict[str, Any], int]:
+        """Keys of a configuration by dotted name, and the last step it holds for (0: not known).
+
+        Args:
+            path: the file; None: that of the newest steps.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        path = path or self.directory / CONFIGURATION
+        try:
+            text = path.read_text(encoding="utf-8")
+            sections = parse_yaml(text)
+        except FileNotFoundError:
+            return {}, 0
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise DataError(str(path), got=sentence(error), expected="a configuration") from error
+        steps = _STEPS.search(text)
+        return dict(_leaves(sections)), int(steps[2]) if steps else 0
+
+    def earlier_configurations(self) -> dict[int, Path]:
+        """Configurations of earlier steps, by the step from which they held."""
+        paths = {}
+        for path in self.directory.glob("config_from_step_*.yaml"):
+            match = _EARLIER.fullmatch(path.name)
+            if match:
+                paths[int(match[1])] = path
+        return dict(sorted(paths.items()))
+
+    def response_limit(self) -> int:
+        """Longest response of the newest configuration in tokens; 0 if it is not known."""
+        try:
+            return int(self.configuration()[0].get("data.max_response_length") or 0)
+        except (DataError, TypeError, ValueError):
+            return 0
+
+    def problems(self) -> list[str]:
+        """Sentences on what is missing or unusual in the run's files."""
+        problems = []
+        try:
+            # `glob` takes a folder that cannot be read for an empty one.
+            list(self.directory.iterdir())
+            if self.record.folder.is_dir():
+                list(self.record.folder.iterdir())
+        except OSError as error:
+            return [f"{sentence(error)} The run may belong to another user."]
+        self.metrics()
+        if self._metrics_problem:
+            problems.append(self._metrics_problem)
+        try:
+            self.configuration()
+        except DataError as error:
+            problems.append(sentence(error))
+        has_rollouts = bool(self.record.steps() or self.record.steps(VALIDATION))
+        if not has_rollouts:
+            problems.append(
+                "No rollouts are recorded: the run is of an older version, has done no step, or "
+                "has trainer.rollout_record=off. `quadriga show` prints responses it wrote itself."
+            )
+        elif not (self.record.folder / "tokens.parquet").is_file():
+            problems.append("rollouts/tokens.parquet is missing: tokens are shown as their ids.")
+        superseded = [path.name for path in self.record.folder.glob("superseded_*")]
+        superseded += [path.name for path in self.directory.glob("metrics.*.jsonl")]
+        if superseded:
+            names = ", ".join(sorted(superseded))
+            problems.append(f"Another run stood in this folder before; its files are in {names}.")
+        steps = [str(step) for step in self.earlier_configurations()]
+        if steps:
+            problems.append(
+                "The run was resumed with another configuration; earlier ones began at step "
+                f"{', '.join(steps)}."
+            )
+        return problems
+
+    def summary(self) -> dict[str, Any]:
+        """A row of the table of runs."""
+        metrics = self.metrics()
+        problems = self.problems()
+        values: dict[str, Any] = {}
+        last_step = 0
+        try:
+            values, last_step = self.configuration()
+        except DataError:
+            # The problems have it.
+            values = {}
+        recorded_steps = self.record.steps()
+        done_step = max([0, *metrics, *recorded_steps])
+        state = "stopped"
+        if is_held(self.directory):
+            state = "running"
+        elif last_step and done_step >= last_step:
+            state = "finished"
+        headline, curve = headline_curve(metrics)
+        seconds = sum(values.get("timing_s/step", 0.0) for values in metrics.values())
+        return {
+            "run": self.name,
+            "directory": str(self.directory.resolve()),
+            "state": state,
+            "step": done_step,
+            "last_step": last_step,
+            "recorded": len(recorded_steps),
+            "headline": headline,
+            "curve": curve,
+            "seconds": seconds,
+            "changed": self._changed(),
+            "model": values.get("actor_rollout_ref.model.path"),
+            "estimator": values.get("algorithm.adv_estimator"),
+            "problems": problems,
+        }
+
+    def _changed(self) -> float:
+        """Time of the newest change, in seconds since 1970."""
+        times = [0.0]
+        for path in (self.directory, self.directory / METRICS_FILE, self.record.folder):
+            if path.exists():
+                times.append(path.stat().st_mtime)
+        return max(times)
+
+
+def headline_curve(
+    metrics: dict[int, dict[str, float]], max_points: int = 60
+) -> tuple[str, list[float]]:
+    """Name and values of the metric that sums up a run, thinned to a number of points."""
+    for name in HEADLINES:
+        values = [numbers[name] for numbers in metrics.values() if name in numbers]
+        values = [value for value in values if math.isfinite(value)]
+        if values:
+            stride = math.ceil(len(values) / max_points)
+            thinned = values[:-1][::stride]
+            return name, [*thinned, values[-1]]
+    return "", []
+
+
+class Runs:
+    """The runs below some folders, which may become more.
+
+    Args:
+        roots: runs, or folders that hold runs.
+
+    Raises:
+        DataError: a folder does not exist, or none of them holds a run.
+    """
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = list(roots)
+        self._runs: dict[Path, ViewedRun] = {}
+        for root in roots:
+            if not root.is_dir():
+                got = "a file" if root.exists() else "no such folder"
+                raise DataError(str(root), got=got, expected="a run, or a folder of runs")
+        if not self.find():
+            raise DataError(
+                ", ".join(map(str, roots)),
+                got="a folder without a run",
+                expected=f"folders with {CONFIGURATION} or {METRICS_FILE}",
+                fix="Give trainer.default_local_dir of a run, or a folder above several.",
+            )
+
+    def find(self) -> dict[str, ViewedRun]:
+        """Look for runs. Returns them by name."""
+        names: dict[str, ViewedRun] = {}
+        for root in self._roots:
+            for directory in _run_folders(root, _MAX_DEPTH):
+                run = self._runs.get(directory)
+                if run is None:
+                    inner = directory.relative_to(root).as_posix()
+                    name = inner if inner != "." else root.resolve().name
+                    run = ViewedRun(directory, name)
+                    self._runs[directory] = run
+                if names.get(run.name, run) is not run:
+                    run.name = str(directory)
+                names[run.name] = run
+        return names
+
+    def run(self, name: str) -> ViewedRun:
+        """A run by its name.
+
+        Raises:
+            DataError: there is none.
+        """
+        for run in self._runs.values():
+            if run.name == name:
+                return run
+        raise DataError("run", got=name, expected="the name of a run", fix="Reload the page.")
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    """Runs in a folder, the folder itself included. Runs do not hold runs."""
+    try:
+        if any((folder / name).exists() for name in _SIGNS):
+            yield folder
+            return
+        inner_folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    except PermissionError:
+        # It may be a run of another user; its row says that it cannot be read.
+        yield folder
+        return
+    for inner in inner_folders if depth else ():
+        if not inner.name.startswith("."):
+            yield from _run_folders(inner, depth - 1)
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of nested sections by their dotted names."""
+    if not isinstance(value, dict) or not value:
+        yield prefix, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Size and time of a file, which change when it is written again."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def sentence(error: Exception) -> str:
+    """An error as a sentence for the page."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}."
+    return str(error).strip() or type(error).__name__
+
+
+KINDS = (STEP, VALIDATION)
