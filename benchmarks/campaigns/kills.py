@@ -101,8 +101,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "images": ("trainer.save_freq=2",),
 }
-# Changed by the clock and the load of the machine.
+# Changed by the clock, the load of the machine, and kills of environments.
 CLOCK = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/")
+RESTARTS = ("env/restarts", "env/replayed_episodes")
 ASIDE = re.compile(r"metrics\.\d+\.jsonl")
 
 
@@ -377,7 +378,8 @@ def _content(path: Path) -> Any:
         return path.read_bytes()
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
-        {key: value for key, value in line.items() if not key.startswith(CLOCK)} for line in lines
+        {key: value for key, value in line.items() if not key.startswith((*CLOCK, *RESTARTS))}
+        for line in lines
     ]
 
 
