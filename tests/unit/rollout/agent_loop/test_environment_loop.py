@@ -130,7 +130,7 @@ def test_observations_are_marked(
     assert tokenizer.decode(marked) == "No, not 4."
     assert not (batch["echo_mask"] * batch["response_mask"]).any()
     assert "echo_mask" not in play("Guess", recorder(["4", "2"]), prompts).batch.keys()
-    cut = play("Guess", recorder(["4"]), prompts, echo_roles=["user"], max_turns=1).batch
+    cut = play("Guess", recorder(["4", ""]), prompts, echo_roles=["user"]).batch
     assert not cut["echo_mask"].any()
 
 
