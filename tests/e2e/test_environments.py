@@ -147,7 +147,7 @@ def test_episodes_are_played_from_the_command_line(
     words = [name, "--episodes", "2", "--model", str(home / "model"), *lengths]
     assert main(["env", "try", *words]) == 0
     output = capsys.readouterr().out
-    assert output.count("---- episode") == 2
-    assert "[user] again\n> " in output
+    assert output.count("\n> ") == output.count("\n= reward") == 2
+    assert "<user>say " in output
     assert main(["env", "list"]) == 0
     assert "openenv:ws://HOST:PORT" in capsys.readouterr().out
