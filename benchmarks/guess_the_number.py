@@ -2,7 +2,7 @@
 """Teaches a small model TextArena's GuessTheNumber: supervised games first, then GRPO in the environment.
 
     .venv-agents/bin/python benchmarks/guess_the_number.py
-    .venv-agents/bin/python benchmarks/guess_the_number.py --seeds 1 2 3 --steps 120 --output outputs/guess
+    .venv-agents/bin/python benchmarks/guess_the_number.py --seeds 1 2 3 --steps 100 --output outputs/guess
 
 The model has two layers and a vocabulary of the game's words. The supervised games show two habits: a third of the
 players keep the hints, the others guess any number that they have not guessed. `quadriga train` then plays the game
@@ -39,9 +39,9 @@ from tests.e2e.conftest import build_config, build_word_tokenizer  # noqa: E402
 GAME = "GuessTheNumber-v0"
 NUMBERS = range(1, 21)
 MAX_GUESSES = 10
-NUM_GAMES = 12_000
+NUM_GAMES = 6_000
 SHARE_OF_SEARCHERS = 1 / 3
-NUM_VALIDATION_GAMES = 256
+NUM_VALIDATION_GAMES = 128
 PENALTY = 0.5
 WORDS = r"<\w+>|\[\d+\]| ?\w+|\n|[^\w\s]|\s"
 TEMPLATE = (
@@ -125,7 +125,7 @@ def teach(folder: Path, seed: int) -> None:
         f"data.train_files={folder / 'games.parquet'}",
         f"data.cache_dir={folder / 'cache'}",
         "data.max_length=320",
-        "data.train_batch_size=64",
+        "data.train_batch_size=32",
         f"model.path={folder / 'untrained'}",
         "optim.lr=3e-3",
         "optim.lr_warmup_steps=20",
@@ -162,6 +162,7 @@ def play(folder: Path, seed: int, num_steps: int) -> list[dict[str, Any]]:
         "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={folder / 'grpo'}",
         "trainer.save_freq=-1",
+        "trainer.rollout_record=off",
     )
     lines = (folder / "grpo" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
@@ -183,7 +184,7 @@ def main() -> None:
     """Train every seed, and print its shares before and after."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=120, help="steps of GRPO")
+    parser.add_argument("--steps", type=int, default=100, help="steps of GRPO")
     parser.add_argument("--output", type=Path, default=Path("outputs/guess"))
     arguments = parser.parse_args()
     lines = []
