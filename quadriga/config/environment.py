@@ -84,6 +84,9 @@ class EnvironmentConfig(Section):
         if not self.seats or (num_trained and num_trained != len(self.seats)):
             got = f"{self.trained_agents}, with {at}.agents={self.agents}"
             yield wrong(f"{at}.trained_agents", got, "numbers of agents that the policy plays")
+        if self.train_together and len(self.seats) < 2:
+            got = f"True, with {at}.agents={self.agents}"
+            yield wrong(f"{at}.train_together", got, "several agents that are trained")
         if self.roles and len(self.roles) != self.num_agents:
             expected = f"a role for each of {self.num_agents} agents"
             yield wrong(f"{at}.roles", str(self.roles), expected)
