@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.conversation import (
     Conversation,
-    Limits,
+    LengthLimits,
     Sample,
     Turn,
     TurnEncoder,
@@ -162,7 +162,7 @@ def test_special_tokens_of_a_tool_are_text(tokenizer: PreTrainedTokenizerFast) -
 def test_a_turn_that_no_reply_follows_leaves_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     sample = Sample(row=0, uid="", prompt_ids=[1], messages=None, columns={}, agent="")
     encoder = TurnEncoder(tokenizer, {}, echo_roles=["user"])
-    limits = Limits(prompt_tokens=8, response_tokens=8, total_tokens=16)
+    limits = LengthLimits(prompt_tokens=8, response_tokens=8, total_tokens=16)
     params = SamplingParams(max_tokens=8, seed=0)
     chat = Conversation(
         ScriptedEngine(["unused"], tokenizer=tokenizer), encoder, sample, params, limits
