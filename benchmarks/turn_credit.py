@@ -2,12 +2,14 @@
 """Samples that GRPO and GiGPO take to learn a task of two turns.
 
     .venv/bin/python benchmarks/turn_credit.py
-    .venv/bin/python benchmarks/turn_credit.py --seeds 5 --steps 120 --bar 0.9
+    .venv/bin/python benchmarks/turn_credit.py --seeds 5 --steps 160 --bar 0.9 --worth 0.5
 
-A small model with random weights writes one character in each of two turns. Each turn is worth 0.5
-if the character is in the turn's set, a quarter of the characters. The second turn begins in the
-same state whatever the first one was, so its reward says nothing about the first. A run has reached
-the bar when the mean score of three steps in a row is at least --bar.
+A small model with random weights writes one character in each of two turns. The first turn is worth
+0.8 (--worth) if its character is one of 20, half of all; the second has the rest of the reward for
+one of 10 characters. The second turn begins in the same state whatever the first one was. GRPO
+gives both turns the advantage of their sum, in which the smaller and rarer reward of the second
+counts little; GiGPO also compares the second turns with one another. All other settings are equal.
+A run has reached the bar when the mean score of three steps in a row is at least --bar.
 
 Prints the samples of each run, the median of each estimator, and the ratio of the medians.
 """
@@ -38,7 +40,8 @@ LOOP = """
 from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop import AgentLoop, register
 
-SETS = ("abcdefghij", "0123456789")
+SETS = ("abcdefghijklmnopqrst", "0123456789")
+WORTH = {worth}
 
 @register("two_turns")
 class TwoTurns(AgentLoop):
@@ -47,21 +50,22 @@ class TwoTurns(AgentLoop):
             chat.states[number] = str(number)
             turn = await chat.generate(max_tokens=1)
             character = turn.text[:1]
-            chat.turn_rewards.append(0.5 if character and character in characters else 0.0)
+            is_right = bool(character) and character in characters
+            chat.turn_rewards.append(WORTH[number] * is_right)
             if number == 0:
                 chat.append([{"role": "user", "content": "b"}])
-        chat.outcome = Outcome(sum(chat.turn_rewards), {}, "", "graded")
+        chat.outcome = Outcome(sum(chat.turn_rewards), {{}}, "", "graded")
 """
 
 
-def prepare(folder: Path) -> None:
-    """Write the model, the rows and the loop."""
+def prepare(folder: Path, worth: float) -> None:
+    """Write the model, the rows and the loop, whose first turn is worth `worth`."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     LlamaForCausalLM(build_config(tokenizer)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_rows(folder / "train.parquet", [make_row(number) for number in range(40)])
-    (folder / "loop.py").write_text(LOOP)
+    (folder / "loop.py").write_text(LOOP.format(worth=(worth, 1 - worth)))
 
 
 def scores_of(folder: Path, estimator: str, seed: int, num_steps: int) -> list[float]:
@@ -113,15 +117,16 @@ def main() -> None:
     """Run the comparison and print its table."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="runs of each estimator")
-    parser.add_argument("--steps", type=int, default=120, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=160, help="steps of each run")
     parser.add_argument("--bar", type=float, default=0.9, help="mean score to reach, 0 to 1")
+    parser.add_argument("--worth", type=float, default=0.8, help="reward of the first turn")
     arguments = parser.parse_args()
     num_all = arguments.steps * NUM_PROMPTS * NUM_ROLLOUTS
     medians = {}
     lines = []
     with TemporaryDirectory(prefix="quadriga-") as name:
         folder = Path(name)
-        prepare(folder)
+        prepare(folder, arguments.worth)
         for estimator in ("grpo", "gigpo"):
             counts = []
             for seed in range(1, arguments.seeds + 1):

@@ -101,9 +101,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "images": ("trainer.save_freq=2",),
 }
-# Changed by the clock and the load of the machine.
+# Changed by the clock, the load of the machine, and kills of environments.
 CLOCK = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/")
-ASIDE = re.compile(r"metrics\.\d+\.jsonl")
+RESTARTS = ("env/restarts", "env/replayed_episodes")
+ASIDE = re.compile(r"metrics\.\d+\.jsonl|rollouts/superseded_\d+/.*")
 
 
 def words(variant: str, files: Path) -> list[str]:
@@ -352,32 +353,42 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     return Outcome(dict(events), failure)
 
 
-def difference(alone: Path, other: Path) -> str:
+def is_equal(one: Path, other: Path) -> bool:
+    """Whether two files have the same content."""
+    return _content(one) == _content(other)
+
+
+def difference(alone: Path, other: Path, is_equal: Callable[[Path, Path], bool] = is_equal) -> str:
     """The first file in which two runs differ, "" where there is none."""
     of_alone, of_other = (
-        # A run that began anew has moved the log of the one before it aside.
+        # A run that began anew has moved the log and the record of the one before it aside.
         {
             path.relative_to(top)
             for path in top.rglob("*")
-            if path.is_file() and not ASIDE.fullmatch(path.name)
+            if path.is_file() and not ASIDE.fullmatch(str(path.relative_to(top)))
         }
         for top in (alone, other)
     )
     if of_alone != of_other:
         return f"files {sorted(map(str, of_alone ^ of_other))} are in one of the runs only"
     for name in sorted(of_alone):
-        one, two = (_content(top / name) for top in (alone, other))
-        if one != two:
+        if not is_equal(alone / name, other / name):
             return f"{name} differs"
     return ""
 
 
 def _content(path: Path) -> Any:
-    if path.name != "metrics.jsonl":
-        return path.read_bytes()
+    if path.name == "metrics.jsonl":
+        return metrics(path)
+    return path.read_bytes()
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log, without what the clock, the load and kills of environments change."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
-        {key: value for key, value in line.items() if not key.startswith(CLOCK)} for line in lines
+        {key: value for key, value in line.items() if not key.startswith((*CLOCK, *RESTARTS))}
+        for line in lines
     ]
 
 

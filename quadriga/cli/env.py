@@ -7,6 +7,8 @@ import json
 import random
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.config import Config
@@ -52,10 +54,40 @@ def main(argv: Sequence[str]) -> int:
         options.overrides.append(f"actor_rollout_ref.model.path={model_folder(options.model)}")
         turns = f"actor_rollout_ref.rollout.multi_turn.max_assistant_turns={options.max_turns}"
         options.overrides.append(turns)
-        for row in evaluate(load_from(options)).rows:
-            print(f"> {row['input']}\n{row['output']}\n= {row['score']:g}\n")
-        return 0
+        return play_with_model(options)
     return play_at_random(load_from(options), options.episodes, options.max_turns)
+
+
+def play_with_model(options: argparse.Namespace) -> int:
+    """Play episodes with a model; return 1 if one failed, else 0.
+
+    Args:
+        options: arguments of the command; its overrides name the model and the environment.
+    """
+    status = 0
+    with TemporaryDirectory(prefix="quadriga-") as folder:
+        options.overrides.append(f"actor_rollout_ref.rollout.trace_dir={folder}")
+        evaluate(load_from(options))
+        lines = [
+            line
+            for file in sorted(Path(folder).iterdir())
+            for line in file.read_text(encoding="utf-8").splitlines()
+        ]
+    for number, line in enumerate(lines):
+        record = json.loads(line)
+        print(f"---- episode {number}")
+        print(record["prompt"][:_MAX_SHOWN_CHARACTERS])
+        for turn in [*record["turns"], *record["unread"]]:
+            mark = "> " if turn["role"] == "assistant" else f"[{turn['role']}] "
+            contents = [message["content"] for message in turn["messages"]] or [turn["text"]]
+            for content in contents:
+                print(f"{mark}{str(content)[:_MAX_SHOWN_CHARACTERS]}")
+        if record["failure"]:
+            print(record["failure"])
+            status = 1
+        score = "none" if record["score"] is None else f"{record['score']:g}"
+        print(f"= reward {score}; {record['finish_reason']}")
+    return status
 
 
 def list_environments(library: str | None) -> None:

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from quadriga.config.base import Findings, Section, wrong
 from quadriga.config.types import Count, Name
@@ -34,6 +34,9 @@ class EnvironmentConfig(Section):
     may have only one session. null: as many as there are responses."""
     network: bool = False
     """Whether environments may use the network. Those of `openenv` always may."""
+    invalid_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the reward for each action without effect, such as a move against the rules. An episode that a
+    score function grades has no penalty: the function reads `num_invalid` in `extra_info`."""
     max_observation_length: Count = 8192
     """Longest observation, in characters; the middle of a longer one is cut out."""
     agents: list[Name] = Field(default_factory=list)
@@ -41,6 +44,11 @@ class EnvironmentConfig(Section):
     of a server with a fixed model. Empty: one agent, the policy."""
     trained_agents: list[NonNegativeInt] = Field(default_factory=list)
     """Numbers of the agents that are trained, of those that the policy plays. Empty: all of these."""
+    train_together: bool = False
+    """Whether an episode trains all trained agents, each in a row of its own, for estimators that know agents (`rae`,
+    `hierarchical_grpo`). Otherwise an episode trains one of them; rows take turns."""
+    roles: list[Name] = Field(default_factory=list)
+    """Role of each agent, by which `rae` and `hierarchical_grpo` compare. Empty: the agent's number."""
 
     @property
     def is_remote(self) -> bool:
@@ -61,6 +69,10 @@ class EnvironmentConfig(Section):
             return numbers
         return [number for number in numbers if number in self.trained_agents]
 
+    def role_of(self, agent: int) -> str:
+        """Name of the role of an agent."""
+        return self.roles[agent] if self.roles else str(agent)
+
     def findings(self, at: str) -> Findings:
         if self.name is None:
             changed_keys = self.changed(at)
@@ -72,3 +84,9 @@ class EnvironmentConfig(Section):
         if not self.seats or (num_trained and num_trained != len(self.seats)):
             got = f"{self.trained_agents}, with {at}.agents={self.agents}"
             yield wrong(f"{at}.trained_agents", got, "numbers of agents that the policy plays")
+        if self.train_together and len(self.seats) < 2:
+            got = f"True, with {at}.agents={self.agents}"
+            yield wrong(f"{at}.train_together", got, "several agents that are trained")
+        if self.roles and len(self.roles) != self.num_agents:
+            expected = f"a role for each of {self.num_agents} agents"
+            yield wrong(f"{at}.roles", str(self.roles), expected)

@@ -131,7 +131,9 @@ def _session(connection: Any) -> None:
             answer = {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no 0"}}
         if "seed" in message["data"]:
             answer = {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "no seed"}}
-        connection.send(json.dumps(answer))
+        if message["data"].get("x") == 1:
+            answer = {"type": "observation", "data": {"reward": 1}}
+        connection.send("<html>" if message["data"].get("x") == 2 else json.dumps(answer))
 
 
 def _answer_schema(connection: Any, request: Any) -> Any:
@@ -152,6 +154,10 @@ def test_a_session_of_openenv() -> None:
         assert environment.step('{"x": 0}').text == "Error: no 0"
         step = environment.step('{"x": 4}')
         assert (step.text, step.rewards, step.is_done) == ('{"said": {"x": 4}}', {0: 0.5}, True)
+        with pytest.raises(RolloutError, match="without an observation"):
+            environment.step('{"x": 1}')
+        with pytest.raises(RolloutError, match="<html>', which is no JSON"):
+            environment.step('{"x": 2}')
         assert isinstance(json.loads(environment.sample_action("", random.Random(0)))["x"], int)
         environment.discard()
         server.shutdown()

@@ -101,9 +101,11 @@ def restarts(run: Path) -> list[float]:
 @pytest.mark.parametrize("opponent", ["policy", "envs.py:say_a"])
 def test_two_agents(train: Train, overrides: list[str], tmp_path: Path, opponent: str) -> None:
     player = opponent.replace("envs.py", f"{tmp_path}/envs.py")
-    agents = f"env.agents=[policy, '{player}']"
-    losses = [f"{ACTOR}.echo_coeff=0.1", f"{ACTOR}.loss_agg_mode=rollout-mean-token-mean"]
-    run = train(f"env={tmp_path}/envs.py:Pair", *overrides, agents, *losses)
+    words = [f"env.agents=[policy, '{player}']"]
+    if opponent == "policy":
+        words += ["env.train_together=True", "algorithm.adv_estimator=rae"]
+    words += [f"{ACTOR}.echo_coeff=0.1", f"{ACTOR}.loss_agg_mode=rollout-mean-token-mean"]
+    run = train(f"env={tmp_path}/envs.py:Pair", *overrides, *words)
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["reward/extra/env_turns"] > 1
     # Each agent plays twice, so it reads an observation after its first reply.
@@ -134,12 +136,18 @@ def test_an_environment_that_fails_ends_the_run_with_its_error(
 
 
 def test_episodes_are_played_from_the_command_line(
-    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"{tmp_path}/envs.py:Letters"
     assert main(["env", "try", name, "--episodes", "2"]) == 0
     output = capsys.readouterr().out
     assert output.count("---- episode") == 2
     assert output.count("= reward") == 2
+    lengths = [word for word in overrides if word.startswith("data.max_")]
+    words = [name, "--episodes", "2", "--model", str(home / "model"), *lengths]
+    assert main(["env", "try", *words]) == 0
+    output = capsys.readouterr().out
+    assert output.count("\n> ") == output.count("\n= reward") == 2
+    assert "<user>say " in output
     assert main(["env", "list"]) == 0
     assert "openenv:ws://HOST:PORT" in capsys.readouterr().out

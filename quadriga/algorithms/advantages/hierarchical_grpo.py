@@ -55,11 +55,13 @@ def hierarchical_grpo(
         raise ConfigError(key, got=repr(episode_agents), expected="a list of names of agents")
     scores = token_level_rewards.sum(-1)  # [B]
     rollouts = list(range(len(scores)) if rollout_id is None else rollout_id)
+    # Agents without a role are named by numbers, which a configuration reads as such.
+    names_within_rollout = {str(name) for name in episode_agents}
     # Every row of an agent that is compared within a rollout is an attempt of its own.
     peers: list[Hashable] = []
     attempts: list[Hashable] = []
     for row, (group, name) in enumerate(zip(uid, agent, strict=True)):
-        is_within_rollout = name in episode_agents
+        is_within_rollout = name in names_within_rollout
         peers.append((name, rollouts[row] if is_within_rollout else None, group))
         attempts.append(row if is_within_rollout else ("rollout", rollouts[row]))
     groups = Groups.of(peers, scores, attempts)

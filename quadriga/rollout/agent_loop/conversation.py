@@ -545,6 +545,7 @@ class Conversation:
             end = len(self.token_ids) - len(last.token_ids)
             for values in (self.token_ids, self.mask, self.log_probs, self.versions):
                 del values[end:]
+            del self.echo_mask[end:]
 
     def extend(
         self,

@@ -7,17 +7,18 @@
 The score is the sum of the rewards of all steps. The conversation has for each turn of the model its reward
 (`turn_scores`) and the state that it acted on (`turn_states`: `info["state"]`, or else the observation).
 
-With several agents each response to a row trains the same one of the trained agents, its seat; rows take the seats in
-turn.
+With several agents a response trains one of the trained agents, its seat: the same for all responses to a row, while
+rows take the seats in turn. With `env.train_together` it trains all of them, each in a row of its own.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quadriga.config.environment import EnvironmentConfig
 from quadriga.errors import RolloutError
 from quadriga.rewards.outcome import Outcome, failure
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Sample, Turn
@@ -64,27 +65,31 @@ class EnvironmentAgent(AgentLoop):
     async def run(self, chat: Conversation) -> None:
         """Play the episode of a conversation's row, and score it."""
         seed = episode_seed_of(chat.sample)
-        # All responses to a row play the same seat, so that they can be compared.
         seats = self._pool.config.seats
-        play = Play(chat, seats[seed // 2 % len(seats)])
+        if not self._pool.config.train_together:
+            # All responses to a row play the same seat, so that they can be compared.
+            seats = [seats[seed // 2 % len(seats)]]
+        plays = Plays(chat, seats, self._pool.config)
         async with self._pool.open(seed, row_of(chat.sample)) as episode:
             try:
                 try:
                     step = await episode.reset()
-                    play.record(step)
+                    plays.record(step)
                     if self._schemas:
                         chat.begin(self._prompt(chat, step.text), self._schemas)
-                        await self._call_tools(play, episode)
+                        await self._call_tools(plays.by_agent[seats[0]], episode)
                     else:
-                        await self._take_turns(play, episode, step)
+                        await self._take_turns(plays, episode, step)
                 except ConversationOver as over:
                     # The part that was played is scored.
-                    chat.finish_reason = over.reason
-                play.record(await episode.finish())
+                    for play in plays:
+                        play.chat.finish_reason = play.chat.finish_reason or over.reason
+                plays.record(await episode.finish())
             except EnvironmentFailedError as error:
                 chat.outcome = failure(error.kind, error.details or str(error))
                 raise
-        chat.outcome = play.outcome(is_graded_elsewhere=self._pool.is_graded_elsewhere)
+        for play in plays:
+            play.grade(is_graded_elsewhere=self._pool.is_graded_elsewhere)
 
     def _prompt(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
         """Messages in front of the first turn: system prompt, the row's own, the observation."""
@@ -108,24 +113,26 @@ class EnvironmentAgent(AgentLoop):
             )
         return messages
 
-    async def _take_turns(self, play: "Play", episode: Episode, step: Step) -> None:
+    async def _take_turns(self, plays: "Plays", episode: Episode, step: Step) -> None:
         """Ask the agents for actions in turn until the episode is over."""
-        players = self._players(play, episode)
+        players = self._players(plays, episode)
         while not step.is_done:
-            play.chat.activity = "in the environment"
-            action = await players[step.agent].act(step.text)
+            plays.chat.activity = "in the environment"
+            agent = step.agent
+            action = await players[agent].act(step.text)
             step = await episode.step(action)
-            play.record(step)
+            plays.record(step, agent)
 
-    def _players(self, play: "Play", episode: Episode) -> "list[Player]":
+    def _players(self, plays: "Plays", episode: Episode) -> "list[Player]":
         """The player of each agent: the trained policy, the policy, a fixed model or a script."""
-        chat = play.chat
+        chat = plays.chat
         names = self._pool.config.agents or ["policy"]
         players: list[Player] = []
         for number, player in enumerate(names):
             name = f"agent {number}"
-            if number == play.agent:
-                players.append(PolicyPlayer(chat, self._prompt, play))
+            if number in plays.by_agent:
+                play = plays.by_agent[number]
+                players.append(PolicyPlayer(play.chat, self._prompt, play, name=name))
             elif player == "policy":
                 seed = seed_of(chat.sampling.seed, number)
                 sampling = replace(chat.sampling, seed=seed)
@@ -169,7 +176,7 @@ class EnvironmentAgent(AgentLoop):
         step = Step(f"Error: {call.problem}", info={"is_invalid": True})
         if not call.problem:
             step = await episode.step({"name": call.name, "arguments": call.arguments})
-        play.record(step)
+        play.record(step, 0)
         return ToolResult(
             name=call.name,
             arguments=json.dumps(call.arguments, ensure_ascii=False, default=str),
@@ -180,21 +187,55 @@ class EnvironmentAgent(AgentLoop):
         )
 
 
+class Plays:
+    """The trained agents of an episode, each in a conversation of its own.
+
+    Args:
+        chat: conversation of the first agent; it begins those of the others.
+        agents: numbers of the agents that are trained.
+        config: the section `env`.
+
+    Attributes:
+        chat: as in the arguments.
+        by_agent: rewards and states of each trained agent.
+    """
+
+    def __init__(
+        self, chat: Conversation, agents: Sequence[int], config: EnvironmentConfig
+    ) -> None:
+        self.chat = chat
+        self.by_agent: dict[int, Play] = {}
+        for agent in agents:
+            conversation = chat.another() if self.by_agent else chat
+            self.by_agent[agent] = Play(conversation, agent, config)
+
+    def __iter__(self) -> "Iterator[Play]":
+        return iter(self.by_agent.values())
+
+    def record(self, step: Step, actor: int | None = None) -> None:
+        """Record a step for all agents, see `Play.record`."""
+        for play in self:
+            play.record(step, actor)
+
+
 class Play:
     """The rewards and states of one agent in an episode.
 
     Args:
         chat: the agent's conversation.
         agent: number of the agent.
+        config: the section `env`.
 
     Attributes:
+        chat: as in the arguments.
         is_done: whether the episode is over.
     """
 
-    def __init__(self, chat: Conversation, agent: int = 0) -> None:
+    def __init__(self, chat: Conversation, agent: int, config: EnvironmentConfig) -> None:
         self.chat = chat
-        self.agent = agent
         self.is_done = False
+        self._agent = agent
+        self._config = config
         self._score = 0.0
         self._rewards: list[float] = []
         self._has_rewards = False
@@ -213,33 +254,39 @@ class Play:
             num_turns = sum(turn.role == "assistant" for turn in self.chat.turns)
             self._rewards += [0.0] * (num_turns - len(self._rewards))
 
-    def record(self, step: Step) -> None:
-        """Record a step: its reward belongs to the agent's last turn."""
+    def record(self, step: Step, actor: int | None = None) -> None:
+        """Record a step: its reward belongs to the agent's last turn.
+
+        Args:
+            step: response of the environment.
+            actor: number of the agent that acted. None: `reset` or `finish`.
+        """
         if step.rewards:
-            reward = step.rewards.get(self.agent, 0.0)
+            reward = step.rewards.get(self._agent, 0.0)
             if reward is None:
                 self._is_unscored = True
             else:
                 self._has_rewards = True
-                # An agent may be rewarded before its first turn, when another one loses.
-                self._score += reward
-                if self._rewards:
-                    self._rewards[-1] += reward
+                self._add(reward)
         self.is_done = self.is_done or step.is_done
         self._info = {**self._info, **step.info}
-        if step.agent == self.agent:
-            self._num_invalid += bool(step.info.get("is_invalid"))
+        if actor == self._agent and step.info.get("is_invalid"):
+            self._num_invalid += 1
+            self._add(-self._config.invalid_penalty)
+        if step.agent == self._agent:
             self._state = str(step.info.get("state", step.text))
 
-    def outcome(self, *, is_graded_elsewhere: bool) -> Outcome | None:
-        """The grade of the episode, whose parts are also written to the conversation.
+    def _add(self, reward: float) -> None:
+        # An agent may be rewarded before its first turn, when another one loses.
+        self._score += reward
+        if self._rewards:
+            self._rewards[-1] += reward
+
+    def grade(self, *, is_graded_elsewhere: bool) -> None:
+        """Write the grade of the episode to the conversation.
 
         Args:
             is_graded_elsewhere: whether a score function or a reward model is configured.
-
-        Returns:
-            The grade; 0 if the agent did nothing that the environment rewards. None: the
-            environment has no rewards, and the conversation is graded like others.
 
         Raises:
             RolloutError: the environment has not scored the episode, and nothing else will.
@@ -248,8 +295,15 @@ class Play:
         chat.turn_scores = list(self._rewards)
         chat.turn_rewards = list(self._rewards)
         chat.extra_fields["num_invalid"] = self._num_invalid
-        chat.extra_fields["agent"] = self.agent
-        chat.agent = str(self.agent)
+        chat.extra_fields["agent"] = self._agent
+        chat.agent = self._config.role_of(self._agent)
+        chat.outcome = self._outcome(is_graded_elsewhere=is_graded_elsewhere)
+
+    def _outcome(self, *, is_graded_elsewhere: bool) -> Outcome | None:
+        """The grade of the episode; 0 if the agent did nothing that the environment rewards.
+
+        None: the environment has no rewards, and the conversation is graded like others.
+        """
         if not self._has_rewards and is_graded_elsewhere:
             return None
         if not self._has_rewards and self._is_unscored and not self._is_cut:
@@ -262,7 +316,7 @@ class Play:
         extra: dict[str, Any] = {"env_turns": len(self._rewards), "env_invalid": self._num_invalid}
         wins = self._info.get("wins")
         if isinstance(wins, list):
-            extra["env_won"] = float(self.agent in wins)
+            extra["env_won"] = float(self._agent in wins)
         for name, value in self._info.items():
             if isinstance(value, bool | int | float) and name not in ("is_invalid", "agent"):
                 extra[f"env_{name}"] = float(value)

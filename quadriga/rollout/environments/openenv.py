@@ -149,15 +149,10 @@ class OpenEnvEnvironment(TextEnvironment):
         reply = self._ask("step", {"type": "list_tools"})
         if reply["type"] == "error":
             raise self._failure(str(reply["data"]))
-        schemas: list[Mapping[str, Any]] = []
-        for tool in reply["data"]["observation"]["tools"]:
-            function = {
-                "name": tool["name"],
-                "description": tool.get("description") or tool["name"],
-                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-            }
-            schemas.append({"type": "function", "function": function})
-        return schemas
+        try:
+            return [_tool_schema(tool) for tool in reply["data"]["observation"]["tools"]]
+        except (AttributeError, LookupError, TypeError) as error:
+            raise self._failure(f"the tools {json.dumps(reply)[:200]}") from error
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """The server's reply to a request; a server without a free session is asked again."""
@@ -182,10 +177,15 @@ class OpenEnvEnvironment(TextEnvironment):
             # A server that closes the session says why before.
             with suppress(exceptions.ConnectionClosed):
                 self._socket.send(json.dumps({"type": kind, "data": data}))
-            reply = json.loads(self._socket.recv())
+            message = self._socket.recv()
         except exceptions.ConnectionClosed as error:
             raise self._failure(f"a session that the server closed ({error})") from error
-        if not isinstance(reply, dict) or reply.get("type") not in ("observation", "error"):
+        try:
+            reply = json.loads(message)
+        except ValueError as error:
+            raise self._failure(f"the reply {message[:200]!r}, which is no JSON") from error
+        is_known = isinstance(reply, dict) and reply.get("type") in ("observation", "error")
+        if not is_known or not isinstance(reply.get("data"), dict):
             raise self._failure(f"the reply {json.dumps(reply)[:200]}")
         return reply
 
@@ -193,7 +193,9 @@ class OpenEnvEnvironment(TextEnvironment):
         data = reply["data"]
         if reply["type"] == "error":
             raise self._failure(f"the error {data.get('code')}: {data.get('message')}")
-        observation = dict(data["observation"])
+        observation = data.get("observation")
+        if not isinstance(observation, dict):
+            raise self._failure(f"the reply {json.dumps(reply)[:200]}, without an observation")
         is_invalid = bool(observation.get("error"))
         shown: Any = {name: value for name, value in observation.items() if name not in _HIDDEN}
         if "tool_name" in shown:
@@ -217,6 +219,16 @@ class OpenEnvEnvironment(TextEnvironment):
             expected="a server of OpenEnv",
             fix=fix or "Start it, and name its own address: redirects are not followed.",
         )
+
+
+def _tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool of the server, in the form in which models read it."""
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description") or tool["name"],
+        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
 
 
 def _short(schema: Mapping[str, Any]) -> dict[str, Any]:

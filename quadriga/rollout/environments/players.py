@@ -34,7 +34,7 @@ class PolicyPlayer:
         chat: the conversation.
         prompt: function that makes the first messages of a conversation and an observation.
         play: notes the turns of the agent that is trained. None: the agent is not trained.
-        name: name of an agent that is not trained, for the reason why an episode was cut off.
+        name: name of the agent, for the reason why an episode was cut off.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PolicyPlayer:
                 turn = await self._chat.generate()
         except ConversationOver as over:
             if self._play is not None:
-                raise
+                self._chat.finish_reason = over.reason
             raise ConversationOver(f"{self._name}: {over.reason}") from over
         text = str(turn.messages[0]["content"])
         return text.rpartition(_END_OF_THOUGHT)[2].strip()

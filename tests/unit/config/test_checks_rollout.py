@@ -216,6 +216,25 @@ def test_an_environment_has_a_loop_of_its_own() -> None:
     assert "got single_turn_agent, with env=gem:x" in problems[0]
 
 
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"agents": ["policy", "random"], "trained_agents": [1]}, "env.trained_agents: got [1]"),
+        (
+            {"agents": ["policy", "random"], "train_together": True},
+            "several agents that are trained",
+        ),
+        ({"roles": ["white", "black"]}, "a role for each of 1 agents"),
+        ({"name": None, "roles": ["white"]}, "got null, with env.roles"),
+    ],
+)
+def test_agents_that_do_not_fit(env: dict[str, Any], expected: str) -> None:
+    config = Config(env={"name": "gem:x", **env})
+    problems = [str(problem) for problem in config.env.findings("env")]
+    assert len(problems) == 1
+    assert expected in problems[0]
+
+
 def test_the_messages_of_prompts_are_needed() -> None:
     """Tools are rendered out of them."""
     (problem,) = _check({"mode": "async", "multi_turn": {"enable": True}}, return_raw_chat=False)[0]

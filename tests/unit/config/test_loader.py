@@ -338,13 +338,13 @@ def test_the_number_of_keys_is_reviewed() -> None:
     # async_training: the bound, what sequences under way and late ones do, how often weights are published.
     # return_multi_modal_inputs, which verl has: worker processes of the loader send images, or patches.
     # distillation, 22 keys: whom to learn from and how (verl's), and memory and layout, which each role has.
-    # env, 12 keys: which environment and agents, how many episodes, and the limits of its processes.
+    # env, 15 keys: which environment and agents, what is rewarded, how many episodes, the limits of its processes.
     # streaming: how many rows are read at a time, of files that are not read before a run starts.
     # rollout.expert_parallel_size, which verl has: vLLM divides experts, or the width of each.
     # trainer.progress_s: how long a log may be silent, which depends on who reads it.
     # trainer.save_minutes: a run that is killed has lost little, whoever has set nothing.
     # trainer.rollout_record and .rollout_record_gib: whether rollouts are recorded, and the disk that they may take.
-    assert len(leaf_keys()) == 361
+    assert len(leaf_keys()) == 364
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,16 @@ def test_role_baselines_by_hand() -> None:
     assert advantages[:, 0].tolist() == [2.125, 2.125, 0.25, 2.0]
 
 
-def test_peers_of_solvers_are_in_their_rollout() -> None:
+@pytest.mark.parametrize(("solver", "episode_agent"), [("solver", "solver"), ("1", 1)])
+def test_peers_of_solvers_are_in_their_rollout(solver: str, episode_agent: str | int) -> None:
     """Two tasks of one prompt: proposers 1 and 0, solvers (1, 0) and (1, 1, 0.25)."""
     scores = torch.tensor([[1.0], [1.0], [0.0], [0.0], [1.0], [1.0], [0.25]])
     advantages, _ = hierarchical_grpo(
         scores,
         torch.ones(7, 1),
         ["prompt"] * 7,
-        ["proposer", "solver", "solver", "proposer", "solver", "solver", "solver"],
-        episode_agents=["solver"],
+        ["proposer", solver, solver, "proposer", solver, solver, solver],
+        episode_agents=[episode_agent],
         rollout_id=["one"] * 3 + ["two"] * 4,
     )
     assert advantages[:, 0].tolist() == [0.5, 0.5, -0.5, -0.5, 0.25, 0.25, -0.5]

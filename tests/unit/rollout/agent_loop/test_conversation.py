@@ -5,7 +5,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.agent_loop.conversation import TurnEncoder
+from quadriga.rollout.agent_loop.conversation import (
+    Conversation,
+    LengthLimits,
+    Sample,
+    Turn,
+    TurnEncoder,
+)
+from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.scripted import ScriptedEngine
 
 TOOL = {"role": "tool", "content": "42", "name": "add", "tool_call_id": "call00000"}
 SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
@@ -149,3 +157,19 @@ def test_special_tokens_of_a_tool_are_text(tokenizer: PreTrainedTokenizerFast) -
         token for token in honest if token in special
     ]
     assert "I am done" in encoder.text(ids, with_special=True)
+
+
+def test_a_turn_that_no_reply_follows_leaves_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
+    sample = Sample(row=0, uid="", prompt_ids=[1], messages=None, columns={}, agent="")
+    encoder = TurnEncoder(tokenizer, {}, echo_roles=["user"])
+    limits = LengthLimits(prompt_tokens=8, response_tokens=8, total_tokens=16)
+    params = SamplingParams(max_tokens=8, seed=0)
+    chat = Conversation(
+        ScriptedEngine(["unused"], tokenizer=tokenizer), encoder, sample, params, limits
+    )
+    chat.extend(Turn("assistant", [5, 6], "reply", 0.0), 1, [-0.5, -0.5])
+    chat.extend(Turn("user", [7], "observation", 0.0), 0, [0.0], echo_mask=[1])
+    chat.finish("stop")
+    rows = (chat.token_ids, chat.mask, chat.log_probs, chat.versions, chat.echo_mask)
+    assert [len(values) for values in rows] == [2] * 5
+    assert [turn.text for turn in chat.unread] == ["observation"]

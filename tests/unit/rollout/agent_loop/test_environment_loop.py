@@ -47,6 +47,20 @@ class Guess:
         return f"No, not {action}.", 0.25 * self.turn, self.turn == 2, False, info
 
 
+class Turns:
+    """Agents act in turn, and each is paid for what it says."""
+
+    def reset(self, seed=None):
+        self.turn = 0
+        return "Begin."
+
+    def step(self, action):
+        agent = self.turn % 2
+        self.turn += 1
+        info = {"agent": self.turn % 2, "is_invalid": action == "no"}
+        return f"{action}!", {agent: float(action)} if action != "no" else {}, False, info
+
+
 class Unpaid(Account):
     def __init__(self):
         pass
@@ -61,11 +75,17 @@ def play(tokenizer: Any, tmp_path: Path) -> Any:
     path.write_text(CLASSES)
 
     def run(
-        name: str, engine: Any, prompts: DataProto, echo_roles: Any = (), **settings: Any
+        name: str,
+        engine: Any,
+        prompts: DataProto,
+        echo_roles: Any = (),
+        max_turns: int | None = None,
+        **settings: Any,
     ) -> DataProto:
         environment = EnvironmentConfig(name=f"{path}:{name}", num_processes=1, **settings)
         agent = {"default_agent_loop": "environment"}
-        config = RolloutConfig(mode="async", agent=agent, multi_turn={"enable": True})
+        turns = {"enable": True, "max_assistant_turns": max_turns}
+        config = RolloutConfig(mode="async", agent=agent, multi_turn=turns)
         with closing(
             AgentLoopManager(
                 config,
@@ -127,6 +147,41 @@ def test_calls_are_made_until_a_reply_has_none(
     assert outcome.score == 1.0
     assert outcome.extra == {"env_turns": 3, "env_invalid": 1}
     assert batch.non_tensor_batch["turn_scores"][0] == [0.0, 0.0, 1.0]
+
+
+def test_an_action_without_effect_costs_the_penalty(
+    play: Any, recorder: Any, make_prompts: Any
+) -> None:
+    engine = recorder([PAY % 9, PAY % 5, "Done."])
+    prompts = make_prompts(["Pay in until you have 5."])
+    columns = play("Account", engine, prompts, invalid_penalty=0.25).non_tensor_batch
+    assert columns["reward_outcome"][0].score == 0.75
+    assert columns["turn_scores"][0] == [-0.25, 0.0, 1.0]
+
+
+def test_all_agents_of_an_episode_are_trained(
+    play: Any, recorder: Any, make_prompts: Any, tokenizer: Any
+) -> None:
+    """Each has a row with its own turns, its role and what it was paid; the rows are one rollout."""
+    engine = recorder(["1", "2", "no", "4"])
+    facts = {"extra_info": [{"env_seed": 6, "is_env_seed": True}], "rollout_id": ["p/0"]}
+    batch = play(
+        "Turns",
+        engine,
+        make_prompts(["0"], **facts),
+        agents=["policy", "policy"],
+        train_together=True,
+        roles=["first", "second"],
+        invalid_penalty=0.5,
+        max_turns=2,
+    )
+    columns = batch.non_tensor_batch
+    assert list(columns["agent"]) == ["first", "second"]
+    assert list(columns["rollout_id"]) == ["p/0", "p/0"]
+    assert [outcome.score for outcome in columns["reward_outcome"]] == [0.5, 6.0]
+    assert list(columns["turn_rewards"]) == [[1.0, -0.5], [2.0, 4.0]]
+    responses = tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True)
+    assert responses == ["1\nuser\n2!\nassistant\nno", "2\nuser\nno!\nassistant\n4"]
 
 
 def test_an_episode_that_nothing_grades_is_an_error(
