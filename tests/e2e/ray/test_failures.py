@@ -39,11 +39,11 @@ sys.path.insert(0, {tests!r})
 import ray
 from ray.cluster_utils import Cluster
 import clumsy
-import test_failures as t
+from quadriga.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, calls
 from quadriga.single_controller.resource_pool import address_order
 
 ray.cloudpickle.register_pickle_by_value(clumsy)
-t.calls.LOOK_AT_NODES_S = 1.0
+calls.LOOK_AT_NODES_S = 1.0
 node = dict(num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20)
 quick = dict(health_check_initial_delay_ms=0, health_check_period_ms=1000, prestart_worker_first_driver=False)
 cluster = Cluster(initialize_head=True, head_node_args=dict(node, temp_dir={folder!r}, _system_config=quick))
@@ -52,17 +52,17 @@ ray.init(address=cluster.address, log_to_driver=False)
 
 
 def start(pool):
-    group = t.RayWorkerGroup(pool, t.RayClassWithInitArgs(t.Clumsy), name="actor")
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(clumsy.Clumsy), name="actor")
     for address in group.processes.addresses:
         print("process", address.pid, int(address.started))
     return group
 
 
-print("big", t.error_of(lambda: t.RayResourcePool([5], name_prefix="big").bundles()))
-three = t.RayResourcePool([1, 1, 1], name_prefix="three")
+print("big", clumsy.error_of(lambda: RayResourcePool([5], name_prefix="big").bundles()))
+three = RayResourcePool([1, 1, 1], name_prefix="three")
 three.bundles()
 three.close()
-pool = t.RayResourcePool([2, 1])
+pool = RayResourcePool([2, 1])
 group = start(pool)
 places = group.execute_all("where")
 nodes = sorted({{node["NodeManagerAddress"] for node in ray.nodes()}}, key=address_order)
@@ -76,13 +76,13 @@ print("master", group.processes.addresses[0].node == places[0][1] == places[2][0
 
 started = group.start_all("sleep", [((600.0,), {{}})] * 3)
 cluster.remove_node(second, allow_graceful=False)
-print("first", t.error_of(lambda: t.calls.resolve(started)))
+print("first", clumsy.error_of(lambda: calls.resolve(started)))
 group.shutdown()
-group = start(t.RayResourcePool([1]))
+group = start(RayResourcePool([1]))
 started = group.start_all("sleep", [((600.0,), {{}})])
 os.kill(cluster.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
 try:
-    t.calls.resolve(started)
+    calls.resolve(started)
 except clumsy.QuadrigaError as error:
     print("then", error, flush=True)
     group.shutdown()
@@ -351,9 +351,9 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import ray
 ray.init(address={ray_cluster!r}, log_to_driver=False)
 import clumsy
-import test_failures as t
+from quadriga.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 ray.cloudpickle.register_pickle_by_value(clumsy)
-group = t.RayWorkerGroup(t.RayResourcePool([1]), t.RayClassWithInitArgs(t.Clumsy), name="actor")
+group = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(clumsy.Clumsy), name="actor")
 (worker,), (child,) = group.execute_all("process"), group.execute_all("start_child")
 print("processes", *worker, child, flush=True)
 time.sleep(600)

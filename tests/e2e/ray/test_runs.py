@@ -181,7 +181,7 @@ def test_models_apart_compute_at_the_same_time(
     assert main(["train", *command]) == 1
     printed = capfd.readouterr()
     assert pools_of(printed.out) == ["actor_rollout", "ref", "critic", "teacher"]
-    failure = r"^ref\[rank 0/1 .*compute_ref_log_prob.*the reference has no opinion"
+    failure = r"^quadriga train: ref\[rank 0/1 .*compute_ref_log_prob.*the reference has no opinion"
     assert re.search(failure, printed.err, re.MULTILINE)
     run = tmp_path / "run"
     assert metric_lines(run) == metric_lines(local.directory)
