@@ -15,7 +15,7 @@ update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the obje
 
 import time
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -64,6 +64,8 @@ from quadriga.workers.checkpoint import OPTIMIZER, RoleCheckpoint
 from quadriga.workers.memory import MemoryChoice, choose_memory
 from quadriga.workers.models import LoadedModel
 
+# Models of one device share the measurement, and so do the runs of one process.
+peak_flops_once = cache(peak_flops)
 Pass = TypeVar("Pass", bound=Callable[..., DataProto])
 MESH = "replicas"  # name of the mesh of data-parallel ranks
 BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
@@ -438,8 +440,10 @@ class Learner(EngineWorker):
         )
         rate = metrics.pop(f"perf/flops/{name}").value / (time.perf_counter() - start)
         release_free_memory()
-        # The peak is measured once. If the device was busy then, a higher rate corrects it.
-        self._peak_flops = max(self._peak_flops or peak_flops(self.device, self.dtype.value), rate)
+        # If the device was busy when its peak was measured, a higher rate corrects it.
+        self._peak_flops = max(
+            self._peak_flops or peak_flops_once(self.device, self.dtype.value), rate
+        )
         metrics[f"perf/mfu/{name}"] = Metric(rate / self._peak_flops)
         return DataProto(meta_info={"metrics": metrics})
 

@@ -275,38 +275,6 @@ def test_interrupt_in_a_callback_ends_the_run(
     assert list(quadriga.train(**arguments).metrics.index) == [1, 2, 3]
 
 
-INTERRUPTED = """
-import json, os, signal, sys
-import quadriga
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-try:
-    quadriga.train(
-        data=[{"prompt": "say a"}] * 4,
-        reward=lambda text: 0.5 * len(text),
-        callbacks=[lambda step: os.kill(os.getpid(), signal.SIGINT)],
-        **json.loads(sys.argv[1]),
-    )
-except KeyboardInterrupt:
-    print("the caller's except", flush=True)
-    raise
-"""
-
-
-def test_an_interrupted_script_ends_without_a_traceback(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    (tmp_path / "script.py").write_text(INTERRUPTED)
-    arguments = json.dumps(settings(**{"trainer.save_freq": 1}), default=str)
-    command = [sys.executable, str(tmp_path / "script.py"), arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
-    *_, sentence, last_line = done.stdout.splitlines()
-    assert last_line == "the caller's except"
-    assert "run').resume(steps=2) goes on from the checkpoint of step 1." in sentence
-
-
 BAD = {
     "argument": (
         {"reward": lambda text, letter: 1.0},
@@ -359,27 +327,51 @@ def test_a_function_of_another_process(tmp_path: Path) -> None:
 
 # No main guard: a start method that runs the script again in each process would train in each of them.
 SCRIPT = """
-import json, sys
+import json, os, signal, sys
 import quadriga
 
 print("script runs", flush=True)
-arguments = json.loads(sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)
 rows = [{"prompt": f"say a {number}", "letter": "a"} for number in range(300)]
-run = quadriga.train(data=rows, reward=lambda text: text.count("a") / max(1, len(text)), **arguments)
-print("steps", list(run.metrics.index), flush=True)
+
+def interrupt(step):
+    print("step", step.number, flush=True)
+    if step.number == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+
+try:
+    quadriga.train(
+        data=rows,
+        reward=lambda text: text.count("a") / max(1, len(text)),
+        callbacks=[interrupt],
+        **json.loads(sys.argv[1]),
+    )
+except KeyboardInterrupt:
+    print("the caller's except", flush=True)
+    raise
 """
 
 
-def test_a_script_without_a_main_guard_counts_and_trains_once(
+def test_an_interrupted_script_without_a_main_guard(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """With two processes that count tokens and two that prepare rows."""
+    """It counts and trains once, with two processes that count tokens and two that prepare rows.
+
+    Interrupted, it ends without a traceback.
+    """
     workers = {"data.filter_overlong_prompts_workers": 2, "data.dataloader_num_workers": 2}
     (tmp_path / "script.py").write_text(SCRIPT)
-    arguments = json.dumps(settings(**workers), default=str)
-    command = [sys.executable, str(tmp_path / "script.py"), arguments]
+    arguments = settings(**workers, **{"trainer.save_freq": 1}) | {"steps": 3}
+    command = [sys.executable, str(tmp_path / "script.py"), json.dumps(arguments, default=str)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
     assert done.stdout.count("script runs") == 1
-    assert done.stdout.count("steps [1, 2]") == 1
+    assert [line for line in done.stdout.splitlines() if line.startswith("step ")] == [
+        "step 1",
+        "step 2",
+    ]
     assert len([*(tmp_path / "cache" / "prompt_lengths").iterdir()]) == 1
+    *_, sentence, last_line = done.stdout.splitlines()
+    assert last_line == "the caller's except"
+    assert "run').resume(steps=3) goes on from the checkpoint of step 2." in sentence

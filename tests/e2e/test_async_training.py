@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from quadriga.trainer.asynchronous.batches import AsyncBatches
 from quadriga.trainer.asynchronous.schedule import Decision, HandOver, Schedule
 from quadriga.trainer.ray_trainer import RayPPOTrainer
 from quadriga.trainer.saving import RUN_STATE
-from tests.limits import COMMAND_S
 
 ON = "async_training.enable=True"
 # How far ahead the rollout is, is a matter of time.
@@ -171,6 +169,9 @@ RESUMED = {
 }
 
 
+EARLY_AND_LATE = ("bounded", "by mini-batch", "dynamic sampling")
+
+
 @pytest.mark.parametrize("side", RESUMED)
 def test_a_deterministic_run_is_the_same_on_any_timing_and_from_each_checkpoint(
     side: str,
@@ -199,7 +200,8 @@ def test_a_deterministic_run_is_the_same_on_any_timing_and_from_each_checkpoint(
         assert sum(line.get("async/interruptions", 0) for line in expected) > 0 or side == "finish"
         delays(2)
         require_same(metric_lines(train(*options, "trainer.save_freq=-1", run="again")), expected)
-    for step in (1, 4):
+    # Early and late in a run for a few sides; the others have one checkpoint to go on from.
+    for step in (1, 4) if side in EARLY_AND_LATE else (3,):
         resumed = whole.parent / f"from step {step}"
         resumed.mkdir()
         shutil.copytree(whole / f"global_step_{step}", resumed / f"global_step_{step}")
@@ -271,7 +273,7 @@ def test_a_record_replays_on_any_timing(
     )
     assert same_steps == steps and len(steps) == (24 if side == "streaming" else 6)
     had_tokens = 0
-    for step in (2, 4):
+    for step in (2, 4) if side == "bounded" else (3,):
         delays(step + 20)
         had_tokens += sum(len(tokens) for _, _, tokens, *_ in state_of(first, step)["under_way"])
         source = (
@@ -340,23 +342,21 @@ def test_a_disk_that_fills_while_the_state_is_written_leaves_the_earlier_checkpo
 
 @pytest.mark.usefixtures("sigint_raises")
 def test_a_run_that_is_ended_goes_on_as_if_it_was_not(
-    start: Callable[..., subprocess.Popen[str]],
     train: Callable[..., Path],
     arguments: Callable[..., list[str]],
     metric_lines: Callable[..., Lines],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
 ) -> None:
-    """One run, ended three times with responses under way; what it has saved is whole.
+    """One run, ended twice with responses under way; what it has saved is whole.
 
-    By SIGTERM and by SIGINT in this process, where no thread of it goes on, and by SIGKILL in one of its own.
+    By SIGTERM and by SIGINT in this process, where no thread of it goes on. By SIGKILL: tests/e2e/ray.
     """
     options = (
         *LONG,
         ON,
         *RESUMED["bounded"],
-        "trainer.total_training_steps=12",
+        "trainer.total_training_steps=8",
         "trainer.save_freq=1",
     )
     take, threads = AsyncBatches.take, threading.active_count()
@@ -374,13 +374,6 @@ def test_a_run_that_is_ended_goes_on_as_if_it_was_not(
         assert "Traceback" not in capsys.readouterr().err
         assert threading.active_count() == threads
     monkeypatch.undo()
-    process, metrics = start(*options), tmp_path / "run" / "metrics.jsonl"
-    while metrics.read_bytes().count(b"\n") < 8:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
-    process.kill()
-    output, _ = process.communicate(timeout=COMMAND_S)
-    assert "Traceback" not in output
     lines = {line["step"]: line for line in metric_lines(train(*options))}
     expected = metric_lines(train(*options, run="whole"))
     require_same([lines[line["step"]] for line in expected], expected)

@@ -5,7 +5,6 @@ The numbers compared are every line of metrics.jsonl except times, speeds and me
 What it does not prove: that a machine that loses power keeps what the system had not yet put on the disk.
 """
 
-import random
 import shutil
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import torch
 
 from quadriga.cli.main import main
 from quadriga.models.weight_files import open_weights
+from quadriga.trainer.checkpoint import Checkpoints
 from tests.limits import COMMAND_S
 
 NUM_STEPS = 6
@@ -70,22 +70,32 @@ def assert_same_weights(one: Path, other: Path, role: str = "actor") -> None:
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def kill_after(
-    process: subprocess.Popen[str], metrics: Path, num_lines: int, delay_s: float
-) -> None:
-    """Send SIGKILL a moment after so many lines and a checkpoint are written.
+# With this file the checkpoint of step 4 never ends.
+WRITES_FOREVER = """
+import time
+from torch.distributed.checkpoint import FileSystemWriter
 
-    A run that is quicker than that has come to its end.
-    """
+write_data = FileSystemWriter.write_data
+
+def write_some(writer, plan, planner):
+    results = write_data(writer, plan, planner)
+    if ".unfinished_4_" in str(writer.path):
+        time.sleep(600)
+    return results
+
+FileSystemWriter.write_data = write_some
+"""
+
+
+def kill_after(process: subprocess.Popen[str], metrics: Path, num_lines: int) -> None:
+    """Send SIGKILL once so many lines are written."""
     deadline = time.monotonic() + COMMAND_S
-    newest = metrics.with_name("latest_checkpointed_iteration.txt")
-    while process.poll() is None and (_num_lines(metrics) < num_lines or not newest.exists()):
-        assert time.monotonic() < deadline, f"no line {num_lines} in {metrics}, or no checkpoint"
+    while _num_lines(metrics) < num_lines:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"no line {num_lines} in {metrics}"
         time.sleep(0.002)
-    time.sleep(delay_s)
     process.send_signal(signal.SIGKILL)
-    output, _ = process.communicate(timeout=COMMAND_S)
-    assert process.returncode in (-signal.SIGKILL, 0), output
+    process.communicate(timeout=COMMAND_S)
 
 
 def assert_none_left(session: int, members: Callable[[int], list[int]]) -> None:
@@ -109,11 +119,11 @@ def test_killed_run_equals_the_run_left_alone(
     metric_lines: Callable[[Path], list[dict[str, Any]]],
     tmp_path: Path,
 ) -> None:
-    """The same command, started again after SIGKILL at a random moment, writes the same file.
+    """The same command, started again after SIGKILL while a checkpoint is written, writes the same file.
 
-    With a critic, rows that are generated and a curriculum, and every other step saved in the place of the one before.
+    Training goes on meanwhile; half of a checkpoint is never taken for one. With a critic, rows that are generated and
+    a curriculum, and every other step saved in the place of the one before.
     """
-    draw = random.Random(1)
     overrides = (
         *CRITIC,
         *GENERATED,
@@ -123,10 +133,18 @@ def test_killed_run_equals_the_run_left_alone(
     )
     alone = train(*COMMON, *overrides, run="alone")
     killed = tmp_path / "killed"
-    process = start(*COMMON, *overrides, run="killed")
-    kill_after(process, killed / "metrics.jsonl", draw.randint(2, 4), draw.uniform(0, 0.05))
+    library = tmp_path / "writes_forever.py"
+    library.write_text(WRITES_FOREVER)
+    forever = f"actor_rollout_ref.model.external_lib={library}"
+    process = start(*COMMON, *overrides, forever, run="killed")
+    kill_after(process, killed / "metrics.jsonl", 5)
     assert_none_left(process.pid, session_members)
+    (half,) = killed.glob(".unfinished_4_*")
+    assert list((half / "actor" / "model").glob("*.distcp"))
+    checkpoints = Checkpoints(killed)
+    assert checkpoints.steps() == [2] == [checkpoints.newest()]
     train(*COMMON, *overrides, run="killed")
+    assert checkpoints.steps() == [6] and not list(killed.glob(".unfinished*"))
     assert metric_lines(killed) == metric_lines(alone)
     assert (killed / "samples.jsonl").read_bytes() == (alone / "samples.jsonl").read_bytes()
     for role in ("actor", "critic"):
@@ -150,7 +168,7 @@ def test_every_checkpoint_is_a_place_to_go_on_from(
     """Mid-epoch and at the end of one: a second run that starts from a checkpoint of the first writes its end."""
     saved = (*COMMON, *overrides, "trainer.save_freq=1")
     first = alone(*saved)
-    for step in (1, 2, 5):
+    for step in (1, 2):
         source = (
             "trainer.resume_mode=resume_path",
             f"trainer.resume_from_path={first / f'global_step_{step}'}",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that are asked to stop, that are killed while a checkpoint is written, and whose machine is taken back.
+"""Runs that are asked to stop, and runs whose machine is taken back.
 
-The same signal to a run on Ray: tests/e2e/ray/test_stopping.py.
+The same signal to a run on Ray: tests/e2e/ray/test_stopping.py. Runs that are killed: test_resume.py.
 """
 
 import os
@@ -20,8 +20,7 @@ from quadriga.trainer.checkpoint import Checkpoints, verify
 from tests.limits import COMMAND_S
 
 ENDLESS = ("trainer.total_training_steps=100000", "trainer.save_freq=90000")
-# Data sets of the run's own: one that is asked to stop in step 2, one that stands still then, and one with which the
-# checkpoint of step 4 never ends.
+# Data sets of the run's own: one that is asked to stop in step 2, and one that stands still then.
 IS_ASKED_TO_STOP = """
 import os, signal
 from quadriga.data import RLHFDataset
@@ -39,24 +38,6 @@ class Rows(RLHFDataset):
     def on_batch_end(self, batch):
         if batch.meta_info["global_steps"] == 2:
             time.sleep(600)
-"""
-WRITES_FOREVER = """
-import time
-from quadriga.data import RLHFDataset
-from torch.distributed.checkpoint import FileSystemWriter
-
-write_data = FileSystemWriter.write_data
-
-def write_some(writer, plan, planner):
-    results = write_data(writer, plan, planner)
-    if ".unfinished_4_" in str(writer.path):
-        time.sleep(600)
-    return results
-
-FileSystemWriter.write_data = write_some
-
-class Rows(RLHFDataset):
-    pass
 """
 
 
@@ -155,28 +136,6 @@ def test_ctrl_c(
         verify(checkpoint)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes().endswith(b"\n")
     assert metric_lines(train(*options)) == metric_lines(alone(*options))
-
-
-def test_kill_while_a_checkpoint_is_written(
-    start: Callable[..., subprocess.Popen[str]],
-    train: Callable[..., Path],
-    metric_lines: Callable[[Path], list[dict[str, Any]]],
-    tmp_path: Path,
-) -> None:
-    """Training goes on meanwhile; half of one is never taken for a checkpoint; the run goes on from the one before."""
-    steps = ("trainer.total_training_steps=6", "trainer.save_freq=2")
-    process = start(*steps, *rows(tmp_path, WRITES_FOREVER))
-    run = tmp_path / "run"
-    wait_for_line(process, run, 5)
-    (half,) = run.glob(".unfinished_4_*")
-    assert list((half / "actor" / "model").glob("*.distcp"))
-    process.kill()
-    process.communicate(timeout=COMMAND_S)
-    checkpoints = Checkpoints(run)
-    assert checkpoints.steps() == [2] == [checkpoints.newest()]
-    train(*steps)
-    assert metric_lines(run) == metric_lines(train(*steps, run="alone"))
-    assert checkpoints.steps() == [2, 4, 6] and not list(run.glob(".unfinished*"))
 
 
 def test_machine_that_is_taken_back(

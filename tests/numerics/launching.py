@@ -11,7 +11,9 @@ import socket
 import sys
 import time
 from contextlib import ExitStack
+from importlib import import_module
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,8 @@ PRELOADED = [
 def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0) -> None:
     """Run `program RANK FOLDER PORT ...` for each rank. When one fails, the others, who may wait for it, are ended.
 
-    The processes are forks of one that has imported torch and the like, which takes longer than most programs do.
+    The ranks are forks of a process that has imported what the program does, which takes longer than most programs do;
+    that one is a fork of one that has imported torch and the like, for all programs of this process.
 
     Args:
         program: a Python file.
@@ -48,6 +51,8 @@ def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0
     """
     arguments = [str(folder), *map(str, free_ports(num_ports))]
     logs = [folder / f"rank_{rank}.log" for rank in range(num_ranks)]
+    for log in logs:
+        log.touch()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -61,32 +66,62 @@ def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0
         for name, value in own.items():
             patch.setenv(name, value)
         forkserver.ensure_running()
+    ours, theirs = context.Pipe()
+    leader = context.Process(
+        target=lead_ranks, args=(str(program), arguments, list(map(str, logs)), theirs)
+    )
+    leader.start()
+    theirs.close()
+    statuses: list[int | None] = [None] * num_ranks
+    try:
+        while leader.is_alive() and not ours.poll(LOOK_S):
+            pass
+        if ours.poll():
+            statuses = ours.recv()
+    finally:
+        # The leader notices, and ends the ranks.
+        ours.close()
+        leader.join()
+    told = "\n".join(f"rank {rank}:\n{log.read_text()}" for rank, log in enumerate(logs))
+    assert statuses == [0] * num_ranks, f"statuses {statuses} (None: ended from here)\n{told}"
+
+
+def lead_ranks(program: str, arguments: list[str], logs: list[str], results: Connection) -> None:
+    """Import what a program imports, run it in a fork for each rank, and send the exit statuses of all.
+
+    Ends the ranks when one fails, when RANKS_S have passed, and when nobody awaits the statuses any more.
+    """
+    with open(logs[0], "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    import_module(".".join(Path(program).relative_to(REPOSITORY).with_suffix("").parts))
+    # Nothing that was imported before a fork is garbage. Looking through it would also copy its memory.
+    gc.freeze()
+    context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=run_rank, args=(str(program), [str(rank), *arguments], str(log)))
+        context.Process(target=run_rank, args=(program, [str(rank), *arguments], log))
         for rank, log in enumerate(logs)
     ]
     end = time.monotonic() + RANKS_S
+    statuses: list[int | None] = []
     try:
         for process in processes:
             process.start()
         while any(process.is_alive() for process in processes):
-            if any(process.exitcode for process in processes) or time.monotonic() > end:
+            is_over = results.poll(LOOK_S) or time.monotonic() > end
+            if is_over or any(process.exitcode for process in processes):
                 break
-            time.sleep(LOOK_S)
         statuses = [process.exitcode for process in processes]
     finally:
         for process in processes:
             if process.pid is not None:
                 process.kill()
                 process.join()
-    told = "\n".join(f"rank {rank}:\n{log.read_text()}" for rank, log in enumerate(logs))
-    assert statuses == [0] * num_ranks, f"statuses {statuses} (None: ended from here)\n{told}"
+    results.send(statuses)
 
 
 def run_rank(program: str, arguments: list[str], log: str) -> None:
     """Run a Python file as the main program of this process; what it prints goes into the log."""
-    # Nothing that was imported before the fork is garbage. Looking through it would also copy its memory.
-    gc.freeze()
     with open(log, "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -73,6 +73,13 @@ def ray_cluster(ray_folder: Path) -> Iterator[str]:
     ray.shutdown()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the cluster with the last test of this folder: its idle processes would take time from the others."""
+    if nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent):
+        ray.shutdown()
+
+
 @pytest.fixture
 def start_on(
     start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch

@@ -48,9 +48,9 @@ def test_a_deterministic_group_has_the_numbers_of_one_process(
     metric_lines: Callable[[Path], Lines],
     teacher: Path,
 ) -> None:
-    """Two ranks with a shard of the weights each, which get new weights while they generate, and a teacher in a process
-    of its own: the numbers of one process to float32 rounding, validation too. The run goes on from a checkpoint of one
-    process, with what was generated ahead and what is under way.
+    """Two ranks with a shard of the weights each, which get new weights while they generate, and a teacher beside the
+    actor: the numbers of one process to float32 rounding, validation too. The run goes on from a checkpoint of one
+    process, with what was generated ahead and what is under way. A teacher in a process of its own: test_runs.py.
     """
     options = (
         *ON,
@@ -63,11 +63,7 @@ def test_a_deterministic_group_has_the_numbers_of_one_process(
         "trainer.test_freq=3",
     )
     alone = train(*options, run="alone")
-    pools = (
-        "trainer.resource_pools.generation=[2]",
-        "trainer.placement.teacher=scoring",
-        "trainer.resource_pools.scoring=[1]",
-    )
+    pools = ("trainer.resource_pools.generation=[2]", "trainer.placement.teacher=training")
     source = (
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={alone / 'global_step_2'}",
@@ -111,7 +107,7 @@ def test_a_driver_that_is_killed_leaves_what_was_under_way(
     )
     options = (*still, *long, "trainer.save_freq=1")
     expected = metric_lines(train(*options, "trainer.save_freq=-1", run="one process"))
-    process = start_on(ray_cluster, *options, *APART, "trainer.resource_pools.generation=[2]")
+    process = start_on(ray_cluster, *options, *APART, "trainer.resource_pools.generation=[1]")
     last, step = tmp_path / "run" / "latest_checkpointed_iteration.txt", 0
     while not step or not any(one[-1][0] < step for one in unfinished_in(tmp_path / "run", step)):
         assert process.poll() is None, process.communicate()[0]

@@ -52,6 +52,12 @@ RAGGED = (
 # What a process computes follows from the rows that it has: a prompt once for all its responses there.
 OF_THE_LAYOUT = ("balance/", "actor/packed_tokens", "critic/packed_tokens")
 TWO = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+ACTOR = "actor_rollout_ref.actor"
+IN_A_GROUP = (
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    f"{ACTOR}.fsdp_config.param_offload=True",
+    f"{ACTOR}.fsdp_config.optimizer_offload=True",
+)
 
 
 def dumps(run: Path) -> list[list[dict[str, Any]]]:
@@ -125,24 +131,39 @@ def test_two_processes_learn_what_one_does(
 
 
 @pytest.mark.parametrize(
-    "size",
+    ("size", "rollout"),
     [
-        "tensor_model_parallel_size",
-        pytest.param("ulysses_sequence_parallel_size", marks=pytest.mark.slow),
-        pytest.param("pipeline_model_parallel_size", marks=pytest.mark.slow),
+        ("tensor_model_parallel_size", IN_A_GROUP),
+        pytest.param("ulysses_sequence_parallel_size", (), marks=pytest.mark.slow),
+        pytest.param("pipeline_model_parallel_size", (), marks=pytest.mark.slow),
     ],
 )
 def test_processes_that_share_rows_go_on_where_one_stopped(
-    size: str, keys: tuple[str, ...], alone: Train, train: Train, metric_lines: Lines
+    size: str,
+    rollout: tuple[str, ...],
+    keys: tuple[str, ...],
+    alone: Train,
+    train: Train,
+    metric_lines: Lines,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Actor, reference and critic over two processes each; both generate, and the rows go to both for training. A
-    checkpoint knows nothing of how many processes wrote it."""
+    """Actor, reference and critic over two processes each; the rows go to both for training. A checkpoint knows nothing
+    of how many processes wrote it.
+
+    Both generate, or are one rollout group, which shares its weights with the trainer: they do not leave between
+    phases.
+    """
     one = alone(*keys)
+    capfd.readouterr()
     source = (
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={one / 'global_step_2'}",
     )
-    two = train(*TWO, *keys, *source, f"actor_rollout_ref.actor.{size}=2", f"critic.{size}=2")
+    two = train(*TWO, *keys, *source, *rollout, f"{ACTOR}.{size}=2", f"critic.{size}=2")
+    output = capfd.readouterr().out
+    assert ("in groups of 2 ranks, each with a shard of the weights" in output) == bool(rollout)
+    stays = "param_offload moves nothing: the rollout computes with these weights"
+    assert (stays in output) == bool(rollout)
     assert_near(metric_lines(two), [line for line in metric_lines(one) if line["step"] > 2])
     assert_same_weights(two, one)
 

@@ -39,11 +39,11 @@ sys.path.insert(0, {tests!r})
 import ray
 from ray.cluster_utils import Cluster
 import clumsy
-import test_failures as t
+from quadriga.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, calls
 from quadriga.single_controller.resource_pool import address_order
 
 ray.cloudpickle.register_pickle_by_value(clumsy)
-t.calls.LOOK_AT_NODES_S = 1.0
+calls.LOOK_AT_NODES_S = 1.0
 node = dict(num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20)
 quick = dict(health_check_initial_delay_ms=0, health_check_period_ms=1000, prestart_worker_first_driver=False)
 cluster = Cluster(initialize_head=True, head_node_args=dict(node, temp_dir={folder!r}, _system_config=quick))
@@ -52,17 +52,17 @@ ray.init(address=cluster.address, log_to_driver=False)
 
 
 def start(pool):
-    group = t.RayWorkerGroup(pool, t.RayClassWithInitArgs(t.Clumsy), name="actor")
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(clumsy.Clumsy), name="actor")
     for address in group.processes.addresses:
         print("process", address.pid, int(address.started))
     return group
 
 
-print("big", t.error_of(lambda: t.RayResourcePool([5], name_prefix="big").bundles()))
-three = t.RayResourcePool([1, 1, 1], name_prefix="three")
+print("big", clumsy.error_of(lambda: RayResourcePool([5], name_prefix="big").bundles()))
+three = RayResourcePool([1, 1, 1], name_prefix="three")
 three.bundles()
 three.close()
-pool = t.RayResourcePool([2, 1])
+pool = RayResourcePool([2, 1])
 group = start(pool)
 places = group.execute_all("where")
 nodes = sorted({{node["NodeManagerAddress"] for node in ray.nodes()}}, key=address_order)
@@ -76,13 +76,13 @@ print("master", group.processes.addresses[0].node == places[0][1] == places[2][0
 
 started = group.start_all("sleep", [((600.0,), {{}})] * 3)
 cluster.remove_node(second, allow_graceful=False)
-print("first", t.error_of(lambda: t.calls.resolve(started)))
+print("first", clumsy.error_of(lambda: calls.resolve(started)))
 group.shutdown()
-group = start(t.RayResourcePool([1]))
+group = start(RayResourcePool([1]))
 started = group.start_all("sleep", [((600.0,), {{}})])
 os.kill(cluster.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
 try:
-    t.calls.resolve(started)
+    calls.resolve(started)
 except clumsy.QuadrigaError as error:
     print("then", error, flush=True)
     group.shutdown()
@@ -145,13 +145,20 @@ def make() -> Iterator[Make]:
 
 
 @pytest.fixture(scope="module")
-def group(ray_cluster: str) -> Iterator[RayWorkerGroup[Clumsy]]:
-    """Two processes that live on after each failure."""
+def roles(ray_cluster: str) -> Iterator[dict[str, RayWorkerGroup[Clumsy]]]:
+    """Two processes with an actor and a critic each; the critic of rank 1 cannot be built."""
     pool = RayResourcePool([2])
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Clumsy), name="actor")
-    yield group
-    group.shutdown()
+    entries = {"actor": RayClassWithInitArgs(Clumsy), "critic": RayClassWithInitArgs(Clumsy, 1)}
+    both = RayWorkerGroup(pool, create_colocated_worker_cls(entries))
+    yield both.spawn({"actor", "critic"})
+    both.shutdown()
     pool.close()
+
+
+@pytest.fixture
+def group(roles: dict[str, RayWorkerGroup[Clumsy]]) -> RayWorkerGroup[Clumsy]:
+    """The actors, which live on after each failure but those of the last test."""
+    return roles["actor"]
 
 
 # ---- a worker raises ----------------------------------------------------------------------------
@@ -237,27 +244,16 @@ def test_an_output_that_cannot_travel_is_said(group, method, told):
     assert told in str(error)
 
 
-def test_a_worker_that_cannot_be_built_says_why_and_the_other_roles_of_the_processes_live_on():
-    roles = {"actor": RayClassWithInitArgs(Clumsy), "critic": RayClassWithInitArgs(Clumsy, 1)}
-    pool = RayResourcePool([2])
-    both = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
-    try:
-        views = both.spawn({"actor", "critic"})
-        critic = views["critic"]
-        for error in (
-            error_of(lambda: critic.execute_all("process")),
-            error_of(lambda: critic.later().get()),
-        ):
-            assert "critic[rank 1/2 on " in str(error)
-            assert "failed in __init__: got FileNotFoundError: no model here" in str(error)
-            assert "called with 1" in str(error)
-        assert views["actor"].execute_all("raise_on_one", "") == [
-            "rank 0 is well",
-            "rank 1 is well",
-        ]
-    finally:
-        both.shutdown()
-        pool.close()
+def test_a_worker_that_cannot_be_built_says_why_and_the_other_roles_of_the_processes_live_on(roles):
+    critic = roles["critic"]
+    for error in (
+        error_of(lambda: critic.execute_all("process")),
+        error_of(lambda: critic.later().get()),
+    ):
+        assert "critic[rank 1/2 on " in str(error)
+        assert "failed in __init__: got FileNotFoundError: no model here" in str(error)
+        assert "called with 1" in str(error)
+    assert roles["actor"].execute_all("raise_on_one", "") == ["rank 0 is well", "rank 1 is well"]
 
 
 # ---- a worker hangs -----------------------------------------------------------------------------
@@ -344,27 +340,6 @@ def test_a_process_that_ends_in_a_call_is_named_and_not_its_peers_in_the_collect
     assert is_gone(children[0])
 
 
-def test_a_process_that_ends_without_a_word_is_named(make):
-    error = error_of(lambda: make(1).execute_all("end", "exit status"))
-
-    assert str(error).startswith("actor[rank 0/1 on ")
-    assert (
-        "died in end: got it ended without a word, as after SIGKILL or os._exit() (called with "
-        in str(error)
-    )
-
-
-def test_a_process_killed_between_calls_is_found_by_the_next_one(make):
-    group = make(1)
-
-    os.kill(group.processes.addresses[0].pid, signal.SIGKILL)
-    error = error_of(lambda: group.execute_all("end", ""))
-
-    assert str(error).startswith("actor[rank 0/1 on ")
-    assert "SIGKILL" in str(error)
-    assert "called with str" in str(error)
-
-
 def test_a_child_of_a_worker_can_be_interrupted(group):
     assert group.execute_all("interruptible_child") == [-signal.SIGINT] * 2
 
@@ -376,9 +351,9 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import ray
 ray.init(address={ray_cluster!r}, log_to_driver=False)
 import clumsy
-import test_failures as t
+from quadriga.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 ray.cloudpickle.register_pickle_by_value(clumsy)
-group = t.RayWorkerGroup(t.RayResourcePool([1]), t.RayClassWithInitArgs(t.Clumsy), name="actor")
+group = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(clumsy.Clumsy), name="actor")
 (worker,), (child,) = group.execute_all("process"), group.execute_all("start_child")
 print("processes", *worker, child, flush=True)
 time.sleep(600)
@@ -434,3 +409,23 @@ def test_a_lost_node_and_a_lost_head_are_each_one_sentence_and_the_end_of_all_pr
     assert breaking_cluster.returncode == 1
     assert len(processes) == 4
     assert all(is_gone(pid, started) for pid, started in processes)
+
+
+# ---- the end of the group of this file: nothing may use it behind this ----------------------------
+
+
+def test_a_process_that_ends_without_a_word_or_between_calls_is_named(group):
+    """The first ends itself in a call; the second is killed between calls, and found by the next one."""
+    ends = [(("exit status",), {}), (("",), {})]
+    error = error_of(lambda: calls.resolve(group.start_all("end", ends)))
+
+    assert str(error).startswith("actor[rank 0/2 on ")
+    word = "died in end: got it ended without a word, as after SIGKILL or os._exit() (called with "
+    assert word in str(error)
+
+    os.kill(group.processes.addresses[1].pid, signal.SIGKILL)
+    error = error_of(lambda: calls.resolve(group.start_all("end", [(("",), {})] * 2)[1:]))
+
+    assert str(error).startswith("actor[rank 1/2 on ")
+    assert "SIGKILL" in str(error)
+    assert "called with str" in str(error)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker groups on real Ray processes: how calls are split and collected, who runs where, and what is refused.
 
-Three groups serve most tests: one of 4 processes with two roles in each, and two of 1 and 2 processes. What arguments
+Two groups serve most tests: one of 4 processes with two roles in each, and one of 2 processes. What arguments
 look like on their way is the business of test_transport.py, and what happens when a worker fails or cannot be built of
 test_failures.py.
 """
@@ -185,30 +185,24 @@ def together(ray_cluster: str) -> Iterator[RayWorkerGroup[Any]]:
 
 
 @pytest.fixture(scope="module")
-def parts(ray_cluster: str) -> Iterator[list[RayWorkerGroup[Teller]]]:
-    """Groups of 1 and of 2 processes."""
-    pools = [RayResourcePool([size]) for size in (1, 2)]
-    groups = [
-        RayWorkerGroup(
-            pool, RayClassWithInitArgs(ray.remote(Teller)), name=f"part{pool.world_size}"
-        )
-        for pool in pools
-    ]
-    yield groups
-    for group, pool in zip(groups, pools, strict=True):
-        group.shutdown()
-        pool.close()
+def pair(ray_cluster: str) -> Iterator[RayWorkerGroup[Teller]]:
+    """A group of 2 processes."""
+    pool = RayResourcePool([2])
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Teller)), name="part2")
+    yield group
+    group.shutdown()
+    pool.close()
 
 
 @pytest.fixture(scope="module")
 def groups(
-    together: RayWorkerGroup[Any], parts: list[RayWorkerGroup[Teller]]
+    together: RayWorkerGroup[Any], pair: RayWorkerGroup[Teller]
 ) -> dict[str, RayWorkerGroup[Teller]]:
-    """All of them by name."""
-    return {"one": parts[0], "two": parts[1], "four": together.spawn({"actor"})["actor"]}
+    """Both groups by their size."""
+    return {"two": pair, "four": together.spawn({"actor"})["actor"]}
 
 
-@pytest.fixture(params=["one", "two", "four"])
+@pytest.fixture(params=["two", "four"])
 def group(
     request: pytest.FixtureRequest, groups: dict[str, RayWorkerGroup[Teller]]
 ) -> RayWorkerGroup[Teller]:
@@ -412,7 +406,7 @@ def test_a_future_goes_straight_into_another_group(
     assert groups["four"].kinds(first).batch["is_future"].all(), (
         "without materialize_futures the method gets it"
     )
-    check_rows(groups["one"].rows(first), count, [0] * count, scale=4)
+    check_rows(groups["two"].rows(first), count, owners(count, 2), scale=4)
 
 
 # ---- handles ----------------------------------------------------------------------------------------
@@ -437,9 +431,9 @@ def test_a_method_without_register(groups: dict[str, RayWorkerGroup[Teller]]) ->
         WorkerError, match=r"part2.nonsense: got no such method, expected a registered one: .*rows"
     ):
         groups["two"].as_worker().nonsense()
-    heirs = seen_as(Heir, groups["one"])
+    heirs = seen_as(Heir, groups["two"])
     with pytest.raises(WorkerError, match=r"Heir.num_rows: .* an override needs it again"):
-        heirs.num_rows(data(1))
+        heirs.num_rows(data(2))
 
 
 def test_arguments_that_do_not_fit_the_mode(groups: dict[str, RayWorkerGroup[Teller]]) -> None:

@@ -43,14 +43,11 @@ def sizes(name: str) -> list[str]:
     return [f"{role}.{name}=2" for role in (ACTOR, "critic", "reward_model", "distillation")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [
-        [],
-        pytest.param(sizes("tensor_model_parallel_size"), marks=pytest.mark.slow),
-        pytest.param(sizes("pipeline_model_parallel_size"), marks=pytest.mark.slow),
-    ],
-    ids=["dp", "tp", "pp"],
+    [sizes("tensor_model_parallel_size"), sizes("pipeline_model_parallel_size")],
+    ids=["tp", "pp"],
 )
 def test_two_processes_on_megatron_learn_what_one_does_on_fsdp(
     words: list[str], keys: tuple[str, ...], alone: Train, train: Train, metric_lines: Lines
@@ -65,7 +62,10 @@ def test_two_processes_on_megatron_learn_what_one_does_on_fsdp(
 def test_megatron_goes_on_where_fsdp_stopped(
     keys: tuple[str, ...], alone: Train, train: Train, metric_lines: Lines
 ) -> None:
-    """Two stages, from a checkpoint that one process wrote."""
+    """PPO with critic, reference and reward model, all on Megatron in two stages, from a checkpoint of one process.
+
+    Two data-parallel ranks: tests/megatron has their engines, test_data_parallel.py how their rows are dealt out.
+    """
     one = alone(*keys)
     source = (
         "trainer.resume_mode=resume_path",

@@ -32,29 +32,36 @@ CRITIC_AND_REFERENCE = (
     # Two updates a step, so that there is a pass for the old log-probabilities.
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "trainer.val_before_train=True",
+    "trainer.test_freq=2",
     "trainer.logger=[console,jsonl]",
 )
+PASSES = ("compute_log_prob", "compute_ref_log_prob", "compute_values")
 PROFILE = ("global_profiler.tool=torch", "global_profiler.steps=[2]")
-# In the workers: each of the passes that are named, in the first step, returns once all have begun; with FAILS the
-# reference raises then, and the others have no end.
+# In the workers: each of the passes that are named returns once all have begun it, in its first two calls, which are
+# those of the first two steps. In its third call the reference raises then, and the others have no end.
 TOGETHER = """
 import pathlib, time
 from functools import wraps
+from itertools import count
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
-HERE, PASSES, FAILS = pathlib.Path(__file__).parent, {passes!r}, {fails!r}
+HERE, PASSES = pathlib.Path(__file__).parent, {passes!r}
 
 def meets(compute):
+    numbers = count(1)
+
     @wraps(compute)
     def begun(*args):
-        (HERE / compute.__name__).touch()
+        number = next(numbers)
+        (HERE / f"{{compute.__name__}} {{number}}").touch()
         deadline = time.monotonic() + {limit_s!r}
-        while not all((HERE / name).exists() for name in PASSES):
+        while not all((HERE / f"{{name}} {{number}}").exists() for name in PASSES):
             assert time.monotonic() < deadline, "the others have not begun"
             time.sleep(0.01)
-        if FAILS and compute.__name__ == "compute_ref_log_prob":
+        is_last = number == 3
+        if is_last and compute.__name__ == "compute_ref_log_prob":
             raise ValueError("the reference has no opinion")
-        while FAILS:
+        while is_last:
             time.sleep(0.1)
         return compute(*args)
     return begun
@@ -103,9 +110,9 @@ def _workers_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CriticWorker, "compute_values", CriticWorker.compute_values)
 
 
-def patched(folder: Path, *passes: str, fails: bool = False) -> str:
-    """The override with which these passes of the workers meet."""
-    text = TOGETHER.format(passes=passes, fails=fails, limit_s=PASSES_BEGIN_S)
+def patched(folder: Path) -> str:
+    """The override with which the passes of the workers meet."""
+    text = TOGETHER.format(passes=PASSES, limit_s=PASSES_BEGIN_S)
     (folder / "together.py").write_text(text)
     return f"actor_rollout_ref.model.external_lib={folder / 'together.py'}"
 
@@ -156,7 +163,7 @@ def test_models_apart_compute_at_the_same_time(
     ray_cluster: str,
     words: list[str],
     local: LocalRun,
-    train: Callable[..., Path],
+    arguments: Callable[..., list[str]],
     metric_lines: Lines,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -164,13 +171,19 @@ def test_models_apart_compute_at_the_same_time(
     """A pool for each model: the numbers of one process, bit for bit.
 
     Each pass waits until the two others have begun: one after the other, the first would wait in vain. The second step
-    is profiled: all processes in one trace.
+    is profiled: all processes in one trace. In the third one the reference fails, which is named at once: the actor
+    would compute for ever, and is waited for first.
     """
     profile = (*PROFILE, f"global_profiler.save_path={tmp_path / 'profile'}")
-    passes = patched(tmp_path, "compute_log_prob", "compute_ref_log_prob", "compute_values")
+    more = (*profile, patched(tmp_path), "trainer.total_training_steps=3")
     capfd.readouterr()
-    run = train(*words, *profile, passes, "trainer.backend=ray", "trainer.placement=apart")
-    assert pools_of(capfd.readouterr().out) == ["actor_rollout", "ref", "critic", "teacher"]
+    command = arguments(*words, *more, "trainer.backend=ray", "trainer.placement=apart")
+    assert main(["train", *command]) == 1
+    printed = capfd.readouterr()
+    assert pools_of(printed.out) == ["actor_rollout", "ref", "critic", "teacher"]
+    failure = r"^quadriga train: ref\[rank 0/1 .*compute_ref_log_prob.*the reference has no opinion"
+    assert re.search(failure, printed.err, re.MULTILINE)
+    run = tmp_path / "run"
     assert metric_lines(run) == metric_lines(local.directory)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (first,) = [line for line in lines if line["step"] == 1]
@@ -220,26 +233,6 @@ def check_trace(apart: list[dict[str, Any]], alone: list[dict[str, Any]]) -> Non
         process, start, end = marked(call[1])
         assert process == call[0]
         assert phases[phase][1] <= start < end <= phases[phase][2] <= phases["step"][2]
-
-
-@pytest.mark.usefixtures("_workers_as_before")
-def test_the_first_role_that_fails_is_named_and_nothing_goes_on(
-    ray_cluster: str, arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    """The actor would compute for ever, and is waited for first."""
-    words = (
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    )
-    passes = patched(tmp_path, "compute_log_prob", "compute_ref_log_prob", fails=True)
-    config = load_config(
-        arguments(*words, passes, "trainer.backend=ray", "trainer.placement=apart")
-    ).config
-    with pytest.raises(
-        WorkerError, match=r"^ref\[rank 0/1 .*compute_ref_log_prob.*the reference has no opinion"
-    ):
-        TaskRunner().run(config)
-    assert_nothing_left()
 
 
 def test_pool_that_the_cluster_has_not(

@@ -15,7 +15,7 @@ import pytest
 import quadriga
 from quadriga.trainer.checkpoint import Checkpoints, verify
 from quadriga.trainer.loop import TrainingStep
-from tests.e2e.conftest import with_the_tests
+from tests.e2e.conftest import REPOSITORY, with_the_tests
 from tests.limits import COMMAND_S
 from watching import assert_nothing_left, titles, wait_for, wait_for_steps
 
@@ -104,17 +104,41 @@ def test_interrupt(
         verify(checkpoint)
 
 
-def test_killed_command(
-    start_on: Start, session_members: Callable[[int], list[int]], ray_folder: Path, tmp_path: Path
-) -> None:
-    """SIGKILL takes the workers with it, and the cluster that the command started: agents, folder, shared memory.
+# A driver with a worker that has a child, on a cluster of its own.
+DRIVER = """
+import sys
+sys.path.insert(0, {tests!r})
+import ray
+import clumsy
+from quadriga.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from quadriga.single_controller.ray.cluster import cluster
 
-    On a cluster that stays up: test_async_training.py, and test_failures.py, where a worker has children too."""
-    own = f"ray_kwargs.ray_init={{_temp_dir: {ray_folder / 'own'}, object_store_memory: 100000000}}"
+ray.cloudpickle.register_pickle_by_value(clumsy)
+with cluster(dict(_temp_dir={folder!r}, object_store_memory=100_000_000), num_processes=1):
+    group = RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(clumsy.Clumsy), name="actor")
+    print("child", *group.execute_all("start_child"), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_killed_driver(session_members: Callable[[int], list[int]], ray_folder: Path) -> None:
+    """SIGKILL takes the workers with it, and the cluster that the driver started: agents, folder, shared memory.
+
+    A whole run, on a cluster that stays up: test_async_training.py; there a worker with a child: test_failures.py.
+    """
     shared = set(os.listdir("/dev/shm"))
-    process = start_on("", *ENDLESS, own)
-    wait_for_steps(process, tmp_path / "run", 1)
-    assert len(session_members(process.pid)) > 3
+    program = DRIVER.format(tests=str(Path(__file__).parent), folder=str(ray_folder / "own"))
+    process = subprocess.Popen(
+        with_the_tests(sys.executable, "-c", program),
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "RAY_ADDRESS": ""},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert any(line.startswith("child ") for line in process.stdout)
+    assert len(session_members(process.pid)) > 4
     process.kill()
     process.communicate(timeout=COMMAND_S)
 

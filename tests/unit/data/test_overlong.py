@@ -97,45 +97,55 @@ def test_a_damaged_entry_is_said_and_rebuilt(
     assert measure(path) == (EXPECTED, 0, [])
 
 
-def test_processes_give_what_one_gives(measure, path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lengths_module, "BATCH_ROWS", 2)
-    lengths, num_texts_here, _ = measure(path, num_workers=2)
-    assert lengths == EXPECTED
-    assert num_texts_here == 0
+TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("w7", "w8", "w9"))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_prompts_are_measured_with_the_tools_of_their_agent_loop(
-    make_tokenizer, write, row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
-):
-    monkeypatch.setattr(lengths_module, "BATCH_ROWS", 1)
-    tokenizer = make_tokenizer(
+@pytest.fixture
+def tool_tokenizer(make_tokenizer):
+    """A tokenizer whose template writes the names of tools."""
+    return make_tokenizer(
         template="{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
     )
+
+
+def test_processes_give_what_one_gives(
+    tool_tokenizer, write, row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of prompts of all lengths, with the tools of their agent loop, and of a bad one."""
+    monkeypatch.setattr(lengths_module, "BATCH_ROWS", 2)
+    rows = [row(length) for length in LENGTHS]
+    path = write("t.jsonl", [*rows, row(2, agent_name="plain"), row(prompt=[])])
+    context = PromptContext(TOOLS, frozenset({"tool_agent"}), "tool_agent")
+    encoder = CountingEncoder(tool_tokenizer, {})
+    meter = PromptMeter(encoder, None, DataConfig(), context=context)
+    expected = [*(length + 3 for length in EXPECTED), 4, lengths_module.BAD]
+    for num_texts_here in (0, 1):  # the bad prompt is looked at again at the next start
+        lengths, errors = prompt_lengths(
+            read_table(path), meter, cache_dir=tmp_path / "cache", num_workers=2
+        )
+        assert lengths["tokens"].tolist() == expected
+        assert [error.where for error in errors] == [f"{path} row 6, column 'prompt'"]
+        assert encoder.num_texts == num_texts_here
+
+
+def test_prompts_are_measured_with_the_tools_of_their_agent_loop(
+    tool_tokenizer, write, row, tmp_path: Path
+):
     table = read_table(
         write("t.jsonl", [row(2), row(2, agent_name="plain"), row(2, agent_name="tool_agent")])
     )
-    tools = tuple({"type": "function", "function": {"name": name}} for name in ("w7", "w8", "w9"))
-    for offered, expected in ((tools, [7, 4, 7]), (tools[:2], [6, 4, 6])):
+    for offered, expected in ((TOOLS, [7, 4, 7]), (TOOLS[:2], [6, 4, 6])):
         context = PromptContext(offered, frozenset({"tool_agent"}), "tool_agent")
-        meter = PromptMeter(ChatEncoder(tokenizer, {}), None, DataConfig(), context=context)
-        lengths, errors = prompt_lengths(
-            table, meter, cache_dir=tmp_path / "cache", num_workers=num_workers
-        )
+        meter = PromptMeter(ChatEncoder(tool_tokenizer, {}), None, DataConfig(), context=context)
+        lengths, errors = prompt_lengths(table, meter, cache_dir=tmp_path / "cache")
         assert (lengths["tokens"].tolist(), errors) == (expected, [])
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_prompt_that_is_none_names_file_and_row(
-    measure, write, row, monkeypatch, num_workers: int
-):
+def test_a_prompt_that_is_none_names_file_and_row(measure, write, row, monkeypatch):
     monkeypatch.setattr(lengths_module, "BATCH_ROWS", 2)
     path = write("bad.jsonl", [row(), row(), row(), row(prompt=[])])
-    for num_texts in (
-        4 if num_workers == 1 else 0,
-        1,
-    ):  # measured, and what was found at the next start
-        lengths, num_measured, errors = measure(path, num_workers=num_workers)
+    for num_texts in (4, 1):  # measured, and what was found at the next start
+        lengths, num_measured, errors = measure(path)
         assert (lengths, num_measured) == ([4, 4, 4, lengths_module.BAD], num_texts)
         assert [error.where for error in errors] == [f"{path} row 3, column 'prompt'"]
 

@@ -38,7 +38,7 @@ def run_one(program, **given):
 def test_large_streams_cost_the_grader_little_and_the_deadline_is_looked_at(program):
     tests = {"inputs": [""] * 40, "outputs": ["2.5"] * 40}
     begun = time.process_time()
-    result = compute_score(program, tests, total_s=2.0)
+    result = compute_score(program, tests, total_s=1.0)
     # By the grader's own CPU time, which a busy machine does not change much: one output takes 0.1 s.
     assert time.process_time() - begun < 4.0
     assert result["score"] == 0.0
@@ -50,7 +50,7 @@ def test_a_large_result_costs_the_grader_little():
     )
     begun = time.process_time()
     result = compute_score(
-        program, {"inputs": [[]] * 40, "outputs": [3] * 40, "fn_name": "f"}, total_s=2.0
+        program, {"inputs": [[]] * 40, "outputs": [3] * 40, "fn_name": "f"}, total_s=1.0
     )
     assert time.process_time() - begun < 4.0
     assert result["score"] == 0.0
