@@ -152,7 +152,7 @@ class ReplayTrainer(RayPPOTrainer):
 
 
 def debug(phase: str, batch: DataProto, differences: list[Any]) -> None:
-    """ReplayStart the debugger in the replayed step.
+    """Start the debugger in the replayed step.
 
     Args:
         phase: the phase that has been reached.
