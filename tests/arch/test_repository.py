@@ -23,7 +23,7 @@ READERS = (
     (r"examples/tools/.*", "ToolFile"),
     (r".*", "Config"),
 )
-MAX_DOC_PAGES = 25  # generated pages not counted
+MAX_DOC_PAGES = 26  # generated pages not counted
 MAX_CONTRIBUTING_LINES = 100
 MAX_TEXT_BYTES = 1 << 20
 
