@@ -379,9 +379,11 @@ def trainer_modes(line: Line) -> None:
     line.written = threshold_key
     line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8))
     line.written = strategy_key
+    # Groups that are filtered have to be replaced, so the step waits for those that it began.
     has_filter = line.ours.get("algorithm.filter_groups.enable")
     line.set(f"{_ASYNC}.on_stale", "wait" if has_filter else line.get(strategy_key, "drop"))
 
+    # A step of verl is several steps here.
     for name in ("total_training_steps", "save_freq", "test_freq"):
         num_steps = line.ours.get(f"trainer.{name}")
         if is_number(num_steps) and num_steps > 0:
