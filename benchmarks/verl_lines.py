@@ -86,7 +86,7 @@ def silent_keys(entry: Entry, words: Sequence[str], version: str) -> list[str]:
     for word in words:
         for key in keys_below(line, key_of(word)):
             is_accounted = _is_told(key, told) or _is_listed(line, key) or _is_taken(line, key)
-            if not is_accounted and line.is_changed(key) and not _has_effect(line, word, words):
+            if not is_accounted and line.keys.is_changed(key) and not _has_effect(line, word, words):
                 silent.append(key)
     return silent
 
@@ -118,7 +118,7 @@ def _twins(line: Line, word: str, words: Sequence[str]) -> list[str]:
 
 def keys_below(line: Line, key: str) -> list[str]:
     """The key, or the keys of the user below it."""
-    return [name for name in line.given if name == key or name.startswith(f"{key}.")]
+    return [name for name in line.keys.from_user if name == key or name.startswith(f"{key}.")]
 
 
 def _is_told(key: str, told: str) -> bool:

@@ -85,6 +85,7 @@ def is_secret(name: str) -> bool:
     if not words or _ABOUT_SECRET.fullmatch(words[-1]):
         return False
     last_word = words[-1]
+    # Tokens are also what a tokenizer makes: `eos_token` is no secret, `hub_token` is.
     if last_word == "token":
         return len(words) == 1 or not _BEFORE_VOCABULARY_TOKEN.fullmatch(words[-2])
     if _SECRET_PART.search(name) or _SECRET_LAST_WORD.fullmatch(last_word):

@@ -17,6 +17,7 @@ from quadriga_verl.commands.entries import ENTRIES, find_entry
 from quadriga_verl.commands.hydra import VERSIONS, Tree
 from quadriga_verl.commands.shell import LAUNCHERS, launched
 from quadriga_verl.commands.translate import Line, translate
+from quadriga_verl.commands.verl_keys import VerlKeys
 
 RUNS = {
     "train": "quadriga.trainer.launch:run_ppo",
@@ -145,7 +146,8 @@ def _check_file(file: Path, version: str) -> int:
             name = number
             expected = "JSON with entry and args"
             problem = ConfigError(f"{file}, line {number}", got=str(error), expected=expected)
-            line = Line(ENTRIES[0], VERSIONS[-1], refused=[problem])
+            keys = VerlKeys(ENTRIES[0])
+            line = Line(ENTRIES[0], VERSIONS[-1], keys, refused=[problem])
         num_accepted += not line.refused
         result = {
             "id": name,

@@ -23,8 +23,9 @@ from quadriga.errors import ConfigError
 from quadriga_verl.cli import translated
 from quadriga_verl.commands.entries import find_entry
 from quadriga_verl.commands.hydra import Tree
-from quadriga_verl.commands.line import Line, is_same
+from quadriga_verl.commands.line import Line
 from quadriga_verl.commands.shell import UNDECIDED, Command, commands, launched
+from quadriga_verl.commands.verl_keys import is_same
 
 _DESCRIPTION = "Convert verl's shell script, command line or YAML file to a commented YAML."
 _COMMANDS = {"generate": "generate MODEL --output FILE", "eval": "eval FILE", "export": "export"}

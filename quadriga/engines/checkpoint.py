@@ -291,6 +291,7 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
     sizes = {}
     for name, entry in listed.state_dict_metadata.items():
         sizes[name] = getattr(entry, "size", None)
+    # Reported first: with another optimizer all of its tensors would be unknown or missing.
     kinds = _optimizer_kinds(sizes)
     expected_kinds = _optimizer_kinds(shapes)
     if kinds != expected_kinds:

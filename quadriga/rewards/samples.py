@@ -398,6 +398,7 @@ def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_ra
     failed = []
     has_skipped = False
     for row, outcome in enumerate(outcomes):
+        # Nothing is wrong with a skipped sample: grading had stopped before it was its turn.
         if outcome.kind == "skipped":
             has_skipped = True
         elif outcome.error:

@@ -198,6 +198,7 @@ class Balancer(RolloutEngine):
         responses: dict[int, Completion] = {}
         failed: dict[int, Exception] = {}
         num_moved = 0
+        # Rows of an engine that fails are shared among the remaining ones.
         while len(responses) < len(prompts):
             usable = [number for number in self.alive if number not in failed]
             if not usable:

@@ -225,6 +225,7 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
             numbers,
             sum(rows[number].response_cost for number in numbers),
             size=len(numbers),
+            # A rank that has the prompt already computes it once for all of its rows.
             extra=np.where(has_prompt, 0.0, first.prompt_cost),
         )
         if rank is not None:

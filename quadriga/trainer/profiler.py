@@ -103,6 +103,7 @@ class Profiler:
             stopped.append((group, dict(zip(handles, titles, strict=True))))
         parts = {}
         for group, title_of_handle in stopped:
+            # Whichever rank is first: a lost rank must not keep the parts of the others.
             while title_of_handle:
                 for handle, output in group.first_outcomes(list(title_of_handle)).items():
                     title = title_of_handle.pop(handle)

@@ -52,6 +52,7 @@ def pack(
         name, tensor = weight
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         entry = [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset]
+        # It fills a bucket alone, and can be lent as it is.
         if flat.numel() > size and allocate is None:
             content = flat
             return entry

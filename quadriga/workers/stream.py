@@ -179,6 +179,7 @@ class GenerationStream:
             self._weights.publish(copied.weights.items(), self.engine, version, fingerprints)
             return
         changed: list[str] = []
+        # Shards have other fingerprints, so the full weights are checked before they are cut.
         for name, tensor in copied.weights.items():
             if tensor_fingerprint(tensor) != fingerprints[name]:
                 changed.append(name)
@@ -189,6 +190,7 @@ class GenerationStream:
 
         def shards() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in copied.weights.items():
+                # This process has the full tensor, of which it keeps its own part.
                 full = Piece((0,) * tensor.dim(), tuple(tensor.shape))
                 box, _ = self._shards[name]
                 yield name, full.view(tensor, box).contiguous()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A command line of verl while it is translated.
 
-`translate.py` fills `Line.tree` with verl's keys and calls `take` for each of them. `take` follows the
+`translate.py` fills `Line.keys` with verl's keys and calls `take` for each of them. `take` follows the
 key's row in rules.tsv, and so do the functions that rows name. They write the result by `set`, and
 report by `note` (the key has no effect), `refuse` (its value is impossible) and `stop` (the whole
 line is).
@@ -9,7 +9,6 @@ line is).
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -20,42 +19,23 @@ from quadriga.config.root import spelled
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError
 from quadriga_verl.commands.entries import Entry
-from quadriga_verl.commands.hydra import MISSING, VERSIONS, Tree, defaults, known_keys
+from quadriga_verl.commands.hydra import known_keys
 from quadriga_verl.commands.rules import FUNCTIONS, Rule, find_rule
+from quadriga_verl.commands.verl_keys import VerlKeys, is_among, is_number, is_same
 
 WORDS = ("after_each_epoch",)
 """Text that is allowed for keys whose default in verl is a number."""
 _UNSET = "Is a variable of the script unset? For the default leave the key out."
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a number; booleans are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_same(value: Any, other_value: Any) -> bool:
-    """Whether two values are equal; 1 and True are not."""
-    has_same_kind = isinstance(value, bool) == isinstance(other_value, bool)
-    return value == other_value and has_same_kind
-
-
-def is_among(value: Any, accepted: Sequence[Any]) -> bool:
-    """Whether a value is the same as one of the accepted values."""
-    return any(is_same(value, accepted_value) for accepted_value in accepted)
-
-
 @dataclass
 class Line:
-    """A command line of verl: its tree of keys, and the translation so far.
+    """A command line of verl: its keys, and the translation so far.
 
     Attributes:
         entry: the program.
         version: the version of verl.
-        tree: verl's keys: defaults, with the user's values in their place.
-        default: verl's defaults of this program and version.
-        given: keys of `tree` that the command line or a user's file sets.
-        added: keys among them with Hydra's sign for a new key, or from a file. Hydra itself refuses
-            other keys that it does not know.
+        keys: verl's keys, with the values of the user.
         ours: the translation, by key of the configuration.
         sources: key of verl that a key in `ours` was set from.
         noted: reason why keys have no effect -> these keys.
@@ -72,10 +52,7 @@ class Line:
 
     entry: Entry
     version: str
-    tree: Tree = field(default_factory=Tree)
-    default: dict[str, Any] = field(default_factory=dict)
-    given: set[str] = field(default_factory=set)
-    added: set[str] = field(default_factory=set)
+    keys: VerlKeys
     ours: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=dict)
@@ -89,37 +66,9 @@ class Line:
     written: str = ""
     sentence: str = ""
 
-    # ---- verl's keys ----
-
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Value of a key of verl, or `otherwise` if the key is missing, null or not yet set."""
-        try:
-            value = self.tree.resolved(key)
-        except (KeyError, ConfigError):
-            # A reference that cannot be resolved is reported when its own key is translated.
-            return otherwise
-        return otherwise if value is None or value == MISSING else value
-
-    def is_changed(self, key: str) -> bool:
-        """Whether the user gave a key another value than verl's default."""
-        return key in self.given and not is_same(self.get(key), self._default_of(key))
-
-    def _default_of(self, key: str) -> Any:
-        """verl's default of a key, of this version or of the nearest one that has the key."""
-        if key in self.default:
-            return self._with_references(key, self.default[key])
-        if key not in known_keys():
-            return None
-        for tree in (self.entry.tree, "ppo_megatron"):
-            for version in reversed(VERSIONS):
-                values = defaults(tree, version)
-                if key in values:
-                    return self._with_references(key, values[key])
-        return None
-
-    def _with_references(self, key: str, value: Any) -> Any:
-        """A value of a key with its references resolved."""
-        return Tree(self.tree.values | {key: value}).resolved(key)
+        return self.keys.get(key, otherwise)
 
     # ---- the translation ----
 
@@ -131,18 +80,18 @@ class Line:
         """
         key = spelled(key, self.entry.task)
         source = self.written
-        is_users = source in self.given
+        is_users = source in self.keys.from_user
         if value == {}:
             return
         if key.startswith("critic.") and self.entry.task == "rl" and not has_critic(self):
             self.note("No critic is trained: algorithm.adv_estimator takes no values.")
             return
-        if value == "" and is_users and self._default_of(source) != "":
+        if value == "" and is_users and self.keys.default_of(source) != "":
             self.refuse("a value", _UNSET)
             return
         earlier_source = self.sources.get(key)
         # Several keys of verl may mean one key here.
-        if earlier_source is not None and earlier_source in self.given:
+        if earlier_source is not None and earlier_source in self.keys.from_user:
             if is_users and not is_same(self.ours[key], value):
                 earlier_value = as_text(self.ours[key], key)
                 got = f"{earlier_value} by {earlier_source} and {as_text(value, key)} by {source}"
@@ -156,13 +105,13 @@ class Line:
             value = str(value)
         is_null_allowed = leaf is None or leaf.kind.endswith("null")
         # If null is verl's own default and not allowed here, both have their defaults.
-        if value is not None or is_null_allowed or self._default_of(source) is not None:
+        if value is not None or is_null_allowed or self.keys.default_of(source) is not None:
             self.ours[key] = value
             self.sources[key] = source
 
     def note(self, sentence: str) -> None:
         """Report why the key that is being translated has no effect, if the user changed it."""
-        if self.is_changed(self.written):
+        if self.keys.is_changed(self.written):
             self.noted.setdefault(sentence, []).append(self.written)
 
     def refuse(self, expected: str, fix: str) -> None:
@@ -197,14 +146,14 @@ class Line:
         elif rule.becomes == "@":
             self._take_by_function(rule, key, value)
         elif rule.becomes == "given":
-            if self.written in self.given:
+            if self.written in self.keys.from_user:
                 self.take_ours(key, value)
         elif rule.becomes in ("any", "note"):
             self.note(rule.sentence)
         elif rule.becomes == "stop":
             if not is_among(value, json.loads(rule.argument)):
                 self.stop(rule.sentence)
-        elif self.is_changed(self.written) and not is_among(value, rule.argument):
+        elif self.keys.is_changed(self.written) and not is_among(value, rule.argument):
             named_values = [
                 as_text(item) for item in rule.argument if item not in (None, "", [], {})
             ]
@@ -214,7 +163,7 @@ class Line:
     def _take_by_function(self, rule: Rule, key: str, value: Any) -> None:
         """Call the function of a row, unless the value is text in place of a number."""
         is_text = isinstance(value, str) and value not in WORDS
-        if is_text and is_number(self._default_of(self.written)):
+        if is_text and is_number(self.keys.default_of(self.written)):
             leaf = leaf_of(key, self.entry.task)
             # Some keys of ours take text where verl's default is a number.
             if leaf is None or not leaf.is_text:
@@ -236,10 +185,10 @@ class Line:
         elif section == "data" and not is_verls and self.get("data.custom_cls.path"):
             # A user's data set reads keys of its own.
             self.set(f"data.custom_cls.options.{name}", value)
-        elif is_verls and not self.is_changed(self.written):
+        elif is_verls and not self.keys.is_changed(self.written):
             # This is verl's own default.
             return
-        elif self.written in self.given:
+        elif self.written in self.keys.from_user:
             self._refuse_unknown(key, value)
 
     def _refuse_unknown(self, key: str, value: Any) -> None:
@@ -255,7 +204,7 @@ class Line:
         close_keys = _near_keys(key)
         if close_keys:
             fix = f"Did you mean {' or '.join(close_keys)}?"
-        if key not in known_keys() and self.written in self.added:
+        if key not in known_keys() and self.written in self.keys.new:
             self.note(f"Neither verl nor Quadriga reads it. {fix if close_keys else ''}".strip())
             return
         if any(known.startswith(f"{key}.") for known in known_keys()):

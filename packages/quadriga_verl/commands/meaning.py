@@ -15,8 +15,9 @@ from quadriga.declared_algorithms import declared, loss_options
 from quadriga_verl.commands import programs
 from quadriga_verl.commands.entries import OWN_ENGINES
 from quadriga_verl.commands.hydra import VERSIONS
-from quadriga_verl.commands.line import Line, has_critic, is_number
+from quadriga_verl.commands.line import Line, has_critic
 from quadriga_verl.commands.rules import rule_function
+from quadriga_verl.commands.verl_keys import is_number
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -51,7 +52,7 @@ def has_adapter(line: Line) -> bool:
 
 def _first_value(line: Line, keys: tuple[str, ...]) -> Any:
     """First value that is set among some keys; keys that the user gave come first."""
-    for key in sorted(keys, key=lambda key: key not in line.given):
+    for key in sorted(keys, key=lambda key: key not in line.keys.from_user):
         value = line.get(key)
         if value:
             return value
@@ -187,7 +188,7 @@ def raw_chat(line: Line, key: str, value: Any) -> None:
 @rule_function
 def one_length(line: Line, key: str, value: Any) -> None:
     """Set a length of the data from the rollout's, which generation obeys."""
-    if line.written in line.given and value is not None:
+    if line.written in line.keys.from_user and value is not None:
         name = "max_prompt_length" if key.endswith("prompt_length") else "max_response_length"
         line.set(f"data.{name}", value)
 
@@ -224,7 +225,7 @@ def known_name(line: Line, key: str, value: Any) -> None:
 @rule_function
 def filter_groups(line: Line, key: str, value: Any) -> None:
     """Set dynamic sampling, for the programs and versions that have it."""
-    if line.entry.name == "main_ppo" and key not in line.default:
+    if line.entry.name == "main_ppo" and key not in line.keys.default:
         line.note(line.sentence)
     elif value is not None:
         line.set(key, value)
@@ -238,7 +239,7 @@ def clip_ratio(line: Line, key: str, value: Any) -> None:
         line.set(key, line.get(f"{ACTOR}.clip_ratio", 0.2) if value is None else value)
         return
     has_both = all(line.get(side) is not None for side in sides)
-    if has_both and line.given.isdisjoint(sides):
+    if has_both and line.keys.from_user.isdisjoint(sides):
         line.note(line.sentence)
 
 
@@ -250,7 +251,7 @@ def loss_option(line: Line, key: str, value: Any) -> None:
     is_known_loss = loss in LOSSES
     if is_known_loss and name not in LOSSES[loss]:
         line.note(line.sentence)
-    elif value is not None and (is_known_loss or line.written in line.given):
+    elif value is not None and (is_known_loss or line.written in line.keys.from_user):
         line.set(f"{ACTOR}.policy_loss.options.{name}", value)
 
 
@@ -410,7 +411,7 @@ def engine_size(line: Line, key: str, value: Any) -> None:
     role = _trained_role(key)
     name = key.rpartition(".")[2]
     is_size = isinstance(value, int) and value > 1
-    if role in key and is_size and line.is_changed(line.written):
+    if role in key and is_size and line.keys.is_changed(line.written):
         for size, other_names in _SIZES.items():
             if name in other_names:
                 line.set(f"{role}.{size}", value)
@@ -421,7 +422,7 @@ def engine_size(line: Line, key: str, value: Any) -> None:
 @rule_function
 def compute_dtype(line: Line, key: str, value: Any) -> None:
     """Set the dtype of computations; without the user's wish it is chosen for the machine."""
-    if line.written not in line.given:
+    if line.written not in line.keys.from_user:
         return
     if value in _COMPUTE_FLOATS:
         role = key.partition(".fsdp_config")[0].removesuffix(".dtype")
@@ -490,7 +491,7 @@ def adapter_detail(line: Line, key: str, value: Any) -> None:
         line.note(line.sentence)
     elif not key.startswith(f"{section}lora."):
         line.set(key, value)
-    elif line.written in line.given and value not in (None, [], 0):
+    elif line.written in line.keys.from_user and value not in (None, [], 0):
         name = key.removeprefix(f"{section}lora.")
         line.set(f"{section}lora_{name}" if name in _LORA_KEYS else f"{section}{name}", value)
 
@@ -500,7 +501,7 @@ def adapter_modules(line: Line, key: str, value: Any) -> None:
     """Set the modules with an adapter, from the names of Megatron or transformers."""
     if not has_adapter(line):
         line.note(line.sentence)
-    elif line.written in line.given and value:
+    elif line.written in line.keys.from_user and value:
         modules: list[str] = []
         for name in [value] if isinstance(value, str) else value:
             modules += _MEGATRON_MODULES.get(name, (name,))
@@ -590,7 +591,7 @@ def reward_model_key(line: Line, key: str, value: Any) -> None:
     """Set a key of the reward model, if there is one."""
     if not (line.get("reward.reward_model.enable") or line.get("reward_model.enable")):
         line.note(line.sentence)
-    elif value is not None or line.written in line.given:
+    elif value is not None or line.written in line.keys.from_user:
         line.take_ours(key, value)
 
 

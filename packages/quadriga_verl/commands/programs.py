@@ -22,8 +22,9 @@ from quadriga_verl.commands.entries import (
     Entry,
     find_entry,
 )
-from quadriga_verl.commands.line import Line, is_number
+from quadriga_verl.commands.line import Line
 from quadriga_verl.commands.rules import rule_function
+from quadriga_verl.commands.verl_keys import is_number
 
 # Names of `entries` and `line` that are importable from here too.
 __all__ = ["CONFIG_FILES", "ENTRIES", "MEGATRON_ENGINES", "OWN_ENGINES", "TREES"]
@@ -97,7 +98,7 @@ def share_sizes(line: Line, roles: list[str]) -> None:
 def engine_setting(line: Line, key: str, value: Any) -> None:
     """Drop a setting of a training engine that does not exist here."""
     engine = line.get("engine.group", line.get("engine.strategy"))
-    if engine in OWN_ENGINES and key not in line.default:
+    if engine in OWN_ENGINES and key not in line.keys.default:
         line.refuse("a key of verl's FSDP engine", "Leave it out.")
     line.note(
         "Memory and speed alone depend on it: weights are sharded layer by layer, and sequences are packed."
@@ -119,7 +120,7 @@ def engine(line: Line, key: str, value: Any) -> None:
 @rule_function
 def supervised_dtype(line: Line, key: str, value: Any) -> None:
     """Set the dtype of computations, if the user changed it; else the machine decides."""
-    if line.is_changed(key):
+    if line.keys.is_changed(key):
         line.set("engine.fsdp_config.model_dtype", value)
 
 
@@ -164,8 +165,8 @@ def supervised(line: Line) -> None:
     line.set("trainer.val_before_train", False)
     # The launcher says how many processes there are; else as few as the sizes need.
     launcher_keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
-    is_launched = not line.given.isdisjoint(launcher_keys)
-    numbers = [line.get(key, 1) for key in launcher_keys if key in line.given]
+    is_launched = not line.keys.from_user.isdisjoint(launcher_keys)
+    numbers = [line.get(key, 1) for key in launcher_keys if key in line.keys.from_user]
     numbers = [number for number in numbers if isinstance(number, int)]
     if not numbers:
         numbers = [_size(line, f"engine.{name}") for name in _SIZES]
@@ -208,7 +209,7 @@ def distillation(line: Line) -> None:
     if not line.get("distillation.enabled"):
         return
     paths = {}
-    for key in line.tree.below(_TEACHERS):
+    for key in line.keys.tree.below(_TEACHERS):
         name = key.split(".")[2]
         path = line.get(f"{_TEACHERS}.{name}.model_path")
         if path:
@@ -378,9 +379,11 @@ def trainer_modes(line: Line) -> None:
     line.written = threshold_key
     line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8))
     line.written = strategy_key
+    # Groups that are filtered have to be replaced, so the step waits for those that it began.
     has_filter = line.ours.get("algorithm.filter_groups.enable")
     line.set(f"{_ASYNC}.on_stale", "wait" if has_filter else line.get(strategy_key, "drop"))
 
+    # A step of verl is several steps here.
     for name in ("total_training_steps", "save_freq", "test_freq"):
         num_steps = line.ours.get(f"trainer.{name}")
         if is_number(num_steps) and num_steps > 0:

@@ -23,10 +23,11 @@ from quadriga_verl.commands.hydra import (
     plain,
     read_config,
 )
-from quadriga_verl.commands.line import WORDS, Line, is_among, is_number
+from quadriga_verl.commands.line import WORDS, Line
 from quadriga_verl.commands.meaning import FINISH
 from quadriga_verl.commands.programs import merger
 from quadriga_verl.commands.rules import SECTIONS, Rule, rules_of
+from quadriga_verl.commands.verl_keys import VerlKeys, is_among, is_number
 
 __all__ = ["GROUPS", "SECTIONS", "WORDS", "Line", "Rule", "compose", "translate"]
 
@@ -55,15 +56,17 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
         The line, with the translation or with all problems; no problem is raised.
     """
     if entry.refused:
-        return Line(entry, version, refused=[ConfigError(entry.name, fix=entry.refused)])
+        problem = ConfigError(entry.name, fix=entry.refused)
+        return Line(entry, version, VerlKeys(entry), refused=[problem])
     if entry.run == "export":
-        line = Line(entry, version)
+        line = Line(entry, version, VerlKeys(entry))
         line.options["argv"], problems, line.notices = merger(words)
     else:
         line = compose(entry, words, version)
         _take_all(line)
         if line.stopped:
-            return Line(entry, version, refused=[ConfigError(entry.name, fix=line.stopped)])
+            problem = ConfigError(entry.name, fix=line.stopped)
+            return Line(entry, version, VerlKeys(entry), refused=[problem])
         problems = _finish(line)
     for problem in problems:
         is_machines = isinstance(problem, MachineError)
@@ -87,7 +90,9 @@ def _finish(line: Line) -> list[ConfigError]:
     line.config, problems, notices = read_settings(
         line.ours, places, task=line.entry.task, for_training=is_training
     )
-    usual_notices = _notices_of_defaults(line.entry, line.version) if line.given else frozenset()
+    usual_notices = (
+        _notices_of_defaults(line.entry, line.version) if line.keys.from_user else frozenset()
+    )
     line.notices += [notice for notice in notices if notice not in usual_notices]
     return problems
 
@@ -104,7 +109,7 @@ def _take_all(line: Line) -> None:
     for key in ("engine.group", "engine.strategy", "actor_rollout_ref.actor.strategy"):
         if str(line.get(key)) in MEGATRON_ENGINES:
             line.rules = f"megatron,{line.entry.rules}"
-    for key in list(line.tree.values):
+    for key in list(line.keys.tree.values):
         _take_key(line, key)
     # Differences from verl on purpose are reported once all keys are known.
     for rule in rules_of(line.rules):
@@ -121,11 +126,11 @@ def _take_key(line: Line, key: str) -> None:
     """Translate a key of the tree."""
     line.written = key
     try:
-        value = line.tree.resolved(key)
+        value = line.keys.tree.resolved(key)
     except ConfigError as problem:
         line.refused.append(problem)
         return
-    if isinstance(value, str) and is_number(line.default.get(key)):
+    if isinstance(value, str) and is_number(line.keys.default.get(key)):
         # YAML reads `1e-5` as text.
         value = plain(value)
     if value == MISSING or key.endswith("_target_"):
@@ -158,7 +163,7 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
     name = str(flags.get("name") or "").removesuffix(".yaml").rpartition("/")[2]
     tree_name = _tree_name(entry, name, parsed_words)
     default = defaults(tree_name, version) | defaults(entry.name, version)
-    line = Line(entry, version, tree=Tree(default), default=default)
+    line = Line(entry, version, VerlKeys(entry, Tree(default), default))
     if name and name not in CONFIG_FILES:
         folder = Path(str(flags.get("path") or ".")).expanduser()
         _read_file(line, folder / f"{name}.yaml", problems)
@@ -179,7 +184,7 @@ def _tree_name(entry: Entry, config_name: str, words: Sequence[Word]) -> str:
 def _apply(line: Line, word: Word, problems: list[ConfigError]) -> None:
     """Apply a word of the command line to the tree."""
     key = word.key
-    tree = line.tree
+    tree = line.keys.tree
     chooses_file = key in GROUPS and isinstance(word.value, str) and tree.below(key)
     if "@" in key or chooses_file:
         # A file of a group takes the place of a section.
@@ -193,12 +198,12 @@ def _apply(line: Line, word: Word, problems: list[ConfigError]) -> None:
     # A section may replace a value, or a value a section; keys that are gone are no longer given.
     keys_before = {key, *tree.below(key)}
     tree.put(key, word.value)
-    line.given.update(tree.below(key))
+    line.keys.from_user.update(tree.below(key))
     if key in tree.values:
-        line.given.add(key)
-    line.given -= keys_before - tree.values.keys()
+        line.keys.from_user.add(key)
+    line.keys.from_user -= keys_before - tree.values.keys()
     if word.sign:
-        line.added.update(line.given & {key, *tree.below(key)})
+        line.keys.new.update(line.keys.from_user & {key, *tree.below(key)})
 
 
 def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
@@ -210,13 +215,13 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
         line.machine.append(problem)
         return
     base = {name: defaults(tree, line.version) for name, tree in CONFIG_FILES.items()}
-    base[""] = line.default
+    base[""] = line.keys.default
     for key, value in read_config(file, base, problems).values.items():
         # Keys of verl's own files that the user's file includes are not the user's.
-        if line.tree.values.get(key, MISSING) != value:
-            line.tree.put(key, value)
-            line.given.add(key)
-            line.added.add(key)
+        if line.keys.tree.values.get(key, MISSING) != value:
+            line.keys.tree.put(key, value)
+            line.keys.from_user.add(key)
+            line.keys.new.add(key)
 
 
 def _split_flags(

@@ -231,6 +231,7 @@ def _is_even(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
         if number:
             if number % num_virtual:
                 return False
+            # A stage with a number of its own takes no share of the rest.
             num_remaining -= number
             num_stages -= 1
     if num_stages > 0:

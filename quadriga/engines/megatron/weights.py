@@ -143,11 +143,13 @@ class MegatronWeights(PartialWeights):
             for layer in chunk.decoder.layers:
                 for name, parameter in layer.named_parameters():
                     parameters[layer.layer_number - 1, name] = parameter
+            # Embedding, last norm and head, which belong to no layer.
             for name, parameter in chunk.named_parameters():
                 if not name.startswith("decoder.layers."):
                     parameters[None, name] = parameter
         head_name = getattr(scorer, "head", None)
         if scorer.sharing.has_head and head_name:
+            # A value head is not one of Megatron's modules.
             head = scorer.model.get_submodule(head_name).to_empty(device=device).to(dtype)
             for name, parameter in head.named_parameters():
                 parameters[None, f"{head_name}.{name}"] = parameter

@@ -112,6 +112,7 @@ def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
             f"extra_info: got {got}, expected the reasoning-gym 'entry' or its 'metadata'"
         )
     if isinstance(value, str):
+        # JSON has no tuples: they are written as {"__tuple__": [...]}.
         value = json.loads(
             value,
             object_hook=lambda entry: (

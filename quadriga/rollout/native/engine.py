@@ -471,6 +471,7 @@ class NativeEngine(CausalModelEngine):
             work = self._inbox.next_work(partial(_requests_of, generation))
             if work is None:
                 break
+            # Work need not change the weights: it may only save what is under way.
             version = self.weight_version
             try:
                 self._is_between_steps = True

@@ -192,6 +192,7 @@ class SGLangEngine(ThirdPartyEngine):
                 completions.append(self._completion(request_id, future.result(), prompt, params))
             return completions
         finally:
+            # After an error nobody waits for the others, which would still take memory and time.
             for request_id, future in started:
                 if not future.done():
                     self.connection.ask("abort_request", rid=request_id)

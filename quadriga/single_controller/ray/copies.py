@@ -246,6 +246,7 @@ class StateCopies:
                 del self._keepers[node]
         if self._memory is None or (HERE in complete and not _is_one_node()):
             return None
+        # The newest step may be incomplete: a rank was lost while it was copied.
         for step, driver in reversed(self._driver.items()):
             nodes: dict[Owner, list[str]] = {}
             for owner, owner_nodes in self._memory.nodes.items():
