@@ -9,15 +9,18 @@ Legend: b rows, P prompt positions, T response positions, L tokens of a row, N p
 predicted tokens.
 """
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from quadriga.engines.batches import RowLength
 from quadriga.errors import EngineError
+from quadriga.models.architecture import is_packed, length_limit
 from quadriga.models.attention import PackedBatch, Segment
 from quadriga.models.experts import ROUTES
 from quadriga.models.vision import ImageTokens, packed_images
@@ -52,6 +55,23 @@ class RowTokens(RowLength):
     positions: np.ndarray  # [L] or [3, L], of both
     trained: np.ndarray  # response positions that are predicted
     images: RowImages | None = None
+
+
+@dataclass(frozen=True)
+class PackingRules:
+    """How rows may be packed for a model."""
+
+    image_tokens: ImageTokens | None  # tokens that stand for images; None: the model reads none
+    # Rows of at most this many tokens may share a micro-batch; longer ones may not.
+    packs_up_to: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "PackingRules":
+        """The rules for a model."""
+        packs_up_to: float = 0
+        if is_packed(model):
+            packs_up_to = length_limit(model.config) or math.inf
+        return cls(ImageTokens.of(model.config), packs_up_to)
 
 
 def echo_tokens(data: DataProto) -> torch.Tensor:
@@ -237,18 +257,26 @@ def pack(
             row_numbers.append(np.full(len(row.trained), number))
             columns.append(row.trained)
 
-    def on_device(parts: Sequence[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)
-
+    parts_by_name = {
+        "input_ids": sequence.input_ids,
+        "position_ids": sequence.positions,
+        "predictors": predictors,
+        "targets": targets,
+        "rows": row_numbers,
+        "columns": columns,
+    }
+    packed: dict[str, torch.Tensor] = {}
+    for name, parts in parts_by_name.items():
+        packed[name] = torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)
     return PackedBatch(
-        input_ids=on_device(sequence.input_ids)[None],
-        position_ids=on_device(sequence.positions).unsqueeze(-2),
+        input_ids=packed["input_ids"][None],
+        position_ids=packed["position_ids"].unsqueeze(-2),
         segments=tuple(sequence.segments),
-        predictors=on_device(predictors),
+        predictors=packed["predictors"],
         host_predictors=np.concatenate(predictors),
-        targets=on_device(targets),
-        rows=on_device(row_numbers),
-        columns=on_device(columns),
+        targets=packed["targets"],
+        rows=packed["rows"],
+        columns=packed["columns"],
         shape=(len(rows), num_columns),
         sum_of_squared_lengths=sequence.sum_of_squares,
         images=packed_images(sequence.images, device) if sequence.images else None,

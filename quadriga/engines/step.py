@@ -195,7 +195,7 @@ def update(
     updater = _Updater(engine, objective, passes.micro, temperature, first_outputs)
     steps = []
     with engine.awake(*ALL_KINDS):
-        for rows, places in mini_batches(data, engine.replicas, passes):
+        for rows, places in mini_batches(data, engine.processes.replicas, passes):
             # Selecting rows copies them: use the batch itself if it has all rows in order.
             is_all = torch.equal(rows, torch.arange(len(data)))
             mini = data if is_all else data.select_idxs(rows)
@@ -212,14 +212,14 @@ def update(
         metrics[name] = Metric(metric.value, "sum")
     metrics |= merge_metrics(step_metrics for _, step_metrics in steps)
 
-    if engine.replicas.size > 1:
+    if engine.processes.replicas.size > 1:
         # How much longer steps take than with equal work on all ranks: largest over mean work.
         name = f"perf/flops/{objective.name}"
         flops = [step_metrics[name].value for _, step_metrics in steps]
-        flops_by_rank = engine.replicas.gather(flops)
+        flops_by_rank = engine.processes.replicas.gather(flops)
         total = math.fsum(map(math.fsum, flops_by_rank))
         largest = math.fsum(map(max, zip(*flops_by_rank, strict=True)))
-        if total and engine.replicas.is_first:
+        if total and engine.processes.replicas.is_first:
             imbalance = largest * len(flops_by_rank) / total
             metrics[f"perf/imbalance/{objective.name}"] = Metric(imbalance)
     return metrics
@@ -274,11 +274,27 @@ class _Updater:
             Metrics that are shares of sums over the mini-batch, and the others.
         """
         engine = self.engine
-        # Rows without a gradient count in the loss, but need not be computed.
+        replicas = engine.processes.replicas
+        # Losses are normalised by the whole mini-batch, so all ranks count it before the first
+        # backward pass. Rows without a gradient count too, but need not be computed.
+        rollout_num_tokens = mini.batch.get(ROLLOUT_NUM_TOKENS)
+        local_counts = LossCounts.of(mini.batch["response_mask"], rollout_num_tokens)
         has_gradient = self.objective.rows_with_gradient(mini)
-        counts, num_computed = self._count(mini, has_gradient)
+        num_tokens, num_sequences, num_computed, num_echo_tokens = replicas.totals(
+            local_counts.batch_num_tokens,
+            local_counts.global_batch_size,
+            int(has_gradient.sum()),
+            int(echo_tokens(mini).sum()),
+        )
+        num_rollouts = num_sequences
+        if rollout_num_tokens is not None:
+            # Rows of a rollout may be on several ranks: their shares add up to whole numbers.
+            num_rollouts = round(math.fsum(replicas.gather(local_counts.num_rollouts)))
+        counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
         rows = mini if bool(has_gradient.all()) else mini.select_idxs(has_gradient)
-        routing = self._routing(counts)
+        routing = None
+        if engine.scorer.routers.count:
+            routing = self._routing(counts)
         losses = list(self._losses(rows, counts, routing))
         packed_batches = [loss.packed for loss in losses]
         engine.backward(packed_batches, losses, temperature=self.temperature)
@@ -298,45 +314,17 @@ class _Updater:
             else:
                 metrics[name] = metric
         # The same on all ranks, so one of them reports it.
-        if engine.replicas.is_first:
+        if replicas.is_first:
             metrics |= self._step_metrics(result, lr, router_metrics)
         metrics |= self._cost_metrics(packed_batches, len(rows))
         return shares, metrics
 
-    def _count(self, mini: DataProto, has_gradient: torch.Tensor) -> tuple[LossCounts, int]:
-        """Count a mini-batch over all ranks: losses are normalised by the whole of it.
-
-        Args:
-            mini: rows [b] of the mini-batch on this rank.
-            has_gradient: [b] bool, the rows to compute.
-
-        Returns:
-            The counts, and the number of rows to compute.
-        """
-        replicas = self.engine.replicas
-        rollout_num_tokens = mini.batch.get(ROLLOUT_NUM_TOKENS)
-        local_counts = LossCounts.of(mini.batch["response_mask"], rollout_num_tokens)
-        num_tokens, num_sequences, num_computed, num_echo_tokens = replicas.totals(
-            local_counts.batch_num_tokens,
-            local_counts.global_batch_size,
-            int(has_gradient.sum()),
-            int(echo_tokens(mini).sum()),
-        )
-        num_rollouts = num_sequences
-        if rollout_num_tokens is not None:
-            # Rows of a rollout may be on several ranks: their shares add up to whole numbers.
-            num_rollouts = round(math.fsum(replicas.gather(local_counts.num_rollouts)))
-        counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
-        return counts, num_computed
-
-    def _routing(self, counts: LossCounts) -> Routing | None:
-        """Weights of the router losses of a mini-batch. None: the model has no routers."""
+    def _routing(self, counts: LossCounts) -> Routing:
+        """Weights of the router losses of a mini-batch."""
         routers = self.engine.scorer.routers
-        if not routers.count:
-            return None
         # Router losses are sums over the tokens of the mini-batch, like the other losses.
         num_tokens = counts.batch_num_tokens + counts.num_echo_tokens
-        share = float(self.engine.loss_scale[0]) / max(num_tokens, 1)
+        share = float(self.engine.optimizer.loss_scale[0]) / max(num_tokens, 1)
         return Routing(
             loss_weight=self.objective.router_aux_loss_coef / routers.count * share,
             z_weight=self.objective.router_z_loss_coef * share,
@@ -354,7 +342,7 @@ class _Updater:
             f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
         }
         if self.engine.dtype == torch.float16:
-            loss_scale = float(self.engine.loss_scale[0])
+            loss_scale = float(self.engine.optimizer.loss_scale[0])
             metrics[f"{prefix}/loss_scale"] = Metric(loss_scale, "last")
         for name, value in router_metrics.items():
             metrics[f"{prefix}/router_{name}"] = Metric(value)
@@ -368,7 +356,7 @@ class _Updater:
         prefix = self.objective.name
         num_packed = sum(packed.num_tokens for packed in packed_batches)
         # Ranks with the same rows share their cost.
-        num_sharers = engine.world.size / engine.replicas.size
+        num_sharers = engine.processes.world.size / engine.processes.replicas.size
         flops = math.fsum(engine.cost.update_flops_of(packed) for packed in packed_batches)
         return {
             f"{prefix}/packed_tokens": Metric(num_packed, "sum"),
@@ -409,12 +397,12 @@ class _Updater:
         """
         row_at = {place: row for row, place in enumerate(places.tolist())}
         lengths = []
-        tokens = row_tokens(mini, self.engine.image_tokens)
+        tokens = row_tokens(mini, self.engine.packing.image_tokens)
         for place, row in zip(places.tolist(), tokens, strict=True):
             if len(row.trained):
                 length = RowLength(row.prompt_key, row.num_prompt_tokens, row.num_response_tokens)
                 lengths.append((place, length))
-        all_lengths = list(chain.from_iterable(self.engine.replicas.gather(lengths)))
+        all_lengths = list(chain.from_iterable(self.engine.processes.replicas.gather(lengths)))
         # In the order of the batch, every rank finds the same first micro-batch.
         all_lengths.sort(key=itemgetter(0))
         batches = micro_batches([length for _, length in all_lengths], self.micro)
@@ -462,7 +450,7 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
     Raises:
         EngineError: most routes of the first replayed mini-batch differ from this model's.
     """
-    engine.world.add_up([routing.sums])
+    engine.processes.world.add_up([routing.sums])
     sums = routing.sums.cpu()
     routers = engine.scorer.routers
     num_experts = routers.num_experts
@@ -542,19 +530,19 @@ def _packed(
     if routing is not None and ROUTES in data.batch.keys():
         routes = data.batch[ROUTES]
         engine.scorer.routers.require(routes)
-    tokens = row_tokens(data, engine.image_tokens)
+    tokens = row_tokens(data, engine.packing.image_tokens)
     num_columns = data.batch["response_mask"].shape[1]
     predicted_rows = [number for number, row in enumerate(tokens) if len(row.trained)]
     lengths = [tokens[number] for number in predicted_rows]
     longest = max((row.num_prompt_tokens + row.num_response_tokens for row in lengths), default=0)
-    if longest > engine.packs_up_to:
+    if longest > engine.packing.packs_up_to:
         # Such a row cannot be packed with others, so each one is alone.
         micro = replace(micro, num_sequences=1, share_prompts=False)
     cost = engine.cost.attention_tokens
     batches = micro_batches(lengths, micro, attention_tokens=cost)
-    if not engine.has_replicated_weights:
+    if engine.processes.storage is not None:
         # Ranks that share weights wait for each other at each micro-batch: make equally many.
-        most = max(engine.replicas.gather(len(batches)))
+        most = max(engine.processes.replicas.gather(len(batches)))
         if most > len(batches):
             batches = micro_batches(lengths, micro, num_at_least=most, attention_tokens=cost)
     for batch in batches:

@@ -21,7 +21,7 @@ from quadriga.models.flash import Segment
 _aten = torch.ops.aten
 
 
-class Runs:
+class RunOffsets:
     """Consecutive runs of tokens, described as the flash kernels take them.
 
     Attributes:
@@ -53,7 +53,7 @@ class PackedRuns:
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self.causal = Runs([segment.length for segment in segments], device)
+        self.causal = RunOffsets([segment.length for segment in segments], device)
         self.longest = 0
         # Segments that continue the same prefix; the kernel sees them as one run of queries.
         groups = {}
@@ -69,8 +69,8 @@ class PackedRuns:
             self.rows = _token_indices(chain(*groups.values()), device)
             self.keys = _token_indices(groups, device)
             lengths = [sum(segment.length for segment in group) for group in groups.values()]
-            self.continued = Runs(lengths, device)
-            self.prefixes = Runs([prefix.length for prefix in groups], device)
+            self.continued = RunOffsets(lengths, device)
+            self.prefixes = RunOffsets([prefix.length for prefix in groups], device)
 
     def continuing(self, query: Tensor, *keys: Tensor) -> list[Tensor]:
         """Select the tokens of the second call.
@@ -162,8 +162,8 @@ class VarlenAttention(torch.autograd.Function):
 
 def _forward(
     inputs: Sequence[Tensor],
-    queries: Runs,
-    keys: Runs,
+    queries: RunOffsets,
+    keys: RunOffsets,
     is_causal: bool,
     scale: float,
     num_left: int | None = None,
@@ -187,8 +187,8 @@ def _forward(
 def _backward(
     results: Sequence[Tensor],
     inputs: Sequence[Tensor],
-    queries: Runs,
-    keys: Runs,
+    queries: RunOffsets,
+    keys: RunOffsets,
     is_causal: bool,
     scale: float,
     num_left: int | None = None,

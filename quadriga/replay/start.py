@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a replay starts: the checkpoint, the steps to train again, the configuration, the time."""
+"""Start of a replay: the checkpoint, the steps to train again, the configuration, the time."""
 
 from dataclasses import dataclass
 from pathlib import Path

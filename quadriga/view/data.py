@@ -86,12 +86,15 @@ class ViewData:
         return list(self._runs.find())
 
     def runs(self, query: Query) -> Answer:
+        """Names of the runs."""
         return {"runs": self.names()}
 
     def summary(self, query: Query) -> Answer:
+        """Summary of a run."""
         return _finite(self._run(query).summary())
 
     def configuration(self, query: Query) -> Answer:
+        """Values of a run's configuration, now and at earlier starts."""
         run = self._run(query)
         values, _ = run.configuration()
         earlier = {}
@@ -100,6 +103,7 @@ class ViewData:
         return _finite({"values": values, "earlier": earlier})
 
     def metrics(self, query: Query) -> Answer:
+        """Metrics of a run by step, a column for each name."""
         metrics = self._run(query).metrics()
         names = sorted({name for values in metrics.values() for name in values})
         columns = {}
@@ -132,6 +136,7 @@ class ViewData:
         return answer
 
     def progress(self, query: Query) -> Answer:
+        """Number of indexed steps, and of all steps."""
         index = self.index(self._run(query))
         index.refresh()
         return {"indexed": len(index.steps), "total": index.total}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of conversations went, from the traces of `rollout.trace_dir`."""
+"""Timelines of conversations, from the traces of `rollout.trace_dir`."""
 
 import json
 from pathlib import Path

@@ -185,7 +185,7 @@ def rollout_details(
     tokens: TokenTable | None,
     start: int = 0,
 ) -> dict[str, Any]:
-    """One rollout with its tokens and their numbers.
+    """Read a rollout with its tokens and their numbers.
 
     Args:
         record: the record of a run.

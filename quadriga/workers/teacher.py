@@ -113,7 +113,7 @@ class TeacherWorker(EngineWorker):
 
     def _infer(self, teacher: FSDPEngine, rows: DataProto) -> dict[str, torch.Tensor]:
         section = self.section
-        if rows.batch["position_ids"].dim() == 3 and teacher.image_tokens is None:
+        if rows.batch["position_ids"].dim() == 3 and teacher.packing.image_tokens is None:
             # Rows without images of a vision-language student, for a teacher that reads text only.
             rows = rows.select(deepcopy=True)
             positions = rows.batch["attention_mask"].cumsum(-1) - 1

@@ -12,11 +12,10 @@ Legend: M predicted tokens of a packed micro-batch; [out, in] a projection, [V, 
 the head, r the rank of an adapter.
 """
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,17 +35,15 @@ from quadriga.engines.fsdp.optimizer import MOMENTS, MasterOptimizer, Training
 from quadriga.engines.fsdp.replicated import NamedTensors, ReplicatedWeights
 from quadriga.engines.fsdp.resting import RestingTensors
 from quadriga.engines.fsdp.sharded import Memory, PartialWeights, ReadWeight, ShardedWeights, shard
-from quadriga.engines.packing import LossFunction, Outputs
-from quadriga.engines.parallel.pipeline import Stage
+from quadriga.engines.packing import LossFunction, Outputs, PackingRules
 from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.models.adapter_files import base_name, is_factor, merged
-from quadriga.models.architecture import is_packed, length_limit
 from quadriga.models.attention import PackedBatch
 from quadriga.models.flops import model_cost
 from quadriga.models.lora import adapter_of, describe_adapter
 from quadriga.models.scorers import ScoreQuestion, Scorer
-from quadriga.models.vision import ImageTokens, unseen_image
+from quadriga.models.vision import unseen_image
 from quadriga.observe.machine import release_free_memory
 
 # A micro-batch of this size leaves holes in a CPU's memory that the next one does not fit into.
@@ -80,6 +77,7 @@ class FSDPEngine:
     Attributes:
         parameters: the parameters, their masters and gradients.
         optimizer: updates the masters; only if the model is trained.
+        packing: how rows may be packed for the model.
         rest: host memory of offloadable tensors. While a background copy of the tensors of `state`
             is under way, an optimizer step waits for it.
         activations: context manager that offloads activations, if they are.
@@ -108,12 +106,12 @@ class FSDPEngine:
         self.training = training
         self.memory = memory or Memory()
         model = self.model
+        self.packing = PackingRules.of(model)
         # Read now: afterwards the parameters may be shards.
         self.cost = model_cost(model)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.adapter = describe_adapter(model) if adapter_of(model) else ""
         self.rest = RestingTensors(device, name)
-        self.frees_gradients = False
 
         _disable_dropout(model)
         if training is None:
@@ -154,21 +152,8 @@ class FSDPEngine:
 
     @property
     def stage(self) -> Any:
-        """The pipeline stage that computes on this rank, if there are stages."""
-        root = self.parameters.root
-        return root if isinstance(root, Stage) else None
-
-    @cached_property
-    def packs_up_to(self) -> float:
-        """Rows of at most this many tokens may share a micro-batch; longer ones may not."""
-        if not is_packed(self.model):
-            return 0
-        return length_limit(self.model.config) or math.inf
-
-    @cached_property
-    def image_tokens(self) -> ImageTokens | None:
-        """Tokens that stand for images. None: the model reads none."""
-        return ImageTokens.of(self.model.config)
+        """The schedule of the pipeline stage that computes on this rank, if there is one."""
+        return self.parameters.stage
 
     @property
     def loss_scale(self) -> torch.Tensor:
@@ -204,16 +189,17 @@ class FSDPEngine:
         Returns:
             Outputs [M] of each micro-batch, in order; none from a pipeline stage without the head.
         """
-        self.rest.wait(("weights",))
+        self._require_awake("weights")
         work = [(batch, _zero_loss) for batch in batches]
         # Ranks that share weights gather them together, once for each micro-batch.
-        if not self.has_replicated_weights:
+        if isinstance(self.parameters, PartialWeights):
             work = self._equal_work(work)
         outputs: list[Outputs] = []
-        if self.stage is None:
+        stage = self.parameters.stage
+        if stage is None:
             outputs = [self.scorer(batch, question) for batch, _ in work]
         elif work:
-            outputs = self.stage.run([(batch, None) for batch, _ in work], question)
+            outputs = stage.run([(batch, None) for batch, _ in work], question)
         if isinstance(self.parameters.root, FSDPModule):
             # Free the gathered weights, as a backward pass would.
             self.parameters.root.reshard()
@@ -234,25 +220,27 @@ class FSDPEngine:
             losses: loss of each micro-batch, from its outputs [M].
             temperature: sampling temperature, which divides the logits.
         """
-        self.rest.wait(("weights",))
+        self._require_awake("weights")
         question = ScoreQuestion(temperature, with_entropy=True)
-        scale = float(self.loss_scale[0])
+        scale = float(self.optimizer.loss_scale[0])
         if scale != 1.0:
             losses = [partial(_scaled_loss, loss, scale) for loss in losses]
         work = list(zip(batches, losses, strict=True))
-        if not self.has_replicated_weights:
+        if isinstance(self.parameters, PartialWeights):
             work = self._equal_work(work)
         # Hugging Face models checkpoint layers in training mode only.
-        self.model.train(self.memory.gradient_checkpointing)
+        model = self.scorer.model
+        model.train(self.memory.gradient_checkpointing)
+        stage = self.parameters.stage
         with self.activations or nullcontext():
-            if self.stage is not None and work:
-                self.stage.run(work, question, is_training=True)
-            elif self.stage is None:
+            if stage is not None and work:
+                stage.run(work, question, is_training=True)
+            elif stage is None:
                 for batch, loss in work:
                     loss(self.scorer(batch, question)).backward()
                     if self.device.type == "cpu" and batch.num_tokens >= _LONG_TOKENS:
                         release_free_memory()
-        self.model.eval()
+        model.eval()
 
     def _equal_work(
         self, work: list[tuple[PackedBatch, LossFunction]]
@@ -270,7 +258,7 @@ class FSDPEngine:
         equal_work = []
         for batch, loss in work + [filler] * (number - len(work)):
             batch = batch.extended(-(-batch.num_tokens // multiple) * multiple)
-            if self.image_tokens is not None and not batch.images:
+            if self.packing.image_tokens is not None and not batch.images:
                 # All ranks gather the vision encoder if one of them has images.
                 batch = replace(batch, images=unseen_image(self.model, self.device))
             equal_work.append((batch, loss))
@@ -299,7 +287,7 @@ class FSDPEngine:
         Raises:
             EngineError: the last `max_nonfinite_steps` gradients were not finite.
         """
-        self.rest.wait(ALL_KINDS)
+        self._require_awake(*ALL_KINDS)
         self.rest.is_changed = True
         self.parameters.attach_gradients()
         norm = self.optimizer.unscaled_norm()
@@ -319,7 +307,7 @@ class FSDPEngine:
         Returns:
             An iterator over names and tensors.
         """
-        self.rest.wait(("weights",))
+        self._require_awake("weights")
         adapter = adapter_of(self.scorer.model)
         weights = self.parameters.full_parameters()
         return merged(weights, adapter.scale) if adapter and is_merged else weights
@@ -334,7 +322,7 @@ class FSDPEngine:
         Returns:
             An iterator over names and tensors.
         """
-        self.rest.wait(("weights",))
+        self._require_awake("weights")
         full_parameters = self.parameters.full_parameters
         weights = full_parameters() if with_frozen else full_parameters(is_factor)
         return ((base_name(name), tensor) for name, tensor in weights)
@@ -355,7 +343,7 @@ class FSDPEngine:
         Returns:
             Tensors by name.
         """
-        self.rest.wait(ALL_KINDS)
+        self._require_awake(*ALL_KINDS)
         weights = self.parameters
         trained = set(weights.trained)
         has_adapter = adapter_of(self.scorer.model) is not None
@@ -413,7 +401,7 @@ class FSDPEngine:
         if self.training is not None and "optimizer" in kinds:
             # Create the moments now, so that they never occupy the device outside of `awake`.
             tensors["optimizer"] = self.optimizer.all_moments()
-        self.frees_gradients = frees_gradients
+        self.rest.frees_gradients = frees_gradients
         self.rest.is_changed = True
         offloadable: dict[str, list[torch.Tensor]] = {}
         for kind, tensors_of_kind in tensors.items():
@@ -445,8 +433,8 @@ class FSDPEngine:
             tensor.data = copy
 
     def sleep(self) -> None:
-        """Offload every offloadable tensor, and free gradient sums if `frees_gradients` is set."""
-        if self.frees_gradients:
+        """Offload every offloadable tensor, and free gradient sums if `rest_between_phases` says so."""
+        if self.rest.frees_gradients:
             self.parameters.sums.clear()
         self.rest.sleep()
 
@@ -457,11 +445,17 @@ class FSDPEngine:
         Args:
             kinds: of `ALL_KINDS`. Those that are not offloadable are there anyway.
         """
-        self.rest.wake(kinds)
+        if self.rest.memory:
+            self.rest.wake(kinds)
         try:
             yield
         finally:
             self.sleep()
+
+    def _require_awake(self, *kinds: str) -> None:
+        """Check that tensors are on the device, and wait for their copies."""
+        if self.rest.memory:
+            self.rest.wait(kinds)
 
     def _require_equal_replicas(self) -> None:
         if self.processes.layout.is_whole:

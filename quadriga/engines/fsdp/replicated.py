@@ -51,6 +51,7 @@ class ReplicatedWeights:
         steps_on_host: bool = False,
     ) -> None:
         self.root = root
+        self.stage = None  # every rank computes the whole model
         self.replicas = replicas
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.buffers = weight_buffers(module)

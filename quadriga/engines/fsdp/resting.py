@@ -26,6 +26,7 @@ class RestingTensors:
         memory: host memory by kind of tensors.
         asleep: kinds that are offloaded at present.
         is_changed: whether tensors have changed since they were offloaded.
+        frees_gradients: whether the engine frees its sums of gradients when it sleeps.
         copying: a background copy that reads the tensors; they stay until it is done.
     """
 
@@ -36,6 +37,7 @@ class RestingTensors:
         self.memory: dict[str, MappedFile | PinnedCopy] = {}
         self.asleep: set[str] = set()
         self.is_changed = False
+        self.frees_gradients = False
         self.copying: Future[None] | None = None
 
     def add(

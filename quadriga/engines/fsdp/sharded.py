@@ -124,8 +124,10 @@ class PartialWeights:
     Attributes:
         names: names in the full model.
         sums: float32 gradients of parameters in a narrower dtype.
+        stage: schedule of this rank's pipeline stage, if there is one.
     """
 
+    stage: Any = None
     parameters: Mapping[Any, nn.Parameter]  # compute parameters; a subclass chooses the keys
     masters: dict[str, torch.Tensor]  # float32 [V/tp/fsdp, D]
     trained: list[str]
@@ -361,6 +363,8 @@ class ShardedWeights(PartialWeights):
     ) -> None:
         super().__init__(processes, dtype, parts, whole)
         self.root = root
+        if isinstance(root, Stage):
+            self.stage = root
         device = processes.world.device
         # On a CPU, shards are already where they would be offloaded to.
         offloads = memory.offload_weights and device.type == "cuda"

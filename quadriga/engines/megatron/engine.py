@@ -249,16 +249,13 @@ class MegatronEngine(FSDPEngine):
         )
         if self.scorer.sharing.has_head and isinstance(model.get_output_embeddings(), nn.Linear):
             model.set_output_embeddings(_Head(*weights.head()))
-        # The common engine asks the weights for the module that computes.
-        weights.root = MegatronSchedule(
+        # The common engine asks the weights for what computes, also without pipeline stages.
+        schedule = MegatronSchedule(
             self.scorer, chunks, processes, is_interleaved=self.virtual is not None
         )
+        weights.root = schedule
+        weights.stage = schedule
         return weights
-
-    @property
-    def stage(self) -> MegatronSchedule:
-        """The schedule that computes, also without pipeline stages."""
-        return self.parameters.root
 
     def describe(self) -> dict[str, Any]:
         choices = super().describe()

@@ -213,7 +213,12 @@ class Plays:
         return iter(self.by_agent.values())
 
     def record(self, step: Step, actor: int | None = None) -> None:
-        """Record a step for all agents, see `Play.record`."""
+        """Record a step for all agents.
+
+        Args:
+            step: the environment's response.
+            actor: number of the agent that acted; see `Play.record`.
+        """
         for play in self:
             play.record(step, actor)
 
