@@ -59,7 +59,7 @@ class RowTokens(RowLength):
 
 @dataclass(frozen=True)
 class PackingRules:
-    """How rows may be packed for a model."""
+    """Limits on packing the rows of a model."""
 
     image_tokens: ImageTokens | None  # tokens that stand for images; None: the model reads none
     # Rows of at most this many tokens may share a micro-batch; longer ones may not.
