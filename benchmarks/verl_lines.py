@@ -86,7 +86,11 @@ def silent_keys(entry: Entry, words: Sequence[str], version: str) -> list[str]:
     for word in words:
         for key in keys_below(line, key_of(word)):
             is_accounted = _is_told(key, told) or _is_listed(line, key) or _is_taken(line, key)
-            if not is_accounted and line.keys.is_changed(key) and not _has_effect(line, word, words):
+            if (
+                not is_accounted
+                and line.keys.is_changed(key)
+                and not _has_effect(line, word, words)
+            ):
                 silent.append(key)
     return silent
 
