@@ -5,7 +5,6 @@ Legend: B rows, P prompt positions, T response positions, L layers, k experts pe
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
 from quadriga.redact import redacted
 from quadriga.trainer.responses import user_columns
-from quadriga.trainer.rollout_rows import scored_rows
+from quadriga.trainer.rollout_rows import name_rollouts, scored_rows
 
 _TOKEN_COLUMNS = {
     "response_ids": "responses",
@@ -149,11 +148,7 @@ class _ConvertedBatch:
         uids = list(map(str, self._objects_in_order("uid")))
         rollout_ids = self._texts(ROLLOUT_ID)
         if rollout_ids is None:
-            num_before = Counter[str]()
-            rollout_ids = []
-            for uid in uids:
-                rollout_ids.append(f"{uid}/{num_before[uid]}")
-                num_before[uid] += 1
+            rollout_ids = name_rollouts(uids)
         # A row without a score is not one with the score 0.
         has_score = scored_rows(self.batch)[self.order].numpy()
         scores = pa.array(self._in_order("token_level_scores").sum(1), mask=~has_score)

@@ -4,6 +4,8 @@
 Legend: B rows, P prompt positions, T response positions.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +13,16 @@ import torch
 from quadriga.algorithms.registry import ROLLOUT_ID
 from quadriga.protocol import DataProto
 from quadriga.rewards.outcome import UNSCORED
+
+
+def name_rollouts(uids: Iterable[Any]) -> list[str]:
+    """Names of rollouts of one row each, from the ids of their prompts, as `repeat_prompts`."""
+    num_before = Counter[str]()
+    names = []
+    for uid in map(str, uids):
+        names.append(f"{uid}/{num_before[uid]}")
+        num_before[uid] += 1
+    return names
 
 
 def rollout_numbers(rows: DataProto) -> list[int]:

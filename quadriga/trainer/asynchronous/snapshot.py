@@ -19,12 +19,15 @@ from typing import Any
 
 import torch
 
+from quadriga.algorithms.registry import ROLLOUT_ID
 from quadriga.errors import CheckpointError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.protocol.disk import to_bytes
 from quadriga.trainer.asynchronous.prefetcher import Prefetcher
 from quadriga.trainer.asynchronous.schedule import Schedule
+from quadriga.trainer.rollout_rows import name_rollouts
 from quadriga.workers.stream import UnderWay
 
 STATE = (
@@ -163,6 +166,10 @@ def from_tensor(content: torch.Tensor) -> DataProto:
         file.write(content.numpy().data)
         file.flush()
         rows = DataProto.load_from_disk(f"/dev/fd/{file.fileno()}")
+    columns = rows.non_tensor_batch
+    if "responses" in rows.batch.keys() and ROLLOUT_ID not in columns:
+        # Version 0.2.0 wrote responses without it.
+        columns[ROLLOUT_ID] = object_array(name_rollouts(columns["uid"]))
     metrics = rows.meta_info["metrics"]
     rows.meta_info["metrics"] = {
         name: [Metric(*fields) for fields in values] for name, values in metrics.items()

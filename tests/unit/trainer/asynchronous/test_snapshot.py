@@ -30,6 +30,9 @@ def test_rows_pass_through_no_file_that_a_killed_process_would_leave(
     assert rows.batch.keys() == answers.batch.keys()
     assert all(torch.equal(rows.batch[name], answers.batch[name]) for name in rows.batch.keys())
     assert rows.non_tensor_batch["uid"].tolist() == ["p", "p", "q"]
+    # Older checkpoints have responses without the name of their rollout.
+    assert "rollout_id" not in answers.non_tensor_batch
+    assert rows.non_tensor_batch["rollout_id"].tolist() == ["p/0", "p/1", "q/0"]
 
 
 def test_reports_are_complete_once_every_worker_has_reported_or_is_lost() -> None:
