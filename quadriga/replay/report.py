@@ -29,6 +29,8 @@ def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
     if not replayed.is_edited:
         yield from _columns(replayed)
     yield from _metrics(replayed)
+    if replayed.earlier:
+        yield f"on the way: {replayed.earlier}"
     yield _verdict(replayed)
 
 

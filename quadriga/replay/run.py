@@ -81,6 +81,7 @@ class Replayed:
         columns: comparison of the columns.
         metrics: comparison of the metrics.
         recorded_alone: names of metrics that a replay does not compute.
+        earlier: first step before it that differs, and in which columns; "" if none does.
     """
 
     start: ReplayStart
@@ -92,6 +93,7 @@ class Replayed:
     columns: list[Comparison]
     metrics: list[Comparison] = field(default_factory=list)
     recorded_alone: list[str] = field(default_factory=list)
+    earlier: str = ""
 
     @property
     def largest(self) -> float:
@@ -161,6 +163,7 @@ def replay(request: ReplayRequest) -> Replayed:
         trainer.last_step = request.step
         try:
             rows, metrics = _replay_step(trainer, request.step)
+            earlier = _earlier_difference(trainer)
         finally:
             run.close()
     recorded = start.record.read(request.step)
@@ -176,6 +179,7 @@ def replay(request: ReplayRequest) -> Replayed:
         columns=columns,
         metrics=metric_comparisons,
         recorded_alone=recorded_alone,
+        earlier=earlier,
     )
 
 
@@ -330,6 +334,20 @@ def _replay_step(trainer: ReplayTrainer, number: int) -> tuple[pa.Table, dict[st
     trainer.recorder.finish()
     replayed = RecordFolder(config.trainer.directory).read(number)
     return replayed.rows, replayed.facts["metrics"]
+
+
+def _earlier_difference(trainer: ReplayTrainer) -> str:
+    """The first step before the replayed one that differs; "" if none does."""
+    trainer.recorder.finish()
+    replayed = RecordFolder(trainer.config.trainer.directory)
+    for step in replayed.steps():
+        if step == trainer.last_step:
+            break
+        columns = compare_rows(trainer.recorded.read(step).rows, replayed.read(step).rows)
+        names = [entry.name for entry in columns if not entry.is_equal]
+        if names:
+            return f"step {step} differs in {', '.join(names)}"
+    return ""
 
 
 def _steps(trainer: ReplayTrainer) -> Any:
