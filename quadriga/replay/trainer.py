@@ -145,9 +145,10 @@ class ReplayTrainer(RayPPOTrainer):
                 self.debugs = False
                 debug(phase, batch, differences)
         if is_end and phase != UPDATE:
-            metrics = reduce_metrics(self.batch_metrics)
-            if "advantages" in batch.batch.keys():
-                metrics |= data_metrics(batch)
+            if phase == REWARDS:
+                metrics = reduce_metrics(batch.meta_info["metrics"])
+            else:
+                metrics = reduce_metrics(self.batch_metrics) | data_metrics(batch)
             raise PhaseReachedError(batch, metrics)
 
 
