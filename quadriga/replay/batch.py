@@ -157,7 +157,7 @@ class RecordedStep:
         return routes
 
     def _graded(self) -> np.ndarray:
-        """What graders returned beside each score, as far as the record holds it."""
+        """Values that graders returned beside each score, as far as the record holds them."""
         extras = []
         columns = [self._lists(name) for name in ("score", "reward_error", "reward_parts")]
         for score, error, parts in zip(*columns, strict=True):

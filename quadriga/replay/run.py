@@ -144,6 +144,7 @@ def replay(request: ReplayRequest) -> Replayed:
     if grades_again:
         _require_grader(edited)
     _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
+    # The configuration is that of the run, so only files can have changed.
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
 
@@ -368,9 +369,9 @@ def _obstacle(config: Config, recorded: StepRecord) -> str:
     if config.trainer.backend != "local":
         return "the run computed in worker processes"
     machine = recorded.facts.get("machine")
-    here = describe_numerics()
-    if machine != here:
-        return f"the run was on {machine or 'an unknown machine'}, the replay is on {here}"
-    if "no GPU" not in here:
+    this_machine = describe_numerics()
+    if machine != this_machine:
+        return f"the run was on {machine or 'an unknown machine'}, the replay is on {this_machine}"
+    if "no GPU" not in this_machine:
         return "an accelerator does not add in the same order each time"
     return ""

@@ -56,6 +56,7 @@ class ReplayWorker(ActorRolloutRefWorker):
         self, config: Config, tokenizer: PreTrainedTokenizerBase, role: str, **options: Any
     ) -> None:
         super().__init__(config, tokenizer, role, **options)
+        # No memory for an engine, and none of its packages need be installed.
         self.parts = self.parts._replace(rollout=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
