@@ -144,6 +144,8 @@ class ReplayTrainer(RayPPOTrainer):
             differences = [entry for entry in compare_rows(recorded, rows) if not entry.is_equal]
             if differences or phase == self.debugged_phase:
                 self.debugs = False
+                # A bar would draw over the debugger's prompt.
+                self.progress.close()
                 debug(phase, batch, differences)
         if is_end and phase != UPDATE:
             if phase == REWARDS:
