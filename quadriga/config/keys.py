@@ -150,8 +150,8 @@ def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
                 name=name,
                 task=task,
                 is_open=dict in types_of_values,
-                # YAML reads true and false as truth values, and all other words as text.
-                is_text=str in types_of_values and bool not in types_of_values,
+                # YAML reads truth values and whole numbers as such, and all other words as text.
+                is_text=str in types_of_values and types_of_values.isdisjoint((bool, int)),
             )
 
 

@@ -123,6 +123,7 @@ def _compared(
     num_different = 0
     largest = 0.0
     first = None
+    # Lengths may differ where a mask or a rejection does, so rows are compared one by one.
     for row, (old, new) in enumerate(zip(recorded, replayed, strict=True)):
         if old is None or new is None or isinstance(old, str):
             # One value of the row: at least one side has none, or it is a text.

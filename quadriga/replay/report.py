@@ -29,6 +29,8 @@ def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
     if not replayed.is_edited:
         yield from _columns(replayed)
     yield from _metrics(replayed)
+    if replayed.earlier:
+        yield f"on the way: {replayed.earlier}"
     yield _verdict(replayed)
 
 
@@ -134,12 +136,11 @@ def _rows(replayed: Replayed) -> Iterator[str]:
         is_changed = old[0] != new[0] or (new[2] is not None and old[2] != new[2])
         (changed if is_changed else unchanged).append(row)
     yield f"{len(changed)} of {len(old_numbers)} rows change"
-    yield from _table(
-        replayed, [*changed, *unchanged][:MAX_ROWS], is_short=replayed.until == REWARDS
-    )
-    num_hidden = len(old_numbers) - MAX_ROWS
-    if num_hidden > 0:
-        yield f"  and {num_hidden} other rows"
+    rows = [*changed, *unchanged] if replayed.is_edited else changed
+    if rows:
+        yield from _table(replayed, rows[:MAX_ROWS], is_short=replayed.until == REWARDS)
+    if len(rows) > MAX_ROWS:
+        yield f"  and {len(rows) - MAX_ROWS} other rows"
 
 
 def _group(replayed: Replayed, uid: str) -> Iterator[str]:

@@ -81,6 +81,7 @@ class Replayed:
         columns: comparison of the columns.
         metrics: comparison of the metrics.
         recorded_alone: names of metrics that a replay does not compute.
+        earlier: first step before it that differs, and in which columns; "" if none does.
     """
 
     start: ReplayStart
@@ -92,6 +93,7 @@ class Replayed:
     columns: list[Comparison]
     metrics: list[Comparison] = field(default_factory=list)
     recorded_alone: list[str] = field(default_factory=list)
+    earlier: str = ""
 
     @property
     def largest(self) -> float:
@@ -142,6 +144,7 @@ def replay(request: ReplayRequest) -> Replayed:
     if grades_again:
         _require_grader(edited)
     _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
+    # The configuration is that of the run, so only files can have changed.
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
 
@@ -161,6 +164,7 @@ def replay(request: ReplayRequest) -> Replayed:
         trainer.last_step = request.step
         try:
             rows, metrics = _replay_step(trainer, request.step)
+            earlier = _earlier_difference(trainer)
         finally:
             run.close()
     recorded = start.record.read(request.step)
@@ -176,6 +180,7 @@ def replay(request: ReplayRequest) -> Replayed:
         columns=columns,
         metrics=metric_comparisons,
         recorded_alone=recorded_alone,
+        earlier=earlier,
     )
 
 
@@ -332,6 +337,20 @@ def _replay_step(trainer: ReplayTrainer, number: int) -> tuple[pa.Table, dict[st
     return replayed.rows, replayed.facts["metrics"]
 
 
+def _earlier_difference(trainer: ReplayTrainer) -> str:
+    """The first step before the replayed one that differs; "" if none does."""
+    trainer.recorder.finish()
+    replayed = RecordFolder(trainer.config.trainer.directory)
+    for step in replayed.steps():
+        if step == trainer.last_step:
+            break
+        columns = compare_rows(trainer.recorded.read(step).rows, replayed.read(step).rows)
+        names = [entry.name for entry in columns if not entry.is_equal]
+        if names:
+            return f"step {step} differs in {', '.join(names)}"
+    return ""
+
+
 def _steps(trainer: ReplayTrainer) -> Any:
     """Steps of a trainer, with an error for a damaged checkpoint that fits a replay."""
     try:
@@ -350,9 +369,9 @@ def _obstacle(config: Config, recorded: StepRecord) -> str:
     if config.trainer.backend != "local":
         return "the run computed in worker processes"
     machine = recorded.facts.get("machine")
-    here = describe_numerics()
-    if machine != here:
-        return f"the run was on {machine or 'an unknown machine'}, the replay is on {here}"
-    if "no GPU" not in here:
+    this_machine = describe_numerics()
+    if machine != this_machine:
+        return f"the run was on {machine or 'an unknown machine'}, the replay is on {this_machine}"
+    if "no GPU" not in this_machine:
         return "an accelerator does not add in the same order each time"
     return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a replay: the checkpoint, the steps to train again, the configuration, the time."""
+"""The start of a replay: checkpoint, steps to train again, configuration, predicted time."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,7 @@ def find_start(directory: str | Path, step: int) -> ReplayStart:
             expected="the same settings for all steps that are trained again",
             fix=f"The checkpoint of step {settings.first - 1} is gone: replay a step before it.",
         )
+    # Generation takes most of a step's time, and a replay leaves it out.
     recorded_s = 0.0
     for number in needed_steps:
         metrics = record.read(number, columns=["uid"]).facts["metrics"]
@@ -121,13 +122,12 @@ def _require_steps(
     begin = "the start of the run, for there is no checkpoint before it"
     if checkpoint_step is not None:
         begin = f"the checkpoint of step {checkpoint_step}"
-    first, last = min(recorded_steps), max(recorded_steps)
     got = f"no record of {'steps' if len(missing_steps) > 1 else 'step'} "
     got += ", ".join(map(str, missing_steps[:10]))
     got += " and others" if len(missing_steps) > 10 else ""
     raise DataError(
         str(record.folder),
-        got=f"{got}; steps {first} to {last} are there",
+        got=f"{got}; the record has steps {min(recorded_steps)} to {max(recorded_steps)}",
         expected=f"a record of every step up to {step} since {begin}",
         fix="Replay a recorded step behind a checkpoint. trainer.rollout_record=all, a larger "
         "trainer.rollout_record_gib and more checkpoints keep more steps.",

@@ -56,6 +56,7 @@ class ReplayWorker(ActorRolloutRefWorker):
         self, config: Config, tokenizer: PreTrainedTokenizerBase, role: str, **options: Any
     ) -> None:
         super().__init__(config, tokenizer, role, **options)
+        # No memory for an engine, and none of its packages need be installed.
         self.parts = self.parts._replace(rollout=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -143,11 +144,14 @@ class ReplayTrainer(RayPPOTrainer):
             differences = [entry for entry in compare_rows(recorded, rows) if not entry.is_equal]
             if differences or phase == self.debugged_phase:
                 self.debugs = False
+                # A bar would draw over the debugger's prompt.
+                self.progress.close()
                 debug(phase, batch, differences)
         if is_end and phase != UPDATE:
-            metrics = reduce_metrics(self.batch_metrics)
-            if "advantages" in batch.batch.keys():
-                metrics |= data_metrics(batch)
+            if phase == REWARDS:
+                metrics = reduce_metrics(batch.meta_info["metrics"])
+            else:
+                metrics = reduce_metrics(self.batch_metrics) | data_metrics(batch)
             raise PhaseReachedError(batch, metrics)
 
 

@@ -82,8 +82,9 @@ def test_a_step_again(
     assert len(stops) == 1
     assert "score DIFFERENT 1 of 8 values" in " ".join(output.split())
     assert "first: row 2 (3-1/0)" in output
-    status, output = replay("--step", "3", "--uid", "3-1")
-    assert "prompt 3-1: 2 rows" in output
+    status, output = replay("--step", "4", "--uid", "4-1")
+    assert "prompt 4-1: 2 rows" in output
+    assert "on the way: step 3 differs in score" in output
 
 
 def test_conversations_with_dynamic_sampling(

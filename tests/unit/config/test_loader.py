@@ -355,6 +355,8 @@ def test_the_number_of_keys_is_reviewed() -> None:
         ("++data.seed=3", "data.seed", 3),
         ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr", 1e-6),
         ("data.shuffle=True", "data.shuffle", True),
+        ("trainer.rollout_record=3", "trainer.rollout_record", 3),
+        ("trainer.rollout_record=off", "trainer.rollout_record", "off"),
         ("data.val_batch_size=null", "data.val_batch_size", None),
         ("actor_rollout_ref.rollout.stop_token_ids=[1,2]", "actor_rollout_ref.rollout.stop_token_ids", [1, 2]),
         ('trainer.logger=["console","wandb"]', "trainer.logger", ["console", "wandb"]),
