@@ -79,7 +79,8 @@ class ViewData:
                 self._num_asked -= 1
                 if not self._num_asked:
                     self._is_quiet.set()
-        return json.dumps(answer, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+        text = json.dumps(_finite(answer), ensure_ascii=False, allow_nan=False)
+        return text.encode(errors="replace")
 
     def names(self) -> list[str]:
         """Names of the runs."""
@@ -89,7 +90,7 @@ class ViewData:
         return {"runs": self.names()}
 
     def summary(self, query: Query) -> Answer:
-        return _finite(self._run(query).summary())
+        return self._run(query).summary()
 
     def configuration(self, query: Query) -> Answer:
         run = self._run(query)
@@ -97,7 +98,7 @@ class ViewData:
         earlier = {}
         for step, path in run.earlier_configurations().items():
             earlier[str(step)] = run.configuration(path)[0]
-        return _finite({"values": values, "earlier": earlier})
+        return {"values": values, "earlier": earlier}
 
     def metrics(self, query: Query) -> Answer:
         metrics = self._run(query).metrics()
@@ -112,7 +113,6 @@ class ViewData:
         """Numbers of the index by step, as far as it is built."""
         run = self._run(query)
         index = self.index(run)
-        index.refresh()
         answer: Answer = {"indexed": len(index.steps), "total": index.total}
         for kind in (STEP, VALIDATION):
             steps = run.record.steps(kind)
@@ -120,9 +120,7 @@ class ViewData:
             names = sorted({name for entry in entries if entry for name in entry.numbers})
             columns = {}
             for name in names:
-                columns[name] = [
-                    _number(entry.numbers.get(name)) if entry else None for entry in entries
-                ]
+                columns[name] = [entry and entry.numbers.get(name) for entry in entries]
             answer[kind] = {
                 "steps": steps,
                 "columns": columns,
@@ -133,7 +131,6 @@ class ViewData:
 
     def progress(self, query: Query) -> Answer:
         index = self.index(self._run(query))
-        index.refresh()
         return {"indexed": len(index.steps), "total": index.total}
 
     def rollouts(self, query: Query) -> Answer:
@@ -154,14 +151,13 @@ class ViewData:
         place = _integer(query, "place")
         start = max(0, _integer(query, "start"))
         try:
-            return _finite(rollout_details(run.record, step, kind, place, _tokens(run), start))
+            return rollout_details(run.record, step, kind, place, _tokens(run), start)
         except IndexError as error:
             raise DataError("place", got=str(error), expected="a row of the step") from error
 
     def prompts(self, query: Query) -> Answer:
         """Prompts with their mean scores over the steps, those that improve least first."""
         index = self.index(self._run(query))
-        index.refresh()
         tables = [entry.rows for (kind, _), entry in list(index.steps.items()) if kind == STEP]
         frame = pa.concat_tables([SCHEMA.empty_table(), *tables]).to_pandas()
         answer: Answer = {"indexed": len(index.steps), "total": index.total, "prompts": []}
@@ -197,7 +193,6 @@ class ViewData:
     def health(self, query: Query) -> Answer:
         run = self._run(query)
         index = self.index(run)
-        index.refresh()
         entries = list(index.steps.items())
         numbers = {step: entry.numbers for (kind, step), entry in entries if kind == STEP}
         return {
@@ -208,17 +203,19 @@ class ViewData:
         }
 
     def lanes(self, query: Query) -> Answer:
-        return _finite(trace_lanes(self._run(query), _step(query)[0]))
+        return trace_lanes(self._run(query), _step(query)[0])
 
     def _run(self, query: Query) -> ViewedRun:
         return self._runs.run(query.get("run", ""))
 
     def index(self, run: ViewedRun) -> RunIndex:
-        """The index of a run."""
-        index = self._indexes.get(run.directory)
-        if index is None:
-            index = RunIndex(run, self._cache, self._is_quiet)
-            self._indexes[run.directory] = index
+        """The index of a run, which reads what is new in a thread."""
+        with self._lock:
+            index = self._indexes.get(run.directory)
+            if index is None:
+                index = RunIndex(run, self._cache, self._is_quiet)
+                self._indexes[run.directory] = index
+            index.refresh()
         return index
 
     def run(self, name: str) -> ViewedRun:
@@ -245,13 +242,6 @@ def _integer(query: Query, name: str) -> int:
         return int(text)
     except ValueError as error:
         raise DataError(name, got=text[:80], expected="a whole number") from error
-
-
-def _number(value: float | None) -> float | None:
-    """A number with six digits; None if it is not finite."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.6g}")
 
 
 def _finite(value: Any) -> Any:

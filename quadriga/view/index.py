@@ -103,7 +103,9 @@ class RunIndex:
         if self._pending is not None:
             if not self._pending.done():
                 return
-            self._pending.result()
+            ended = self._pending
+            self._pending = None
+            ended.result()
         stamps = self._stamps()
         self.total = len(stamps)
         indexed = {key: entry.stamp for key, entry in self.steps.items()}
@@ -112,8 +114,7 @@ class RunIndex:
         self._pending = in_background(lambda: self._build(stamps), "view index")
 
     def wait(self) -> None:
-        """Wait until everything is indexed."""
-        self.refresh()
+        """Wait until everything is indexed that `refresh` has found."""
         if self._pending is not None:
             self._pending.result()
 

@@ -25,7 +25,8 @@ def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
     """
     folder = _trace_folder(run)
     if folder is None:
-        return {"lanes": [], "note": f"No lives of rollouts are recorded; {TRACE_KEY} does that."}
+        note = f"No lives of rollouts are recorded. {TRACE_KEY} does that for agent loops."
+        return {"lanes": [], "note": note}
     lanes: list[dict[str, Any]] = []
     note = ""
     for path in sorted(folder.glob(f"{step:06d}.*.jsonl")):

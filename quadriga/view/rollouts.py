@@ -208,6 +208,7 @@ def rollout_details(
         raise IndexError(f"row {place} of {len(rows)}")
     row = rows.slice(place, 1)
     details: dict[str, Any] = row.select(_PLAIN_COLUMNS).to_pylist()[0]
+    details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]
     for name in _JSON_COLUMNS:
         text = row[name][0].as_py()
         if text is not None and len(text) > MAX_TEXT and name != "turn_spans":
