@@ -26,13 +26,15 @@ function mismatches(columns) {
 
 const isTrained = (columns, place) => Boolean((columns.trained_mask || columns.response_mask || [])[place]);
 
-// Colors of values: [function from a value to a color, text of the low end, text of the high end].
+// Colors of values: [function from a value to a color, what stands at the low end of the legend, and at the high end].
 function colorsOf(kind, values) {
   const known = values.filter(isNumber);
   const mix = (color, share) => `color-mix(in srgb, ${color} ${Math.round(Math.min(1, share) * 80)}%, transparent)`;
   if (kind === "version") {
     const versions = [...new Set(known)].sort((one, two) => one - two);
-    return [(value) => (value < 0 ? "transparent" : mix(palette[versions.indexOf(value) % palette.length], 0.6)), versions.filter((value) => value >= 0).join(", "), ""];
+    const colorOf = (value) => (value < 0 ? "transparent" : mix(palette[versions.indexOf(value) % palette.length], 0.6));
+    const swatches = versions.filter((value) => value >= 0).map((value) => h("span", {}, h("span", { class: "swatch", style: { background: colorOf(value) } }), num(value)));
+    return [colorOf, swatches, ""];
   }
   if (kind === "log_prob") return [(value) => mix("#e5484d", -value / 5), "0", "−5 nats or less"];
   if (kind === "advantage" || kind === "score") {
@@ -138,7 +140,7 @@ function rendered(main, details, query) {
   if (values && kind !== "mask") {
     const [colorOf, low, high] = colorsOf(kind, values);
     color = colorOf;
-    legend.append(low, kind === "version" ? "" : gradient(colorOf, kind, values), high);
+    put(legend, low, kind === "version" ? "" : gradient(colorOf, kind, values), high);
   } else if (kind === "mask") {
     legend.append("dim: not of the model; underlined: of the model, but not trained");
   }

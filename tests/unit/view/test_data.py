@@ -108,7 +108,7 @@ def test_health_in_words(tmp_path: Path) -> None:
     by_title = {finding["title"]: finding for finding in findings}
     assert findings[0]["state"] == BAD and by_title["Entropy"]["state"] == BAD
     assert by_title["Entropy"]["step"] == 12
-    assert by_title["Reward"]["state"] == "good"
+    assert (by_title["Reward"]["state"], by_title["Reward"]["step"]) == ("good", 1)
     assert by_title["Slow rank"]["sentence"] == "The run has no perf/imbalance/actor."
     assert by_title["Length at its limit"]["state"] not in (BAD, WARNING)
 
