@@ -4,7 +4,7 @@
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,17 @@ import pyarrow as pa
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION, TokenTable
 from quadriga.view.health import health
+from quadriga.view.images import row_images
 from quadriga.view.index import SCHEMA, RunIndex
 from quadriga.view.lanes import trace_lanes
 from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows, rounded
 from quadriga.view.runs import Runs, ViewedRun
 
+ANSWERS = (
+    *("runs", "summary", "configuration", "metrics", "steps", "progress", "prompts", "health"),
+    *("rollouts", "search", "rollout", "images", "lanes"),
+)
+"""Methods of `ViewData` that the page may ask, by the last part of their address."""
 MAX_PROMPTS = 1000
 """Prompts in the list of prompts."""
 
@@ -45,21 +51,6 @@ class ViewData:
         self._num_asked = 0
         self._is_quiet = threading.Event()
         self._is_quiet.set()
-        self.answers: dict[str, Callable[[Query], Answer]] = {
-            "runs": self.runs,
-            "summary": self.summary,
-            "configuration": self.configuration,
-            "metrics": self.metrics,
-            "steps": self.steps,
-            "progress": self.progress,
-            "rollouts": self.rollouts,
-            "search": self.search,
-            "rollout": self.rollout,
-            "prompts": self.prompts,
-            "health": self.health,
-            "lanes": self.lanes,
-        }
-        """Functions by the last part of their address."""
 
     def answer(self, name: str, query: Query) -> bytes:
         """Answer of a function as JSON.
@@ -67,13 +58,13 @@ class ViewData:
         Raises:
             DataError: the query names a run, a step or a row that does not exist.
         """
-        if name not in self.answers:
-            raise DataError("address", got=name, expected=f"one of {', '.join(self.answers)}")
+        if name not in ANSWERS:
+            raise DataError("address", got=name, expected=f"one of {', '.join(ANSWERS)}")
         with self._lock:
             self._num_asked += 1
             self._is_quiet.clear()
         try:
-            answer = self.answers[name](query)
+            answer = getattr(self, name)(query)
         finally:
             with self._lock:
                 self._num_asked -= 1
@@ -113,7 +104,7 @@ class ViewData:
         """Numbers of the index by step, as far as it is built."""
         run = self._run(query)
         index = self.index(run)
-        answer: Answer = {"indexed": len(index.steps), "total": index.total}
+        answer = self.progress(query)
         for kind in (STEP, VALIDATION):
             steps = run.record.steps(kind)
             entries = [index.steps.get((kind, step)) for step in steps]
@@ -150,17 +141,19 @@ class ViewData:
         step, kind = _step(query)
         place = _integer(query, "place")
         start = max(0, _integer(query, "start"))
-        try:
-            return rollout_details(run.record, step, kind, place, _tokens(run), start)
-        except IndexError as error:
-            raise DataError("place", got=str(error), expected="a row of the step") from error
+        return rollout_details(run.record, step, kind, place, _tokens(run), start)
+
+    def images(self, query: Query) -> Answer:
+        step, kind = _step(query)
+        return row_images(self._run(query), step, kind, _integer(query, "place"))
 
     def prompts(self, query: Query) -> Answer:
         """Prompts with their mean scores over the steps, those that improve least first."""
+        # Before the rows are taken: more may be indexed meanwhile.
+        answer = {**self.progress(query), "prompts": []}
         index = self.index(self._run(query))
         tables = [entry.rows for (kind, _), entry in list(index.steps.items()) if kind == STEP]
         frame = pa.concat_tables([SCHEMA.empty_table(), *tables]).to_pandas()
-        answer: Answer = {"indexed": len(index.steps), "total": index.total, "prompts": []}
         if frame.empty:
             return answer
         by_step = frame.groupby(["prompt", "step"])["score"].mean().reset_index()
@@ -191,16 +184,13 @@ class ViewData:
         return answer
 
     def health(self, query: Query) -> Answer:
+        answer = self.progress(query)
         run = self._run(query)
-        index = self.index(run)
-        entries = list(index.steps.items())
+        entries = list(self.index(run).steps.items())
         numbers = {step: entry.numbers for (kind, step), entry in entries if kind == STEP}
-        return {
-            "indexed": len(entries),
-            "total": index.total,
-            "findings": health(run.metrics(), numbers),
-            "problems": run.problems(),
-        }
+        answer["findings"] = health(run.metrics(), numbers)
+        answer["problems"] = run.problems()
+        return answer
 
     def lanes(self, query: Query) -> Answer:
         return trace_lanes(self._run(query), _step(query)[0])

@@ -274,9 +274,14 @@ def _fill(
 
 def preview(ids: list[int], tokens: TokenTable | None) -> str:
     """The end of a prompt as text, in which the question stands."""
+    return text_of(ids, tokens, skips_special=True)[-_PREVIEW_CHARACTERS:]
+
+
+def text_of(ids: list[int], tokens: TokenTable | None, *, skips_special: bool = False) -> str:
+    """Text of some tokens; their ids if there are no texts."""
     if tokens is None:
-        return " ".join(map(str, ids[-20:]))
-    return tokens.decode(ids, skips_special=True)[-_PREVIEW_CHARACTERS:]
+        return " ".join(map(str, ids))
+    return tokens.decode(ids, skips_special=skips_special)
 
 
 def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from quadriga.errors import DataError
 from quadriga.observe.records import COLUMNS, RecordFolder, TokenTable
 from quadriga.view.index import (
     flat_values,
@@ -19,6 +20,7 @@ from quadriga.view.index import (
     prompt_names,
     row_lengths,
     row_sums,
+    text_of,
     truncated_rows,
 )
 
@@ -92,7 +94,7 @@ def rollout_rows(
         row["truth"] = truths[data_row]
         row["prompt_text"] = previews[prompts[place]]
         response_ids = rows["response_ids"][place].values[:_PREVIEW_TOKENS].to_pylist()
-        row["text"] = _text(response_ids, tokens)[:_PREVIEW_CHARACTERS]
+        row["text"] = text_of(response_ids, tokens)[:_PREVIEW_CHARACTERS]
         listed.append(row)
     return listed
 
@@ -199,13 +201,13 @@ def rollout_details(
         The row; `prompt` and `response` with ids, texts and the columns of tokens; `turns`.
 
     Raises:
-        DataError: the step is not recorded, or its file is damaged.
-        IndexError: it has no such row.
+        DataError: the step is not recorded, its file is damaged, or it has no such row.
     """
     names = [*_PLAIN_COLUMNS, *_JSON_COLUMNS, "prompt_ids", "response_ids", *_TOKEN_COLUMNS]
     rows = record.read(step, kind, names).rows
     if not 0 <= place < len(rows):
-        raise IndexError(f"row {place} of {len(rows)}")
+        got = f"row {place} of {len(rows)}"
+        raise DataError(str(record.path(step, kind)), got=got, expected="a row of the step")
     row = rows.slice(place, 1)
     details: dict[str, Any] = row.select(_PLAIN_COLUMNS).to_pylist()[0]
     details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]
@@ -255,12 +257,6 @@ def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any
     if texts:
         texts[-1] += decoder.decode(b"", final=True)
     return {"ids": ids, "texts": texts, "special": special_places}
-
-
-def _text(ids: Sequence[int], tokens: TokenTable | None) -> str:
-    if tokens is None:
-        return " ".join(map(str, ids))
-    return tokens.decode(ids)
 
 
 def _turns(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

@@ -73,12 +73,23 @@ async function rolloutView(main, query, rows) {
   const { run, kind, step } = query;
   const details = await ask("rollout", { run, kind, step, place, start });
   put(main, facts(details, summary));
+  if (details.image_hash) put(main, await images({ run, kind, step, place }));
   const view = query.view || (details.messages ? "turns" : "rendered");
   const views = [["rendered", "rendered tokens"], ["turns", "conversation"], ["row", "data row and grading"]];
   put(main, h("div", { class: "bar" }, views.map(([key, label]) => toggle(label, view === key, () => update({ view: key })))));
   if (view === "turns") conversation(main, details);
   else if (view === "row") dataRow(main, details);
   else rendered(main, details, query);
+}
+
+async function images(query) {
+  try {
+    const answer = await ask("images", query);
+    const shown = answer.images.filter((url) => IMAGE.test(url)).map((url) => h("img", { src: url, alt: "image of the prompt", style: { "max-height": "14rem", "max-width": "100%" } }));
+    return h("div", {}, shown, answer.note ? note(answer.note) : "");
+  } catch (error) {
+    return note(error.message);
+  }
 }
 
 // Was it trained, with which advantage? The first thing that people ask.

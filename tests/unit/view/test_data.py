@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the page shows of a run: steps, rollouts, tokens, health; and of a run whose files are damaged."""
 
+import base64
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from quadriga.errors import DataError
@@ -100,6 +103,28 @@ def test_turns_say_what_they_earned(tmp_path: Path) -> None:
     data = _view(write_run(tmp_path / "run", 1, **columns, advantages=[1.0, 2.0, 0.0, 3.0]))
     turns = _ask(data, "rollout", step=1, place=0)["turns"]
     assert [(turn["score"], turn["advantage"]) for turn in turns] == [(0.25, 1.5), (1.0, 3.0)]
+
+
+def test_images_of_a_data_row(tmp_path: Path) -> None:
+    """An image comes from the data file that the record names, as bytes or beside it; another file never does."""
+    png = b"\x89PNG of one pixel"
+    (tmp_path / "beside.png").write_bytes(png)
+    (tmp_path / "secret.txt").write_text("secret")
+    names = [
+        {"bytes": png},
+        {"path": "beside.png"},
+        {"path": "secret.txt"},
+        {"path": "missing.png"},
+    ]
+    pq.write_table(pa.table({"images": [[], names]}), tmp_path / "train.parquet")
+    columns = {"source_row": f"{tmp_path / 'train.parquet'} row 1", "image_hash": "abc"}
+    data = _view(write_run(tmp_path / "run", 1, **columns))
+    answer = _ask(data, "images", step=1, place=0)
+    assert answer["images"] == [f"data:image/png;base64,{base64.b64encode(png).decode()}"] * 2
+    assert answer["note"].startswith("2 images are not shown")
+    (tmp_path / "train.parquet").unlink()
+    with pytest.raises(DataError, match="no images of row 1"):
+        _ask(data, "images", step=1, place=0)
 
 
 def test_health_in_words(tmp_path: Path) -> None:
