@@ -20,7 +20,7 @@ def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
         step: the step.
 
     Returns:
-        `lanes`, each with its process, `uid`, agent, score and `turns` (role, seconds, tools); `note`
+        `lanes`, each with its process, `uid`, score and `turns` (role, seconds, tools); `note`
         says why there are none, or that some were left out.
     """
     folder = _trace_folder(run)
@@ -69,8 +69,6 @@ def _lane(trace: dict[str, Any], process: str) -> dict[str, Any]:
     return {
         "process": process,
         "uid": trace["uid"],
-        "agent": trace["agent"],
         "score": trace["score"],
-        "failure": trace["failure"],
         "turns": turns,
     }

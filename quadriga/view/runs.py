@@ -144,8 +144,7 @@ class ViewedRun:
         except DataError:
             # The problems have it.
             values = {}
-        recorded_steps = self.record.steps()
-        done_step = max([0, *metrics, *recorded_steps])
+        done_step = max([0, *metrics, *self.record.steps()])
         state = "stopped"
         if is_held(self.directory):
             state = "running"
@@ -159,7 +158,6 @@ class ViewedRun:
             "state": state,
             "step": done_step,
             "last_step": last_step,
-            "recorded": len(recorded_steps),
             "headline": headline,
             "curve": curve,
             "seconds": seconds,
