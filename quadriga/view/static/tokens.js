@@ -243,7 +243,8 @@ function tokenText(details, place) {
   if (isPrompt) return `${lines[0]}\nprompt`;
   const { columns } = details;
   lines.push(`token ${num(details.start + place)} of the response`);
-  if (!(columns.response_mask || [])[place]) lines.push("not written by the model: not trained");
+  if (columns.echo_mask && columns.echo_mask[place]) lines.push("not written by the model, but learned (echo_coeff)");
+  else if (!(columns.response_mask || [])[place]) lines.push("not written by the model: not trained");
   else if (details.not_computed) lines.push(`not trained: ${details.not_computed}`);
   else lines.push(isTrained(columns, place) ? "trained" : "rejected, not trained");
   const add = (label, value) => isNumber(value) && lines.push(`${label} ${num(value, 4)}`);

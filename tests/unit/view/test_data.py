@@ -165,6 +165,13 @@ def test_damaged_and_incomplete_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert any(word in problem for problem in summary["problems"])
     assert _ask(data, "configuration")["earlier"] == {"1": {"data.max_response_length": 2}}
 
+    # A record of an older version has fewer columns.
+    path = directory / "rollouts" / "step_000003.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["token_staleness", "turn_scores"]), path)
+    assert _ask(data, "rollout", step=3, place=0)["turn_scores"] is None
+    assert "staleness" not in _ask(data, "rollouts", step=3)["rows"][0]
+
     shutil.rmtree(directory / "rollouts")
     [problem] = [text for text in _ask(_view(directory), "summary")["problems"] if "older" in text]
     assert "No rollouts are recorded" in problem
