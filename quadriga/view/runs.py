@@ -170,7 +170,7 @@ class ViewedRun:
     def _changed(self) -> float:
         """Time of the newest change, in seconds since 1970."""
         paths = (self.directory, self.directory / METRICS_FILE, self.record.folder)
-        return max(path.stat().st_mtime for path in paths if path.exists())
+        return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def headline_curve(metrics: dict[int, dict[str, float]]) -> tuple[str, list[float]]:
@@ -231,7 +231,7 @@ class Runs:
         Raises:
             DataError: there is none.
         """
-        for run in self._runs.values():
+        for run in list(self._runs.values()):
             if run.name == name:
                 return run
         raise DataError("run", got=name, expected="the name of a run", fix="Reload the page.")
