@@ -154,7 +154,6 @@ class ViewedRun:
         seconds = sum(values.get("timing_s/step", 0.0) for values in metrics.values())
         return {
             "run": self.name,
-            "directory": str(self.directory.resolve()),
             "state": state,
             "step": done_step,
             "last_step": last_step,
