@@ -116,14 +116,6 @@ def _gradient(values: np.ndarray) -> Verdict:
     return (WARNING if largest > 10 * middle > 0 else GOOD), sentence
 
 
-def _memory(values: np.ndarray) -> Verdict:
-    first = _first(values)
-    last = _last(values)
-    sentence = f"The driver's resident memory went from {first:.2f} to {last:.2f} GiB."
-    is_growing = len(values) >= 4 * _WINDOW and last > 1.5 * first and last - first > 2
-    return (WARNING if is_growing else GOOD), sentence
-
-
 CHECKS = (
     Check(
         "Reward",
@@ -180,13 +172,6 @@ CHECKS = (
         "actor/grad_norm",
         _gradient,
         "Lower the learning rate, and read the rollouts of the step with the largest norm.",
-    ),
-    Check(
-        "Memory",
-        "perf/memory_resident_gib",
-        _memory,
-        "Look for objects that reward functions or tools keep.",
-        looks_at="last",
     ),
 )
 

@@ -4,6 +4,7 @@
 import codecs
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from quadriga.view.index import (
     text_of,
     truncated_rows,
 )
+from quadriga.view.runs import stamp_of
 
 MAX_TOKENS = 20_000
 """Tokens of a response that are sent at once. A page asks for the others."""
@@ -203,11 +205,11 @@ def rollout_details(
     Raises:
         DataError: the step is not recorded, its file is damaged, or it has no such row.
     """
-    names = [*_PLAIN_COLUMNS, *_JSON_COLUMNS, "prompt_ids", "response_ids", *_TOKEN_COLUMNS]
-    rows = record.read(step, kind, names).rows
+    path = record.path(step, kind)
+    rows = _detail_rows(record, step, kind, path.is_file() and stamp_of(path))
     if not 0 <= place < len(rows):
         got = f"row {place} of {len(rows)}"
-        raise DataError(str(record.path(step, kind)), got=got, expected="a row of the step")
+        raise DataError(str(path), got=got, expected="a row of the step")
     row = rows.slice(place, 1)
     details: dict[str, Any] = row.select(_PLAIN_COLUMNS).to_pylist()[0]
     details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]
@@ -236,6 +238,13 @@ def rollout_details(
     details["columns"] = columns
     details["turns"] = _turns(row, details["turn_spans"] or [])
     return details
+
+
+@lru_cache(maxsize=1)
+def _detail_rows(record: RecordFolder, step: int, kind: str, _: Any) -> pa.Table:
+    """Rows of a step. Those that were read last stay, until their file changes."""
+    names = [*_PLAIN_COLUMNS, *_JSON_COLUMNS, "prompt_ids", "response_ids", *_TOKEN_COLUMNS]
+    return record.read(step, kind, names).rows
 
 
 def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any]:
