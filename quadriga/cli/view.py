@@ -2,6 +2,7 @@
 """`quadriga view`: a page on runs, until Ctrl-C; or the same page as a file."""
 
 import argparse
+import os
 import re
 import threading
 from collections.abc import Sequence
@@ -62,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
             expected="Starlette and uvicorn",
             fix='Install them: pip install "quadriga[serve]". --export works without them.',
         ) from error
+    # Training on this machine goes first.
+    os.nice(10)
     server = server_class(data, options.host, options.port)
     print(f"{len(data.names())} runs at {server.url}; Ctrl-C ends it", flush=True)
     if not server.is_local:

@@ -4,6 +4,7 @@
 runs.py       the runs of some folders: state, configuration, metrics
 index.py      a row for each step and for each rollout, without tokens; kept in a cache folder
 rollouts.py   rollouts of a step, and the tokens of one
+images.py     images of a rollout's data row
 health.py     what is wrong with a run, in words
 lanes.py      where the time of a step went
 data.py       what the page asks for, as JSON

@@ -4,7 +4,7 @@
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,17 @@ import pyarrow as pa
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION, TokenTable
 from quadriga.view.health import health
+from quadriga.view.images import row_images
 from quadriga.view.index import SCHEMA, RunIndex
 from quadriga.view.lanes import trace_lanes
 from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows, rounded
 from quadriga.view.runs import Runs, ViewedRun
 
+ANSWERS = (
+    *("runs", "summary", "configuration", "metrics", "steps", "progress", "prompts", "health"),
+    *("rollouts", "search", "rollout", "images", "lanes"),
+)
+"""Methods of `ViewData` that the page may ask, by the last part of their address."""
 MAX_PROMPTS = 1000
 """Prompts in the list of prompts."""
 
@@ -45,21 +51,6 @@ class ViewData:
         self._num_asked = 0
         self._is_quiet = threading.Event()
         self._is_quiet.set()
-        self.answers: dict[str, Callable[[Query], Answer]] = {
-            "runs": self.runs,
-            "summary": self.summary,
-            "configuration": self.configuration,
-            "metrics": self.metrics,
-            "steps": self.steps,
-            "progress": self.progress,
-            "rollouts": self.rollouts,
-            "search": self.search,
-            "rollout": self.rollout,
-            "prompts": self.prompts,
-            "health": self.health,
-            "lanes": self.lanes,
-        }
-        """Functions by the last part of their address."""
 
     def answer(self, name: str, query: Query) -> bytes:
         """Answer of a function as JSON.
@@ -67,19 +58,20 @@ class ViewData:
         Raises:
             DataError: the query names a run, a step or a row that does not exist.
         """
-        if name not in self.answers:
-            raise DataError("address", got=name, expected=f"one of {', '.join(self.answers)}")
+        if name not in ANSWERS:
+            raise DataError("address", got=name, expected=f"one of {', '.join(ANSWERS)}")
         with self._lock:
             self._num_asked += 1
             self._is_quiet.clear()
         try:
-            answer = self.answers[name](query)
+            answer = getattr(self, name)(query)
         finally:
             with self._lock:
                 self._num_asked -= 1
                 if not self._num_asked:
                     self._is_quiet.set()
-        return json.dumps(answer, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+        text = json.dumps(_finite(answer), ensure_ascii=False, allow_nan=False)
+        return text.encode(errors="replace")
 
     def names(self) -> list[str]:
         """Names of the runs."""
@@ -91,7 +83,7 @@ class ViewData:
 
     def summary(self, query: Query) -> Answer:
         """Summary of a run."""
-        return _finite(self._run(query).summary())
+        return self._run(query).summary()
 
     def configuration(self, query: Query) -> Answer:
         """Values of a run's configuration, now and at earlier starts."""
@@ -100,7 +92,7 @@ class ViewData:
         earlier = {}
         for step, path in run.earlier_configurations().items():
             earlier[str(step)] = run.configuration(path)[0]
-        return _finite({"values": values, "earlier": earlier})
+        return {"values": values, "earlier": earlier}
 
     def metrics(self, query: Query) -> Answer:
         """Metrics of a run by step, a column for each name."""
@@ -116,17 +108,14 @@ class ViewData:
         """Numbers of the index by step, as far as it is built."""
         run = self._run(query)
         index = self.index(run)
-        index.refresh()
-        answer: Answer = {"indexed": len(index.steps), "total": index.total}
+        answer = self.progress(query)
         for kind in (STEP, VALIDATION):
             steps = run.record.steps(kind)
             entries = [index.steps.get((kind, step)) for step in steps]
             names = sorted({name for entry in entries if entry for name in entry.numbers})
             columns = {}
             for name in names:
-                columns[name] = [
-                    _number(entry.numbers.get(name)) if entry else None for entry in entries
-                ]
+                columns[name] = [entry and entry.numbers.get(name) for entry in entries]
             answer[kind] = {
                 "steps": steps,
                 "columns": columns,
@@ -138,7 +127,6 @@ class ViewData:
     def progress(self, query: Query) -> Answer:
         """Number of indexed steps, and of all steps."""
         index = self.index(self._run(query))
-        index.refresh()
         return {"indexed": len(index.steps), "total": index.total}
 
     def rollouts(self, query: Query) -> Answer:
@@ -158,18 +146,19 @@ class ViewData:
         step, kind = _step(query)
         place = _integer(query, "place")
         start = max(0, _integer(query, "start"))
-        try:
-            return _finite(rollout_details(run.record, step, kind, place, _tokens(run), start))
-        except IndexError as error:
-            raise DataError("place", got=str(error), expected="a row of the step") from error
+        return rollout_details(run.record, step, kind, place, _tokens(run), start)
+
+    def images(self, query: Query) -> Answer:
+        step, kind = _step(query)
+        return row_images(self._run(query), step, kind, _integer(query, "place"))
 
     def prompts(self, query: Query) -> Answer:
         """Prompts with their mean scores over the steps, those that improve least first."""
+        # Before the rows are taken: more may be indexed meanwhile.
+        answer = {**self.progress(query), "prompts": []}
         index = self.index(self._run(query))
-        index.refresh()
         tables = [entry.rows for (kind, _), entry in list(index.steps.items()) if kind == STEP]
         frame = pa.concat_tables([SCHEMA.empty_table(), *tables]).to_pandas()
-        answer: Answer = {"indexed": len(index.steps), "total": index.total, "prompts": []}
         if frame.empty:
             return answer
         by_step = frame.groupby(["prompt", "step"])["score"].mean().reset_index()
@@ -200,30 +189,28 @@ class ViewData:
         return answer
 
     def health(self, query: Query) -> Answer:
+        answer = self.progress(query)
         run = self._run(query)
-        index = self.index(run)
-        index.refresh()
-        entries = list(index.steps.items())
+        entries = list(self.index(run).steps.items())
         numbers = {step: entry.numbers for (kind, step), entry in entries if kind == STEP}
-        return {
-            "indexed": len(entries),
-            "total": index.total,
-            "findings": health(run.metrics(), numbers),
-            "problems": run.problems(),
-        }
+        answer["findings"] = health(run.metrics(), numbers)
+        answer["problems"] = run.problems()
+        return answer
 
     def lanes(self, query: Query) -> Answer:
-        return _finite(trace_lanes(self._run(query), _step(query)[0]))
+        return trace_lanes(self._run(query), _step(query)[0])
 
     def _run(self, query: Query) -> ViewedRun:
         return self._runs.run(query.get("run", ""))
 
     def index(self, run: ViewedRun) -> RunIndex:
-        """The index of a run."""
-        index = self._indexes.get(run.directory)
-        if index is None:
-            index = RunIndex(run, self._cache, self._is_quiet)
-            self._indexes[run.directory] = index
+        """The index of a run, which reads what is new in a thread."""
+        with self._lock:
+            index = self._indexes.get(run.directory)
+            if index is None:
+                index = RunIndex(run, self._cache, self._is_quiet)
+                self._indexes[run.directory] = index
+            index.refresh()
         return index
 
     def run(self, name: str) -> ViewedRun:
@@ -250,13 +237,6 @@ def _integer(query: Query, name: str) -> int:
         return int(text)
     except ValueError as error:
         raise DataError(name, got=text[:80], expected="a whole number") from error
-
-
-def _number(value: float | None) -> float | None:
-    """A number with six digits; None if it is not finite."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.6g}")
 
 
 def _finite(value: Any) -> Any:

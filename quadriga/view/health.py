@@ -27,12 +27,14 @@ class Check:
         metric: metric that shows it, or a number of the index behind `rows/`.
         judge: state and sentence from the values of all steps.
         advice: what people do about it.
+        looks_at: step whose rollouts show it: `last`, or that with the `largest` or `smallest` value.
     """
 
     title: str
     metric: str
     judge: Callable[[np.ndarray], Verdict]
     advice: str
+    looks_at: str = "largest"
 
 
 def _first(values: np.ndarray) -> float:
@@ -114,14 +116,6 @@ def _gradient(values: np.ndarray) -> Verdict:
     return (WARNING if largest > 10 * middle > 0 else GOOD), sentence
 
 
-def _memory(values: np.ndarray) -> Verdict:
-    first = _first(values)
-    last = _last(values)
-    sentence = f"The driver's resident memory went from {first:.2f} to {last:.2f} GiB."
-    is_growing = len(values) >= 4 * _WINDOW and last > 1.5 * first and last - first > 2
-    return (WARNING if is_growing else GOOD), sentence
-
-
 CHECKS = (
     Check(
         "Reward",
@@ -129,6 +123,7 @@ CHECKS = (
         _reward,
         "Read responses of the step and what the grader says of them. Check the prompt's format "
         "and the stop token; begin with easier prompts or with supervised fine-tuning.",
+        looks_at="smallest",
     ),
     Check(
         "Entropy",
@@ -136,6 +131,7 @@ CHECKS = (
         _entropy,
         "Lower actor.optim.lr, raise actor.clip_ratio_high or actor.entropy_coeff, or use prompts "
         "that are harder.",
+        looks_at="last",
     ),
     Check(
         "Groups without a gradient",
@@ -177,12 +173,6 @@ CHECKS = (
         _gradient,
         "Lower the learning rate, and read the rollouts of the step with the largest norm.",
     ),
-    Check(
-        "Memory",
-        "perf/memory_resident_gib",
-        _memory,
-        "Look for objects that reward functions or tools keep.",
-    ),
 )
 
 
@@ -211,8 +201,12 @@ def health(
         if curve:
             values = np.array(list(curve.values()))
             finding["state"], finding["sentence"] = check.judge(values)
-            is_latest = check.metric != "actor/grad_norm"
-            finding["step"] = max(curve) if is_latest else max(curve, key=curve.__getitem__)
+            steps = {
+                "last": max(curve),
+                "largest": max(curve, key=curve.__getitem__),
+                "smallest": min(curve, key=curve.__getitem__),
+            }
+            finding["step"] = steps[check.looks_at]
         else:
             finding["state"] = UNKNOWN
             finding["sentence"] = f"The run has no {check.metric}."

@@ -103,7 +103,9 @@ class RunIndex:
         if self._pending is not None:
             if not self._pending.done():
                 return
-            self._pending.result()
+            ended = self._pending
+            self._pending = None
+            ended.result()
         stamps = self._stamps()
         self.total = len(stamps)
         indexed = {key: entry.stamp for key, entry in self.steps.items()}
@@ -112,8 +114,7 @@ class RunIndex:
         self._pending = in_background(lambda: self._build(stamps), "view index")
 
     def wait(self) -> None:
-        """Wait until everything is indexed."""
-        self.refresh()
+        """Wait until everything is indexed that `refresh` has found."""
         if self._pending is not None:
             self._pending.result()
 
@@ -273,9 +274,14 @@ def _fill(
 
 def preview(ids: list[int], tokens: TokenTable | None) -> str:
     """The end of a prompt as text, in which the question stands."""
+    return text_of(ids, tokens, skips_special=True)[-_PREVIEW_CHARACTERS:]
+
+
+def text_of(ids: list[int], tokens: TokenTable | None, *, skips_special: bool = False) -> str:
+    """Text of some tokens; their ids if there are no texts."""
     if tokens is None:
-        return " ".join(map(str, ids[-20:]))
-    return tokens.decode(ids, skips_special=True)[-_PREVIEW_CHARACTERS:]
+        return " ".join(map(str, ids))
+    return tokens.decode(ids, skips_special=skips_special)
 
 
 def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:

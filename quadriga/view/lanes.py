@@ -20,12 +20,13 @@ def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
         step: the step.
 
     Returns:
-        `lanes`, each with its process, `uid`, agent, score and `turns` (role, seconds, tools); `note`
+        `lanes`, each with its process, `uid`, score and `turns` (role, seconds, tools); `note`
         says why there are none, or that some were left out.
     """
     folder = _trace_folder(run)
     if folder is None:
-        return {"lanes": [], "note": f"No lives of rollouts are recorded; {TRACE_KEY} does that."}
+        note = f"No lives of rollouts are recorded. {TRACE_KEY} does that for agent loops."
+        return {"lanes": [], "note": note}
     lanes: list[dict[str, Any]] = []
     note = ""
     for path in sorted(folder.glob(f"{step:06d}.*.jsonl")):
@@ -68,8 +69,6 @@ def _lane(trace: dict[str, Any], process: str) -> dict[str, Any]:
     return {
         "process": process,
         "uid": trace["uid"],
-        "agent": trace["agent"],
         "score": trace["score"],
-        "failure": trace["failure"],
         "turns": turns,
     }

@@ -32,6 +32,8 @@ _ROOM = 20_000
 _LEAST_ROOM = 2_000
 """Bytes below which no further answer is tried."""
 _NUM_BETWEEN = 20
+_NUM_IN_TURN = 16
+"""Rollouts of a step that are written before those of the next one."""
 
 
 def read_static(name: str) -> bytes:
@@ -149,9 +151,9 @@ def _queries(data: ViewData, steps: Sequence[int] | None) -> Iterator[tuple[str,
             continue
         sizes.append((query, len(rows)))
     # The first rollouts of each step, then the next ones: all may be more than the file holds.
-    for place in range(max((num_rows for _, num_rows in sizes), default=0)):
+    for first in range(0, max((num_rows for _, num_rows in sizes), default=0), _NUM_IN_TURN):
         for query, num_rows in sizes:
-            if place < num_rows:
+            for place in range(first, min(first + _NUM_IN_TURN, num_rows)):
                 yield "rollout", {**query, "place": str(place), "start": "0"}
 
 

@@ -4,11 +4,13 @@
 import codecs
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from quadriga.errors import DataError
 from quadriga.observe.records import COLUMNS, RecordFolder, TokenTable
 from quadriga.view.index import (
     flat_values,
@@ -19,8 +21,10 @@ from quadriga.view.index import (
     prompt_names,
     row_lengths,
     row_sums,
+    text_of,
     truncated_rows,
 )
+from quadriga.view.runs import stamp_of
 
 MAX_TOKENS = 20_000
 """Tokens of a response that are sent at once. A page asks for the others."""
@@ -92,7 +96,7 @@ def rollout_rows(
         row["truth"] = truths[data_row]
         row["prompt_text"] = previews[prompts[place]]
         response_ids = rows["response_ids"][place].values[:_PREVIEW_TOKENS].to_pylist()
-        row["text"] = _text(response_ids, tokens)[:_PREVIEW_CHARACTERS]
+        row["text"] = text_of(response_ids, tokens)[:_PREVIEW_CHARACTERS]
         listed.append(row)
     return listed
 
@@ -199,15 +203,16 @@ def rollout_details(
         The row; `prompt` and `response` with ids, texts and the columns of tokens; `turns`.
 
     Raises:
-        DataError: the step is not recorded, or its file is damaged.
-        IndexError: it has no such row.
+        DataError: the step is not recorded, its file is damaged, or it has no such row.
     """
-    names = [*_PLAIN_COLUMNS, *_JSON_COLUMNS, "prompt_ids", "response_ids", *_TOKEN_COLUMNS]
-    rows = record.read(step, kind, names).rows
+    path = record.path(step, kind)
+    rows = _detail_rows(record, step, kind, path.is_file() and stamp_of(path))
     if not 0 <= place < len(rows):
-        raise IndexError(f"row {place} of {len(rows)}")
+        got = f"row {place} of {len(rows)}"
+        raise DataError(str(path), got=got, expected="a row of the step")
     row = rows.slice(place, 1)
     details: dict[str, Any] = row.select(_PLAIN_COLUMNS).to_pylist()[0]
+    details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]
     for name in _JSON_COLUMNS:
         text = row[name][0].as_py()
         if text is not None and len(text) > MAX_TEXT and name != "turn_spans":
@@ -235,6 +240,13 @@ def rollout_details(
     return details
 
 
+@lru_cache(maxsize=1)
+def _detail_rows(record: RecordFolder, step: int, kind: str, _: Any) -> pa.Table:
+    """Rows of a step. Those that were read last stay, until their file changes."""
+    names = [*_PLAIN_COLUMNS, *_JSON_COLUMNS, "prompt_ids", "response_ids", *_TOKEN_COLUMNS]
+    return record.read(step, kind, names).rows
+
+
 def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any]:
     """Ids, texts and special tokens of a sequence.
 
@@ -254,12 +266,6 @@ def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any
     if texts:
         texts[-1] += decoder.decode(b"", final=True)
     return {"ids": ids, "texts": texts, "special": special_places}
-
-
-def _text(ids: Sequence[int], tokens: TokenTable | None) -> str:
-    if tokens is None:
-        return " ".join(map(str, ids))
-    return tokens.decode(ids)
 
 
 def _turns(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import yaml
 
 from quadriga.config.yaml_text import parse_yaml
 from quadriga.errors import DataError
-from quadriga.observe.records import STEP, VALIDATION, RecordFolder
+from quadriga.observe.records import VALIDATION, RecordFolder
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.trainer.run_lock import LOCK, is_held
 
@@ -21,6 +21,7 @@ HEADLINES = ("critic/score/mean", "critic/rewards/mean", "train/loss", "actor/pg
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 _EARLIER = re.compile(r"config_from_step_(\d+)\.yaml")
 _MAX_DEPTH = 4
+_NUM_POINTS = 60
 _SIGNS = (CONFIGURATION, METRICS_FILE, LOCK, "rollouts")
 
 
@@ -143,8 +144,7 @@ class ViewedRun:
         except DataError:
             # The problems have it.
             values = {}
-        recorded_steps = self.record.steps()
-        done_step = max([0, *metrics, *recorded_steps])
+        done_step = max([0, *metrics, *self.record.steps()])
         state = "stopped"
         if is_held(self.directory):
             state = "running"
@@ -154,11 +154,9 @@ class ViewedRun:
         seconds = sum(values.get("timing_s/step", 0.0) for values in metrics.values())
         return {
             "run": self.name,
-            "directory": str(self.directory.resolve()),
             "state": state,
             "step": done_step,
             "last_step": last_step,
-            "recorded": len(recorded_steps),
             "headline": headline,
             "curve": curve,
             "seconds": seconds,
@@ -170,24 +168,18 @@ class ViewedRun:
 
     def _changed(self) -> float:
         """Time of the newest change, in seconds since 1970."""
-        times = [0.0]
-        for path in (self.directory, self.directory / METRICS_FILE, self.record.folder):
-            if path.exists():
-                times.append(path.stat().st_mtime)
-        return max(times)
+        paths = (self.directory, self.directory / METRICS_FILE, self.record.folder)
+        return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
-def headline_curve(
-    metrics: dict[int, dict[str, float]], max_points: int = 60
-) -> tuple[str, list[float]]:
-    """Name and values of the metric that sums up a run, thinned to a number of points."""
+def headline_curve(metrics: dict[int, dict[str, float]]) -> tuple[str, list[float]]:
+    """Name and values of the metric that sums up a run, thinned to some `_NUM_POINTS`."""
     for name in HEADLINES:
-        values = [numbers[name] for numbers in metrics.values() if name in numbers]
+        values = [numbers.get(name, math.nan) for numbers in metrics.values()]
         values = [value for value in values if math.isfinite(value)]
         if values:
-            stride = math.ceil(len(values) / max_points)
-            thinned = values[:-1][::stride]
-            return name, [*thinned, values[-1]]
+            stride = math.ceil(len(values) / _NUM_POINTS)
+            return name, [*values[:-1:stride], values[-1]]
     return "", []
 
 
@@ -238,7 +230,7 @@ class Runs:
         Raises:
             DataError: there is none.
         """
-        for run in self._runs.values():
+        for run in list(self._runs.values()):
             if run.name == name:
                 return run
         raise DataError("run", got=name, expected="the name of a run", fix="Reload the page.")
@@ -280,6 +272,3 @@ def sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}."
     return str(error).strip() or type(error).__name__
-
-
-KINDS = (STEP, VALIDATION)

@@ -58,7 +58,7 @@ def _visit_all(page: Any, address: str) -> None:
     rows.first.focus()
     page.keyboard.press("Enter")
     page.get_by_text("Trained: all 4 generated tokens, with a mean advantage of 0.5").wait_for()
-    page.locator(".tokens span").nth(5).hover()
+    page.locator(".tokens span").nth(3).hover()
     page.get_by_text("log-prob, trainer -1").wait_for()
     page.get_by_label("colored by").select_option("mismatch")
     sync_api.expect(page.locator(".legend")).to_have_text("00.5")
@@ -77,7 +77,7 @@ def _visit_all(page: Any, address: str) -> None:
 
 def test_every_page(browser: Any, tmp_path: Path) -> None:
     """Every page opens without an error on the console, in both forms; no text of a model runs as a script."""
-    columns = {"response_ids": [8, 6, 7, 1], "data_source": EVIL}
+    columns = {"response_ids": [8, 6, 7, 1], "data_source": EVIL, "prompt_ids": [0, 8, 5]}
     run = write_run(tmp_path / "runs" / NAME, 10, **columns)
     data = ViewData([run.parent], cache=tmp_path / "cache")
     server = ViewServer(data, "127.0.0.1", 0)

@@ -268,10 +268,21 @@ def read_record(path: Path, columns: Sequence[str] | None = None) -> StepRecord:
     """
     facts = read_facts(path)
     try:
-        rows = pq.read_table(path, columns=None if columns is None else list(columns))
+        rows = _read_columns(path, SCHEMA.names if columns is None else columns)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise _damage(path, error) from error
     return StepRecord(rows, facts)
+
+
+def _read_columns(path: Path, names: Sequence[str]) -> pa.Table:
+    """Read columns of a file. Those that an older version did not write are null."""
+    written = set(pq.read_schema(path).names)
+    rows = pq.read_table(path, columns=[name for name in names if name in written])
+    for name in names:
+        if name not in written:
+            field = SCHEMA.field(name)
+            rows = rows.append_column(field, pa.nulls(len(rows), field.type))
+    return rows
 
 
 def read_facts(path: Path) -> dict[str, Any]:

@@ -87,6 +87,7 @@ async function curvesPage(main, query, names) {
   fill();
 
   const smooth = h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(weight), "aria-label": "smoothing" });
+  smooth.value = String(weight);
   smooth.addEventListener("change", () => update({ smooth: smooth.value === "0" ? "" : smooth.value }));
   const more = names.filter((name) => !runs.includes(name));
   const controls = h("div", { class: "bar" },

@@ -71,10 +71,7 @@ document.getElementById("theme").addEventListener("click", () => {
 
 document.addEventListener("keydown", (event) => {
   if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "r") {
-    rowCache.key = "";
-    show();
-  }
+  if (event.key === "r") reload();
   const number = Number(event.key);
   const page = Object.keys(PAGES)[number - 1];
   if (page) go(page, { run: route().query.run, step: route().query.step });
@@ -89,6 +86,31 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
   }
 });
+
+// While a run goes on, says that it has new steps; the page itself changes only when asked.
+let seen = { run: "", total: 0 };
+
+async function lookForSteps() {
+  const run = runSelect.value;
+  if (document.hidden) return;
+  try {
+    const { total } = await ask("progress", { run });
+    if (seen.run === run && total > seen.total) {
+      showNotice("The run has new steps. ");
+      put(noticeElement, h("button", { onclick: reload }, "show them"), " or press r");
+    }
+    if (seen.run !== run) seen = { run, total };
+  } catch (error) {
+    showNotice(error.message, "error");
+  }
+}
+
+function reload() {
+  rowCache.key = "";
+  seen.run = "";
+  showNotice("");
+  show();
+}
 
 async function start() {
   let theme = null;
@@ -115,6 +137,7 @@ async function start() {
     show();
   });
   if (embedded) mainElement.before(h("details", { class: "note" }, h("summary", {}, "Exported page"), embedded.notes.map((text) => h("p", {}, text))));
+  else setInterval(lookForSteps, 5000);
   await show();
 }
 start();

@@ -26,13 +26,15 @@ function mismatches(columns) {
 
 const isTrained = (columns, place) => Boolean((columns.trained_mask || columns.response_mask || [])[place]);
 
-// Colors of values: [function from a value to a color, text of the low end, text of the high end].
+// Colors of values: [function from a value to a color, what stands at the low end of the legend, and at the high end].
 function colorsOf(kind, values) {
   const known = values.filter(isNumber);
   const mix = (color, share) => `color-mix(in srgb, ${color} ${Math.round(Math.min(1, share) * 80)}%, transparent)`;
   if (kind === "version") {
     const versions = [...new Set(known)].sort((one, two) => one - two);
-    return [(value) => (value < 0 ? "transparent" : mix(palette[versions.indexOf(value) % palette.length], 0.6)), versions.filter((value) => value >= 0).join(", "), ""];
+    const colorOf = (value) => (value < 0 ? "transparent" : mix(palette[versions.indexOf(value) % palette.length], 0.6));
+    const swatches = versions.filter((value) => value >= 0).map((value) => h("span", {}, h("span", { class: "swatch", style: { background: colorOf(value) } }), num(value)));
+    return [colorOf, swatches, ""];
   }
   if (kind === "log_prob") return [(value) => mix("#e5484d", -value / 5), "0", "−5 nats or less"];
   if (kind === "advantage" || kind === "score") {
@@ -71,12 +73,23 @@ async function rolloutView(main, query, rows) {
   const { run, kind, step } = query;
   const details = await ask("rollout", { run, kind, step, place, start });
   put(main, facts(details, summary));
+  if (details.image_hash) put(main, await images({ run, kind, step, place }));
   const view = query.view || (details.messages ? "turns" : "rendered");
   const views = [["rendered", "rendered tokens"], ["turns", "conversation"], ["row", "data row and grading"]];
   put(main, h("div", { class: "bar" }, views.map(([key, label]) => toggle(label, view === key, () => update({ view: key })))));
   if (view === "turns") conversation(main, details);
   else if (view === "row") dataRow(main, details);
   else rendered(main, details, query);
+}
+
+async function images(query) {
+  try {
+    const answer = await ask("images", query);
+    const shown = answer.images.filter((url) => IMAGE.test(url)).map((url) => h("img", { src: url, alt: "image of the prompt", style: { "max-height": "14rem", "max-width": "100%" } }));
+    return h("div", {}, shown, answer.note ? note(answer.note) : "");
+  } catch (error) {
+    return note(error.message);
+  }
 }
 
 // Was it trained, with which advantage? The first thing that people ask.
@@ -138,7 +151,7 @@ function rendered(main, details, query) {
   if (values && kind !== "mask") {
     const [colorOf, low, high] = colorsOf(kind, values);
     color = colorOf;
-    legend.append(low, kind === "version" ? "" : gradient(colorOf, kind, values), high);
+    put(legend, low, kind === "version" ? "" : gradient(colorOf, kind, values), high);
   } else if (kind === "mask") {
     legend.append("dim: not of the model; underlined: of the model, but not trained");
   }
@@ -230,7 +243,8 @@ function tokenText(details, place) {
   if (isPrompt) return `${lines[0]}\nprompt`;
   const { columns } = details;
   lines.push(`token ${num(details.start + place)} of the response`);
-  if (!(columns.response_mask || [])[place]) lines.push("not written by the model: not trained");
+  if (columns.echo_mask && columns.echo_mask[place]) lines.push("not written by the model, but learned (echo_coeff)");
+  else if (!(columns.response_mask || [])[place]) lines.push("not written by the model: not trained");
   else if (details.not_computed) lines.push(`not trained: ${details.not_computed}`);
   else lines.push(isTrained(columns, place) ? "trained" : "rejected, not trained");
   const add = (label, value) => isNumber(value) && lines.push(`${label} ${num(value, 4)}`);

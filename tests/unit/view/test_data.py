@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the page shows of a run: steps, rollouts, tokens, health; and of a run whose files are damaged."""
 
+import base64
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from quadriga.errors import DataError
@@ -102,13 +105,35 @@ def test_turns_say_what_they_earned(tmp_path: Path) -> None:
     assert [(turn["score"], turn["advantage"]) for turn in turns] == [(0.25, 1.5), (1.0, 3.0)]
 
 
+def test_images_of_a_data_row(tmp_path: Path) -> None:
+    """An image comes from the data file that the record names, as bytes or beside it; another file never does."""
+    png = b"\x89PNG of one pixel"
+    (tmp_path / "beside.png").write_bytes(png)
+    (tmp_path / "secret.txt").write_text("secret")
+    names = [
+        {"bytes": png},
+        {"path": "beside.png"},
+        {"path": "secret.txt"},
+        {"path": "missing.png"},
+    ]
+    pq.write_table(pa.table({"images": [[], names]}), tmp_path / "train.parquet")
+    columns = {"source_row": f"{tmp_path / 'train.parquet'} row 1", "image_hash": "abc"}
+    data = _view(write_run(tmp_path / "run", 1, **columns))
+    answer = _ask(data, "images", step=1, place=0)
+    assert answer["images"] == [f"data:image/png;base64,{base64.b64encode(png).decode()}"] * 2
+    assert answer["note"].startswith("2 images are not shown")
+    (tmp_path / "train.parquet").unlink()
+    with pytest.raises(DataError, match="no images of row 1"):
+        _ask(data, "images", step=1, place=0)
+
+
 def test_health_in_words(tmp_path: Path) -> None:
     """The collapse of the entropy and groups without a gradient come first, with the metric and the step."""
     findings = _ask(_view(write_run(tmp_path / "run", 12)), "health")["findings"]
     by_title = {finding["title"]: finding for finding in findings}
     assert findings[0]["state"] == BAD and by_title["Entropy"]["state"] == BAD
     assert by_title["Entropy"]["step"] == 12
-    assert by_title["Reward"]["state"] == "good"
+    assert (by_title["Reward"]["state"], by_title["Reward"]["step"]) == ("good", 1)
     assert by_title["Slow rank"]["sentence"] == "The run has no perf/imbalance/actor."
     assert by_title["Length at its limit"]["state"] not in (BAD, WARNING)
 
@@ -139,6 +164,13 @@ def test_damaged_and_incomplete_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for word in ("tokens.parquet", "superseded_1", "resumed"):
         assert any(word in problem for problem in summary["problems"])
     assert _ask(data, "configuration")["earlier"] == {"1": {"data.max_response_length": 2}}
+
+    # A record of an older version has fewer columns.
+    path = directory / "rollouts" / "step_000003.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["token_staleness", "turn_scores"]), path)
+    assert _ask(data, "rollout", step=3, place=0)["turn_scores"] is None
+    assert "staleness" not in _ask(data, "rollouts", step=3)["rows"][0]
 
     shutil.rmtree(directory / "rollouts")
     [problem] = [text for text in _ask(_view(directory), "summary")["problems"] if "older" in text]
