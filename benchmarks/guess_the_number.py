@@ -42,7 +42,7 @@ MAX_GUESSES = 10
 NUM_GAMES = 6_000
 SHARE_OF_SEARCHERS = 1 / 3
 NUM_VALIDATION_GAMES = 128
-PENALTY = 0.5
+PENALTY = 0.2
 WORDS = r"<\w+>|\[\d+\]| ?\w+|\n|[^\w\s]|\s"
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
