@@ -4,7 +4,7 @@
     .venv-agents/bin/python benchmarks/guess_the_number.py
     .venv-agents/bin/python benchmarks/guess_the_number.py --seeds 1 2 3 --steps 100 --output outputs/guess
 
-The model has two layers and a vocabulary of the game's words. The supervised games show two habits: a third of the
+The model has two layers and a vocabulary of the game's words. The supervised games show two habits: half of the
 players keep the hints, the others guess any number that they have not guessed. `quadriga train` then plays the game
 itself; an invalid move costs `env.invalid_penalty`, because the game pays for closeness when an invalid move ends it.
 
@@ -39,10 +39,10 @@ from tests.e2e.conftest import build_config, build_word_tokenizer  # noqa: E402
 GAME = "GuessTheNumber-v0"
 NUMBERS = range(1, 21)
 MAX_GUESSES = 10
-NUM_GAMES = 6_000
-SHARE_OF_SEARCHERS = 1 / 3
+NUM_GAMES = 24_000
+SHARE_OF_SEARCHERS = 1 / 2
 NUM_VALIDATION_GAMES = 128
-PENALTY = 0.5
+PENALTY = 0.2
 WORDS = r"<\w+>|\[\d+\]| ?\w+|\n|[^\w\s]|\s"
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"

@@ -41,7 +41,6 @@ from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop import AgentLoop, register
 
 SETS = ("abcdefghijklmnopqrst", "0123456789")
-WORTH = {worth}
 
 @register("two_turns")
 class TwoTurns(AgentLoop):
@@ -54,7 +53,7 @@ class TwoTurns(AgentLoop):
             chat.turn_rewards.append(WORTH[number] * is_right)
             if number == 0:
                 chat.append([{"role": "user", "content": "b"}])
-        chat.outcome = Outcome(sum(chat.turn_rewards), {{}}, "", "graded")
+        chat.outcome = Outcome(sum(chat.turn_rewards), {}, "", "graded")
 """
 
 
@@ -65,7 +64,7 @@ def prepare(folder: Path, worth: float) -> None:
     LlamaForCausalLM(build_config(tokenizer)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_rows(folder / "train.parquet", [make_row(number) for number in range(40)])
-    (folder / "loop.py").write_text(LOOP.format(worth=(worth, 1 - worth)))
+    (folder / "loop.py").write_text(f"WORTH = {(worth, 1 - worth)}\n{LOOP}")
 
 
 def scores_of(folder: Path, estimator: str, seed: int, num_steps: int) -> list[float]:

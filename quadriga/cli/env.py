@@ -78,10 +78,12 @@ def play_with_model(options: argparse.Namespace) -> int:
         print(f"---- episode {number}")
         print(record["prompt"][:_MAX_SHOWN_CHARACTERS])
         for turn in [*record["turns"], *record["unread"]]:
-            mark = "> " if turn["role"] == "assistant" else f"[{turn['role']}] "
-            contents = [message["content"] for message in turn["messages"]] or [turn["text"]]
-            for content in contents:
-                print(f"{mark}{str(content)[:_MAX_SHOWN_CHARACTERS]}")
+            if turn["role"] == "assistant":
+                # With special tokens, so that a reply of nothing else is seen.
+                print(f"> {turn['text'][:_MAX_SHOWN_CHARACTERS]}")
+                continue
+            for message in turn["messages"]:
+                print(f"[{turn['role']}] {str(message['content'])[:_MAX_SHOWN_CHARACTERS]}")
         if record["failure"]:
             print(record["failure"])
             status = 1

@@ -47,6 +47,8 @@ def test_a_row_of_a_file_reaches_skyrl_gym() -> None:
         "reward_model": {"ground_truth": "2"},
     }
     environment = SkyRLEnvironment(EnvironmentSpec("skyrl_gym:gsm8k"), "gsm8k")
+    with pytest.raises(RolloutError, match="expected a row of a data file"):
+        environment.reset(1, {})
     assert environment.reset(1, row).text == ""
     step = environment.step("It is 2.\n#### 2")
     assert step.is_done

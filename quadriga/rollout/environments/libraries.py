@@ -316,6 +316,13 @@ class SkyRLEnvironment(TextEnvironment):
         self._options = dict(spec.options)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        if not row:
+            raise RolloutError(
+                f"environment skyrl_gym:{self._identifier}",
+                got="an episode that is only a seed",
+                expected="a row of a data file",
+                fix="Set data.train_files; for `quadriga env try` data.val_files and --model.",
+            )
         extras = {"reward_spec": row.get("reward_model"), **(row.get("extra_info") or {}), **row}
         self._environment = self._library.make(
             self._identifier, env_config=self._options, extras=extras
