@@ -11,6 +11,7 @@ TRAITS = EngineTraits(
     expert_parallel_devices=("cuda",),
     max_adapter_rank=512,
     reads_keys=("enforce_eager", "gpu_memory_utilization", "request_seeds"),
+    share_without_training=0.9,
     # vLLM reports log-probabilities either before temperature and filter, or after both.
     lacks=("unfiltered_log_probs",),
     package=Package(
