@@ -241,7 +241,8 @@ def engine_ranks(config: Config) -> int:
 def rollout_share(config: Config) -> float:
     """Share of a GPU that an engine with `gpu_memory_utilization` takes at its start."""
     rollout = config.actor_rollout_ref.rollout
-    share = rollout.traits.share_without_training
+    package = rollout.traits.package
+    share = None if package is None else package.share_without_training
     trains_here = "rollout" not in role_pools(config.trainer)
     if share is None or trains_here or "gpu_memory_utilization" in rollout.model_fields_set:
         return rollout.gpu_memory_utilization

@@ -16,12 +16,15 @@ class Package:
         title: name of the library in messages.
         least_version: oldest version that works.
         install: how to install it.
+        share_without_training: share of a GPU that it takes where nothing is trained, unless
+            `gpu_memory_utilization` is given; None: that key's default.
     """
 
     module: str
     title: str
     least_version: str
     install: str
+    share_without_training: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -51,8 +54,6 @@ class EngineTraits:
             starts no processes.
         file_options: options in `engine_kwargs` that must name existing files.
         reads_keys: keys of `rollout` that it reads, of those that not every engine does.
-        share_without_training: share of a GPU that trains nothing, unless `gpu_memory_utilization`
-            is given; None: that key's default.
         lacks: sampling that it does not support: log-probabilities after the temperature and before
             top_p, top_k and min_p; min_p with a seed; `stop_token_ids` with `ignore_eos`.
         package: the package that it needs.
@@ -71,7 +72,6 @@ class EngineTraits:
     server_options: tuple[str, ...] = ()
     file_options: tuple[str, ...] = ()
     reads_keys: tuple[Literal["enforce_eager", "gpu_memory_utilization", "request_seeds"], ...] = ()
-    share_without_training: float | None = None
     lacks: tuple[Literal["unfiltered_log_probs", "min_p", "stop_token_ids"], ...] = ()
     package: Package | None = None
 
