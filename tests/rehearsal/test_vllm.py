@@ -19,7 +19,7 @@ from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm import cores, engine
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.rollout.vllm.group import GroupCore
-from quadriga.rollout.vllm.library import Library
+from quadriga.rollout.vllm.library import VLLMLibrary
 from tests.gpu.test_cuda import make_model
 from tests.rehearsal.stand_in import StandIn
 
@@ -68,7 +68,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SimpleNamespace(
         SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2)
     )
-    found = Library("0.32.0", module, sampling, None)
+    found = VLLMLibrary("0.32.0", module, sampling, None)
     monkeypatch.setattr(engine, "load", lambda: found)
     monkeypatch.setattr(cores, "executor", lambda device, group: None)
     monkeypatch.setattr(cores, "unfinished_outputs", lambda engine, names: [])
