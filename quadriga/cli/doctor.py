@@ -7,10 +7,12 @@ import platform
 import shutil
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -160,4 +162,19 @@ def _machine_lines() -> list[str]:
         f"dtype on {device}: {machine.choose_dtype('auto', device).reason}",
         f"threads: {torch.get_num_threads()} ({settings})",
         f"free: {free_memory:.1f} GiB memory, {free_disk:.1f} GiB disk in {Path.cwd()}",
+        *_peer_lines(torch.cuda),
     ]
+
+
+def _peer_lines(cuda: Any) -> Iterator[str]:
+    """A line on pairs of GPUs that cannot read each other's memory, if there are any."""
+    count = cuda.device_count() if cuda.is_available() else 0
+    pairs = []
+    for first, second in combinations(range(count), 2):
+        if not cuda.can_device_access_peer(first, second):
+            pairs.append(f"{first} and {second}")
+    if pairs:
+        yield (
+            f"no peer access between GPUs {', '.join(pairs)}: NCCL copies through the host there,"
+            " which makes groups of these GPUs slow"
+        )

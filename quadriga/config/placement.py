@@ -238,6 +238,17 @@ def engine_ranks(config: Config) -> int:
     return 1
 
 
+def rollout_share(config: Config) -> float:
+    """Share of a GPU that an engine with `gpu_memory_utilization` takes at its start."""
+    rollout = config.actor_rollout_ref.rollout
+    package = rollout.traits.package
+    share = None if package is None else package.share_without_training
+    trains_here = "rollout" not in role_pools(config.trainer)
+    if share is None or trains_here or "gpu_memory_utilization" in rollout.model_fields_set:
+        return rollout.gpu_memory_utilization
+    return share
+
+
 def rollout_group_size(config: Config) -> int:
     """Processes that form one rollout engine; 1 means that there are no groups."""
     return engine_ranks(config) // rollout_devices(config)

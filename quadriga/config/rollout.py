@@ -160,8 +160,8 @@ class RolloutConfig(LogProbConfig):
     log_prob_diff_warn: NonNegativeFloat = 0.1
     """Mean absolute difference of the rollout's and trainer's log-probs (mismatch), in nats, above which it warns."""
     log_prob_diff_stop: NonNegativeFloat | None = None
-    """Mean absolute difference, in nats, above which the run stops. null: 1.0 in step 1 of `vllm` and `sglang`, else
-    never."""
+    """Mean absolute difference, in nats, above which the run stops. null: 1.0 in the first two steps of `vllm` and
+    `sglang` after a start, else never."""
     trace_dir: PathText | None = None
     """Folder for one JSONL record of each trajectory: turns, tokens, times, tool calls. null: none is written."""
     skip: SkipConfig = Field(default_factory=SkipConfig)

@@ -16,12 +16,15 @@ class Package:
         title: name of the library in messages.
         least_version: oldest version that works.
         install: how to install it.
+        share_without_training: share of a GPU that it takes where nothing is trained, unless
+            `gpu_memory_utilization` is given; None: that key's default.
     """
 
     module: str
     title: str
     least_version: str
     install: str
+    share_without_training: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))

@@ -17,6 +17,7 @@ TRAITS = EngineTraits(
         module="vllm",
         title="vLLM",
         least_version="0.30",
+        share_without_training=0.9,
         install=(
             "pip install 'vllm>=0.30,<0.34'; on a machine without an accelerator: scripts/install-vllm."
         ),

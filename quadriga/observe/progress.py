@@ -195,7 +195,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._console = console or Console(highlight=False, soft_wrap=True)
         self.total = total
         self._description = description
-        self._initial = initial
+        self.initial = initial
         self._activity = activity or str
         self._clock = clock
         self._widths: dict[str, int] = {}
@@ -264,7 +264,7 @@ class Progress(AbstractContextManager["Progress"]):
         now = self._clock()
         if is_repeated:
             self._closing_s = now - self._marks[0][1]
-        self._marks[0] = (self._initial, now)
+        self._marks[0] = (self.initial, now)
 
     def update(self, step: int, fields: Mapping[str, str]) -> None:
         """Show that `step` steps are done, and the numbers of the last one.
@@ -277,7 +277,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._marks.append((step, self._clock()))
         if step >= self.total:
             self._closing_s = 0.0
-        if len(self._marks) == 3 and self._marks[0][0] == self._initial:
+        if len(self._marks) == 3 and self._marks[0][0] == self.initial:
             # The first step takes longer, for example because kernels are compiled.
             self._marks.popleft()
         if self._bar is not None and not self._console.is_terminal:

@@ -2,9 +2,9 @@
 """Predicted memory of each phase of a step, on one rank of an accelerator.
 
     generation    training state that stays, weights of the rollout, KV cache, one pass of prefill
-    log-probs     state of the role, one pass without gradients
+    log-probs     weights, moments unless they are offloaded, one pass without gradients
     update        see planning/memory.py
-    weight sync   training state that stays, weights of the rollout, a bucket, the largest tensor
+    weight sync   the same state, weights of the rollout, a bucket, the largest tensor
 
 Each phase also has what other roles on the same device keep between their phases.
 
@@ -27,7 +27,9 @@ from quadriga.config.placement import (
     asked_roles,
     role_pools,
     rollout_group_size,
+    rollout_share,
 )
+from quadriga.config.rollout import ROLLOUT
 from quadriga.planning.memory import UpdateMemory, UpdateShape, forward_bytes, update_memory
 from quadriga.planning.sizes import ModelSizes
 
@@ -183,7 +185,11 @@ def phases(
         has_adapter=_adapter_rank(config, role) > 0,
         has_head=role == ACTOR,
     )
-    passes = {**state, "activations": activations, **beside_training}
+    awake = dict(state)
+    if section.fsdp_config.optimizer_offload:
+        # Moments are loaded for updates alone.
+        awake["optimizer"] = 0.0
+    passes = {**awake, "activations": activations, **beside_training}
     predicted.append(Phase(role, LOG_PROBS if role == ACTOR else "values", passes))
     parts = {
         **state,
@@ -196,7 +202,7 @@ def phases(
     if role == ACTOR and generates and _rollout_weights(config, plan):
         bucket = float(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20)
         sync = {
-            "training state": _resting_bytes(config, role, plan),
+            "training state": max(_resting_bytes(config, role, plan), sum(awake.values())),
             "weights of the rollout": _rollout_weights(config, plan),
             # One is filled while the other is sent.
             "buckets": 2 * bucket,
@@ -205,6 +211,24 @@ def phases(
         }
         predicted.append(Phase(role, WEIGHT_SYNC, sync))
     return predicted
+
+
+def apart_phases(config: Config, device_bytes: float) -> list[Phase]:
+    """Predict the phases of devices that generate and train nothing.
+
+    Args:
+        config: the configuration.
+        device_bytes: memory of the device.
+
+    Returns:
+        Generation, if the rollout takes a share of such devices at its start; else nothing.
+    """
+    pools = role_pools(config.trainer, asked_roles(config))
+    is_apart = config.task == "rl" and pools.get("rollout") != pools.get("actor")
+    if not is_apart or not _reserves_memory(config):
+        return []
+    parts = {"rollout": rollout_share(config) * device_bytes}
+    return [Phase(ROLLOUT, GENERATION, parts)]
 
 
 def _section(config: Config, role: str) -> ActorConfig | CriticConfig:
@@ -266,7 +290,7 @@ def _sleeping_bytes(config: Config, plan: RolePlan, device_bytes: float) -> floa
         return _rollout_weights(config, plan)
     if rollout.free_cache_engine or not _reserves_memory(config):
         return 0.0
-    return rollout.gpu_memory_utilization * device_bytes
+    return rollout_share(config) * device_bytes
 
 
 def _reserves_memory(config: Config) -> bool:
@@ -284,7 +308,7 @@ def _generation(
     parts = {"training state": _resting_bytes(config, ACTOR, plan), **beside}
     if rollout.traits.computes_in != "caller":
         if _reserves_memory(config):
-            parts["rollout"] = rollout.gpu_memory_utilization * device_bytes
+            parts["rollout"] = rollout_share(config) * device_bytes
         return Phase(ACTOR, GENERATION, parts)
     parts["weights of the rollout"] = _rollout_weights(config, plan)
     num_tokens = rollout.max_num_batched_tokens

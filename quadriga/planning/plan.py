@@ -2,6 +2,7 @@
 """Plan of a run: will it fit, and how long will a step take, from the models' config.json alone."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from quadriga.config import Config
 from quadriga.config.placement import ACTOR, CRITIC, arranged_roles
 from quadriga.errors import ConfigError
 from quadriga.planning.devices import Devices
-from quadriga.planning.phases import Phase, RolePlan, phases
+from quadriga.planning.phases import Phase, RolePlan, apart_phases, phases
 from quadriga.planning.sizes import ModelSizes
 from quadriga.planning.time import Lengths, StepTime, step_time
 
@@ -33,7 +34,8 @@ class Plan:
         config: the configuration, with the devices' numbers of ranks.
         devices: the devices.
         roles: the trained roles.
-        phases: memory of all phases of all trained roles, on each rank.
+        phases: memory of all phases of all trained roles, and of generation on other devices, on
+            each rank.
         time: time of a step.
     """
 
@@ -45,8 +47,10 @@ class Plan:
 
     @property
     def largest(self) -> Phase:
-        """The phase with the highest peak."""
-        return max(self.phases, key=lambda phase: phase.total)
+        """The phase of a trained role with the highest peak."""
+        # An engine on devices of its own takes its share of them, whatever that is.
+        trained = [phase for phase in self.phases if phase.role in self.roles]
+        return max(trained, key=lambda phase: phase.total)
 
     @property
     def fits(self) -> bool:
@@ -145,6 +149,7 @@ def make_plan(
     predicted = []
     for where in roles:
         predicted += phases(config, roles, where, devices.memory_bytes)
+    predicted += apart_phases(config, devices.memory_bytes)
     return Plan(config, devices, roles, predicted, step_time(config, roles, devices, lengths))
 
 
@@ -192,9 +197,10 @@ def layouts(
 ) -> Iterator[tuple[str, Plan]]:
     """Other layouts that fit, the fastest first, by shards and recomputed activations."""
     candidates = []
-    count = plan.devices.count
-    for num_shards in range(1, count + 1):
-        if count % num_shards:
+    # A role may have fewer ranks than there are devices.
+    num_ranks = math.gcd(*(role.layout.world_size for role in plan.roles.values()))
+    for num_shards in range(1, num_ranks + 1):
+        if num_ranks % num_shards:
             continue
         for recomputes in (False, True):
             config = plan.config

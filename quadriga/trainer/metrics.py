@@ -32,7 +32,8 @@ _CAUSES = (
     "to step"
 )
 _LARGEST_EXPONENT = 709.0  # exp of more than this overflows a float64
-FIRST_STEP_STOP = 1.0  # nats; weights in the right places differ by less than 0.1
+EARLY_STOP = 1.0  # nats; weights in the right places differ by less than 0.1
+NUM_EARLY_STEPS = 2
 MOST_CUT = 0.9  # share of responses at the limit of their length from which a warning is logged
 PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases that are also measured in milliseconds per token.
@@ -198,7 +199,7 @@ def performance_metrics(
 
 
 def check_log_probs(
-    metrics: Mapping[str, float], config: RolloutConfig, step: int
+    metrics: Mapping[str, float], config: RolloutConfig, step: int, num_steps: int
 ) -> dict[str, float]:
     """Check how far the rollout's log-probabilities are from the trainer's.
 
@@ -209,14 +210,15 @@ def check_log_probs(
         metrics: metrics of the step; without the difference nothing is checked.
         config: limits of the difference.
         step: number of the step, for messages.
+        num_steps: number of steps since the process began, this one included.
 
     Returns:
         `rollout/ppl_ratio`: perplexity of the responses under the trainer over that under the
         rollout; 1 if both agree.
 
     Raises:
-        RolloutError: the mean difference is above `log_prob_diff_stop` (in the first step of vLLM
-            and SGLang above 1 nat, if it is null), or not a number.
+        RolloutError: the mean difference is above `log_prob_diff_stop` (in the first two steps
+            of a process with vLLM or SGLang above 1 nat, if it is null), or not a number.
     """
     mean = metrics.get("rollout/log_prob_diff_mean")
     if mean is None:
@@ -224,10 +226,11 @@ def check_log_probs(
     largest = metrics["rollout/log_prob_diff_max"]
     got = f"a mean difference of {mean:.3g} nats (at most {largest:.3g}) from the trainer's"
     stop = config.log_prob_diff_stop
-    if stop is None and step == 1 and config.traits.package is not None:
+    if stop is None and num_steps <= NUM_EARLY_STEPS and config.traits.package is not None:
         # An engine with kernels of its own repacks weights. Fingerprints compare what it received;
-        # only its log-probabilities show that it computes with the same model.
-        stop = FIRST_STEP_STOP
+        # only its log-probabilities show that it computes with the same model. The second step is
+        # the first one with weights that replaced others of the trainer's.
+        stop = EARLY_STOP
     if math.isnan(mean) or (stop is not None and mean > stop):
         expected = "a number"
         if stop is not None:

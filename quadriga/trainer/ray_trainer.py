@@ -243,7 +243,10 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics |= reduce_metrics(*metrics_of_parts)
         self.publish_weights()
         self.metrics |= check_log_probs(
-            self.metrics, self.config.actor_rollout_ref.rollout, self.global_steps
+            self.metrics,
+            self.config.actor_rollout_ref.rollout,
+            self.global_steps,
+            self.global_steps - self.progress.initial,
         )
         return parts[0] if len(parts) == 1 else joined(parts)
 

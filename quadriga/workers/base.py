@@ -13,6 +13,7 @@ update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the obje
                              rollout_index if rollouts have several rows
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
@@ -45,6 +46,7 @@ from quadriga.models.probe import probe
 from quadriga.models.weight_files import MODEL
 from quadriga.observe.gpu_machine import (
     DRIVER,
+    VISIBLE,
     require_machine,
     require_visible_devices,
     visible_devices,
@@ -90,6 +92,8 @@ CHAT_OBJECTS = ("raw_prompt", "uid")
 SOLUTION_MESSAGES = "solution_messages"
 MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
 MODEL_OBJECTS = ("multi_modal_inputs",)
+# A context of CUDA and the buffers of NCCL take 2 % of a GPU with 80 GB.
+MOST_HELD_SHARE = 0.05
 
 
 def driver_problem() -> ConfigError | None:
@@ -165,6 +169,23 @@ def warn_about_unequal_devices(world: process_group.ProcessGroup, device: torch.
         )
 
 
+@cache
+def warn_about_other_programs(device: torch.device) -> None:
+    """Print a warning if other programs hold much of a GPU, before this one has models on it.
+
+    Args:
+        device: the GPU of this rank.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    held = total - free - torch.cuda.memory_reserved(device)
+    if held > MOST_HELD_SHARE * total:
+        visible = os.environ.get(VISIBLE, "all")
+        print(
+            f"warning: other programs hold {held / GIB:.1f} of {total / GIB:.1f} GiB of {device}"
+            f" ({VISIBLE}={visible}), so a run may not fit. `nvidia-smi` lists them."
+        )
+
+
 def timed(phase: str) -> Callable[[Pass], Pass]:
     """Decorator: add the metric `timing_s/PHASE`, seconds on the slowest rank, to returned rows."""
 
@@ -212,6 +233,7 @@ class EngineWorker(Worker):
         world = process_group.join(self.place, self.device, also_alone=settings is not None)
         if self.device.type == "cuda":
             warn_about_unequal_devices(world, self.device)
+            warn_about_other_programs(self.device)
         self.processes = Processes.arrange(world, sizes.layout(world.size, where, settings))
         place = self.processes.place
         self.register_mesh(MESH, place.dp_rank, place.is_collected)

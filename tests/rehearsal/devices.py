@@ -367,6 +367,7 @@ def cuda_names(owner: Any) -> dict[str, Any]:
         "get_device_name": lambda device=None: "stand-in for a GPU",
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: type("Properties", (), properties),
+        "can_device_access_peer": lambda first, second: True,
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_rng_state_all": lambda: [state() for _ in range(owner.num_devices)],
         "set_rng_state_all": lambda states: [

@@ -24,12 +24,10 @@ COVERAGE.start()  # before the package is imported
 from tests.rehearsal.stand_in import StandIn  # noqa: E402
 
 LEAST = 0.95
-_APART = "vLLM and SGLang have environments of their own; tests/gpu runs vLLM on a GPU"
+_APART = "SGLang has an environment of its own"
 REASONS = {
     ("engines/megatron/cpu.py", ""): "what a CPU answers for a GPU (tests/megatron)",
     ("rollout/sglang/engine.py", ""): _APART,
-    ("rollout/vllm/engine.py", ""): _APART,
-    ("rollout/vllm/group.py", ""): _APART,
     (
         "workers/actor_rollout_ref.py",
         "mem_get_info",

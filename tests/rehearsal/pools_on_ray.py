@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pools of two ranks each on a Ray node that claims four GPUs; prints the devices that each rank sees.
+"""Two ranks with a GPU each, and one with two, on a Ray node that claims four; prints what each sees.
 
 python pools_on_ray.py CUDA_VISIBLE_DEVICES-or-"" NOSET
 """
@@ -33,7 +33,10 @@ if __name__ == "__main__":
     ray.cloudpickle.register_pickle_by_value(sys.modules["__main__"])
     seen = []
     with cluster({"num_gpus": 4, "num_cpus": 4}, 4):
-        pools = [RayResourcePool([2], use_gpu=True, name_prefix=name) for name in ("train", "roll")]
+        pools = [
+            RayResourcePool([2], use_gpu=True, name_prefix="train"),
+            RayResourcePool([1], use_gpu=True, name_prefix="roll", num_devices=2),
+        ]
         groups = [RayWorkerGroup(pool, RayClassWithInitArgs(Looker)) for pool in pools]
         for group in groups:
             seen += group.devices()

@@ -180,6 +180,24 @@ def test_ranks_with_different_gpus(stand_in: StandIn, capsys: pytest.CaptureFixt
     assert peak_flops(CUDA, torch.float32) > 0
 
 
+def test_a_gpu_that_is_half_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    base.warn_about_other_programs.cache_clear()
+    base.warn_about_other_programs(CUDA)
+    expected = "other programs hold 40.0 of 80.0 GiB of cuda:0 (CUDA_VISIBLE_DEVICES=3)"
+    assert expected in capsys.readouterr().out
+
+
+def test_gpus_that_cannot_read_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any("peer access" in line for line in _machine_lines())
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: False)
+    assert (
+        "no peer access between GPUs 0 and 1: NCCL copies through the host" in _machine_lines()[-1]
+    )
+
+
 def test_what_other_parts_decide_by_the_device(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,10 @@
 
     python lonely_gpus.py FOLDER
 
-Gloo stands for NCCL, and the platform says that it is CUDA. Each rank writes to rankN.json how a
-tensor-parallel group starts with vLLM's arguments as they are, and with those of a rollout group.
+Gloo stands for NCCL, and the platform says that it is CUDA. vLLM's own coordinator makes the
+groups and its queue in shared memory. Each rank writes to rankN.json the device on which a
+tensor-parallel group starts, or the error: with vLLM's arguments as they are, and with those of a
+rollout group.
 """
 
 import json
@@ -33,6 +35,10 @@ class FakeCuda(Platform):
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator"
+
+    @classmethod
     def is_fully_connected(cls, *_: Any) -> bool:
         return True
 
@@ -46,14 +52,14 @@ class FakeCuda(Platform):
 
 
 def start_group(rank: int, arguments: dict[str, Any]) -> str:
-    """Make vLLM's communicator of a tensor-parallel group. Returns its error, or ""."""
+    """Make vLLM's tensor-parallel group. Returns its device, or its error."""
     from vllm.distributed.device_communicators import (
         cuda_communicator,
         custom_all_reduce,
     )
-    from vllm.distributed.parallel_state import set_custom_all_reduce
+    from vllm.distributed.parallel_state import GroupCoordinator, set_custom_all_reduce
 
-    for module in (cuda_communicator, custom_all_reduce):
+    for module in (vllm.platforms, cuda_communicator, custom_all_reduce):
         module.current_platform = FakeCuda()
     # The library of kernels is not in the build for CPUs.
     custom_all_reduce.custom_ar = True
@@ -61,15 +67,17 @@ def start_group(rank: int, arguments: dict[str, Any]) -> str:
     torch.cuda.can_device_access_peer = lambda one, other: True
     set_custom_all_reduce(not arguments.get("disable_custom_all_reduce", False))
     try:
-        cuda_communicator.CudaCommunicator(
-            cpu_group=dist.group.WORLD,
-            device=torch.device("cuda", 0),
-            device_group=dist.group.WORLD,
-            unique_name="tp:0",
+        group = GroupCoordinator(
+            group_ranks=[list(range(RANKS))],
+            local_rank=0,
+            torch_distributed_backend="gloo",
+            use_device_communicator=True,
+            use_message_queue_broadcaster=True,
+            group_name="tp",
         )
     except (IndexError, AssertionError) as error:  # of the look-up of a peer, in any version
         return f"{type(error).__name__}: {error}"
-    return ""
+    return str(group.device)
 
 
 def rank_main(rank: int, folder: str) -> None:

@@ -148,7 +148,7 @@ def test_a_run_on_ray_is_that_of_one_process(
 
 
 def test_a_group_whose_processes_see_one_gpu_each(tmp_path: Path) -> None:
-    """vLLM's own communicator fails with its defaults, and starts with the arguments of a group."""
+    """vLLM's own coordinator fails with its defaults, and starts with the arguments of a group."""
     program = str(Path(__file__).with_name("lonely_gpus.py"))
     done = subprocess.run(
         [sys.executable, program, str(tmp_path)],
@@ -161,4 +161,4 @@ def test_a_group_whose_processes_see_one_gpu_each(tmp_path: Path) -> None:
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["as they are"].startswith("IndexError")
-        assert found["of a group"] == ""
+        assert found["of a group"] == "cuda:0"

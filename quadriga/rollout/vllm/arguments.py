@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from quadriga.config.placement import role_pools
+from quadriga.config.placement import rollout_share
 from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import SEED_BITS
@@ -14,8 +14,6 @@ from quadriga.rollout.vllm.library import VLLMLibrary
 _GIB = 1 << 30
 SEQUENCES_ON_GPU = 1024
 """Sequences at a time on a GPU, unless `max_num_seqs` is given."""
-SHARE_WITHOUT_TRAINING = 0.9
-"""Share of a GPU that trains nothing, unless `gpu_memory_utilization` is given."""
 
 
 def arguments_of(
@@ -52,10 +50,6 @@ def arguments_of(
     # validates.
     has_two = setup.config.async_training.enable and bool(data.val_files)
     num_engines = rollout.data_parallel_size * (1 + has_two)
-    share = rollout.gpu_memory_utilization
-    trains_here = "rollout" not in role_pools(setup.config.trainer)
-    if not trains_here and "gpu_memory_utilization" not in rollout.model_fields_set:
-        share = SHARE_WITHOUT_TRAINING
     arguments: dict[str, Any] = {
         "model": str(model.path),
         "tokenizer": str(data.tokenizer or model.path),
@@ -64,7 +58,7 @@ def arguments_of(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, smallest_pass),
         "enable_chunked_prefill": not is_on_cpu,
-        "gpu_memory_utilization": share / num_engines,
+        "gpu_memory_utilization": rollout_share(setup.config) / num_engines,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "enable_expert_parallel": rollout.expert_parallel_size > 1,
         "enforce_eager": rollout.enforce_eager or is_on_cpu,

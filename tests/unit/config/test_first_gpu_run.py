@@ -3,17 +3,21 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from quadriga.cli.plan import main as plan
 from quadriga.config import Config, load_config, training_findings
+from quadriga.config.placement import ACTOR
+from quadriga.planning.devices import Devices
+from quadriga.planning.plan import make_plan, on_devices
+from quadriga.planning.sizes import ModelSizes
+from quadriga.planning.time import Lengths
 from quadriga_verl.commands.entries import find_entry
 from quadriga_verl.commands.translate import translate
+from tests.first_gpu_run import PAGE, command_lines
 
-PAGE = Path(__file__).parents[3] / "docs/first_gpu_run.md"
 ELSEWHERE = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
 QWEN_7B = {
     "model_type": "qwen2",
@@ -26,12 +30,6 @@ QWEN_7B = {
     "tie_word_embeddings": False,
 }
 NOT_INSTALLED = "which is not installed"
-
-
-def command_lines(program: str) -> list[list[str]]:
-    """Arguments of the page's command lines that begin with `program`."""
-    blocks = re.findall(rf"```bash\n{program} (.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    return [shlex.split(block.replace("\\\n", " ")) for block in blocks]
 
 
 def require_no_finding(config: Config) -> None:
@@ -80,3 +78,25 @@ def test_verls_line_is_correct() -> None:
     assert (line.config.trainer.backend, line.config.trainer.n_gpus_per_node) == ("ray", 8)
     rollout = line.config.actor_rollout_ref.rollout
     assert (rollout.name, rollout.tensor_model_parallel_size) == ("vllm", 2)
+
+
+def predicted_phases(config: Config, devices: str) -> list[str]:
+    """Gigabytes of each phase of a 7B model on some devices."""
+    parsed = Devices.parse(devices)
+    sizes = {ACTOR: ModelSizes.from_config(QWEN_7B, "a model")}
+    plan = make_plan(on_devices(config, parsed), parsed, Lengths(256, 512), sizes, itemsize=2)
+    return [f"{phase.total / 1e9:.1f}" for phase in plan.phases]
+
+
+def test_the_memory_of_each_phase_is_the_plans() -> None:
+    _, _, rest = PAGE.read_text("utf-8").partition("## Memory of each phase")
+    rows = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    numbers = re.findall(r"\d+\.\d", "\n".join(rows))
+    lines = command_lines("quadriga train")
+    native, beside, asynchronous, _, recipe = (load_config(line).config for line in lines)
+    verl = translate(find_entry("main_ppo"), *command_lines("quadriga verl main_ppo")).config
+    assert isinstance(verl, Config)
+    expected = predicted_phases(native, "1xH100-80GB")
+    for config in (beside, verl, asynchronous, recipe):
+        expected += predicted_phases(config, "8xH100-80GB")
+    assert numbers == expected

@@ -62,6 +62,21 @@ def test_seven_billion_on_one_and_on_eight(
     assert plan(words(model, "8xH100-80GB", f"{key}={largest + 4096}")) == 1
 
 
+def test_half_of_the_devices_generate(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM takes nine tenths of those; the others are sharded in layouts of four."""
+    overrides = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "trainer.backend=ray",
+        "trainer.placement={actor: training, ref: training, rollout: generation}",
+        "trainer.resource_pools={training: [4], generation: [4]}",
+    ]
+    assert plan(words(model, "8xH100-80GB", *overrides)) == 0
+    text = capsys.readouterr().out
+    assert "rollout, generation: 76.4 GB (rollout 76.4)" in text
+    assert "fits: 55% of a device, limited by working memory in update" in text
+    assert "fsdp_size=4, activations recomputed" in text and "fsdp_size=8" not in text
+
+
 def test_a_step_takes_longer_with_longer_responses(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,7 +170,7 @@ def test_turns_of_conversations(batch: DataProto) -> None:
 
 
 def check(metrics: dict[str, float], step: int, **limits: float) -> dict[str, float]:
-    return check_log_probs(metrics, RolloutConfig(**limits), step)
+    return check_log_probs(metrics, RolloutConfig(**limits), step, step)
 
 
 def difference(mean: float, kl: float = 0.0) -> dict[str, float]:
@@ -202,13 +202,14 @@ def test_a_difference_above_the_second_limit_stops() -> None:
         check(difference(0.75), 3, log_prob_diff_stop=0.5)
 
 
-def test_another_model_stops_in_the_first_step() -> None:
+def test_another_model_stops_in_the_first_steps_of_a_process() -> None:
     """Of an engine that repacks weights; afterwards, and for others, there is no limit."""
     vllm = RolloutConfig(name="vllm")
-    with pytest.raises(RolloutError, match=r"step 1: got a mean difference of 1\.5 nats"):
-        check_log_probs(difference(1.5), vllm, 1)
-    check_log_probs(difference(1.5), vllm, 2)
-    check_log_probs(difference(1.5), RolloutConfig(name="native"), 1)
+    for num_steps in (1, 2):
+        with pytest.raises(RolloutError, match=r"step 9: got a mean difference of 1\.5 nats"):
+            check_log_probs(difference(1.5), vllm, 9, num_steps)
+    check_log_probs(difference(1.5), vllm, 9, 3)
+    check_log_probs(difference(1.5), RolloutConfig(name="native"), 1, 1)
 
 
 def test_what_is_no_number_stops_without_a_limit() -> None:
