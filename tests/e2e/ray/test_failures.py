@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 BREAKING = """
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, {tests!r})
 import ray
 from ray.cluster_utils import Cluster
@@ -62,6 +62,9 @@ print("big", clumsy.error_of(lambda: RayResourcePool([5], name_prefix="big").bun
 three = RayResourcePool([1, 1, 1], name_prefix="three")
 three.bundles()
 three.close()
+# The node of more free places would get two processes.
+while ray.available_resources().get("CPU") != 8:
+    time.sleep(0.05)
 pool = RayResourcePool([2, 1])
 group = start(pool)
 places = group.execute_all("where")
