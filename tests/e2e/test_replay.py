@@ -40,12 +40,19 @@ def change_score(run: Path, step: int, row: int) -> None:
 
 def test_a_step_again(
     train: Callable[..., Path],
+    home: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """PPO with a critic and a reference: equal from the start of the run and from a checkpoint."""
+    data = tmp_path / "rows.parquet"
+    data.write_bytes((home / "train.parquet").read_bytes())
+    model = tmp_path / "model"
+    model.symlink_to(home / "model")
     run = train(
+        f"data.train_files={data}",
+        f"actor_rollout_ref.model.path={model}",
         "algorithm.adv_estimator=gae",
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
@@ -57,7 +64,8 @@ def test_a_step_again(
     def replay(*words: str) -> tuple[int, str]:
         capsys.readouterr()
         status = main(["replay", str(run), *words])
-        return status, capsys.readouterr().out
+        output = capsys.readouterr()
+        return status, output.out + output.err
 
     for step in ("1", "4"):
         status, output = replay("--step", step)
@@ -86,6 +94,14 @@ def test_a_step_again(
     assert "prompt 4-1: 2 rows" in output
     assert "on the way: step 3 differs in score" in output
 
+    # What is missing or has changed is named.
+    data.write_bytes((home / "val.parquet").read_bytes())
+    status, output = replay("--step", "1")
+    assert (status, "put them back" in output) == (1, True), output
+    model.unlink()
+    status, output = replay("--step", "3")
+    assert (status, str(model) in output) == (2, True), output
+
 
 def test_conversations_with_dynamic_sampling(
     train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -99,27 +115,3 @@ def test_conversations_with_dynamic_sampling(
     )
     assert main(["replay", str(run), "--step", "2"]) == 0
     assert "step 2: equal bit for bit" in capsys.readouterr().out
-
-
-def test_a_run_without_what_a_replay_needs(
-    train: Callable[..., Path], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A changed data file, and a model that is gone, are named."""
-    rows = tmp_path / "rows.parquet"
-    rows.write_bytes((home / "train.parquet").read_bytes())
-    model = tmp_path / "model"
-    model.symlink_to(home / "model")
-    run = train(
-        f"data.train_files={rows}",
-        f"actor_rollout_ref.model.path={model}",
-        "trainer.total_training_steps=1",
-    )
-
-    def refusal() -> str:
-        assert main(["replay", str(run), "--step", "1"]) != 0
-        return capsys.readouterr().err
-
-    rows.write_bytes((home / "val.parquet").read_bytes())
-    assert "put them back" in refusal()
-    model.unlink()
-    assert str(model) in refusal()
