@@ -64,7 +64,7 @@ def _trace_folder(run: ViewedRun) -> Path | None:
 def _lane(trace: dict[str, Any], process: str) -> dict[str, Any]:
     turns = []
     for turn in trace["turns"]:
-        calls = [str(call.get("name", "tool")) for call in turn.get("calls", ())]
+        calls = [call.get("name", "tool") for call in turn.get("calls", ())]
         turns.append({"role": turn["role"], "seconds": turn["seconds"], "tools": calls})
     return {
         "process": process,

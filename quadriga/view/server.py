@@ -8,8 +8,6 @@ from quadriga.serve.listening import ServerThread, host_names, listen, url_of
 from quadriga.view.app import ViewApp
 from quadriga.view.data import ViewData
 
-_CLOSE_S = 1.0
-
 
 class ViewServer:
     """Serves the page on some runs.
@@ -36,5 +34,5 @@ class ViewServer:
 
     def close(self) -> None:
         """End the server."""
-        self._thread.stop(_CLOSE_S)
+        self._thread.stop(1.0)
         self._thread.close()
