@@ -10,7 +10,9 @@ itself; an invalid move costs `env.invalid_penalty`, because the game pays for c
 
 Before and after GRPO the model plays games with seeds that training does not have, sampled at temperature 1. Prints
 for each seed the share of games that it won and the share of its moves that were invalid. Wanted: 0.3 more of the
-games are won than before, and at most 5 % of the moves are invalid.
+games are won than before, and at most 5 % of the moves are invalid. These settings have not reached it yet: with a
+quarter of the supervised games and 160 instead of 224 tokens for a game, which cut a quarter of them off, 0.3 to 0.4 of
+the games of one seed were won after 20 steps of GRPO, as at the beginning.
 """
 
 import json
@@ -149,7 +151,7 @@ def play(folder: Path, seed: int, num_steps: int) -> list[dict[str, Any]]:
         f"data.seed={seed}",
         "data.train_batch_size=8",
         "data.max_prompt_length=192",
-        "data.max_response_length=160",
+        "data.max_response_length=224",
         f"actor_rollout_ref.model.path={folder / 'sft' / 'model'}",
         "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
         "actor_rollout_ref.actor.optim.lr=1e-3",
