@@ -8,14 +8,12 @@ loses: weights and KV cache become NaN, except weights that it keeps on the host
 QUADRIGA_REHEARSAL_FINDINGS names a file that gets a line for each process, sleep, wake-up and mistake.
 """
 
-import ctypes
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partialmethod, wraps
+from functools import wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quadriga.models import heads
-from quadriga.rollout.vllm import cores
+from quadriga.rollout.vllm.cores import InProcessCore
 from quadriga.rollout.vllm.engine import WorkerExtension
 from tests.rehearsal.stand_in import StandIn
 
@@ -37,25 +35,28 @@ def note(text: str) -> None:
         file.write(f"{EVENT}{text}\n")
 
 
-# vLLM replaces functions of torch.accelerator by ones that do nothing; they are its own alone.
-VLLM_ACCELERATOR: dict[str, Any] = {}
+# On a CPU vLLM replaces functions of these modules by ones that do nothing; they are for it alone.
+REPLACED: dict[Any, dict[str, Any]] = {torch.cuda: {}, torch.accelerator: {}}
 
 
 @contextmanager
 def on_the_host() -> Iterator[None]:
-    """Context manager: torch has no GPU in this thread, but for what is asked of `torch.cuda`."""
+    """Context manager: tensors are on the host in this thread, and vLLM has what it replaced."""
     function_modes = []
     while torch._C._len_torch_function_stack():
         function_modes.append(_pop_mode())
-    accelerator = vars(torch.accelerator)
-    before = dict(accelerator)
-    accelerator.update(VLLM_ACCELERATOR)
+    before = {module: dict(vars(module)) for module in REPLACED}
+    for module, names in REPLACED.items():
+        vars(module).update(names)
     try:
         with _disable_current_modes():
             yield
     finally:
-        VLLM_ACCELERATOR.update(accelerator)
-        accelerator.update(before)
+        for module, names in before.items():
+            for name, value in vars(module).items():
+                if value is not names.get(name):
+                    REPLACED[module][name] = value
+            vars(module).update(names)
         for mode in reversed(function_modes):
             _push_mode(mode)
 
@@ -72,13 +73,7 @@ def hosted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Extension(WorkerExtension):
-    """The methods of vLLM's workers, which lose memory asleep and open handles of the stand-in."""
-
-    def load_bucket(self, bucket: Any) -> None:
-        if "handle" in bucket:
-            torch.UntypedStorage._new_shared_cuda = staticmethod(opened)
-            torch.cuda.current_stream = lambda device: SimpleNamespace(synchronize=lambda: None)
-        super().load_bucket(bucket)
+    """The methods of vLLM's workers, which lose memory asleep."""
 
     def lose(self, keeps_weights: bool) -> None:
         """Fill what a sleeping vLLM releases with NaN."""
@@ -88,19 +83,6 @@ class Extension(WorkerExtension):
                     parameter.data.fill_(torch.nan)
         for tensor in self.model_runner.kv_caches:
             tensor.fill_(torch.nan)
-
-
-def opened(device: int, file: str, num_bytes: int, *_: Any) -> torch.UntypedStorage:
-    """The memory of another process, by the handle that `shared` made."""
-    return torch.UntypedStorage.from_file(file, False, num_bytes)
-
-
-def shared(storage: torch.UntypedStorage, share: Callable[..., Any]) -> tuple[Any, ...]:
-    """A handle of memory on the stand-in that another process can open: its content in a file."""
-    device, number, num_bytes, *more = share(storage)
-    file = Path(os.environ[FINDINGS]).with_name(f"memory-{os.getpid()}-{number % 2}")
-    file.write_bytes(ctypes.string_at(storage.data_ptr(), num_bytes))
-    return device, str(file), num_bytes, *more
 
 
 def on_a_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -115,19 +97,20 @@ def on_a_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def replaced(kind: type[cores.Core]) -> None:
-    """Let a kind of core start and ask vLLM's build for CPUs, with a sleep that it does not have."""
-    begin = kind.__init__
-    ask = kind.ask
+def replace_core() -> None:
+    """Let cores start and ask vLLM's build for CPUs, with a sleep that it does not have."""
+    begin = InProcessCore.__init__
+    ask = InProcessCore.ask
 
-    def begin_hosted(core: Any, library: Any, arguments: dict[str, Any], *more: Any) -> None:
+    def begin_hosted(
+        core: InProcessCore, library: Any, arguments: dict[str, Any], *more: Any
+    ) -> None:
         with on_the_host():
             begin(core, library, on_a_cpu(arguments), *more)
-        if core.is_in_process:
-            for name in ("step", "add_request", "abort_request"):
-                setattr(core.engine, name, hosted(getattr(core.engine, name)))
+        for name in ("step", "add_request", "abort_request"):
+            setattr(core.engine, name, hosted(getattr(core.engine, name)))
 
-    def ask_hosted(core: Any, method: str, *args: Any, **options: Any) -> Any:
+    def ask_hosted(core: InProcessCore, method: str, *args: Any, **options: Any) -> Any:
         if method in ("sleep", "wake_up"):
             note(f"{method} {options}")
             if method == "sleep":
@@ -136,8 +119,8 @@ def replaced(kind: type[cores.Core]) -> None:
         with on_the_host():
             return ask(core, method, *args, **options)
 
-    kind.__init__ = begin_hosted
-    kind.ask = ask_hosted
+    InProcessCore.__init__ = begin_hosted
+    InProcessCore.ask = ask_hosted
 
 
 def install() -> AbstractContextManager[StandIn]:
@@ -145,9 +128,9 @@ def install() -> AbstractContextManager[StandIn]:
     note(f"gpu {os.environ['CUDA_VISIBLE_DEVICES']}")
     installed = StandIn(num_devices=1, file=Path(os.environ[FINDINGS])).installed()
     installed.__enter__()
-    torch.UntypedStorage._share_cuda_ = partialmethod(shared, torch.UntypedStorage._share_cuda_)
-    replaced(cores.InProcessCore)
-    replaced(cores.ProcessCore)
+    replace_core()
+    # All but what NCCL and contexts take is free, where the stand-in says half.
+    torch.cuda.mem_get_info = lambda device=None: (78 << 30, 80 << 30)
     # vLLM brings Triton, which needs a driver.
     heads.HAS_TRITON = False
     return installed
