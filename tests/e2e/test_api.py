@@ -335,7 +335,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 rows = [{"prompt": f"say a {number}", "letter": "a"} for number in range(300)]
 
 def interrupt(step):
-    print("step", step.number, flush=True)
+    print("callback of step", step.number, flush=True)
     if step.number == 2:
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -367,9 +367,9 @@ def test_an_interrupted_script_without_a_main_guard(
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout.count("script runs") == 1
-    assert [line for line in done.stdout.splitlines() if line.startswith("step ")] == [
-        "step 1",
-        "step 2",
+    assert [line for line in done.stdout.splitlines() if line.startswith("callback ")] == [
+        "callback of step 1",
+        "callback of step 2",
     ]
     assert len([*(tmp_path / "cache" / "prompt_lengths").iterdir()]) == 1
     *_, sentence, last_line = done.stdout.splitlines()
