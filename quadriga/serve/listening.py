@@ -12,6 +12,7 @@ from quadriga.errors import ConfigError
 from quadriga.serve.gate import LOOPBACK, MAX_HEADER_BYTES
 
 _BACKLOG = 1024
+_MAX_PORT = 65535
 # Longer than the idle connections of clients last, which would otherwise use a closed one.
 _KEEP_ALIVE_S = 75
 
@@ -77,8 +78,10 @@ def listen(host: str, port: int, *, host_key: str, port_key: str) -> socket.sock
         port_key: key or option that names the port, for errors.
 
     Raises:
-        ConfigError: the port is in use, or the address is not this machine's.
+        ConfigError: the port is in use or not a port, or the address is not this machine's.
     """
+    if not 0 <= port <= _MAX_PORT:
+        raise ConfigError(port_key, got=str(port), expected=f"a port from 0 to {_MAX_PORT}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -38,6 +38,8 @@ def test_who_may_ask(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a free port"):
         ViewServer(data, "127.0.0.1", port)
     server.close()
+    with pytest.raises(ConfigError, match="--port: got 80000, expected a port from 0 to 65535"):
+        ViewServer(data, "127.0.0.1", 80000)
 
 
 def test_export(
