@@ -53,6 +53,8 @@ def _reward(values: np.ndarray) -> Verdict:
         return BAD, "Every score of every step is 0: there is nothing to learn from."
     if not values[-_WINDOW:].any():
         return BAD, f"All scores of the last {len(values[-_WINDOW:])} steps are 0."
+    if len(values) >= _WINDOW and values.min() == values.max():
+        return WARNING, f"The mean score is {last:.3g} at every step: it does not change."
     if len(values) >= 4 * _WINDOW and last < first - 0.05 * abs(first):
         return WARNING, f"{change}: it falls."
     return GOOD, f"{change}."
@@ -110,6 +112,14 @@ def _slow_rank(values: np.ndarray) -> Verdict:
 
 
 def _gradient(values: np.ndarray) -> Verdict:
+    num_last = len(values[-_WINDOW:])
+    if not values.any():
+        return BAD, "The gradient is 0 at every step: nothing is learned."
+    if not values[-_WINDOW:].any():
+        return BAD, f"The gradient of the last {num_last} steps is 0: nothing is learned any more."
+    share_of_zeros = float((values == 0).mean())
+    if share_of_zeros > 0.5:
+        return WARNING, f"The gradient is 0 at {share_of_zeros:.0%} of the steps."
     middle = float(np.median(values))
     largest = float(values.max())
     sentence = f"The norm of the gradient is {middle:.3g} in the median, {largest:.3g} at most."
@@ -171,7 +181,9 @@ CHECKS = (
         "Gradient",
         "actor/grad_norm",
         _gradient,
-        "Lower the learning rate, and read the rollouts of the step with the largest norm.",
+        "If it is 0, all responses of each group have the same score: see the groups without a "
+        "gradient, and read the responses. If it has peaks, lower the learning rate and read the "
+        "rollouts of the step with the largest norm.",
     ),
 )
 

@@ -15,7 +15,7 @@ from quadriga.errors import DataError
 from quadriga.observe.records import RecordFolder
 from quadriga.view import rollouts
 from quadriga.view.data import ViewData
-from quadriga.view.health import BAD, WARNING
+from quadriga.view.health import BAD, WARNING, health
 from tests.unit.view.recorded import rollout, write_run, write_step
 
 RUN = {"run": "run"}
@@ -136,6 +136,27 @@ def test_health_in_words(tmp_path: Path) -> None:
     assert (by_title["Reward"]["state"], by_title["Reward"]["step"]) == ("good", 1)
     assert by_title["Slow rank"]["sentence"] == "The run has no perf/imbalance/actor."
     assert by_title["Length at its limit"]["state"] not in (BAD, WARNING)
+
+
+@pytest.mark.parametrize(
+    ("norms", "state"),
+    [
+        ([0.0] * 8, BAD),
+        ([1.0] * 4 + [0.0] * 5, BAD),
+        ([0.0, 0.0, 1.0], WARNING),
+        ([1.0] * 8, "good"),
+    ],
+)
+def test_a_gradient_of_zero_is_no_sign_of_health(norms: list[float], state: str) -> None:
+    metrics = {step: {"actor/grad_norm": norm} for step, norm in enumerate(norms)}
+    [finding] = [entry for entry in health(metrics, {}) if entry["title"] == "Gradient"]
+    assert finding["state"] == state
+
+
+def test_a_constant_score_is_no_sign_of_health() -> None:
+    metrics = {step: {"critic/score/mean": 0.5} for step in range(8)}
+    [finding] = [entry for entry in health(metrics, {}) if entry["title"] == "Reward"]
+    assert finding["state"] == WARNING
 
 
 def test_damaged_and_incomplete_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
