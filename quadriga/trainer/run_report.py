@@ -39,7 +39,7 @@ _LEAST_SHARE = 0.005  # of the time, for a phase that is shown
 # Entries of a sample that are shown by name. All others are parts of the reward.
 _NOT_PARTS = {
     *("uid", "data_source", "input", "output", "output_with_special_tokens", "ground_truth"),
-    *("score", "num_turns", "finish_reason", "step", "row"),
+    *("score", "num_turns", "finish_reason", "step", "row", "reward_error"),
 }
 
 Curve = list[tuple[int, float]]
@@ -60,7 +60,7 @@ def summary(run: RunFolder) -> list[str]:
         lines.append(f"time in steps: {clock_text(total_s)}, of which {', '.join(shares)}")
     if run.responses:
         step, read = list(run.responses.items())[-1]
-        best, worst = best_and_worst(read(), 1)
+        best, worst = best_and_worst(_scored(read()), 1)
         for kind, samples in (("best", best), ("worst", worst)):
             for sample in samples:
                 prompt = _shortened(sample["input"], MAX_LINE_CHARACTERS)
@@ -168,6 +168,15 @@ def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample],
     return best, _of_distinct_prompts(below_best, count)
 
 
+def _scored(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that have a score, and whose grader did not fail."""
+    return [sample for sample in samples if sample["score"] is not None and not _error(sample)]
+
+
+def _error(sample: Sample) -> str:
+    return str(sample.get("reward_error") or "")
+
+
 def _score(sample: Sample) -> float:
     # JSON has no NaN: it is written as a text.
     return float(sample["score"])
@@ -267,11 +276,20 @@ def _validation_lines(run: RunFolder) -> list[str]:
 
 def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[str]:
     kind = "Responses" if run.has_training_responses else "Validation responses"
-    mean = sum(_score(sample) for sample in samples) / len(samples)
-    yield f"\n{kind} of step {step}: {len(samples)}, mean score {mean:.3f}"
-    for title, chosen in zip(
-        ("best", "worst"), best_and_worst(samples, MAX_RESPONSES), strict=True
-    ):
+    scores = [_score(sample) for sample in samples if sample["score"] is not None]
+    mean = f"mean score {sum(scores) / len(scores):.3f}" if scores else "without scores"
+    yield f"\n{kind} of step {step}: {len(samples)}, {mean}"
+    failed = [sample for sample in samples if _error(sample)]
+    num_truncated = sum(sample.get("finish_reason") == "length" for sample in samples)
+    if not num_truncated and run.has_training_responses:
+        # The engine may name no reason for the end of a response.
+        share = run.metrics.get(step, {}).get("response_length/clip_ratio", 0.0)
+        num_truncated = round(share * len(samples))
+    yield f"  grader errors: {len(failed)}, truncated at the length limit: {num_truncated}"
+    graded = _scored(samples)
+    best, worst = best_and_worst(graded, MAX_RESPONSES)
+    best_title = "best" if worst or len(graded) == 1 else "all scored alike"
+    for title, chosen in ((best_title, best), ("worst", worst), ("grader failed", failed[:1])):
         for sample in chosen:
             yield from _lines_of_sample(title, sample)
 
@@ -282,7 +300,8 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
         for name, value in sample.items()
         if name not in _NOT_PARTS and value not in (None, "")
     ]
-    facts = [f"score {_score(sample):.3f}", *parts]
+    score = "no score" if sample["score"] is None else f"score {_score(sample):.3f}"
+    facts = [score, *parts]
     num_turns = sample.get("num_turns")
     if num_turns is not None:
         facts.append(f"{num_turns} turns")
@@ -293,7 +312,8 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     # Special tokens tell the turns of a conversation apart.
     if (num_turns or 0) > 2:
         output = sample.get("output_with_special_tokens", output)
-    texts = {"prompt": sample["input"], "response": output}
+    texts = {"error": _error(sample)} if _error(sample) else {}
+    texts |= {"prompt": sample["input"], "response": output}
     if sample.get("ground_truth") is not None:
         texts["ground truth"] = _value_text(sample["ground_truth"])
     row = sample.get("row")

@@ -92,6 +92,23 @@ def test_a_report_has_rewards_time_and_responses(make: Make) -> None:
     assert worst.startswith("score 0.000") and "[3800 characters]" in worst
 
 
+def test_a_report_counts_failed_graders_and_shows_one(make: Make) -> None:
+    """A response without a score, or whose grader failed, is neither the best nor the worst."""
+    run = make(*WRITTEN)
+    failed = {"input": "3+3", "output": "6", "score": 0.0, "reward_error": "Traceback\n  KeyError"}
+    unscored = {"input": "4+4", "output": "8", "score": None, "finish_reason": "length"}
+    samples = [{"input": "5+5", "output": "9", "score": 0.0}] * 2 + [failed, failed, unscored]
+    path = run.directory / "rollouts" / "20.jsonl"
+    path.write_text("".join(json.dumps({**sample, "step": 20}) + "\n" for sample in samples))
+    text = "\n".join(report(run, 20))
+    assert "Responses of step 20: 5, mean score 0.000" in text
+    assert "grader errors: 2, truncated at the length limit: 1" in text
+    assert "all scored alike: score 0.000" in text and "best:" not in text
+    assert text.count("grader failed: ") == 1
+    assert "    error: Traceback\n        KeyError\n    prompt: 3+3" in text
+    assert "score 0.000: '5+5' -> '9'" in "\n".join(summary(run))
+
+
 def test_the_summary_is_short_and_one_line_each(make: Make) -> None:
     lines = summary(make(*WRITTEN))
     assert lines[0] == "reward: 0.050 at step 1, 1.000 at step 20"
