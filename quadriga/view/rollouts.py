@@ -32,6 +32,7 @@ MAX_TEXT = 200_000
 """Characters of a text of the record that are sent."""
 _PREVIEW_TOKENS = 80
 _PREVIEW_CHARACTERS = 240
+_ERROR_CHARACTERS = 600
 _PLAIN_COLUMNS = (
     *("rollout_id", "uid", "agent", "source_row", "data_source", "score", "reward"),
     *("reward_baseline", "reward_error", "finish_reason", "num_turns", "not_computed"),
@@ -85,7 +86,8 @@ def rollout_rows(
         row["prompt"] = prompts[place]
         row["truncated"] = truncated[place]
         row["parts"] = dict(number_leaves(parts))
-        row["reward_error"] = (row["reward_error"] or "")[:300]
+        # The end of a traceback names the error.
+        row["reward_error"] = (row["reward_error"] or "")[-_ERROR_CHARACTERS:]
         if prompts[place] not in previews:
             prompt_ids = rows["prompt_ids"][place].values[-2 * _PREVIEW_TOKENS :].to_pylist()
             previews[prompts[place]] = preview(prompt_ids, tokens)

@@ -91,8 +91,10 @@ async function rolloutsPage(main, query) {
 }
 
 function passes(row, query, places) {
-  if (query.low && !(row[query.by || "score"] >= Number(query.low))) return false;
-  if (query.high && !(row[query.by || "score"] <= Number(query.high))) return false;
+  const value = row[query.by || "score"];
+  if ((query.low || query.high) && !isNumber(value)) return false;
+  if (query.low && value < Number(query.low)) return false;
+  if (query.high && value > Number(query.high)) return false;
   if (query.source && row.data_source !== query.source) return false;
   if (query.agent && row.agent !== query.agent) return false;
   if (query.prompt && row.prompt !== query.prompt) return false;
@@ -146,27 +148,30 @@ async function rowList(main, bar, query, rows) {
   });
   shownPlaces = shown.map((row) => row.place);
   const scores = shown.map((row) => row.score).filter(isNumber);
-  const hasNoScore = scores.length && scores.every((score) => score === 0);
+  const isAllZero = scores.length > 0 && scores.every((score) => score === 0);
   put(
     main,
     h("p", { class: "soft" }, `${num(shown.length)} of ${num(rows.length)} rollouts, mean score ${num(mean(scores))}. A click opens one; its group stands beside it.`),
-    hasNoScore && !query.low && !query.flag ? zeroReasons(shown) : "",
+    isAllZero ? zeroReasons(shown.filter((row) => row.score === 0), query) : "",
     virtualList(shown, query),
   );
 }
 
-// Says at once what is known on why all scores are 0.
-function zeroReasons(rows) {
-  const parts = [];
-  for (const [key, label, test] of FLAGS) {
-    const share = rows.filter(test).length / rows.length;
-    if (share > 0 && ["error", "truncated"].includes(key)) parts.push(`${percent(share)} ${label}`);
-  }
-  const isEmpty = rows.filter((row) => row.length <= 1).length / rows.length;
-  if (isEmpty > 0) parts.push(`${percent(isEmpty)} empty`);
-  const errors = [...new Set(rows.map((row) => row.reward_error).filter(Boolean))];
-  const reasons = parts.length ? `Of them: ${parts.join(", ")}.` : "None was cut, and no grader raised: compare responses with the truth.";
-  return note(`Every score here is 0. ${reasons}${errors.length ? ` First grader error: ${errors[0]}` : ""}`);
+// Says at once why all scores of the rows shown are 0: each row counts once, for the first cause that holds.
+function zeroReasons(rows, query) {
+  const causes = [
+    ["grader error", (row) => Boolean(row.reward_error)],
+    ["truncated at the length limit", (row) => row.truncated],
+    ["empty", (row) => row.length <= 1],
+    ["graded as wrong", () => true],
+  ];
+  const counts = causes.map(() => 0);
+  for (const row of rows) counts[causes.findIndex(([, test]) => test(row))] += 1;
+  const parts = causes.map(([label], place) => counts[place] && `${num(counts[place])} ${label} (${percent(counts[place] / rows.length)})`).filter(Boolean);
+  const failed = rows.find((row) => row.reward_error);
+  const isFiltered = ["low", "high", "flag", "text", "prompt", "source", "agent", "longer", "shorter"].some((key) => query[key]);
+  return h("div", { class: "note" }, h("p", {}, `Every score ${isFiltered ? "of these rollouts" : "of the step"} is 0: ${parts.join(", ")}.`),
+    failed ? [h("p", {}, `Error of row ${num(failed.place)}:`), h("pre", {}, failed.reward_error)] : "");
 }
 
 function histogram(query, rows) {
