@@ -183,8 +183,8 @@ class ViewData:
         answer["num_never_improving"] = int(table["never_improves"].sum())
         shown = table.head(MAX_PROMPTS)
         of_shown = by_step[by_step["prompt"].isin(shown.index)]
-        curves = of_shown.groupby("prompt")["score"].agg(list)
-        records = shown.assign(curve=curves).reset_index().to_json(orient="records")
+        lists = of_shown.groupby("prompt").agg(curve=("score", list), steps=("step", list))
+        records = shown.join(lists).reset_index().to_json(orient="records")
         answer["prompts"] = json.loads(records)
         return answer
 

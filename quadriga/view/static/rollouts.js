@@ -4,6 +4,7 @@
 
 const ROW_HEIGHT = 46;
 const NUM_BINS = 24;
+const MAX_STEP_LINKS = 40;
 const ROW_COLUMNS = [
   // key, title, width, kind
   ["place", "#", "3.2rem", "num"],
@@ -52,7 +53,7 @@ function stepBar(query, steps, kinds) {
     update({ step: nearest, place: "" }, false);
   });
   return [
-    kinds.length > 1 ? choice(kinds.map((entry) => [entry, entry === "step" ? "training" : "validation"]), kind, (value) => update({ kind: value, step: "", place: "" }, false), { "aria-label": "training or validation" }) : null,
+    kinds.length > 1 ? choice(kinds.map((entry) => [entry, entry === "step" ? "training" : "validation"]), kind, (value) => update({ kind: value, step: "", place: "", prompt: "" }, false), { "aria-label": "training or validation" }) : null,
     h("button", { onclick: open(place - 1), disabled: place <= 0, title: "key [" }, "‹"),
     h("label", {}, "step", field, `of ${num(steps[steps.length - 1])}`),
     h("button", { onclick: open(place + 1), disabled: place >= steps.length - 1, title: "key ]" }, "›"),
@@ -73,13 +74,23 @@ async function rolloutsPage(main, query) {
     const has = (step) => JSON.stringify(["rollouts", { kind, run: query.run, step: String(step) }]) in embedded.answers;
     for (const step of [...steps]) if (!has(step)) steps.splice(steps.indexOf(step), 1);
   }
+  let hasPromptSteps = false;
+  if (query.prompt && kind === "step") {
+    // Only the steps that have the prompt, if the list of prompts knows it.
+    const { prompts } = await ask("prompts", { run: query.run });
+    const entry = prompts.find((candidate) => candidate.prompt === query.prompt);
+    const having = entry ? steps.filter((number) => entry.steps.includes(number)) : [];
+    hasPromptSteps = having.length > 0;
+    if (hasPromptSteps) steps.splice(0, steps.length, ...having);
+  }
   let step = query.step ? Number(query.step) : steps[steps.length - 1];
   if (!steps.includes(step)) {
     const nearest = steps.reduce((best, entry) => (Math.abs(entry - step) < Math.abs(best - step) ? entry : best), steps[0]);
-    put(main, note(`Step ${step} has no record; these are the rollouts of step ${nearest}.`));
+    put(main, note(`Step ${step} has ${hasPromptSteps ? "no rollouts of this prompt" : "no record"}; these are the rollouts of step ${nearest}.`));
     step = nearest;
   }
   const exact = { ...query, kind, step };
+  if (hasPromptSteps) put(main, promptSteps(exact, steps));
   const bar = h("div", { class: "bar" }, stepBar(exact, steps, kinds));
   put(main, bar);
   const rows = await loadRows(query.run, kind, step);
@@ -88,6 +99,13 @@ async function rolloutsPage(main, query) {
     return;
   }
   await rowList(main, bar, exact, rows);
+}
+
+// Links to the steps of a prompt.
+function promptSteps(query, steps) {
+  const links = steps.slice(-MAX_STEP_LINKS).map((step) => [" ", step === query.step ? h("b", {}, num(step)) : h("a", { href: address("rollouts", { ...query, step, place: "" }) }, num(step))]);
+  const left = steps.length > MAX_STEP_LINKS ? `, of which the last ${MAX_STEP_LINKS} are` : "";
+  return h("p", { class: "soft" }, `Steps with this prompt: ${num(steps.length)}${left}:`, links);
 }
 
 function passes(row, query, places) {
@@ -119,7 +137,8 @@ async function rowList(main, bar, query, rows) {
   const distinct = (key) => [...new Set(rows.map((row) => row[key]).filter(Boolean))].sort();
   const sources = distinct("data_source");
   const agents = distinct("agent");
-  const count = (test) => rows.filter(test).length;
+  const unflagged = rows.filter((row) => passes(row, { ...query, flag: "" }, places));
+  const count = (test) => unflagged.filter(test).length;
   const field = (key, label) => {
     const input = h("input", { type: "number", value: query[key] || "", "aria-label": label });
     input.addEventListener("change", () => update({ [key]: input.value }));

@@ -62,7 +62,7 @@ async function rolloutView(main, query, rows) {
       h("button", { onclick: back, title: "key Escape" }, "← all rollouts of the step"),
       h("button", { onclick: open(order[position - 1]), disabled: position <= 0, title: "key k" }, "previous"),
       h("button", { onclick: open(order[position + 1]), disabled: position >= order.length - 1, title: "key j" }, "next"),
-      h("span", { class: "soft" }, `${num(position + 1)} of ${num(order.length)}`),
+      h("span", { class: "soft" }, `row ${num(place)} of 0 to ${num(rows.length - 1)}${order.length < rows.length ? `; ${num(order.length)} are in the list` : ""}`),
       h("span", { class: "keys" }, h("span", {}, h("kbd", {}, "j"), " ", h("kbd", {}, "k"), " next, previous"), h("span", {}, h("kbd", {}, "Esc"), " list"))),
     trainedSentence(summary),
     siblingCards(rows, summary),

@@ -56,7 +56,7 @@ def test_numbers_of_steps_and_prompts(tmp_path: Path) -> None:
     stuck, improving = _ask(data, "prompts")["prompts"]
     assert (stuck["prompt"], stuck["never_improves"]) == ("train.parquet row 1", True)
     assert (improving["curve"], improving["never_improves"]) == ([0.0, 0.5, 1.0], False)
-    assert stuck["text"] == "1+2="
+    assert (stuck["text"], stuck["steps"]) == ("1+2=", [1, 2, 3])
 
     again = _view(directory)
     entries = again.index(again.run("run")).steps
