@@ -18,6 +18,7 @@ was trained, where the time went, and what looks wrong. Runs are only read, whet
 or go on."""
 _DEFAULT_FOLDER = "outputs"
 _PORT = 7878
+_MAX_RANGE = 1_000_000
 # An import string: Starlette and uvicorn are an extra, which an export does not need.
 _SERVER = "quadriga.view.server:ViewServer"
 
@@ -66,7 +67,11 @@ def main(argv: Sequence[str]) -> int:
     # Training on this machine goes first.
     os.nice(10)
     server = server_class(data, options.host, options.port)
-    print(f"{len(data.names())} runs at {server.url}; Ctrl-C ends it", flush=True)
+    num_runs = len(data.names())
+    print(
+        f"{num_runs} {'run' if num_runs == 1 else 'runs'} at {server.url}; Ctrl-C ends it",
+        flush=True,
+    )
     if not server.is_local:
         print("Everyone who has this address can read the runs.", flush=True)
     try:
@@ -83,8 +88,9 @@ def _steps(text: str | None) -> list[int] | None:
     steps: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
+        first = int(match[1]) if match else 0
+        last = int(match[2] or first) if match else -1
+        if not first <= last < first + _MAX_RANGE:
             raise ConfigError("--steps", got=text, expected="numbers and ranges, as in 1,5,10-20")
-        first = int(match[1])
-        steps.update(range(first, int(match[2] or first) + 1))
+        steps.update(range(first, last + 1))
     return sorted(steps)

@@ -2,6 +2,7 @@
 """Files of the page, the page as one file, and the export with the data of some runs."""
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ STYLES = ("uPlot.min.css", "style.css")
 STATIC_FILES = frozenset({*SCRIPTS, *STYLES, "index.html"})
 MAX_EXPORT_BYTES = 50_000_000
 """Largest exported file."""
+_KINDS = (STEP, VALIDATION)
 _ROOM = 20_000
 """Bytes for the list of what was left out, and for the markup around the data."""
 _LEAST_ROOM = 2_000
@@ -64,6 +66,11 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
     Raises:
         DataError: the file cannot be written, or no run has one of the steps.
     """
+    got = "a folder" if os.path.isdir(path) else ""
+    if not os.path.isdir(path.parent):
+        got = f"no folder {path.parent}"
+    if got:
+        raise DataError(f"--export {path}", got=got, expected="a file in a folder that exists")
     answers: dict[str, str] = {}
     notes = []
     overhead = sum(len(read_static(name)) for name in STATIC_FILES)
@@ -109,7 +116,7 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
             str(path),
             got=error.strerror or str(error),
             expected="a file that can be written",
-            fix="Free space or name another file.",
+            fix="Free space." if error.errno == errno.ENOSPC else "Name another file.",
         ) from error
     return notes
 
@@ -165,13 +172,25 @@ def _chosen_steps(data: ViewData, steps: Sequence[int] | None) -> list[dict[str,
     """
     queries = []
     for name in data.names():
-        for kind in (STEP, VALIDATION):
+        for kind in _KINDS:
             recorded = data.run(name).record.steps(kind)
             chosen = default_steps(recorded) if steps is None else sorted({*steps} & {*recorded})
             queries += [{"run": name, "kind": kind, "step": str(step)} for step in chosen]
     if steps and not queries:
-        raise DataError("--steps", got=", ".join(map(str, steps)), expected="recorded steps")
+        records = [data.run(name).record for name in data.names()]
+        recorded = {step for record in records for kind in _KINDS for step in record.steps(kind)}
+        expected = (
+            f"recorded steps: {_named(sorted(recorded))}" if recorded else "recorded rollouts"
+        )
+        raise DataError("--steps", got=_named(steps), expected=expected)
     return queries
+
+
+def _named(steps: Sequence[int]) -> str:
+    """Steps as a range, or if some between are missing as a list of a few."""
+    if len(steps) > 1 and steps[-1] - steps[0] == len(steps) - 1:
+        return f"{steps[0]} to {steps[-1]}"
+    return ", ".join(map(str, default_steps(steps)))
 
 
 def _one_file(embedded: str) -> str:

@@ -11,7 +11,7 @@ import yaml
 
 from quadriga.config.yaml_text import parse_yaml
 from quadriga.errors import DataError
-from quadriga.observe.records import VALIDATION, RecordFolder
+from quadriga.observe.records import STEP, VALIDATION, RecordFolder
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.trainer.run_lock import LOCK, is_held
 
@@ -167,8 +167,13 @@ class ViewedRun:
         }
 
     def _changed(self) -> float:
-        """Time of the newest change, in seconds since 1970."""
-        paths = (self.directory, self.directory / METRICS_FILE, self.record.folder)
+        """Time of the newest change, in seconds since 1970; 0 if no step is done.
+
+        The folder itself changes with any command that looks at it, even one that is refused.
+        """
+        paths = [self.directory / METRICS_FILE]
+        for kind in (STEP, VALIDATION):
+            paths += [self.record.path(step, kind) for step in self.record.steps(kind)[-1:]]
         return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 

@@ -3,6 +3,7 @@
 
 import base64
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,9 @@ def test_damaged_and_incomplete_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _ask(data, "rollout", step=1, place=0)["response"]["texts"][0] == "⟨2⟩"
     summary = _ask(data, "summary")
     assert (summary["state"], summary["step"]) == ("finished", 3)
+    # A command that is refused leaves its lock in the folder.
+    os.utime(directory, (4e9, 4e9))
+    assert _ask(data, "summary")["changed"] == summary["changed"] < 4e9
     for word in ("tokens.parquet", "superseded_1", "resumed"):
         assert any(word in problem for problem in summary["problems"])
     assert _ask(data, "configuration")["earlier"] == {"1": {"data.max_response_length": 2}}

@@ -70,6 +70,17 @@ def test_export(
     assert any("did not fit" in note for note in notes)
     assert file.stat().st_size <= page.MAX_EXPORT_BYTES
 
+    for steps, got in (([40, 41], "40 to 41"), ([40, 50], "40, 50")):
+        with pytest.raises(
+            DataError, match=f"--steps: got {got}, expected recorded steps: 1 to 30"
+        ):
+            page.export(data, file, steps)
+    for path, got in ((tmp_path, "a folder"), (tmp_path / "none" / "x.html", "no folder")):
+        with pytest.raises(DataError, match=f"got {got}"):
+            page.export(data, path, [2])
+    assert main(["view", str(run), "--export", str(file), "--steps", "5-2"]) != 0
+    assert "numbers and ranges" in capsys.readouterr().err
+
     before = file.read_bytes()
 
     def fill(*_: object, **__: object) -> None:
