@@ -108,12 +108,20 @@ async function curvesPage(main, query, names) {
   for (const name of chosen) cards.append(curveCard(name, loaded, x, weight, query.log === "1"));
 }
 
+// Range of the vertical axis. That of a constant is as small as its value.
+function verticalRange(_, low, high) {
+  if (!isNumber(low) || !isNumber(high)) return [0, 1];
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  const margin = Math.abs(low) / 10;
+  return low === 0 ? [0, 1] : [low - margin, low + margin];
+}
+
 function curveCard(name, loaded, x, weight, isLog) {
   const place = h("div", { style: { height: "250px" } });
   const last = [...(loaded[0].curves.get(name) || new Map()).values()].pop();
   const card = h("section", { class: "card" }, h("h3", {}, h("span", {}, name), h("span", { class: "soft num" }, num(last, 4))), place);
   const tables = [];
-  const series = [{ label: { step: "step", tokens: "tokens", time: "seconds" }[x], value: (_, value) => num(value, 5) }];
+  const series = [{ label: { step: "step", tokens: "tokens", time: "seconds" }[x], value: (_, value) => (isNumber(value) ? num(value, 5) : "") }];
   const owners = [null];
   loaded.forEach((entry, number) => {
     const points = entry.curves.get(name);
@@ -123,7 +131,7 @@ function curveCard(name, loaded, x, weight, isLog) {
     const values = steps.map((step) => (isLog && points.get(step) <= 0 ? null : points.get(step)));
     const color = palette[number % palette.length];
     const stepAt = new Map(steps.map((step) => [axis(step), step]));
-    const common = { stroke: color, spanGaps: true, value: (_, value) => num(value, 4), points: { show: steps.length < 60, size: 5 } };
+    const common = { stroke: color, spanGaps: true, value: (_, value) => (isNumber(value) ? num(value, 4) : ""), points: { show: steps.length < 60, size: 5 } };
     const add = (column, options) => {
       tables.push([steps.map(axis), column]);
       series.push({ ...common, ...options });
@@ -147,7 +155,7 @@ function curveCard(name, loaded, x, weight, isLog) {
     ];
     const plot = new uPlot({
       width: place.clientWidth, height: 225, axes, series,
-      scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
+      scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: verticalRange } },
       legend: { live: true, show: series.length < 10 },
       cursor: { focus: { prox: 24 } }, focus: { alpha: 0.35 },
     }, data, place);

@@ -136,7 +136,7 @@ async function start() {
     showNotice("");
     show();
   });
-  if (embedded) mainElement.before(h("details", { class: "note" }, h("summary", {}, "Exported page"), embedded.notes.map((text) => h("p", {}, text))));
+  if (embedded) mainElement.before(h("details", { class: `note ${embedded.notes.length > 1 ? "" : "plain"}` }, h("summary", {}, "Exported page"), embedded.notes.map((text) => h("p", {}, text))));
   else setInterval(lookForSteps, 5000);
   await show();
 }

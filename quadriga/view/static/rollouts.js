@@ -144,7 +144,7 @@ async function rowList(main, bar, query, rows) {
     input.addEventListener("change", () => update({ [key]: input.value }));
     return input;
   };
-  const search = h("input", { type: "search", value: query.text || "", placeholder: "text of prompt or response ( / )", "aria-label": "search text" });
+  const search = h("input", { type: "search", value: query.text || "", placeholder: "search texts ( / )", "aria-label": "search text" });
   search.addEventListener("change", () => update({ text: search.value }));
   put(
     bar,
@@ -218,7 +218,7 @@ function histogram(query, rows) {
   const clear = query.low ? h("button", { onclick: () => update({ low: "", high: "" }) }, "clear the range") : "";
   return h("div", { class: "card" },
     h("div", { class: "bar" }, h("label", {}, "histogram of", select), h("span", { class: "soft" }, "a bar filters"), clear),
-    h("div", { class: "histogram" }, bars), h("div", { class: "axis" }, h("span", {}, num(low)), h("span", {}, num(high))));
+    h("div", { class: "histogram" }, bars), h("div", { class: "axis" }, h("span", {}, num(low)), high === low ? "" : h("span", {}, num(high))));
 }
 
 // Only the rows in view are elements, however many there are.

@@ -54,8 +54,14 @@ async function runsPage(main, query, names) {
   }
 }
 
+// A date in the reader's time zone, as in 2026-01-31 17:05.
+function dateText(date) {
+  const local = new Date(date.getTime() - 60000 * date.getTimezoneOffset());
+  return local.toISOString().slice(0, 16).replace("T", " ");
+}
+
 function summaryCells(summary) {
-  const changed = summary.changed ? new Date(summary.changed * 1000).toLocaleString() : "–";
+  const changed = summary.changed ? dateText(new Date(summary.changed * 1000)) : "–";
   const last = summary.curve.length ? summary.curve[summary.curve.length - 1] : null;
   const score = summary.curve.length ? `${num(summary.curve[0])} → ${num(last)}` : "–";
   const total = summary.last_step ? ` / ${num(summary.last_step)}` : "";
