@@ -14,7 +14,7 @@ import pytest
 from quadriga.view.data import ViewData
 from quadriga.view.page import export
 from quadriga.view.server import ViewServer
-from tests.unit.view.recorded import EVIL, write_run
+from tests.unit.view.recorded import EVIL, rollout, write_run, write_step
 
 sync_api = pytest.importorskip(
     "playwright.sync_api",
@@ -53,6 +53,8 @@ def _visit_all(page: Any, address: str) -> None:
     rows = page.locator(".list .row")
     rows.nth(3).wait_for()
     assert EVIL in rows.first.inner_text()
+    page.locator(".histogram button").first.click()
+    page.get_by_text("Every score of these rollouts is 0: 3 truncated").wait_for()
     page.locator(".histogram button").last.click()
     page.get_by_text("1 of 4 rollouts").wait_for()
     rows.first.focus()
@@ -64,6 +66,14 @@ def _visit_all(page: Any, address: str) -> None:
     sync_api.expect(page.locator(".legend")).to_have_text("00.5")
     page.keyboard.press("Escape")
     page.get_by_text("1 of 4 rollouts").wait_for()
+
+    # Step 9 is without the prompt.
+    page.keyboard.press("4")
+    page.locator("tr.click").nth(1).click()
+    page.get_by_text("Steps with this prompt: 9").wait_for()
+    page.keyboard.press("[")
+    sync_api.expect(page.locator("input[aria-label=step]")).to_have_value("8")
+    page.get_by_text("2 of 4 rollouts").wait_for()
 
     page.keyboard.press("2")
     page.get_by_label("filter metrics").fill(EVIL)
@@ -79,6 +89,7 @@ def test_every_page(browser: Any, tmp_path: Path) -> None:
     """Every page opens without an error on the console, in both forms; no text of a model runs as a script."""
     columns = {"response_ids": [8, 6, 7, 1], "data_source": EVIL, "prompt_ids": [0, 8, 5]}
     run = write_run(tmp_path / "runs" / NAME, 10, **columns)
+    write_step(run, 9, [rollout(9, 1, number, **columns) for number in range(2)])
     data = ViewData([run.parent], cache=tmp_path / "cache")
     server = ViewServer(data, "127.0.0.1", 0)
     file = tmp_path / "page.html"
