@@ -280,18 +280,28 @@ def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[
     mean = f"mean score {sum(scores) / len(scores):.3f}" if scores else "without scores"
     yield f"\n{kind} of step {step}: {len(samples)}, {mean}"
     failed = [sample for sample in samples if _error(sample)]
-    num_truncated = sum(sample.get("finish_reason") == "length" for sample in samples)
-    if not num_truncated and run.has_training_responses:
-        # The engine may name no reason for the end of a response.
-        share = run.metrics.get(step, {}).get("response_length/clip_ratio", 0.0)
-        num_truncated = round(share * len(samples))
-    yield f"  grader errors: {len(failed)}, truncated at the length limit: {num_truncated}"
+    counts = f"  grader errors: {len(failed)}"
+    num_truncated = _num_truncated(run, step, samples)
+    if num_truncated is not None:
+        counts += f", truncated at the length limit: {num_truncated}"
+    yield counts
     graded = _scored(samples)
     best, worst = best_and_worst(graded, MAX_RESPONSES)
     best_title = "best" if worst or len(graded) == 1 else "all scored alike"
     for title, chosen in ((best_title, best), ("worst", worst), ("grader failed", failed[:1])):
         for sample in chosen:
             yield from _lines_of_sample(title, sample)
+
+
+def _num_truncated(run: RunFolder, step: int, samples: Sequence[Sample]) -> int | None:
+    """Number of responses that ended at the length limit; None if nothing tells it."""
+    reasons = [sample["finish_reason"] for sample in samples if sample.get("finish_reason")]
+    if reasons:
+        return reasons.count("length")
+    # The engine may name no reason for the end of a response.
+    share = run.metrics.get(step, {}).get("response_length/clip_ratio")
+    is_known = share is not None and run.has_training_responses
+    return round(share * len(samples)) if is_known else None
 
 
 def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:

@@ -79,7 +79,7 @@ def test_a_report_has_rewards_time_and_responses(make: Make) -> None:
         ["prepare", "60.0", "s", "30%"],
         ["reward", "50.0", "s", "25%"],
     ]
-    assert "Responses of step 20: 3, mean score 0.500" in text
+    assert "Responses of step 20: 3, mean score 0.500\n  grader errors: 0, truncated" in text
     best, second, worst = (
         text.split("\n  best: ")[1],
         text.split("\n  best: ")[2],
