@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config, load_config
 from quadriga.config.loader import parse_override
@@ -53,7 +54,7 @@ class ReplayRequest:
         until: phase after which it ends; "" chooses one.
         debugs: whether the debugger starts at the first difference, or at the phase that `until`
             names.
-        uid: prompt whose rows are asked for; "": none.
+        uid: prompt whose rows are asked for, or one of its rollouts; "": none.
         edits: changes of the replayed step: `reward=FILE`, `loss=NAME` and `key=value`.
         is_confirmed: whether it may take longer than `MAX_S`.
     """
@@ -78,6 +79,7 @@ class Replayed:
         obstacle: why they need not be equal bit for bit; "" if they should be.
         recorded: the record of the step.
         rows: its rows as replayed.
+        tokenizer: decodes their prompts and responses.
         columns: comparison of the columns.
         metrics: comparison of the metrics.
         recorded_alone: names of metrics that a replay does not compute.
@@ -90,6 +92,7 @@ class Replayed:
     obstacle: str
     recorded: StepRecord
     rows: pa.Table
+    tokenizer: PreTrainedTokenizerBase
     columns: list[Comparison]
     metrics: list[Comparison] = field(default_factory=list)
     recorded_alone: list[str] = field(default_factory=list)
@@ -126,7 +129,8 @@ def replay(request: ReplayRequest) -> Replayed:
     """
     start = find_start(request.directory, request.step)
     if request.uid:
-        _require_uid(start, request.uid)
+        # Refuses a prompt that the step does not have.
+        uid_of(start.record.read(start.step, columns=["uid", "rollout_id"]).rows, request.uid)
     overrides = _overrides(request.edits)
     secrets = _secrets(overrides, start.settings)
     config = load_config(secrets, [start.configuration]).config
@@ -177,6 +181,7 @@ def replay(request: ReplayRequest) -> Replayed:
         obstacle=_obstacle(config, recorded),
         recorded=recorded,
         rows=rows,
+        tokenizer=trainer.tokenizer,
         columns=columns,
         metrics=metric_comparisons,
         recorded_alone=recorded_alone,
@@ -202,16 +207,19 @@ def _overrides(edits: Sequence[str]) -> list[str]:
     return overrides
 
 
-def _require_uid(start: ReplayStart, uid: str) -> None:
-    """Refuse a prompt that the step does not have."""
-    rows = start.record.read(start.step, columns=["uid"]).rows
-    uids = list(dict.fromkeys(rows.column("uid").to_pylist()))
-    if uid not in uids:
+def uid_of(recorded: pa.Table, name: str) -> str:
+    """The prompt that a name means: its own `uid`, or the id of one of its rollouts."""
+    uids = recorded.column("uid").to_pylist()
+    rollout_ids = recorded.column("rollout_id").to_pylist()
+    if name in rollout_ids:
+        return uids[rollout_ids.index(name)]
+    if name not in uids:
         raise DataError(
-            f"--uid {uid}",
+            f"--uid {name}",
             got="no such prompt in the step",
-            expected=f"one of {len(uids)} prompts, {uids[0]} to {uids[-1]}",
+            expected=f"one of {len(set(uids))} prompts, {uids[0]} to {uids[-1]}, or a rollout",
         )
+    return name
 
 
 def _require_grader(config: Config) -> None:
