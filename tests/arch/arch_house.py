@@ -26,7 +26,7 @@ SIZES: dict[str, int] = {
     "planning": 7400,
     "protocol": 13190,
     "quadriga_verl": 43470,
-    "replay": 7740,
+    "replay": 7950,
     "rewards": 29270,
     "rollout": 95110,
     "serve": 10970,
