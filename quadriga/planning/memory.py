@@ -63,6 +63,7 @@ class UpdateMemory:
         working: tensors of the moment of the peak: gathered weights, gradients of activations, a
             chunk of the logits' gradient.
         moment: the moment of the peak.
+        working_name: what most of `working` is.
     """
 
     weights: float
@@ -71,6 +72,7 @@ class UpdateMemory:
     activations: float
     working: float
     moment: str
+    working_name: str
 
     @property
     def total(self) -> float:
@@ -120,7 +122,7 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
     moments = _moments(sizes, shape)
     peak = max(moments, key=lambda moment: moment.activations + moment.working)
     if not shape.has_gradients and gradients > peak.activations + peak.working:
-        peak = _Moment("the optimizer step", 0.0, gradients)
+        peak = _Moment("the optimizer step", 0.0, gradients, "gradients")
     return UpdateMemory(
         weights=weights,
         optimizer=optimizer,
@@ -128,6 +130,7 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
         activations=peak.activations,
         working=peak.working,
         moment=peak.name,
+        working_name=peak.working_name,
     )
 
 
@@ -183,6 +186,7 @@ class _Moment(NamedTuple):
     name: str
     activations: float
     working: float
+    working_name: str
 
 
 def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
@@ -210,12 +214,14 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
         # The embedding's own gradient is added to the head's at the end of the backward pass.
         layer_work += sizes.table_parameters * shape.itemsize
     gathered = 0.0
+    prefix = ""
     moments = []
     if shape.num_shards > 1:
         # Embedding and head, the layer, and the next one, which is gathered meanwhile.
         outside_layers = sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
         num_layers = min(2, sizes.num_layers)
         gathered = (outside_layers + num_layers * sizes.layer_parameters) * shape.itemsize
+        prefix = "gathered weights and "
         if sizes.num_layers > 1:
             # The last layer's gradients are being summed over the ranks in float32.
             summed = sizes.layer_parameters * 4.0 * (1 + 1 / shape.num_shards)
@@ -223,14 +229,21 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
             if sizes.num_layers == 2:
                 # The first layer has no next one.
                 work -= sizes.layer_parameters * shape.itemsize
-            moments.append(_Moment("the layers' backward pass", kept_bytes - per_layer, work))
+            name = "gathered weights and gradients of a layer"
+            moments.append(_Moment("the layers' backward pass", kept_bytes - per_layer, work, name))
         # The embedding and the head at the end: weights, gradients, and these once more in float32.
         ends = outside_layers * (2 * shape.itemsize + 4.0)
         sums = 4.0 * sizes.num_parameters / shape.num_shards
-        moments.append(_Moment("the end of the backward pass", positions + targets, ends + sums))
+        name = "gradients being summed"
+        moments.append(
+            _Moment("the end of the backward pass", positions + targets, ends + sums, name)
+        )
     head_work = _head_bytes(sizes, shape) + gathered
-    moments.append(_Moment("the head's backward pass", kept_bytes + last_norm + states, head_work))
-    moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work + gathered))
+    name = f"{prefix or 'logits and '}gradients of the head"
+    kept_for_head = kept_bytes + last_norm + states
+    moments.append(_Moment("the head's backward pass", kept_for_head, head_work, name))
+    name = f"{prefix}gradients of a layer"
+    moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work + gathered, name))
     return moments
 
 
