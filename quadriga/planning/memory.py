@@ -23,6 +23,10 @@ from quadriga.planning.sizes import ModelSizes
 _CHUNK_TOKENS = 2048  # tokens whose logits' gradient is in memory at once
 _ROWS_PER_PART = 8192  # rows of the head with one set of statistics per token
 _COLUMN_BYTES = 170  # of a token in a packed batch of a pass without gradients
+# What most of the working memory is at each moment.
+_OF_HEAD = "logits and gradients of the head"
+_OF_LAYER = "gradients and gathered weights of layers"
+_SUMMED = "gradients being summed"
 _NUM_LINEAR = 7  # linear modules of a layer, each with an adapter
 
 
@@ -214,14 +218,12 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
         # The embedding's own gradient is added to the head's at the end of the backward pass.
         layer_work += sizes.table_parameters * shape.itemsize
     gathered = 0.0
-    prefix = ""
     moments = []
     if shape.num_shards > 1:
         # Embedding and head, the layer, and the next one, which is gathered meanwhile.
         outside_layers = sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
         num_layers = min(2, sizes.num_layers)
         gathered = (outside_layers + num_layers * sizes.layer_parameters) * shape.itemsize
-        prefix = "gathered weights and "
         if sizes.num_layers > 1:
             # The last layer's gradients are being summed over the ranks in float32.
             summed = sizes.layer_parameters * 4.0 * (1 + 1 / shape.num_shards)
@@ -229,21 +231,19 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
             if sizes.num_layers == 2:
                 # The first layer has no next one.
                 work -= sizes.layer_parameters * shape.itemsize
-            name = "gathered weights and gradients of a layer"
-            moments.append(_Moment("the layers' backward pass", kept_bytes - per_layer, work, name))
+            activations = kept_bytes - per_layer
+            moments.append(_Moment("the layers' backward pass", activations, work, _OF_LAYER))
         # The embedding and the head at the end: weights, gradients, and these once more in float32.
         ends = outside_layers * (2 * shape.itemsize + 4.0)
         sums = 4.0 * sizes.num_parameters / shape.num_shards
-        name = "gradients being summed"
         moments.append(
-            _Moment("the end of the backward pass", positions + targets, ends + sums, name)
+            _Moment("the end of the backward pass", positions + targets, ends + sums, _SUMMED)
         )
     head_work = _head_bytes(sizes, shape) + gathered
-    name = f"{prefix or 'logits and '}gradients of the head"
-    kept_for_head = kept_bytes + last_norm + states
-    moments.append(_Moment("the head's backward pass", kept_for_head, head_work, name))
-    name = f"{prefix}gradients of a layer"
-    moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work + gathered, name))
+    activations = kept_bytes + last_norm + states
+    moments.append(_Moment("the head's backward pass", activations, head_work, _OF_HEAD))
+    work = layer_work + gathered
+    moments.append(_Moment("the layers' backward pass", kept_bytes, work, _OF_LAYER))
     return moments
 
 

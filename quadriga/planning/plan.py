@@ -104,8 +104,7 @@ def read_sizes(file: Path, override: dict[str, Any]) -> ModelSizes:
     if not isinstance(raw, dict):
         raise ConfigError(str(file), got=type(raw).__name__, expected="a JSON object")
     values = raw | override
-    text = values.get("text_config") or values
-    if not text.get("model_type"):
+    if not values.get("model_type"):
         raise ConfigError(
             str(file),
             got="no value",
@@ -207,18 +206,9 @@ def largest_budget(
 
 def layouts(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
-) -> Iterator[tuple[str, Plan]]:
-    """Other layouts that fit, the fastest first."""
-    candidates = all_layouts(plan, lengths, sizes, itemsize)
-    fitting = [candidate for candidate in candidates if candidate[1].fits]
-    fitting.sort(key=lambda named_plan: named_plan[1].time.total)
-    yield from fitting[:_NUM_LAYOUTS]
-
-
-def all_layouts(
-    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
-) -> Iterator[tuple[str, Plan]]:
-    """Layouts of the same devices by shards and recomputed activations, whether they fit or not."""
+) -> list[tuple[str, Plan]]:
+    """Layouts of the devices by shards and recomputed activations, the fastest first."""
+    candidates = []
     # A role may have fewer ranks than there are devices.
     num_ranks = math.gcd(*(role.layout.world_size for role in plan.roles.values()))
     for num_shards in range(1, num_ranks + 1):
@@ -233,21 +223,18 @@ def all_layouts(
             candidate = make_plan(config, plan.devices, lengths, sizes, itemsize)
             name = f"fsdp_size={num_shards}, activations "
             name += "recomputed" if recomputes else "kept"
-            yield name, candidate
+            candidates.append((name, candidate))
+    return sorted(candidates, key=lambda named_plan: named_plan[1].time.total)
 
 
 def remedies(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
 ) -> Iterator[tuple[str, Plan]]:
     """Single changes with which some layout fits, each with its fastest one."""
-    data = plan.config.data
+    longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
     changes = []
     settings = [
-        (
-            plan.roles,
-            "ppo_max_token_len_per_gpu",
-            data.max_prompt_length + data.max_response_length,
-        ),
+        (plan.roles, "ppo_max_token_len_per_gpu", longest),
         (plan.roles, "fsdp_config.optimizer_offload", True),
         (plan.roles, "fsdp_config.param_offload", True),
         (["actor_rollout_ref"], "rollout.name", "vllm"),
@@ -265,12 +252,13 @@ def remedies(
             changes.append((name, on_devices(plan.config, devices), devices))
     for name, config, devices in changes:
         changed = make_plan(config, devices, lengths, sizes, itemsize)
-        fastest = next(layouts(changed, lengths, sizes, itemsize), None)
-        if fastest is not None:
-            yield f"{name}, {fastest[0]}", fastest[1]
-            if devices != plan.devices:
-                # Still more devices fit too.
-                return
+        for layout, candidate in layouts(changed, lengths, sizes, itemsize):
+            if candidate.fits:
+                yield f"{name}, {layout}", candidate
+                if devices != plan.devices:
+                    # Still more devices fit too.
+                    return
+                break
 
 
 def lines(
@@ -316,9 +304,9 @@ def lines(
     )
     yield ""
     yield "Layouts that fit, the fastest first"
-    fitting = list(layouts(plan, lengths, sizes, itemsize))
+    candidates = layouts(plan, lengths, sizes, itemsize)
+    fitting = [candidate for candidate in candidates if candidate[1].fits][:_NUM_LAYOUTS]
     if not fitting:
-        candidates = all_layouts(plan, lengths, sizes, itemsize)
         name, smallest = min(candidates, key=lambda named_plan: named_plan[1].largest.total)
         yield f"  none; the smallest, {name}: {smallest.largest.describe()}"
         yield ""
