@@ -231,8 +231,9 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
             if sizes.num_layers == 2:
                 # The first layer has no next one.
                 work -= sizes.layer_parameters * shape.itemsize
-            activations = kept_bytes - per_layer
-            moments.append(_Moment("the layers' backward pass", activations, work, _OF_LAYER))
+            moments.append(
+                _Moment("the layers' backward pass", kept_bytes - per_layer, work, _OF_LAYER)
+            )
         # The embedding and the head at the end: weights, gradients, and these once more in float32.
         ends = outside_layers * (2 * shape.itemsize + 4.0)
         sums = 4.0 * sizes.num_parameters / shape.num_shards
@@ -240,10 +241,11 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
             _Moment("the end of the backward pass", positions + targets, ends + sums, _SUMMED)
         )
     head_work = _head_bytes(sizes, shape) + gathered
-    activations = kept_bytes + last_norm + states
-    moments.append(_Moment("the head's backward pass", activations, head_work, _OF_HEAD))
-    work = layer_work + gathered
-    moments.append(_Moment("the layers' backward pass", kept_bytes, work, _OF_LAYER))
+    moments.append(
+        _Moment("the head's backward pass", kept_bytes + last_norm + states, head_work, _OF_HEAD)
+    )
+    layer_work += gathered
+    moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work, _OF_LAYER))
     return moments
 
 

@@ -14,7 +14,6 @@ from quadriga.replay.trainer import REWARDS, UPDATE
 MAX_ROWS = 20
 """Changed rows that are printed; the others are counted."""
 _MAX_CHARS = 100  # characters of a text
-_MAX_TOKENS = 200  # tokens of a prompt or a response that are decoded
 
 
 def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
@@ -174,11 +173,12 @@ def _table(replayed: Replayed, rows: list[int], *, is_short: bool) -> Iterator[s
 def _texts(replayed: Replayed, row: int) -> Iterator[tuple[str, str]]:
     """End of the prompt, response, and ground truth of a row, each on one line."""
     rows = replayed.rows
-    prompt_ids = rows.column("prompt_ids")[row].as_py()[-_MAX_TOKENS:]
-    prompt = _line(replayed.tokenizer.decode(prompt_ids, skip_special_tokens=True))
+    texts = []
+    for name in ("prompt_ids", "response_ids"):
+        token_ids = rows.column(name)[row].as_py()
+        texts.append(_line(replayed.tokenizer.decode(token_ids, skip_special_tokens=True)))
+    prompt, response = texts
     yield "prompt", f"...{prompt[-_MAX_CHARS:]}" if len(prompt) > _MAX_CHARS else prompt
-    response_ids = rows.column("response_ids")[row].as_py()
-    response = _line(replayed.tokenizer.decode(response_ids, skip_special_tokens=True))
     if len(response) > _MAX_CHARS:
         # Answers stand at the end.
         response = f"{response[: _MAX_CHARS // 2]} ... {response[-_MAX_CHARS // 2 :]}"
