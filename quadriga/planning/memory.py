@@ -24,8 +24,8 @@ _CHUNK_TOKENS = 2048  # tokens whose logits' gradient is in memory at once
 _ROWS_PER_PART = 8192  # rows of the head with one set of statistics per token
 _COLUMN_BYTES = 170  # of a token in a packed batch of a pass without gradients
 # What most of the working memory is at each moment.
-_OF_HEAD = "logits and gradients of the head"
-_OF_LAYER = "gradients and gathered weights of layers"
+_OF_HEAD = "logits and gradients of the head and any gathered weights"
+_OF_LAYER = "gradients and any gathered weights of layers"
 _SUMMED = "gradients being summed"
 _NUM_LINEAR = 7  # linear modules of a layer, each with an adapter
 
