@@ -61,10 +61,14 @@ def main(argv: Sequence[str]) -> int:
     else:
         devices = Devices.parse(options.devices)
     itemsize = 4 if dtype == "float32" else 2
+    data = config.data
     lengths = Lengths(
-        prompt=options.mean_prompt or config.data.max_prompt_length / 2,
-        response=options.mean_response or config.data.max_response_length / 2,
+        prompt=_mean("prompt", options.mean_prompt, data.max_prompt_length),
+        response=_mean("response", options.mean_response, data.max_response_length),
     )
+    num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if num_ranks not in (1, devices.count):
+        print(f"The configuration has {num_ranks} ranks; the plan has one for each device.")
     config = on_devices(config, devices)
     sizes = {ACTOR: read_sizes(_config_file(model.path), model.override_config)}
     if config.algorithm.adv_estimator == "gae":
@@ -78,6 +82,19 @@ def main(argv: Sequence[str]) -> int:
         options.write.write_text(show(plan.config), encoding="utf-8")
         print(f"\nwritten: {options.write}")
     return 0 if plan.fits else 1
+
+
+def _mean(kind: str, mean: float | None, longest: int) -> float:
+    """An assumed mean length: half of the longest if none is given."""
+    if mean is None:
+        return longest / 2
+    if not 0 < mean <= longest:
+        raise ConfigError(
+            f"--mean-{kind}",
+            got=f"{mean:g}",
+            expected=f"above 0, and at most data.max_{kind}_length={longest}",
+        )
+    return mean
 
 
 def _config_file(path: str) -> Path:

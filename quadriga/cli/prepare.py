@@ -22,7 +22,7 @@ _MODEL_HELP = (
 _NEXT = """
 Next:
   quadriga sft --config {sft}
-  quadriga train --config {sums}"""
+  quadriga train --config {sums}  # afterwards: it trains the model that sft writes"""
 
 
 def main(argv: list[str]) -> int:

@@ -30,7 +30,10 @@ def main(argv: Sequence[str]) -> int:
         "update (default)",
     )
     parser.add_argument(
-        "--uid", default="", metavar="ID", help="show rewards and advantages of this prompt"
+        "--uid",
+        default="",
+        metavar="ID",
+        help="show rewards and advantages of this prompt, or of the prompt of this rollout",
     )
     parser.add_argument(
         "--pdb",

@@ -150,7 +150,8 @@ def config_file(name: str) -> Path:
     Raises:
         EngineError: the hub has no such model, or does not respond.
     """
-    with explained(name):
+    fix = "Only its config.json is needed: a folder with this file alone is enough."
+    with explained(name, fix=fix):
         return Path(snapshot_download(name, allow_patterns=["config.json"])) / "config.json"
 
 

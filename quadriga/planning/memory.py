@@ -23,6 +23,10 @@ from quadriga.planning.sizes import ModelSizes
 _CHUNK_TOKENS = 2048  # tokens whose logits' gradient is in memory at once
 _ROWS_PER_PART = 8192  # rows of the head with one set of statistics per token
 _COLUMN_BYTES = 170  # of a token in a packed batch of a pass without gradients
+# What most of the working memory is at each moment.
+_OF_HEAD = "logits and gradients of the head and any gathered weights"
+_OF_LAYER = "gradients and any gathered weights of layers"
+_SUMMED = "gradients being summed"
 _NUM_LINEAR = 7  # linear modules of a layer, each with an adapter
 
 
@@ -63,6 +67,7 @@ class UpdateMemory:
         working: tensors of the moment of the peak: gathered weights, gradients of activations, a
             chunk of the logits' gradient.
         moment: the moment of the peak.
+        working_name: what most of `working` is.
     """
 
     weights: float
@@ -71,6 +76,7 @@ class UpdateMemory:
     activations: float
     working: float
     moment: str
+    working_name: str
 
     @property
     def total(self) -> float:
@@ -120,7 +126,7 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
     moments = _moments(sizes, shape)
     peak = max(moments, key=lambda moment: moment.activations + moment.working)
     if not shape.has_gradients and gradients > peak.activations + peak.working:
-        peak = _Moment("the optimizer step", 0.0, gradients)
+        peak = _Moment("the optimizer step", 0.0, gradients, "gradients")
     return UpdateMemory(
         weights=weights,
         optimizer=optimizer,
@@ -128,6 +134,7 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
         activations=peak.activations,
         working=peak.working,
         moment=peak.name,
+        working_name=peak.working_name,
     )
 
 
@@ -183,6 +190,7 @@ class _Moment(NamedTuple):
     name: str
     activations: float
     working: float
+    working_name: str
 
 
 def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
@@ -223,14 +231,21 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
             if sizes.num_layers == 2:
                 # The first layer has no next one.
                 work -= sizes.layer_parameters * shape.itemsize
-            moments.append(_Moment("the layers' backward pass", kept_bytes - per_layer, work))
+            moments.append(
+                _Moment("the layers' backward pass", kept_bytes - per_layer, work, _OF_LAYER)
+            )
         # The embedding and the head at the end: weights, gradients, and these once more in float32.
         ends = outside_layers * (2 * shape.itemsize + 4.0)
         sums = 4.0 * sizes.num_parameters / shape.num_shards
-        moments.append(_Moment("the end of the backward pass", positions + targets, ends + sums))
+        moments.append(
+            _Moment("the end of the backward pass", positions + targets, ends + sums, _SUMMED)
+        )
     head_work = _head_bytes(sizes, shape) + gathered
-    moments.append(_Moment("the head's backward pass", kept_bytes + last_norm + states, head_work))
-    moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work + gathered))
+    moments.append(
+        _Moment("the head's backward pass", kept_bytes + last_norm + states, head_work, _OF_HEAD)
+    )
+    layer_work += gathered
+    moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work, _OF_LAYER))
     return moments
 
 

@@ -195,7 +195,7 @@ def phases(
         **state,
         "gradients": update.gradients,
         "activations": update.activations,
-        "working memory": update.working,
+        update.working_name: update.working,
         **beside_training,
     }
     predicted.append(Phase(role, UPDATE, parts, update.moment))

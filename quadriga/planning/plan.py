@@ -4,17 +4,18 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from quadriga.config import Config
+from quadriga.config.explain import needs_old_log_prob_pass, needs_reference
 from quadriga.config.placement import ACTOR, CRITIC, arranged_roles
 from quadriga.errors import ConfigError
 from quadriga.planning.devices import Devices
-from quadriga.planning.phases import Phase, RolePlan, apart_phases, phases
+from quadriga.planning.phases import LOG_PROBS, Phase, RolePlan, apart_phases, phases
 from quadriga.planning.sizes import ModelSizes
 from quadriga.planning.time import Lengths, StepTime, step_time
 
@@ -23,6 +24,7 @@ _MAX_PER_NODE = 8
 _BUDGET_UNIT = 1024  # tokens
 _LARGEST_BUDGET = 1 << 20
 _NUM_LAYOUTS = 5  # layouts that are printed
+_NUM_DEVICES = (2, 4, 8, 16, 32, 64)  # numbers of devices that are tried if nothing fits
 _TRAINED = {ACTOR: "actor_rollout_ref", CRITIC: "critic"}
 
 
@@ -70,8 +72,6 @@ def with_value(section: Any, key: str, value: Any) -> Any:
 
 def on_devices(config: Config, devices: Devices) -> Config:
     """The configuration with a rank for each device."""
-    if devices.count == 1:
-        return config
     num_nodes = -(-devices.count // _MAX_PER_NODE)
     if devices.count % num_nodes:
         raise ConfigError(
@@ -80,7 +80,8 @@ def on_devices(config: Config, devices: Devices) -> Config:
             expected=f"up to {_MAX_PER_NODE}, or a number that {num_nodes} machines divide",
             fix="Name another number.",
         )
-    config = with_value(config, "trainer.backend", "ray")
+    if devices.count > 1:
+        config = with_value(config, "trainer.backend", "ray")
     config = with_value(config, "trainer.nnodes", num_nodes)
     return with_value(config, "trainer.n_gpus_per_node", devices.count // num_nodes)
 
@@ -89,7 +90,7 @@ def read_sizes(file: Path, override: dict[str, Any]) -> ModelSizes:
     """Sizes of the model that a config.json describes, with some entries replaced.
 
     Raises:
-        ConfigError: there is no config.json, it is no JSON object, or it lacks sizes.
+        ConfigError: there is no config.json, it is no JSON object, or it lacks sizes or the type.
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -102,7 +103,15 @@ def read_sizes(file: Path, override: dict[str, Any]) -> ModelSizes:
         ) from error
     if not isinstance(raw, dict):
         raise ConfigError(str(file), got=type(raw).__name__, expected="a JSON object")
-    return ModelSizes.from_config(raw | override, str(file))
+    values = raw | override
+    if not values.get("model_type"):
+        raise ConfigError(
+            str(file),
+            got="no value",
+            expected="model_type, such as qwen2",
+            fix="Name a folder whose config.json is as transformers writes it.",
+        )
+    return ModelSizes.from_config(values, str(file))
 
 
 def make_plan(
@@ -147,8 +156,11 @@ def make_plan(
             )
         roles[where] = role
     predicted = []
+    has_passes = needs_old_log_prob_pass(config) or needs_reference(config)
     for where in roles:
-        predicted += phases(config, roles, where, devices.memory_bytes)
+        for phase in phases(config, roles, where, devices.memory_bytes):
+            if has_passes or phase.name != LOG_PROBS:
+                predicted.append(phase)
     predicted += apart_phases(config, devices.memory_bytes)
     return Plan(config, devices, roles, predicted, step_time(config, roles, devices, lengths))
 
@@ -194,8 +206,8 @@ def largest_budget(
 
 def layouts(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
-) -> Iterator[tuple[str, Plan]]:
-    """Other layouts that fit, the fastest first, by shards and recomputed activations."""
+) -> list[tuple[str, Plan]]:
+    """Layouts of the devices by shards and recomputed activations, the fastest first."""
     candidates = []
     # A role may have fewer ranks than there are devices.
     num_ranks = math.gcd(*(role.layout.world_size for role in plan.roles.values()))
@@ -211,10 +223,42 @@ def layouts(
             candidate = make_plan(config, plan.devices, lengths, sizes, itemsize)
             name = f"fsdp_size={num_shards}, activations "
             name += "recomputed" if recomputes else "kept"
+            candidates.append((name, candidate))
+    return sorted(candidates, key=lambda named_plan: named_plan[1].time.total)
+
+
+def remedies(
+    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
+) -> Iterator[tuple[str, Plan]]:
+    """Single changes with which some layout fits, each with its fastest one."""
+    longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
+    changes = []
+    settings = [
+        (plan.roles, "ppo_max_token_len_per_gpu", longest),
+        (plan.roles, "fsdp_config.optimizer_offload", True),
+        (plan.roles, "fsdp_config.param_offload", True),
+        (["actor_rollout_ref"], "rollout.name", "vllm"),
+        (["actor_rollout_ref"], "model.lora_rank", 16),
+    ]
+    for sections, key, value in settings:
+        config = plan.config
+        for section in sections:
+            config = with_value(config, f"{section}.{key}", value)
+        changes.append((f"{key}={value}", config, plan.devices))
+    for count in _NUM_DEVICES:
+        if count > plan.devices.count and not plan.devices.is_cpu:
+            devices = replace(plan.devices, count=count)
+            name = f"--devices {count}x{devices.name}"
+            changes.append((name, on_devices(plan.config, devices), devices))
+    for name, config, devices in changes:
+        changed = make_plan(config, devices, lengths, sizes, itemsize)
+        for layout, candidate in layouts(changed, lengths, sizes, itemsize):
             if candidate.fits:
-                candidates.append((name, candidate))
-    candidates.sort(key=lambda named_plan: named_plan[1].time.total)
-    yield from candidates[:_NUM_LAYOUTS]
+                yield f"{name}, {layout}", candidate
+                if devices != plan.devices:
+                    # Still more devices fit too.
+                    return
+                break
 
 
 def lines(
@@ -260,9 +304,16 @@ def lines(
     )
     yield ""
     yield "Layouts that fit, the fastest first"
-    num_layouts = 0
-    for name, other in layouts(plan, lengths, sizes, itemsize):
-        num_layouts += 1
+    candidates = layouts(plan, lengths, sizes, itemsize)
+    fitting = [candidate for candidate in candidates if candidate[1].fits][:_NUM_LAYOUTS]
+    if not fitting:
+        name, smallest = min(candidates, key=lambda named_plan: named_plan[1].largest.total)
+        yield f"  none; the smallest, {name}: {smallest.largest.describe()}"
+        yield ""
+        yield "Changes with which a layout fits"
+        fitting = list(remedies(plan, lengths, sizes, itemsize))
+    for name, other in fitting:
         yield f"  {other.time.total:.3g} s, {other.largest.total / 1e9:.3g} GB: {name}"
-    if not num_layouts:
-        yield "  none: take more devices, a smaller model, an adapter, or fewer tokens"
+    if not fitting:
+        yield "  none alone of fewer tokens, offloading, vLLM, an adapter and more devices: take a"
+        yield "  smaller model, or several of these"

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison of a replay with its record, as text."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 
 from quadriga.replay.compare import COMPUTED, TOLERANCE, Comparison, Difference
-from quadriga.replay.run import Replayed
+from quadriga.replay.run import Replayed, uid_of
 from quadriga.replay.trainer import REWARDS, UPDATE
 
 MAX_ROWS = 20
-"""Rows of a table; the others are counted."""
+"""Changed rows that are printed; the others are counted."""
+_MAX_CHARS = 100  # characters of a text
 
 
 def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
@@ -19,11 +21,12 @@ def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
 
     Args:
         replayed: the replay.
-        uid: prompt whose rows are shown; "": rows are shown if the step was edited or graded again.
+        uid: prompt whose rows are shown, or one of its rollouts; "": changed rows are shown if the
+            step was edited or graded again.
     """
     yield ""
     if uid:
-        yield from _group(replayed, uid)
+        yield from _group(replayed, uid_of(replayed.recorded.rows, uid))
     elif replayed.is_edited or replayed.until == REWARDS:
         yield from _rows(replayed)
     if not replayed.is_edited:
@@ -127,20 +130,18 @@ def _numbers(table: pa.Table) -> list[tuple[float | None, float | None, float | 
 
 
 def _rows(replayed: Replayed) -> Iterator[str]:
-    """Rows with their rewards and advantages in the record and in the replay, changed ones first."""
+    """Rows whose rewards or advantages differ between the record and the replay."""
     old_numbers = _numbers(replayed.recorded.rows)
     new_numbers = _numbers(replayed.rows)
     changed = []
-    unchanged = []
     for row, (old, new) in enumerate(zip(old_numbers, new_numbers, strict=True)):
-        is_changed = old[0] != new[0] or (new[2] is not None and old[2] != new[2])
-        (changed if is_changed else unchanged).append(row)
+        if old[0] != new[0] or (new[2] is not None and old[2] != new[2]):
+            changed.append(row)
     yield f"{len(changed)} of {len(old_numbers)} rows change"
-    rows = [*changed, *unchanged] if replayed.is_edited else changed
-    if rows:
-        yield from _table(replayed, rows[:MAX_ROWS], is_short=replayed.until == REWARDS)
-    if len(rows) > MAX_ROWS:
-        yield f"  and {len(rows) - MAX_ROWS} other rows"
+    if changed:
+        yield from _table(replayed, changed[:MAX_ROWS], is_short=replayed.until == REWARDS)
+    if len(changed) > MAX_ROWS:
+        yield f"  and {len(changed) - MAX_ROWS} other changed rows"
 
 
 def _group(replayed: Replayed, uid: str) -> Iterator[str]:
@@ -165,3 +166,27 @@ def _table(replayed: Replayed, rows: list[int], *, is_short: bool) -> Iterator[s
             texts = ["none" if value is None else f"{value:.6g}" for value in pair]
             cells.append(" -> ".join(texts))
         yield f"  {row:>3}  {rollout_ids[row]:<10}  " + "  ".join(f"{cell:<25}" for cell in cells)
+        for name, text in _texts(replayed, row):
+            yield f"       {name:<12}  {text}"
+
+
+def _texts(replayed: Replayed, row: int) -> Iterator[tuple[str, str]]:
+    """End of the prompt, response, and ground truth of a row, each on one line."""
+    rows = replayed.rows
+    texts = []
+    for name in ("prompt_ids", "response_ids"):
+        token_ids = rows.column(name)[row].as_py()
+        texts.append(_line(replayed.tokenizer.decode(token_ids, skip_special_tokens=True)))
+    prompt, response = texts
+    yield "prompt", f"...{prompt[-_MAX_CHARS:]}" if len(prompt) > _MAX_CHARS else prompt
+    if len(response) > _MAX_CHARS:
+        # Answers stand at the end.
+        response = f"{response[: _MAX_CHARS // 2]} ... {response[-_MAX_CHARS // 2 :]}"
+    yield "response", response
+    truth = json.loads(rows.column("row")[row].as_py() or "{}").get("reward_model")
+    if isinstance(truth, dict) and "ground_truth" in truth:
+        yield "ground truth", _line(str(truth["ground_truth"]))[:_MAX_CHARS]
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

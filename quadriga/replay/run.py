@@ -2,14 +2,17 @@
 """A replay, from its request to the comparison with the record."""
 
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import reduce
+from io import StringIO
 from operator import getitem
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config, load_config
 from quadriga.config.loader import parse_override
@@ -28,10 +31,15 @@ from quadriga.replay.trainer import (
     ReplayTrainer,
     ReplayWorker,
 )
-from quadriga.rewards import RewardManager
-from quadriga.trainer.build import Replacements, build_run
+from quadriga.rewards import RewardManager, load_reward_manager
+from quadriga.trainer.build import (
+    Replacements,
+    build_run,
+    build_tokenizer,
+    check_before_start,
+)
 from quadriga.trainer.record_rows import record_table
-from quadriga.trainer.roles import Role
+from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.saving import seed_generators
 from quadriga.trainer.settings import RunSettings
 
@@ -53,7 +61,7 @@ class ReplayRequest:
         until: phase after which it ends; "" chooses one.
         debugs: whether the debugger starts at the first difference, or at the phase that `until`
             names.
-        uid: prompt whose rows are asked for; "": none.
+        uid: prompt whose rows are asked for, or one of its rollouts; "": none.
         edits: changes of the replayed step: `reward=FILE`, `loss=NAME` and `key=value`.
         is_confirmed: whether it may take longer than `MAX_S`.
     """
@@ -78,6 +86,7 @@ class Replayed:
         obstacle: why they need not be equal bit for bit; "" if they should be.
         recorded: the record of the step.
         rows: its rows as replayed.
+        tokenizer: decodes their prompts and responses.
         columns: comparison of the columns.
         metrics: comparison of the metrics.
         recorded_alone: names of metrics that a replay does not compute.
@@ -90,6 +99,7 @@ class Replayed:
     obstacle: str
     recorded: StepRecord
     rows: pa.Table
+    tokenizer: PreTrainedTokenizerBase
     columns: list[Comparison]
     metrics: list[Comparison] = field(default_factory=list)
     recorded_alone: list[str] = field(default_factory=list)
@@ -126,7 +136,8 @@ def replay(request: ReplayRequest) -> Replayed:
     """
     start = find_start(request.directory, request.step)
     if request.uid:
-        _require_uid(start, request.uid)
+        # Refuses a prompt that the step does not have.
+        uid_of(start.record.read(start.step, columns=["uid", "rollout_id"]).rows, request.uid)
     overrides = _overrides(request.edits)
     secrets = _secrets(overrides, start.settings)
     config = load_config(secrets, [start.configuration]).config
@@ -143,20 +154,27 @@ def replay(request: ReplayRequest) -> Replayed:
     grades_again = until == REWARDS or any(word.startswith(_GRADING) for word in overrides)
     if grades_again:
         _require_grader(edited)
-    _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
+    if until == REWARDS:
+        print(f"replay: step {start.step} up to its rewards; its recorded responses are graded")
+    else:
+        _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
     # The configuration is that of the run, so only files can have changed.
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
 
     with TemporaryDirectory(prefix="quadriga_replay_") as folder:
         place = Path(folder)
-        checkpoint = start.checkpoint
-        if is_edited and not start.is_first:
-            # The steps before are those of the run; the edited one goes on from their state.
-            trained = in_one_process(config, place / "before", checkpoint)
-            checkpoint = _train_before(trained, start)
-        final = in_one_process(edited, place / "replay", checkpoint)
+        final = in_one_process(edited, place / "replay", start.checkpoint)
         _require_effect(overrides, edited, final)
+        if is_edited and not start.is_first and until != REWARDS:
+            # What the edits name is checked before the steps that are trained without them.
+            check_before_start(final, Needs.of(final))
+            if grades_again:
+                load_reward_manager(final, build_tokenizer(final)).close()
+            # The steps before are those of the run; the edited one goes on from their state.
+            trained = in_one_process(config, place / "before", start.checkpoint)
+            checkpoint = _train_before(trained, start)
+            final = in_one_process(edited, place / "replay", checkpoint)
         trainer, run = _build(final, start, grades_again=grades_again)
         trainer.until = until
         trainer.debugs = request.debugs
@@ -177,6 +195,7 @@ def replay(request: ReplayRequest) -> Replayed:
         obstacle=_obstacle(config, recorded),
         recorded=recorded,
         rows=rows,
+        tokenizer=trainer.tokenizer,
         columns=columns,
         metrics=metric_comparisons,
         recorded_alone=recorded_alone,
@@ -189,29 +208,39 @@ def _overrides(edits: Sequence[str]) -> list[str]:
     overrides = []
     for edit in edits:
         name, separator, value = edit.partition("=")
-        if name == "reward" and separator:
+        if not separator:
+            raise ConfigError(
+                f"--edit {edit}",
+                got="no value",
+                expected="reward=FILE, loss=NAME or key=value",
+                fix="`quadriga config keys WORDS` lists keys.",
+            )
+        if name == "reward":
             path, colon, function = value.rpartition(":")
             if not colon:
                 path = value
                 function = "compute_score"
             overrides += [f"{_REWARD}.path={path}", f"{_REWARD}.name={function}"]
-        elif name == "loss" and separator:
+        elif name == "loss":
             overrides.append(f"{_LOSS}={value}")
         else:
             overrides.append(edit)
     return overrides
 
 
-def _require_uid(start: ReplayStart, uid: str) -> None:
-    """Refuse a prompt that the step does not have."""
-    rows = start.record.read(start.step, columns=["uid"]).rows
-    uids = list(dict.fromkeys(rows.column("uid").to_pylist()))
-    if uid not in uids:
+def uid_of(recorded: pa.Table, name: str) -> str:
+    """The prompt that a name means: its own `uid`, or the id of one of its rollouts."""
+    uids = recorded.column("uid").to_pylist()
+    rollout_ids = recorded.column("rollout_id").to_pylist()
+    if name in rollout_ids:
+        return uids[rollout_ids.index(name)]
+    if name not in uids:
         raise DataError(
-            f"--uid {uid}",
+            f"--uid {name}",
             got="no such prompt in the step",
-            expected=f"one of {len(uids)} prompts, {uids[0]} to {uids[-1]}",
+            expected=f"one of {len(set(uids))} prompts, {uids[0]} to {uids[-1]}, or a rollout",
         )
+    return name
 
 
 def _require_grader(config: Config) -> None:
@@ -276,10 +305,10 @@ def _confirm(start: ReplayStart, ranks: int, *, is_confirmed: bool) -> None:
     steps = f"step {start.step}"
     if not start.is_first:
         steps = f"steps {start.after_step + 1} to {start.step}"
-    source = "its time in the run"
-    if ranks > 1:
-        source = f"the time in the run on {ranks} ranks"
-    print(f"replay: {steps} from {begin}; about {seconds:.0f} s by {source}, and the start")
+    source = f" by the time in the run on {ranks} ranks" if ranks > 1 else ""
+    print(
+        f"replay: {steps} from {begin}; about {seconds:.0f} s of steps{source}, plus the start-up"
+    )
     if seconds > MAX_S and not is_confirmed:
         raise DataError(
             f"replay of step {start.step}",
@@ -304,6 +333,8 @@ def _build(config: Config, start: ReplayStart, *, grades_again: bool) -> tuple[R
     run = build_run(config, Timeline(), parts)
     trainer = run.trainer
     assert isinstance(trainer, ReplayTrainer)
+    # Its advice names the replay's temporary folder.
+    trainer.warned.add("scores")
     trainer.recorded = start.record
     trainer.grades_again = grades_again
     trainer.quarantine.num_rows |= start.skipped
@@ -312,11 +343,15 @@ def _build(config: Config, start: ReplayStart, *, grades_again: bool) -> tuple[R
 
 def _train_before(config: Config, start: ReplayStart) -> Path:
     """Train up to the step before the replayed one. Returns a checkpoint of it."""
-    trainer, run = _build(config, start, grades_again=False)
+    # The choices of the start-up are printed once, for the step that is replayed.
+    with redirect_stdout(StringIO()):
+        trainer, run = _build(config, start, grades_again=False)
     try:
         for step in _steps(trainer):
             if step.number == start.step - 1:
-                trainer.save()
+                # Not a checkpoint to resume from: its folder is removed.
+                with redirect_stdout(StringIO()):
+                    trainer.save()
                 break
     finally:
         run.close()

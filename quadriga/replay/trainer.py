@@ -84,6 +84,18 @@ class ReplayTrainer(RayPPOTrainer):
     debugs: bool = False
     debugged_phase: str = ""
 
+    def train_step(self) -> DataProto:
+        """Take the next step. A replay of rewards leaves out the training of those before."""
+        while self.until == REWARDS and self.global_steps + 1 < self.last_step:
+            if self.skips_next_step:
+                self.skip_step(self.rows_to_skip)
+                continue
+            # Grading needs the prompts of the step, which follow from what earlier ones took.
+            with self.measured():
+                for batch in self.batches():
+                    self.hand_back(batch)
+        return super().train_step()
+
     def batches(self) -> Iterator[DataProto]:
         """The recorded responses of the step, in the place of `generate` and `sample_groups`."""
         step = self.global_steps

@@ -167,7 +167,7 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
     config = with_episodes(config)
     with timeline.part("checks"):
         needs = Needs.of(config)
-        _check_before_start(config, needs)
+        check_before_start(config, needs)
     with timeline.part("tokenizer"):
         tokenizer = parts.tokenizer or build_tokenizer(config)
         check_teachers(config, tokenizer)
@@ -230,8 +230,16 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
     return BuiltRun(trainer, team, server)
 
 
-def _check_before_start(config: Config, needs: Needs) -> None:
-    """Refuse a configuration that cannot run, before a process starts."""
+def check_before_start(config: Config, needs: Needs) -> None:
+    """Refuse a configuration that cannot run, before a process starts.
+
+    Args:
+        config: the resolved configuration.
+        needs: optional passes of its steps.
+
+    Raises:
+        ConfigError: an algorithm, an engine, a model or a checkpoint cannot be used.
+    """
     check_services(config.trainer.loggers)
     if config.task == "rl":
         # Both are looked up only to refuse a wrong loss, option or engine.

@@ -76,9 +76,24 @@ def test_a_step_again(
 
     # What would have been: only the replayed step is edited.
     (tmp_path / "other.py").write_text(OTHER_REWARD)
-    status, output = replay("--step", "4", "--edit", f"reward={tmp_path / 'other.py'}")
+    reward = f"reward={tmp_path / 'other.py'}"
+    status, output = replay("--step", "4", "--edit", reward)
     assert status == 0, output
     assert " -> " in output and "with the edits" in output
+    assert "checkpoint: " not in output and output.count("resumed from") == 2
+    assert output.count("\n  old log-probs ") == 1
+    # Grading alone trains no step; prompts are still those of step 4.
+    status, output = replay("--step", "4", "--until", "rewards", "--edit", reward)
+    assert status == 0, output
+    assert output.count("resumed from") == 1
+    assert "  ground truth" in output and "4-" in output
+    # Rows that do not change are counted alone, and a wrong name is refused before any training.
+    status, output = replay("--step", "3", "--edit", "algorithm.gamma=1.0")
+    assert "0 of 8 rows change" in output and "  prompt" not in output
+    status, output = replay("--step", "4", "--edit", "algorithm.adv_estimator=rlo")
+    assert (status, "rloo" in output, "resumed" in output) == (2, True, False), output
+    status, output = replay("--step", "4", "--edit", "nonsense")
+    assert (status, "reward=FILE, loss=NAME or key=value" in output) == (2, True), output
     assert files_of(run) == before
 
     # A score that was changed in the record changes what follows from it.
@@ -90,7 +105,7 @@ def test_a_step_again(
     assert len(stops) == 1
     assert "score DIFFERENT 1 of 8 values" in " ".join(output.split())
     assert "first: row 2 (3-1/0)" in output
-    status, output = replay("--step", "4", "--uid", "4-1")
+    status, output = replay("--step", "4", "--uid", "4-1/0")
     assert "prompt 4-1: 2 rows" in output
     assert "on the way: step 3 differs in score" in output
 
