@@ -27,8 +27,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from quadriga.config import Config, load_config, with_groups
+from quadriga.config.loader import Loaded
 from quadriga.config.root import respell
 from quadriga.config.trainer import AT_THE_END
+from quadriga.config.yaml_text import read_yaml
 from quadriga.data.files import (
     drop_null_fields,
     read_table,
@@ -46,6 +48,7 @@ from quadriga.observe.progress import (
 from quadriga.observe.records import STEP, VALIDATION, RecordFolder, table_for_people
 from quadriga.observe.stopping import Interrupted, quiet_interrupt
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
+from quadriga.redact import without_hidden
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
 from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
@@ -600,7 +603,8 @@ def generate(
     """Generate responses to prompts with the sampling parameters of `rollout`.
 
     Args:
-        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`, whose
+            configuration is then the default of every key but `rollout.n`, which is 1.
         prompts: a text, or a list of texts and chats.
         system: system message of the prompts that are texts.
         images: files for the `<image>` marks of each prompt.
@@ -613,7 +617,7 @@ def generate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    resolved = _ConfigDraft(model, config=config, options=options).load()
+    resolved = _ConfigDraft(model, config=config, options=options, is_frozen=True).load()
     system_messages = []
     if system is not None:
         system_messages = [{"role": "system", "content": system}]
@@ -637,11 +641,14 @@ def evaluate(
     """Answer the prompts of `data` and grade the responses, as `quadriga eval` does.
 
     Args:
-        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`, whose
+            configuration is then the default, as with `quadriga eval RUN --config RUN/config.yaml`.
+            Secrets that the run does not write down are given in `options` if they are needed.
         data: validation rows, as for `train`. None: those of `data.val_files`.
         reward: as for `train`.
-        config: configuration file, or several. `rollout.val_kwargs` has the sampling parameters.
-        options: configuration keys with their values.
+        config: configuration file, or several, which overrides a run's configuration.
+            `rollout.val_kwargs` has the sampling parameters.
+        options: configuration keys with their values, which override both.
 
     Returns:
         Metrics and graded responses.
@@ -649,20 +656,16 @@ def evaluate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    draft = _ConfigDraft(model, config=config, options=options)
+    draft = _ConfigDraft(model, config=config, options=options, is_frozen=True)
     with own_folder() as folder:
         draft.directory = Path(folder)
         draft.set_reward(reward)
         draft.set_rows("data.val_files", data)
         grades = frozen.evaluate(draft.load())
-    trainer = draft.config.trainer
-    num_samples = len(grades.rows)
-    if "log_val_generations" in trainer.model_fields_set:
-        num_samples = trainer.log_val_generations
     samples: dict[str, dict[str, Any]] = {}
     for response in grades.rows:
         samples.setdefault(response["uid"], _sample(response))
-    return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())[:num_samples]))
+    return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())))
 
 
 def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
@@ -673,11 +676,34 @@ def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
     return sample | {name: value for name, value in columns.items() if name not in sample}
 
 
+def _defaults_of(run: Run) -> dict[str, Any]:
+    """Configuration of a run that `evaluate` and `generate` take as their default.
+
+    Returns:
+        Sections without what the run hides in its files and what belongs to training: the group
+        size and the folder of validation rows. {} unless the run trained with rewards.
+    """
+    if "config" in vars(run):
+        sections = run.config.model_dump(mode="json", exclude_unset=True)
+    else:
+        problems: list[ConfigError] = []
+        sections, _ = read_yaml(run.directory / CONFIGURATION, problems)
+        if problems:
+            raise problems[0]
+    if sections.pop("task", "rl") != "rl":
+        return {}
+    sections = without_hidden(sections)
+    sections.get("actor_rollout_ref", {}).get("rollout", {}).pop("n", None)
+    sections.get("trainer", {}).pop("validation_data_dir", None)
+    return sections
+
+
 class _ConfigDraft:
     """A configuration under construction.
 
     Attributes:
         values: keys that override the configuration files.
+        defaults: what files and keys override: the configuration of a run that is not trained on.
         config: what files, arguments and options say, without the defaults of `set_defaults`.
         directory: where files for rows and functions are written.
         reward: the reward functions, if they are functions of this program.
@@ -691,8 +717,10 @@ class _ConfigDraft:
         config: ConfigFiles = (),
         options: Mapping[str, Any] | None = None,
         task: str = "rl",
+        is_frozen: bool = False,
     ) -> None:
         self.task = task
+        self.defaults = _defaults_of(model) if is_frozen and isinstance(model, Run) else {}
         self.files = [config] if isinstance(config, str | Path) else list(config)
         self.values = {key: value for key, value in (values or {}).items() if value is not None}
         if model is not None:
@@ -702,15 +730,22 @@ class _ConfigDraft:
         if "trainer.total_training_steps" in self.values:
             # A number of epochs in a file does not limit the steps that the caller asks for.
             self.values.setdefault("trainer.total_epochs", None)
-        self.config = load_config(files=self.files, values=self.values, task=task).config
+        self.config = self._load().config
         self.directory = self.config.trainer.directory
         self.reward: ItemReward | None = None
 
+    def _load(self, *, for_training: bool = False) -> Loaded:
+        return load_config(
+            files=self.files,
+            values=self.values,
+            task=self.task,
+            for_training=for_training,
+            defaults=self.defaults,
+        )
+
     def load(self, *, for_training: bool = False) -> Config:
         """Load and check the configuration, and print its notices."""
-        loaded = load_config(
-            files=self.files, values=self.values, task=self.task, for_training=for_training
-        )
+        loaded = self._load(for_training=for_training)
         for notice in loaded.notices:
             print(f"notice: {notice}", file=sys.stderr)
         return loaded.config
@@ -749,6 +784,10 @@ class _ConfigDraft:
         """Set the keys of the reward, and where its functions run."""
         if reward is None:
             return
+        # The reward of the run that is evaluated, and its manager, give way.
+        self.defaults.pop("custom_reward_function", None)
+        for key in ("reward_manager", "reward_kwargs"):
+            self.defaults.get("reward_model", {}).pop(key, None)
         if isinstance(reward, str | Path):
             path, _, name = str(reward).rpartition(":")
             self.values["custom_reward_function.path"] = path or name
@@ -893,8 +932,7 @@ class _ConfigDraft:
             num_rows: number of training rows; 0 if unknown.
         """
         # Arguments such as the estimator are among the values by now.
-        loaded = load_config(files=self.files, values=self.values, task=self.task)
-        config, choice = with_groups(loaded.config)
+        config, choice = with_groups(self._load().config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
         # Runs in lockstep save by time: trainer.save_minutes.

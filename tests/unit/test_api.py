@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import quadriga
-from quadriga.api import TrainerSettings, _ConfigDraft
+from quadriga.api import TrainerSettings, _ConfigDraft, _defaults_of
+from quadriga.config import load_config
 from quadriga.errors import ConfigError
 
 NAN = float("nan")
@@ -126,6 +127,37 @@ def test_a_run_shows_its_last_steps(tmp_path: Path) -> None:
         "validation of step 0  val-core/sums/reward/mean@1 0.250",
     ]
     assert "reward 0.700" in run._repr_html_()
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_a_run_has_the_defaults_of_its_evaluation(is_in_memory: bool, tmp_path: Path) -> None:
+    """Unless files, options or a reward of the caller replace them; hidden secrets are left out."""
+    (tmp_path / "config.yaml").write_text(
+        "task: rl\ndata: {prompt_key: question, max_response_length: 9}\n"
+        "actor_rollout_ref: {rollout: {n: 4, temperature: 0.5}}\n"
+        "trainer: {log_val_generations: 0, validation_data_dir: rows}\n"
+        "custom_reward_function: {path: old.py, reward_kwargs: {api_key: <hidden>}}\n"
+        "reward_model: {reward_manager: in_process}\n"
+    )
+    run = quadriga.Run(tmp_path)
+    if is_in_memory:
+        run.config = load_config(values=_defaults_of(run)).config
+    (tmp_path / "more.yaml").write_text("data: {max_response_length: 5}")
+    (tmp_path / "model").mkdir()
+    draft = _ConfigDraft(run, config=tmp_path / "more.yaml", is_frozen=True)
+    config = draft.load()
+    assert (config.data.prompt_key, config.data.max_response_length) == ("question", 5)
+    assert (config.actor_rollout_ref.rollout.n, config.trainer.validation_data_dir) == (1, None)
+    assert config.custom_reward_function.path == "old.py"
+    options = {"actor_rollout_ref.rollout.temperature": 1}
+    draft = _ConfigDraft(run, options=options, is_frozen=True)
+    draft.set_reward("new.py")
+    config = draft.load()
+    assert config.actor_rollout_ref.rollout.temperature == 1
+    assert config.custom_reward_function.path == "new.py"
+    assert config.reward_model.reward_manager == "naive"
+    # A run on top of another one has settings of its own.
+    assert _ConfigDraft(run).config.data.prompt_key == "prompt"
 
 
 def test_the_package_shows_its_public_names_alone() -> None:
