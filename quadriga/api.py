@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import datasets
@@ -209,10 +210,16 @@ class Trainer:
         num_rows = draft.set_rows("data.train_files", data)
         draft.set_rows("data.val_files", settings.get("eval_data"))
         draft.set_defaults(num_rows)
-        self._begin(draft.load(for_training=True), callbacks)
+        self._begin(draft.load(for_training=True), callbacks, draft.sources)
 
-    def _begin(self, config: Config, callbacks: Sequence[Callable[[TrainingStep], Any]]) -> None:
+    def _begin(
+        self,
+        config: Config,
+        callbacks: Sequence[Callable[[TrainingStep], Any]],
+        sources: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.config = config
+        self._sources = sources
         self.callbacks = list(callbacks)
         self._steps = launch.steps(config, in_python=True)
         self._loop: TrainingLoop | None = None
@@ -284,6 +291,7 @@ class Trainer:
             with quiet_interrupt(is_reported=True):
                 return next(self._steps)
         except QuadrigaError as error:
+            error = _with_sources(error, self._sources)
             raise respell(error, self.config.task) from error.__cause__
 
     def run(self) -> "Run":
@@ -661,7 +669,10 @@ def evaluate(
         draft.directory = Path(folder)
         draft.set_reward(reward)
         draft.set_rows("data.val_files", data)
-        grades = frozen.evaluate(draft.load())
+        try:
+            grades = frozen.evaluate(draft.load())
+        except QuadrigaError as error:
+            raise _with_sources(error, draft.sources) from error.__cause__
     samples: dict[str, dict[str, Any]] = {}
     for response in grades.rows:
         samples.setdefault(response["uid"], _sample(response))
@@ -703,10 +714,12 @@ class _ConfigDraft:
 
     Attributes:
         values: keys that override the configuration files.
+        is_frozen: whether the model is not trained.
         defaults: what files and keys override: the configuration of a run that is not trained on.
         config: what files, arguments and options say, without the defaults of `set_defaults`.
         directory: where files for rows and functions are written.
         reward: the reward functions, if they are functions of this program.
+        sources: what errors call the rows of each file that was written for them.
     """
 
     def __init__(
@@ -720,6 +733,7 @@ class _ConfigDraft:
         is_frozen: bool = False,
     ) -> None:
         self.task = task
+        self.is_frozen = is_frozen
         self.defaults = _defaults_of(model) if is_frozen and isinstance(model, Run) else {}
         self.files = [config] if isinstance(config, str | Path) else list(config)
         self.values = {key: value for key, value in (values or {}).items() if value is not None}
@@ -733,6 +747,7 @@ class _ConfigDraft:
         self.config = self._load().config
         self.directory = self.config.trainer.directory
         self.reward: ItemReward | None = None
+        self.sources: dict[str, str] = {}
 
     def _load(self, *, for_training: bool = False) -> Loaded:
         return load_config(
@@ -828,14 +843,16 @@ class _ConfigDraft:
             DataError: there are no rows, or one of them is not a dictionary.
         """
         name = key.rpartition(".")[2]
-        label = name.removesuffix("_files")
         source = rows
         if rows is None:
             source = getattr(self.config.data, name)
             if not source:
                 return 0
         entries = source if isinstance(source, list) else [source]
+        label = "eval_data" if name == "val_files" and not self.is_frozen else "data"
         if entries and all(isinstance(entry, str | Path) for entry in entries):
+            if len(entries) == 1:
+                label = str(entries[0])
             dictionaries, num_rows = self._read(source, key)
             if not dictionaries:
                 self.values[key] = source
@@ -850,6 +867,7 @@ class _ConfigDraft:
                 raise DataError(
                     f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns"
                 )
+        self._check_prompt(dictionaries, label)
         # NaN in a text column means that the text is missing. Written as "NaN" it would be learned.
         text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
         completed = []
@@ -859,10 +877,29 @@ class _ConfigDraft:
             completed.append(self._complete(row) if self.task == "rl" else row)
         if self.task != "rl" and "response" in completed[0] and "messages" not in completed[0]:
             self.values.setdefault("data.format", "prompt_response")
-        self.values[key] = write_data_file(
-            completed, self.directory / "data", label, where="trainer.default_local_dir"
+        file = write_data_file(
+            completed,
+            self.directory / "data",
+            name.removesuffix("_files"),
+            where="trainer.default_local_dir",
         )
+        self.values[key] = file
+        self.sources[str(file)] = label
         return len(completed)
+
+    def _check_prompt(self, rows: Sequence[Mapping[str, Any]], label: str) -> None:
+        """Require the column of the prompt, before a model is loaded."""
+        data = self.config.data
+        column = data.prompt_key
+        # A data set of the user's own may read other columns.
+        is_checked = self.task == "rl" and data.custom_cls.path is None
+        if is_checked and not any(column in row for row in rows):
+            raise DataError(
+                label,
+                got=f"the columns {', '.join(map(str, rows[0]))}",
+                expected=f"a column {column!r}",
+                fix="Rename or add it, or set data.prompt_key to the column that holds the prompts.",
+            )
 
     def _dictionaries(self, rows: Any) -> list[Any]:
         """Rows as dictionaries, without the nulls that a table adds to chats."""
@@ -910,6 +947,8 @@ class _ConfigDraft:
             return complete
 
         columns = dict(row)
+        # The name of the prompt in reward functions.
+        columns.setdefault("prompt", row.get(self.config.data.prompt_key))
         columns.pop("extra_info", None)
         columns.pop("reward_model", None)
         has_truth = "ground_truth" in row or "reward_model" in row
@@ -972,6 +1011,16 @@ class _ConfigDraft:
             f"({num_rows} rows, {processors}, {num_responses} responses each)"
         )
         return size
+
+
+def _with_sources(error: QuadrigaError, sources: Mapping[str, str]) -> QuadrigaError:
+    """Replace written files in an error by the caller's names for their rows; return the same object."""
+    for name in ("where", "got", "expected", "fix"):
+        text = getattr(error, name)
+        for file, source in sources.items():
+            text = text.replace(file, source)
+        setattr(error, name, text)
+    return error
 
 
 def _is_missing(value: Any) -> bool:

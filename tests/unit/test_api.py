@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import quadriga
-from quadriga.api import TrainerSettings, _ConfigDraft, _defaults_of
+from quadriga.api import TrainerSettings, _ConfigDraft, _defaults_of, _with_sources
 from quadriga.config import load_config
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, DataError
 
 NAN = float("nan")
 ROW = {"prompt": "1+1=", "ground_truth": "2"}
@@ -77,6 +77,32 @@ def test_chats_lose_the_nulls_that_arrow_adds(written: Callable, tmp_path: Path)
     )
     for source in sources:
         assert [row["prompt"] for row in written(source, reward)] == [row["prompt"] for row in rows]
+
+
+def reward(prompts: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(prompts)
+
+
+def test_errors_about_rows_name_what_the_caller_gave(tmp_path: Path) -> None:
+    """Its file or argument and its columns, not the file that is written for the run."""
+    options = {"trainer.default_local_dir": str(tmp_path)}
+    rows = [{"question": "1+1=", "answer": "2"}]
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps(rows[0]))
+    words = r": got the columns question, answer, expected a column 'prompt'.*data\.prompt_key"
+    for source, label in ((rows, "data"), (file, str(file))):
+        draft = _ConfigDraft(None, options=options)
+        draft.set_reward(reward)
+        with pytest.raises(DataError, match=re.escape(label) + words):
+            draft.set_rows("data.train_files", source)
+    options["data.prompt_key"] = "question"
+    draft = _ConfigDraft(None, options=options)
+    draft.set_reward(reward)
+    draft.set_rows("data.train_files", rows)
+    (written,) = draft.sources
+    assert json.loads(Path(written).read_text())["extra_info"]["row"]["prompt"] == "1+1="
+    error = _with_sources(DataError(f"{written} row 0", got="a list"), draft.sources)
+    assert str(error) == "data row 0: got a list."
 
 
 @pytest.mark.parametrize(
