@@ -526,12 +526,22 @@ def _find_model(model: Any) -> str | Path:
 class Evaluation(NamedTuple):
     """Validation metrics by name, and a table of graded responses with a row for each prompt.
 
+    `print(evaluation)` shows the metrics.
+
     The table has `input`, `output`, `ground_truth` and `score`, what the reward returns beside the
     score, and the columns of the row.
     """
 
     metrics: dict[str, float]
     samples: pd.DataFrame
+
+    def __str__(self) -> str:
+        lines = [f"{name} {value:.3f}" for name, value in self.metrics.items()]
+        return "\n".join([f"{len(self.samples)} prompts", *lines])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the metrics in IPython."""
+        printer.text(str(self))
 
 
 @_with_settings(config=(), callbacks=(), task="rl")

@@ -18,6 +18,7 @@ from quadriga.observe.progress import (
     step_fields,
     validation_results,
 )
+from quadriga.observe.records.samples import ANSWER_LEFT_OUT
 from quadriga.trainer.run_folder import RunFolder, Sample
 
 MAX_SUMMARY_LINES = 12
@@ -39,7 +40,7 @@ _LEAST_SHARE = 0.005  # of the time, for a phase that is shown
 # Entries of a sample that are shown by name. All others are parts of the reward.
 _NOT_PARTS = {
     *("uid", "data_source", "input", "output", "output_with_special_tokens", "ground_truth"),
-    *("score", "num_turns", "finish_reason", "step", "row"),
+    *("score", "num_turns", "finish_reason", "step", "row", ANSWER_LEFT_OUT),
 }
 
 Curve = list[tuple[int, float]]
@@ -285,9 +286,11 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     facts = [f"score {_score(sample):.3f}", *parts]
     num_turns = sample.get("num_turns")
     if num_turns is not None:
-        facts.append(f"{num_turns} turns")
+        facts.append("1 turn" if num_turns == 1 else f"{num_turns} turns")
     if sample.get("finish_reason"):
         facts.append(f"ended by {sample['finish_reason']}")
+    if sample.get(ANSWER_LEFT_OUT):
+        facts.append("the tool's answer did not fit in data.max_response_length")
     yield f"\n  {title}: {', '.join(facts)}"
     output = sample["output"]
     # Special tokens tell the turns of a conversation apart.

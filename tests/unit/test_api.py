@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import quadriga
-from quadriga.api import TrainerSettings, _ConfigDraft, _defaults_of, _with_sources
+from quadriga.api import Evaluation, TrainerSettings, _ConfigDraft, _defaults_of, _with_sources
 from quadriga.config import load_config
 from quadriga.errors import ConfigError, DataError
 
@@ -184,6 +184,11 @@ def test_a_run_has_the_defaults_of_its_evaluation(is_in_memory: bool, tmp_path: 
     assert config.reward_model.reward_manager == "naive"
     # A run on top of another one has settings of its own.
     assert _ConfigDraft(run).config.data.prompt_key == "prompt"
+
+
+def test_an_evaluation_shows_its_metrics() -> None:
+    evaluation = Evaluation({"val-core/sums/reward/mean@1": 0.25}, pd.DataFrame([ROW, ROW]))
+    assert str(evaluation) == "2 prompts\nval-core/sums/reward/mean@1 0.250"
 
 
 def test_the_package_shows_its_public_names_alone() -> None:

@@ -42,7 +42,16 @@ SAMPLES = [
         "row": {"answer": "four"},
         "step": 20,
     },
-    {"input": "1+1", "output": "7" * 5000, "score": 0.0, "ground_truth": "2", "step": 20},
+    {
+        "input": "1+1",
+        "output": "7" * 5000,
+        "score": 0.0,
+        "num_turns": 1,
+        "finish_reason": "length",
+        "answer_left_out": True,
+        "ground_truth": "2",
+        "step": 20,
+    },
 ]
 Make = Callable[..., RunFolder]
 
@@ -89,7 +98,10 @@ def test_a_report_has_rewards_time_and_responses(make: Make) -> None:
     assert "ground truth: 2" in best
     assert second.startswith("score 0.500, 4 turns, ended by stop")
     assert "row.answer: four" in second and "call<|im_end|>\N{REPLACEMENT CHARACTER}[31m4" in second
-    assert worst.startswith("score 0.000") and "[3800 characters]" in worst
+    assert worst.startswith(
+        "score 0.000, 1 turn, ended by length, the tool's answer did not fit in data.max_response"
+    )
+    assert "[3800 characters]" in worst
 
 
 def test_the_summary_is_short_and_one_line_each(make: Make) -> None:
