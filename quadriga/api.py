@@ -872,12 +872,7 @@ class _ConfigDraft:
 
         if not dictionaries:
             raise DataError(label, got="no rows", expected="at least one")
-        for number, row in enumerate(dictionaries):
-            if not isinstance(row, Mapping):
-                raise DataError(
-                    f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns"
-                )
-        self._check_prompt(dictionaries, label)
+        self._check_rows(dictionaries, label)
         # NaN in a text column means that the text is missing. Written as "NaN" it would be learned.
         text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
         completed = []
@@ -897,8 +892,13 @@ class _ConfigDraft:
         self.sources[str(file)] = label
         return len(completed)
 
-    def _check_prompt(self, rows: Sequence[Mapping[str, Any]], label: str) -> None:
-        """Require the column of the prompt, before a model is loaded."""
+    def _check_rows(self, rows: Sequence[Any], label: str) -> None:
+        """Require dictionaries with the column of the prompt, before a model is loaded."""
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns"
+                )
         data = self.config.data
         column = data.prompt_key
         # A data set of the user's own may read other columns.
