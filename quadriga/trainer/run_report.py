@@ -159,7 +159,7 @@ def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample],
         samples: samples of a step.
         count: most samples of either kind. If all scores are equal, there are no worst ones.
     """
-    ranked = sorted(samples, key=_score, reverse=True)
+    ranked = sorted(_scored(samples), key=_score, reverse=True)
     scores = list(map(_score, ranked))
     if not scores or scores[0] == scores[-1]:
         return _of_distinct_prompts(ranked, count), []
@@ -167,6 +167,11 @@ def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample],
     best = _of_distinct_prompts(above_worst, count)
     below_best = [sample for sample in reversed(ranked) if _score(sample) < _score(best[-1])]
     return best, _of_distinct_prompts(below_best, count)
+
+
+def _scored(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that have a score: a reward function may return None."""
+    return [sample for sample in samples if sample["score"] is not None]
 
 
 def _score(sample: Sample) -> float:
@@ -268,7 +273,8 @@ def _validation_lines(run: RunFolder) -> list[str]:
 
 def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[str]:
     kind = "Responses" if run.has_training_responses else "Validation responses"
-    mean = sum(_score(sample) for sample in samples) / len(samples)
+    scores = list(map(_score, _scored(samples)))
+    mean = sum(scores) / len(scores) if scores else math.nan
     yield f"\n{kind} of step {step}: {len(samples)}, mean score {mean:.3f}"
     for title, chosen in zip(
         ("best", "worst"), best_and_worst(samples, MAX_RESPONSES), strict=True

@@ -52,6 +52,7 @@ SAMPLES = [
         "ground_truth": "2",
         "step": 20,
     },
+    {"input": "3+3", "output": "6", "score": None, "ground_truth": "6", "step": 20},
 ]
 Make = Callable[..., RunFolder]
 
@@ -88,7 +89,7 @@ def test_a_report_has_rewards_time_and_responses(make: Make) -> None:
         ["prepare", "60.0", "s", "30%"],
         ["reward", "50.0", "s", "25%"],
     ]
-    assert "Responses of step 20: 3, mean score 0.500" in text
+    assert "Responses of step 20: 4, mean score 0.500" in text
     best, second, worst = (
         text.split("\n  best: ")[1],
         text.split("\n  best: ")[2],
