@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import datasets
@@ -27,8 +28,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from quadriga.config import Config, load_config, with_groups
+from quadriga.config.loader import Loaded
 from quadriga.config.root import respell
 from quadriga.config.trainer import AT_THE_END
+from quadriga.config.yaml_text import read_yaml
 from quadriga.data.files import (
     drop_null_fields,
     read_table,
@@ -46,6 +49,7 @@ from quadriga.observe.progress import (
 from quadriga.observe.records import STEP, VALIDATION, RecordFolder, table_for_people
 from quadriga.observe.stopping import Interrupted, quiet_interrupt
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
+from quadriga.redact import without_hidden
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
 from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
@@ -206,10 +210,16 @@ class Trainer:
         num_rows = draft.set_rows("data.train_files", data)
         draft.set_rows("data.val_files", settings.get("eval_data"))
         draft.set_defaults(num_rows)
-        self._begin(draft.load(for_training=True), callbacks)
+        self._begin(draft.load(for_training=True), callbacks, draft.sources)
 
-    def _begin(self, config: Config, callbacks: Sequence[Callable[[TrainingStep], Any]]) -> None:
+    def _begin(
+        self,
+        config: Config,
+        callbacks: Sequence[Callable[[TrainingStep], Any]],
+        sources: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.config = config
+        self._sources = sources
         self.callbacks = list(callbacks)
         self._steps = launch.steps(config, in_python=True)
         self._loop: TrainingLoop | None = None
@@ -281,6 +291,7 @@ class Trainer:
             with quiet_interrupt(is_reported=True):
                 return next(self._steps)
         except QuadrigaError as error:
+            error = _with_sources(error, self._sources)
             raise respell(error, self.config.task) from error.__cause__
 
     def run(self) -> "Run":
@@ -515,12 +526,22 @@ def _find_model(model: Any) -> str | Path:
 class Evaluation(NamedTuple):
     """Validation metrics by name, and a table of graded responses with a row for each prompt.
 
+    `print(evaluation)` shows the metrics.
+
     The table has `input`, `output`, `ground_truth` and `score`, what the reward returns beside the
     score, and the columns of the row.
     """
 
     metrics: dict[str, float]
     samples: pd.DataFrame
+
+    def __str__(self) -> str:
+        lines = [f"{name} {value:.3f}" for name, value in self.metrics.items()]
+        return "\n".join([f"{len(self.samples)} prompts", *lines])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the metrics in IPython."""
+        printer.text(str(self))
 
 
 @_with_settings(config=(), callbacks=(), task="rl")
@@ -600,7 +621,8 @@ def generate(
     """Generate responses to prompts with the sampling parameters of `rollout`.
 
     Args:
-        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`, whose
+            configuration is then the default of every key but `rollout.n`, which is 1.
         prompts: a text, or a list of texts and chats.
         system: system message of the prompts that are texts.
         images: files for the `<image>` marks of each prompt.
@@ -613,7 +635,7 @@ def generate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    resolved = _ConfigDraft(model, config=config, options=options).load()
+    resolved = _ConfigDraft(model, config=config, options=options, is_frozen=True).load()
     system_messages = []
     if system is not None:
         system_messages = [{"role": "system", "content": system}]
@@ -637,11 +659,14 @@ def evaluate(
     """Answer the prompts of `data` and grade the responses, as `quadriga eval` does.
 
     Args:
-        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`.
+        model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`, whose
+            configuration is then the default, as with `quadriga eval RUN --config RUN/config.yaml`.
+            Secrets that the run does not write down are given in `options` if they are needed.
         data: validation rows, as for `train`. None: those of `data.val_files`.
         reward: as for `train`.
-        config: configuration file, or several. `rollout.val_kwargs` has the sampling parameters.
-        options: configuration keys with their values.
+        config: configuration file, or several, which overrides a run's configuration.
+            `rollout.val_kwargs` has the sampling parameters.
+        options: configuration keys with their values, which override both.
 
     Returns:
         Metrics and graded responses.
@@ -649,20 +674,19 @@ def evaluate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    draft = _ConfigDraft(model, config=config, options=options)
+    draft = _ConfigDraft(model, config=config, options=options, is_frozen=True)
     with own_folder() as folder:
         draft.directory = Path(folder)
         draft.set_reward(reward)
         draft.set_rows("data.val_files", data)
-        grades = frozen.evaluate(draft.load())
-    trainer = draft.config.trainer
-    num_samples = len(grades.rows)
-    if "log_val_generations" in trainer.model_fields_set:
-        num_samples = trainer.log_val_generations
+        try:
+            grades = frozen.evaluate(draft.load())
+        except QuadrigaError as error:
+            raise _with_sources(error, draft.sources) from error.__cause__
     samples: dict[str, dict[str, Any]] = {}
     for response in grades.rows:
         samples.setdefault(response["uid"], _sample(response))
-    return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())[:num_samples]))
+    return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())))
 
 
 def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
@@ -673,14 +697,39 @@ def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
     return sample | {name: value for name, value in columns.items() if name not in sample}
 
 
+def _defaults_of(run: Run) -> dict[str, Any]:
+    """Configuration of a run that `evaluate` and `generate` take as their default.
+
+    Returns:
+        Sections without what the run hides in its files and what belongs to training: the group
+        size and the folder of validation rows. {} unless the run trained with rewards.
+    """
+    if "config" in vars(run):
+        sections = run.config.model_dump(mode="json", exclude_unset=True)
+    else:
+        problems: list[ConfigError] = []
+        sections, _ = read_yaml(run.directory / CONFIGURATION, problems)
+        if problems:
+            raise problems[0]
+    if sections.pop("task", "rl") != "rl":
+        return {}
+    sections = without_hidden(sections)
+    sections.get("actor_rollout_ref", {}).get("rollout", {}).pop("n", None)
+    sections.get("trainer", {}).pop("validation_data_dir", None)
+    return sections
+
+
 class _ConfigDraft:
     """A configuration under construction.
 
     Attributes:
         values: keys that override the configuration files.
+        is_frozen: whether the model is not trained.
+        defaults: what files and keys override: the configuration of a run that is not trained on.
         config: what files, arguments and options say, without the defaults of `set_defaults`.
         directory: where files for rows and functions are written.
         reward: the reward functions, if they are functions of this program.
+        sources: what errors call the rows of each file that was written for them.
     """
 
     def __init__(
@@ -691,8 +740,11 @@ class _ConfigDraft:
         config: ConfigFiles = (),
         options: Mapping[str, Any] | None = None,
         task: str = "rl",
+        is_frozen: bool = False,
     ) -> None:
         self.task = task
+        self.is_frozen = is_frozen
+        self.defaults = _defaults_of(model) if is_frozen and isinstance(model, Run) else {}
         self.files = [config] if isinstance(config, str | Path) else list(config)
         self.values = {key: value for key, value in (values or {}).items() if value is not None}
         if model is not None:
@@ -702,15 +754,23 @@ class _ConfigDraft:
         if "trainer.total_training_steps" in self.values:
             # A number of epochs in a file does not limit the steps that the caller asks for.
             self.values.setdefault("trainer.total_epochs", None)
-        self.config = load_config(files=self.files, values=self.values, task=task).config
+        self.config = self._load().config
         self.directory = self.config.trainer.directory
         self.reward: ItemReward | None = None
+        self.sources: dict[str, str] = {}
+
+    def _load(self, *, for_training: bool = False) -> Loaded:
+        return load_config(
+            files=self.files,
+            values=self.values,
+            task=self.task,
+            for_training=for_training,
+            defaults=self.defaults,
+        )
 
     def load(self, *, for_training: bool = False) -> Config:
         """Load and check the configuration, and print its notices."""
-        loaded = load_config(
-            files=self.files, values=self.values, task=self.task, for_training=for_training
-        )
+        loaded = self._load(for_training=for_training)
         for notice in loaded.notices:
             print(f"notice: {notice}", file=sys.stderr)
         return loaded.config
@@ -749,6 +809,10 @@ class _ConfigDraft:
         """Set the keys of the reward, and where its functions run."""
         if reward is None:
             return
+        # The reward of the run that is evaluated, and its manager, give way.
+        self.defaults.pop("custom_reward_function", None)
+        for key in ("reward_manager", "reward_kwargs"):
+            self.defaults.get("reward_model", {}).pop(key, None)
         if isinstance(reward, str | Path):
             path, _, name = str(reward).rpartition(":")
             self.values["custom_reward_function.path"] = path or name
@@ -789,14 +853,16 @@ class _ConfigDraft:
             DataError: there are no rows, or one of them is not a dictionary.
         """
         name = key.rpartition(".")[2]
-        label = name.removesuffix("_files")
         source = rows
         if rows is None:
             source = getattr(self.config.data, name)
             if not source:
                 return 0
         entries = source if isinstance(source, list) else [source]
+        label = "eval_data" if name == "val_files" and not self.is_frozen else "data"
         if entries and all(isinstance(entry, str | Path) for entry in entries):
+            if len(entries) == 1:
+                label = str(entries[0])
             dictionaries, num_rows = self._read(source, key)
             if not dictionaries:
                 self.values[key] = source
@@ -806,11 +872,7 @@ class _ConfigDraft:
 
         if not dictionaries:
             raise DataError(label, got="no rows", expected="at least one")
-        for number, row in enumerate(dictionaries):
-            if not isinstance(row, Mapping):
-                raise DataError(
-                    f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns"
-                )
+        self._check_rows(dictionaries, label)
         # NaN in a text column means that the text is missing. Written as "NaN" it would be learned.
         text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
         completed = []
@@ -820,10 +882,34 @@ class _ConfigDraft:
             completed.append(self._complete(row) if self.task == "rl" else row)
         if self.task != "rl" and "response" in completed[0] and "messages" not in completed[0]:
             self.values.setdefault("data.format", "prompt_response")
-        self.values[key] = write_data_file(
-            completed, self.directory / "data", label, where="trainer.default_local_dir"
+        file = write_data_file(
+            completed,
+            self.directory / "data",
+            name.removesuffix("_files"),
+            where="trainer.default_local_dir",
         )
+        self.values[key] = file
+        self.sources[str(file)] = label
         return len(completed)
+
+    def _check_rows(self, rows: Sequence[Any], label: str) -> None:
+        """Require dictionaries with the column of the prompt, before a model is loaded."""
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns"
+                )
+        data = self.config.data
+        column = data.prompt_key
+        # A data set of the user's own may read other columns.
+        is_checked = self.task == "rl" and data.custom_cls.path is None
+        if is_checked and not any(column in row for row in rows):
+            raise DataError(
+                label,
+                got=f"the columns {', '.join(map(str, rows[0]))}",
+                expected=f"a column {column!r}",
+                fix="Rename or add it, or set data.prompt_key to the column that holds the prompts.",
+            )
 
     def _dictionaries(self, rows: Any) -> list[Any]:
         """Rows as dictionaries, without the nulls that a table adds to chats."""
@@ -871,6 +957,8 @@ class _ConfigDraft:
             return complete
 
         columns = dict(row)
+        # The name of the prompt in reward functions.
+        columns.setdefault("prompt", row.get(self.config.data.prompt_key))
         columns.pop("extra_info", None)
         columns.pop("reward_model", None)
         has_truth = "ground_truth" in row or "reward_model" in row
@@ -893,8 +981,7 @@ class _ConfigDraft:
             num_rows: number of training rows; 0 if unknown.
         """
         # Arguments such as the estimator are among the values by now.
-        loaded = load_config(files=self.files, values=self.values, task=self.task)
-        config, choice = with_groups(loaded.config)
+        config, choice = with_groups(self._load().config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
         # Runs in lockstep save by time: trainer.save_minutes.
@@ -934,6 +1021,16 @@ class _ConfigDraft:
             f"({num_rows} rows, {processors}, {num_responses} responses each)"
         )
         return size
+
+
+def _with_sources(error: QuadrigaError, sources: Mapping[str, str]) -> QuadrigaError:
+    """Replace written files in an error by the caller's names for their rows; return the same object."""
+    for name in ("where", "got", "expected", "fix"):
+        text = getattr(error, name)
+        for file, source in sources.items():
+            text = text.replace(file, source)
+        setattr(error, name, text)
+    return error
 
 
 def _is_missing(value: Any) -> bool:

@@ -144,3 +144,14 @@ def hidden_names(value: Any, name: str) -> Iterator[str]:
             yield from hidden_names(entry, f"{name}.{key}")
     elif isinstance(value, str) and HIDDEN in value:
         yield name
+
+
+def without_hidden(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a tree without the entries in which `redacted` has hidden a value."""
+    remaining = {}
+    for key, entry in tree.items():
+        if isinstance(entry, Mapping):
+            remaining[key] = without_hidden(entry)
+        elif not any(hidden_names(entry, key)):
+            remaining[key] = entry
+    return remaining

@@ -22,8 +22,9 @@ from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
 from quadriga_verl.cli import translated
 from quadriga_verl.commands.entries import find_entry
-from quadriga_verl.commands.hydra import Tree
+from quadriga_verl.commands.hydra import Tree, known_keys
 from quadriga_verl.commands.line import Line
+from quadriga_verl.commands.rules import find_rule
 from quadriga_verl.commands.shell import UNDECIDED, Command, commands, launched
 from quadriga_verl.commands.verl_keys import is_same
 
@@ -64,7 +65,16 @@ def translate(argv: Sequence[str]) -> int:
         print(f"# {notice}")
     for name, value in translation.options.items():
         print(f"# {name}: {value}")
-    print(*_lines(Tree(changed_keys(translation)).nested(), translation.sources), sep="\n")
+    changed = changed_keys(translation)
+    left_out = translation.keys.from_user & {
+        source for key, source in translation.sources.items() if key not in changed
+    }
+    if left_out:
+        print(f"# Left out, for they have the defaults: {', '.join(sorted(left_out))}")
+    comments = {}
+    for key, source in translation.sources.items():
+        comments[key] = translation.comments.get(key) or ("" if source == key else source)
+    print(*_lines(Tree(changed).nested(), comments), sep="\n")
     for problem in translation.machine:
         print(f"not on this machine: {problem}", file=sys.stderr)
     return 0
@@ -98,6 +108,27 @@ def changed_keys(translation: Line) -> dict[str, Any]:
                 differing_keys.add(key)
         left_out -= differing_keys
     return {key: value for key, value in ours.items() if key not in left_out}
+
+
+def verl_meanings(words: Sequence[str]) -> list[str]:
+    """Say why keys of verl have no counterpart.
+
+    Args:
+        words: all of them are parts of the names of the keys.
+
+    Returns:
+        "verl's KEYS: REASON" for the keys of training programs that have no effect here.
+    """
+    keys_by_reason: dict[str, list[str]] = {}
+    for task, trees in (("rl", "ppo"), ("sft", "fsdp_sft,sft")):
+        for key in sorted(known_keys()):
+            if not all(word.lower() in key for word in words):
+                continue
+            match = find_rule(trees, task, key)
+            if match is not None and match[0].becomes in ("any", "note", "values", "stop"):
+                keys = keys_by_reason.setdefault(match[0].sentence, [])
+                keys += [key] * (key not in keys)
+    return [f"verl's {', '.join(keys)}: {reason}" for reason, keys in keys_by_reason.items()]
 
 
 @dataclass
@@ -181,17 +212,16 @@ def _is_known(program: str) -> bool:
     return True
 
 
-def _lines(tree: Mapping[str, Any], sources: Mapping[str, str], above: str = "") -> Iterator[str]:
-    """Format a tree as YAML, with verl's key behind each key that has another name there."""
+def _lines(tree: Mapping[str, Any], comments: Mapping[str, str], above: str = "") -> Iterator[str]:
+    """Format a tree as YAML, with the comment of a key behind it."""
     indent = "  " * above.count(".")
     for name, value in tree.items():
         key = f"{above}{name}"
-        if isinstance(value, dict) and value and key not in sources:
+        if isinstance(value, dict) and value and key not in comments:
             yield f"{indent}{name}:"
-            yield from _lines(value, sources, f"{key}.")
+            yield from _lines(value, comments, f"{key}.")
             continue
         has_line_breaks = isinstance(value, str | dict) and "\n" in str(value)
         text = json.dumps(value) if has_line_breaks else to_yaml([value])[1:-2]
-        source = sources.get(key, key) or key
-        comment = "" if source == key else f"  # {source}"
-        yield f"{indent}{name}: {text}{comment}"
+        comment = comments.get(key)
+        yield f"{indent}{name}: {text}" + (f"  # {comment}" if comment else "")

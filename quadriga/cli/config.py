@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from quadriga.config import Config, explain, keys_text, load_config, show, with_groups
@@ -75,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _print_keys(words: Sequence[str]) -> None:
     text = keys_text(words)
+    if not text and find_spec("quadriga_verl"):
+        text = "".join(f"{line}\n" for line in import_module(_TRANSLATION).verl_meanings(words))
     if not text:
         got = " ".join(words)
         expected = "part of a key's name or meaning"

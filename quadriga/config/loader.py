@@ -65,6 +65,7 @@ def load_config(
     for_training: bool = False,
     task: str = "rl",
     values: Mapping[str, Any] = MappingProxyType({}),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
     """Load a configuration.
 
@@ -75,6 +76,7 @@ def load_config(
             have 8 responses unless `rollout.n` is given.
         task: the task, unless files or overrides name one as `task` or `objective`.
         values: values by dotted key, which replace those of the files.
+        defaults: values that files, `values` and overrides replace.
 
     Raises:
         ConfigError: everything that is wrong, in one error.
@@ -84,7 +86,7 @@ def load_config(
     chosen_task = _choose_task(task, [tree for tree, _ in trees], overrides)
     # The task comes first, because it decides which keys exist and how they are spelled.
     reading = _Reading(chosen_task, problems=problems)
-    for tree, places in [({"task": chosen_task}, {}), *trees, (values, {})]:
+    for tree, places in [({"task": chosen_task}, {}), (defaults, {}), *trees, (values, {})]:
         for key, value in tree.items():
             reading.assign(str(key), value, places)
     notices = list(reading.take_overrides(overrides))

@@ -349,18 +349,19 @@ def _check_group_sizes(config: Config) -> Findings:
         size = rollout.tensor_model_parallel_size
     if sum(counts) % size == 0 and not any(count % num_devices for count in counts):
         return
-    got = f"groups of {size * num_devices}, of {sum(counts)} ranks"
-    expected = "a number that divides the ranks that generate"
+    group_size = size * num_devices
+    got = f"{size}: groups of {group_size} processes, but {sum(counts)} generate"
+    expected = "a number that divides the processes that generate"
     if num_devices > 1:
         expected += " on each machine"
     pool = _rollout_pool(config)
     key = "trainer.n_gpus_per_node"
     if pool in trainer.resource_pools:
         key = f"trainer.resource_pools.{pool}"
+    fix = f"Set it to 1, or change the number of processes: {key}"
     if trainer.backend != "ray":
-        key += ", with --ray"
-    fix = f"Change it, or the number of ranks: {key}."
-    yield wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, fix)
+        fix += " with trainer.backend=ray"
+    yield wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, f"{fix}.")
 
 
 def check_layouts(config: Config) -> Findings:

@@ -58,10 +58,13 @@ BAD = -1
 IN_JSON = 1
 CONTINUED = 2
 WITH_TOOLS = 4
+UNWRITTEN_TOOLS = 8
 NOTES = {
     IN_JSON: "prompts are texts in JSON, and read as the messages in them",
     CONTINUED: "prompts end with the assistant, whose turn is continued",
     WITH_TOOLS: "prompts are measured with the tools that their agent loop offers",
+    UNWRITTEN_TOOLS: "prompts name the tools in their messages alone: the chat template does not "
+    "write the tools' schemas, so the model is not told how to call them",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
 """Fields of a measured prompt: number of tokens, sum of its `NOTES`, hash of its role order.
@@ -223,6 +226,9 @@ class PromptMeter:
         notes = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
         notes += CONTINUED * self.encoder.continues(messages)
         notes += WITH_TOOLS * bool(tools)
+        if tools and all(name in str(messages) for name in tool_names):
+            text_without_tools = self.encoder.render(messages, where=at_prompt)
+            notes += UNWRITTEN_TOOLS * (text == text_without_tools)
         # Hashes of the orders can be stored and counted over processes.
         order = repr(role_order(messages, has_tools=bool(tools)))
         return _Rendered(text, num_further_tokens, notes, zlib.crc32(order.encode()) or 1)
@@ -261,7 +267,7 @@ def prompt_lengths(
     """Measure every prompt of a file, and store the result on disk.
 
     The key of an entry is made of the content of the file, the tokenizer, the chat template and its
-    arguments, the tools, the limit and the size of a smaller embedding. An entry that cannot be
+    arguments, the tools, the limit, the size of a smaller embedding and the kinds of notes. An entry that cannot be
     read is reported as damaged and measured again. Prompts of a vision-language model are measured
     each time, for a path says nothing about the image that it leads to; of an image only the header
     is read.
@@ -289,6 +295,7 @@ def prompt_lengths(
         keys,
         meter.limit,
         meter.context.fingerprint(),
+        tuple(NOTES),
     )
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     entry = Path(cache_dir).expanduser() / "prompt_lengths" / f"{key}.npz"

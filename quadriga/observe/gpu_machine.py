@@ -98,11 +98,11 @@ def require_machine(num_processes: int) -> None:
 
 
 def check_machine(device: str, num_processes: int, num_nodes: int) -> None:
-    """Check this machine before a run starts processes with GPUs, and print warnings.
+    """Check this machine before a run starts worker processes, and print warnings.
 
     Args:
         device: `trainer.device`.
-        num_processes: number of processes with a GPU on this machine.
+        num_processes: number of worker processes on this machine.
         num_nodes: number of machines that take part.
 
     Raises:
@@ -113,6 +113,13 @@ def check_machine(device: str, num_processes: int, num_nodes: int) -> None:
         # No library is loaded to find out, because this is on the way to the first output.
         uses_gpus = DRIVER.exists() and visible_devices() != []
     if not uses_gpus:
+        num_cores = len(os.sched_getaffinity(0))
+        if num_processes > num_cores:
+            print(
+                f"notice: {num_processes} worker processes on {num_cores} CPU cores, without GPUs. "
+                "One process uses all cores and is faster: trainer.n_gpus_per_node=1 "
+                "trainer.backend=local"
+            )
         return
     require_visible_devices()
     require_machine(num_processes)

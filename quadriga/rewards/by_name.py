@@ -162,13 +162,14 @@ class ItemReward:
     def score(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
         """Score each sample with a number or a dict.
 
-        Of several functions, one that returns None for a sample does not count in its score. If all
-        do, the score is None.
+        A function that returns None for a sample does not count in its score. If all do, the
+        sample has no score.
         """
         results = [part(samples) for part in self.parts]
-        if len(self.parts) == 1 and self.parts[0].weight == 1:
-            return results[0]
-        return [self._combine(values) for values in zip(*results, strict=True)]
+        scores = results[0]
+        if len(self.parts) > 1 or self.parts[0].weight != 1:
+            scores = [self._combine(values) for values in zip(*results, strict=True)]
+        return [{"score": None} if score is None else score for score in scores]
 
     def _combine(self, values: Sequence[Any]) -> dict[str, float] | None:
         """Combine what the functions returned for one sample."""
@@ -176,8 +177,8 @@ class ItemReward:
         components = {}
         weights = {}
         for (name, weight), value in zip(all_weights.items(), values, strict=True):
-            if value is not None:
-                score = value["score"] if isinstance(value, dict) else value
+            score = value["score"] if isinstance(value, dict) else value
+            if score is not None:
                 components[name] = float(score)
                 weights[name] = weight
         return weighted(components, weights) if components else None

@@ -370,7 +370,12 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         extra[UNSCORED] = object_array(is_unscored)
         metrics["reward/unscored"] = Metric(sum(is_unscored), "sum")
         if all(is_unscored):
-            raise RewardError("reward", got="no sample with a score", expected="at least one")
+            raise RewardError(
+                "reward",
+                got="no sample with a score",
+                expected="at least one",
+                fix="Is a return missing? None stands for a response without a score.",
+            )
     return RewardOutput(scores, extra, metrics)
 
 

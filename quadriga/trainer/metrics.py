@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from quadriga.config import RolloutConfig
+from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import RolloutError
 from quadriga.observe.machine import resident_bytes
@@ -155,6 +156,25 @@ def lost_gradients(metrics: Mapping[str, float]) -> dict[str, str]:
                 "or losses that are too large or NaN; later steps are counted in this metric alone."
             )
     return warnings
+
+
+def unused_tools(metrics: Mapping[str, float], turns: MultiTurnConfig) -> dict[str, str]:
+    """Warning, by metric, about a step in which no response called a tool.
+
+    Args:
+        metrics: metrics of the step.
+        turns: the section `rollout.multi_turn`.
+    """
+    name = "rollout/num_tool_calls"
+    has_tools = turns.enable and (turns.function_tool_path or turns.tool_config_path)
+    if not has_tools or metrics.get(name) != 0:
+        return {}
+    text = (
+        f"{name}=0: no response of this step called a tool. Look at the responses: the chat "
+        f"template may not write the tools, multi_turn.format={turns.format} may not be how the "
+        "model writes calls, or the model was not taught to call tools."
+    )
+    return {name: text}
 
 
 def spread(name: str, values: torch.Tensor) -> dict[str, float]:

@@ -50,6 +50,7 @@ from quadriga.trainer.metrics import (
     dead_signals,
     lost_gradients,
     performance_metrics,
+    unused_tools,
 )
 from quadriga.trainer.prompts import PromptStream, assign_uids
 from quadriga.trainer.responses import (
@@ -225,7 +226,9 @@ class RayPPOTrainer(TrainingLoop):
         for name, count in self.weights.take_counts().items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
         warnings = dead_signals(batch, self.settings)
-        self.warn_once(warnings | lost_gradients(self.metrics))
+        warnings |= lost_gradients(self.metrics)
+        turns = self.config.actor_rollout_ref.rollout.multi_turn
+        self.warn_once(warnings | unused_tools(self.metrics, turns))
         return batch
 
     def step(self) -> DataProto:

@@ -18,6 +18,7 @@ from quadriga.observe.progress import (
     step_fields,
     validation_results,
 )
+from quadriga.observe.records.samples import ANSWER_LEFT_OUT
 from quadriga.trainer.run_folder import RunFolder, Sample
 
 MAX_SUMMARY_LINES = 12
@@ -40,6 +41,7 @@ _LEAST_SHARE = 0.005  # of the time, for a phase that is shown
 _NOT_PARTS = {
     *("uid", "data_source", "input", "output", "output_with_special_tokens", "ground_truth"),
     *("score", "num_turns", "finish_reason", "step", "row", "reward_error"),
+    ANSWER_LEFT_OUT,
 }
 
 Curve = list[tuple[int, float]]
@@ -158,7 +160,7 @@ def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample],
         samples: samples of a step.
         count: most samples of either kind. If all scores are equal, there are no worst ones.
     """
-    ranked = sorted(samples, key=_score, reverse=True)
+    ranked = sorted(_scored(samples), key=_score, reverse=True)
     scores = list(map(_score, ranked))
     if not scores or scores[0] == scores[-1]:
         return _of_distinct_prompts(ranked, count), []
@@ -314,9 +316,11 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     facts = [score, *parts]
     num_turns = sample.get("num_turns")
     if num_turns is not None:
-        facts.append(f"{num_turns} turns")
+        facts.append("1 turn" if num_turns == 1 else f"{num_turns} turns")
     if sample.get("finish_reason"):
         facts.append(f"ended by {sample['finish_reason']}")
+    if sample.get(ANSWER_LEFT_OUT):
+        facts.append("the tool's answer did not fit in data.max_response_length")
     yield f"\n  {title}: {', '.join(facts)}"
     output = sample["output"]
     # Special tokens tell the turns of a conversation apart.

@@ -35,7 +35,7 @@ SIZES: dict[str, int] = {
     "view": 12290,
     "weight_sync": 7540,
     "workers": 22120,
-    "": 16870,
+    "": 17020,
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.

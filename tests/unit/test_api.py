@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import quadriga
-from quadriga.api import TrainerSettings, _ConfigDraft
-from quadriga.errors import ConfigError
+from quadriga.api import Evaluation, TrainerSettings, _ConfigDraft, _defaults_of, _with_sources
+from quadriga.config import load_config
+from quadriga.errors import ConfigError, DataError
 
 NAN = float("nan")
 ROW = {"prompt": "1+1=", "ground_truth": "2"}
@@ -78,6 +79,32 @@ def test_chats_lose_the_nulls_that_arrow_adds(written: Callable, tmp_path: Path)
         assert [row["prompt"] for row in written(source, reward)] == [row["prompt"] for row in rows]
 
 
+def reward(prompts: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(prompts)
+
+
+def test_errors_about_rows_name_what_the_caller_gave(tmp_path: Path) -> None:
+    """Its file or argument and its columns, not the file that is written for the run."""
+    options = {"trainer.default_local_dir": str(tmp_path)}
+    rows = [{"question": "1+1=", "answer": "2"}]
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps(rows[0]))
+    words = r": got the columns question, answer, expected a column 'prompt'.*data\.prompt_key"
+    for source, label in ((rows, "data"), (file, str(file))):
+        draft = _ConfigDraft(None, options=options)
+        draft.set_reward(reward)
+        with pytest.raises(DataError, match=re.escape(label) + words):
+            draft.set_rows("data.train_files", source)
+    options["data.prompt_key"] = "question"
+    draft = _ConfigDraft(None, options=options)
+    draft.set_reward(reward)
+    draft.set_rows("data.train_files", rows)
+    (written,) = draft.sources
+    assert json.loads(Path(written).read_text())["extra_info"]["row"]["prompt"] == "1+1="
+    error = _with_sources(DataError(f"{written} row 0", got="a list"), draft.sources)
+    assert str(error) == "data row 0: got a list."
+
+
 @pytest.mark.parametrize(
     ("options", "num_responses"),
     [({}, 8), ({"algorithm.adv_estimator": "gae"}, 1), ({"actor_rollout_ref.rollout.n": 2}, 2)],
@@ -126,6 +153,42 @@ def test_a_run_shows_its_last_steps(tmp_path: Path) -> None:
         "validation of step 0  val-core/sums/reward/mean@1 0.250",
     ]
     assert "reward 0.700" in run._repr_html_()
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_a_run_has_the_defaults_of_its_evaluation(is_in_memory: bool, tmp_path: Path) -> None:
+    """Unless files, options or a reward of the caller replace them; hidden secrets are left out."""
+    (tmp_path / "config.yaml").write_text(
+        "task: rl\ndata: {prompt_key: question, max_response_length: 9}\n"
+        "actor_rollout_ref: {rollout: {n: 4, temperature: 0.5}}\n"
+        "trainer: {log_val_generations: 0, validation_data_dir: rows}\n"
+        "custom_reward_function: {path: old.py, reward_kwargs: {api_key: <hidden>}}\n"
+        "reward_model: {reward_manager: in_process}\n"
+    )
+    run = quadriga.Run(tmp_path)
+    if is_in_memory:
+        run.config = load_config(values=_defaults_of(run)).config
+    (tmp_path / "more.yaml").write_text("data: {max_response_length: 5}")
+    (tmp_path / "model").mkdir()
+    draft = _ConfigDraft(run, config=tmp_path / "more.yaml", is_frozen=True)
+    config = draft.load()
+    assert (config.data.prompt_key, config.data.max_response_length) == ("question", 5)
+    assert (config.actor_rollout_ref.rollout.n, config.trainer.validation_data_dir) == (1, None)
+    assert config.custom_reward_function.path == "old.py"
+    options = {"actor_rollout_ref.rollout.temperature": 1}
+    draft = _ConfigDraft(run, options=options, is_frozen=True)
+    draft.set_reward("new.py")
+    config = draft.load()
+    assert config.actor_rollout_ref.rollout.temperature == 1
+    assert config.custom_reward_function.path == "new.py"
+    assert config.reward_model.reward_manager == "naive"
+    # A run on top of another one has settings of its own.
+    assert _ConfigDraft(run).config.data.prompt_key == "prompt"
+
+
+def test_an_evaluation_shows_its_metrics() -> None:
+    evaluation = Evaluation({"val-core/sums/reward/mean@1": 0.25}, pd.DataFrame([ROW, ROW]))
+    assert str(evaluation) == "2 prompts\nval-core/sums/reward/mean@1 0.250"
 
 
 def test_the_package_shows_its_public_names_alone() -> None:

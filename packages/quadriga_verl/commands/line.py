@@ -39,6 +39,7 @@ class Line:
         ours: the translation, by key of the configuration.
         sources: key of verl that a key in `ours` was set from.
         noted: reason why keys have no effect -> these keys.
+        comments: reason why a key in `ours` has another value than in verl, by key.
         config: the configuration of `ours`. None if something is refused.
         notices: sentences for the user.
         refused: problems with the line.
@@ -56,6 +57,7 @@ class Line:
     ours: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
     config: Config | None = None
     notices: list[str] = field(default_factory=list)
     refused: list[ConfigError] = field(default_factory=list)

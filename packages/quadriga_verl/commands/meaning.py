@@ -263,6 +263,7 @@ def loss_agg_mode(line: Line, key: str, value: Any) -> None:
     if loss in ("sapo", "geo_mean") or (loss == "gspo" and is_before_0_9):
         line.note(line.sentence)
         value = "seq-mean-token-mean"
+        line.comments[key] = line.sentence
     elif value == "seq-mean-token-sum-norm" and is_before_0_9:
         line.note(
             "Sums of tokens are averaged over sequences, as in verl from 0.9 on; before, they are added up."
@@ -638,7 +639,8 @@ def processes(line: Line) -> None:
     # A line that names a cluster runs on it, with one process too.
     if num_processes != 1 or "ray_kwargs.ray_init.address" in line.ours:
         line.set("trainer.backend", "ray")
-    if f"{ROLLOUT}.name" not in line.ours:
+    line.written = f"{ROLLOUT}.name"
+    if line.written not in line.ours:
         line.set(f"{ROLLOUT}.name", "vllm")
 
 

@@ -23,8 +23,10 @@ _JSON_COLUMNS = (
 )
 _SAMPLE_COLUMNS = (
     *("uid", "data_source", "score", "num_turns", "finish_reason", "reward_error"),
-    *("prompt_ids", "response_ids", "reward_parts", "row"),
+    *("prompt_ids", "response_ids", "messages", "reward_parts", "row"),
 )
+ANSWER_LEFT_OUT = "answer_left_out"
+"""Entry of a sample, True where a tool's answer left no room for another turn; else missing."""
 
 
 def samples_of(record: RecordFolder, step: int, kind: str = STEP) -> list[dict[str, Any]]:
@@ -63,6 +65,10 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
     for name in ("num_turns", "finish_reason"):
         if row[name] is not None:
             sample[name] = row[name]
+    # The answer of the last call is not among the messages, for it was not read.
+    messages = row.get("messages")
+    if row["finish_reason"] == "length" and messages and messages[-1].get("tool_calls"):
+        sample[ANSWER_LEFT_OUT] = True
     if data_row:
         sample["row"] = data_row
     parts = dict(row["reward_parts"] or {})

@@ -38,6 +38,8 @@ def test_explain_says_what_keeps_a_run_from_starting(capsys) -> None:
 def test_keys(capsys) -> None:
     assert main(["keys", "optim", "betas"]) == 0
     assert capsys.readouterr().out.count("betas = ") == 2
+    assert main(["keys", "use_remove_padding"]) == 0
+    assert "use_remove_padding: Sequences are always packed" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="zebra"):
         main(["keys", "zebra"])
 

@@ -130,7 +130,7 @@ def test_ranks_of_their_own_generate_on_ray() -> None:
         config(*IN_A_GROUP, *ON_VLLM, "trainer.resource_pools.generation=[3, 1]")
     )
     assert any(
-        "groups of 2, of 4 ranks, expected a number that divides the ranks that" in str(one)
+        "groups of 2 processes, but 4 generate, expected a number that divides" in str(one)
         for one in problems
     )
 

@@ -253,8 +253,11 @@ SGLANG = (RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.ro
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([RAY, "trainer.n_gpus_per_node=6", f"{GROUPS}=4"], "got groups of 4, of 6 ranks"),
-        ([f"{GROUPS}=2"], "got groups of 2, of 1 ranks"),
+        (
+            [RAY, "trainer.n_gpus_per_node=6", f"{GROUPS}=4"],
+            "got 4: groups of 4 processes, but 6 generate",
+        ),
+        ([f"{GROUPS}=2"], "got 2: groups of 2 processes, but 1 generate"),
         ([*SGLANG, "trainer.device=cuda"], "Ray gives no devices"),
         (
             [RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.rollout.name=hf"],

@@ -155,6 +155,21 @@ def test_a_template_that_does_not_name_the_tools(tokenizer, config, write, row):
         RLHFDataset(write("t.jsonl", [row()]), tokenizer, config(), context=context)
 
 
+def test_tools_that_only_the_messages_name_are_said(
+    make_tokenizer, tokenizer, config, write, row, capsys
+):
+    context = PromptContext(({"function": {"name": "w1"}},), frozenset({"tools"}), "tools")
+    path = write("t.jsonl", [row(prompt=[{"role": "user", "content": "w1"}])])
+    notice = "1 prompts name the tools in their messages alone: the chat template does not write"
+    RLHFDataset(path, tokenizer, config(), context=context)
+    assert notice in capsys.readouterr().out
+    writes_tools = make_tokenizer(
+        template="{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
+    )
+    RLHFDataset(path, writes_tools, config(), context=context)
+    assert notice not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of a machine with GPUs that are refused or reported before a run starts."""
 
+import os
 import resource
 import shutil
 from types import SimpleNamespace
@@ -60,6 +61,16 @@ def test_a_run_without_gpus_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> N
     check_machine("cpu", 8, 1)
     with pytest.raises(ConfigError, match="each device once"):
         check_machine("cuda", 8, 1)
+
+
+def test_more_processes_than_cores_without_gpus_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    check_machine("cpu", 2, 1)
+    assert capsys.readouterr().out == ""
+    check_machine("cpu", 4, 1)
+    assert "notice: 4 worker processes on 2 CPU cores, without GPUs" in capsys.readouterr().out
 
 
 def test_limits_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

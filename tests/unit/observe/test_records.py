@@ -18,6 +18,7 @@ from quadriga.observe.records import (
     samples_of,
     token_bytes,
 )
+from quadriga.observe.records.samples import sample_of
 
 
 def rows(count: int = 4) -> pa.Table:
@@ -112,3 +113,15 @@ def test_damaged_files_are_named(record: RecordFolder) -> None:
         record.read(9)
     (sample, *_) = samples_of(record, 1)
     assert sample["output"] == "[2 tokens; tokens.parquet is missing]"
+
+
+def test_a_tool_whose_answer_did_not_fit_is_marked() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    row = dict.fromkeys(SCHEMA.names) | {"prompt_ids": [1], "response_ids": [2]}
+    for reason, messages, is_marked in (
+        ("length", [call], True),
+        ("length", [call, {"role": "tool"}, {"role": "assistant"}], False),
+        ("stop", [call], False),
+    ):
+        sample = sample_of(row | {"finish_reason": reason, "messages": messages}, None)
+        assert sample.get("answer_left_out", False) == is_marked

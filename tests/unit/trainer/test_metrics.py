@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quadriga.config import RolloutConfig
+from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto
@@ -19,6 +20,7 @@ from quadriga.trainer.metrics import (
     lost_gradients,
     performance_metrics,
     spread,
+    unused_tools,
 )
 
 
@@ -98,6 +100,15 @@ def test_gradients_that_are_not_finite_are_said_but_for_those_of_a_loss_scale() 
         "actor/nonfinite_steps"
     ]
     assert lost_gradients({"actor/nonfinite_steps": 2.0, "actor/loss_scale": 1024.0}) == {}
+
+
+def test_a_step_without_a_tool_call_is_said_where_tools_are_offered() -> None:
+    turns = MultiTurnConfig(enable=True, function_tool_path="tools.py")
+    name = "rollout/num_tool_calls"
+    assert "no response of this step called a tool" in unused_tools({name: 0.0}, turns)[name]
+    assert unused_tools({name: 1.0}, turns) == {}
+    assert unused_tools({}, turns) == {}
+    assert unused_tools({name: 0.0}, MultiTurnConfig()) == {}
 
 
 def test_aborted_responses_are_counted_apart(batch: DataProto) -> None:

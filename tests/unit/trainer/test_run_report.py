@@ -42,7 +42,17 @@ SAMPLES = [
         "row": {"answer": "four"},
         "step": 20,
     },
-    {"input": "1+1", "output": "7" * 5000, "score": 0.0, "ground_truth": "2", "step": 20},
+    {
+        "input": "1+1",
+        "output": "7" * 5000,
+        "score": 0.0,
+        "num_turns": 1,
+        "finish_reason": "length",
+        "answer_left_out": True,
+        "ground_truth": "2",
+        "step": 20,
+    },
+    {"input": "3+3", "output": "6", "score": None, "ground_truth": "6", "step": 20},
 ]
 Make = Callable[..., RunFolder]
 
@@ -79,7 +89,7 @@ def test_a_report_has_rewards_time_and_responses(make: Make) -> None:
         ["prepare", "60.0", "s", "30%"],
         ["reward", "50.0", "s", "25%"],
     ]
-    assert "Responses of step 20: 3, mean score 0.500\n  grader errors: 0, truncated" in text
+    assert "Responses of step 20: 4, mean score 0.500\n  grader errors: 0, truncated" in text
     best, second, worst = (
         text.split("\n  best: ")[1],
         text.split("\n  best: ")[2],
@@ -89,7 +99,10 @@ def test_a_report_has_rewards_time_and_responses(make: Make) -> None:
     assert "ground truth: 2" in best
     assert second.startswith("score 0.500, 4 turns, ended by stop")
     assert "row.answer: four" in second and "call<|im_end|>\N{REPLACEMENT CHARACTER}[31m4" in second
-    assert worst.startswith("score 0.000") and "[3800 characters]" in worst
+    assert worst.startswith(
+        "score 0.000, 1 turn, ended by length, the tool's answer did not fit in data.max_response"
+    )
+    assert "[3800 characters]" in worst
 
 
 def test_a_report_counts_failed_graders_and_shows_one(make: Make) -> None:

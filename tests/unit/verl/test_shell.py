@@ -192,13 +192,14 @@ def test_a_script_becomes_a_commented_yaml(
 ) -> None:
     script = tmp_path / "run.sh"
     script.write_text("LR=2e-5\ntorchrun --nproc_per_node=2 -m verl.trainer.sft_trainer optim.lr=$LR model.path=m \\\n"
-                      " optim.clip_grad=0.5 model.use_remove_padding=True\n")  # fmt: skip
+                      " optim.clip_grad=0.5 trainer.seed=1 model.use_remove_padding=True\n")  # fmt: skip
     assert main(["config", "translate", str(script)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"# {script}, line 2: sft_trainer of verl. `quadriga sft --config THIS_FILE`"
     assert "  grad_clip: 0.5  # optim.clip_grad" in lines
     assert "  lr: 2.0e-05" in lines
     assert "  n_gpus_per_node: 2" in lines
+    assert lines[1] == "# Left out, for they have the defaults: trainer.seed"
     written = tmp_path / "ours.yaml"
     written.write_text("\n".join(lines))
     assert main(["sft", "--config", str(written), "--show"]) == 0
