@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from quadriga.openmp import threads_for_load
+
 
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
     """Make a package load its names on first use.
@@ -36,7 +38,7 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
     def load(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with collector_paused():
+        with collector_paused(), threads_for_load():
             module = import_module(module_of[name])
         return getattr(module, name)
 

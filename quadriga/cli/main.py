@@ -25,6 +25,7 @@ from quadriga.descendants import Guardian
 from quadriga.errors import ConfigError, QuadrigaError, did_you_mean
 from quadriga.lazy import collector_paused, keep_modules
 from quadriga.observe.watchdog import NOTICE_S, waiting
+from quadriga.openmp import threads_for_load
 from quadriga.redact import redacted_text
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -181,7 +182,8 @@ def _call(command: str, arguments: list[str], has_traceback: bool) -> int:
     """Call the function of a command; print errors without a traceback."""
     try:
         module, _, function = COMMANDS[command][0].partition(":")
-        with waiting(f"the modules of quadriga {command}", every_s=NOTICE_S), collector_paused():
+        modules = waiting(f"the modules of quadriga {command}", every_s=NOTICE_S)
+        with modules, collector_paused(), threads_for_load():
             loaded = import_module(module)
         return getattr(loaded, function or "main")(arguments)
     except QuadrigaError as error:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a run where its workers are: in this process, or on a Ray cluster that this one drives."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,13 +16,13 @@ from quadriga.lazy import collector_paused
 from quadriga.observe.gpu_machine import check_machine
 from quadriga.observe.timing import Timeline
 from quadriga.observe.watchdog import NOTICE_S, waiting
+from quadriga.openmp import notice, sleeping_threads, threads_for_load
 from quadriga.streams import log_to
 from quadriga.trainer.keep_alive import step_reporter
 
 # Import strings: Ray, and torch with it, are loaded only if they are needed.
 RUNNER = "quadriga.trainer.task_runner:TaskRunner"
 CLUSTER = "quadriga.single_controller.ray.cluster:cluster"
-WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 def run_ppo(config: Config, begun_s: float | None = None) -> None:
@@ -74,6 +73,8 @@ def steps(
                 if is_local:
                     imports.enter_context(timeline.part("imports", since_origin=True))
                 runner = _load(RUNNER)()
+            if is_local and notice():
+                print(notice())
             runner.in_python = in_python
             yield from runner.steps(config, timeline, build)
     finally:
@@ -107,8 +108,10 @@ def cluster_of(
     # Processes of a cluster that is started here inherit the limits.
     num_processes_here = sum(counts[0] for counts in processes_of_nodes)
     check_machine(config.trainer.device, num_processes_here, num_nodes)
-    with timeline.part("imports", since_origin=True):
-        cluster = _load_with_torch(CLUSTER)
+    # The cores are the workers'.
+    with timeline.part("imports", since_origin=True), sleeping_threads():
+        cluster = _load(CLUSTER)
+        _load("torch")
     with ExitStack() as last_wait, ExitStack() as stack:
         modules = None
         if beside:
@@ -127,25 +130,9 @@ def cluster_of(
         yield
 
 
-def _load_with_torch(target: str) -> Any:
-    """Load torch, with threads that sleep while they wait, and the target: workers get the cores.
-
-    OpenMP reads the variable when torch is loaded. Processes of the cluster must not inherit it.
-    """
-    is_chosen = WAIT_POLICY in os.environ
-    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
-    try:
-        loaded = _load(target)
-        _load("torch")
-    finally:
-        if not is_chosen:
-            del os.environ[WAIT_POLICY]
-    return loaded
-
-
 def _load(target: str) -> Any:
     try:
-        with collector_paused():
+        with collector_paused(), threads_for_load():
             return resolve_name(target)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":

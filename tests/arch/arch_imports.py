@@ -11,6 +11,7 @@ from quadriga.moved import path_today
 
 _CORE = frozenset(
     {
+        "openmp",
         "lazy",
         "errors",
         "engine_traits",
@@ -43,7 +44,8 @@ _BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {
 
 # Each layer and what it may import besides itself. The order is the one in which they stand on each other.
 LAYERS: dict[str, frozenset[str]] = {
-    "lazy": frozenset(),
+    "openmp": frozenset(),
+    "lazy": frozenset({"openmp"}),
     "redact": frozenset(),
     "errors": frozenset({"redact"}),
     "partition": frozenset(),
@@ -76,7 +78,8 @@ LAYERS: dict[str, frozenset[str]] = {
     "replay": _BELOW_WORKERS | {"workers", "trainer"},
     "view": _CORE | {"serve", "trainer"},
     "cli": _BELOW_WORKERS | {"workers", "trainer", "view", "replay"},
-    "api": _BELOW_TRAINER | {"user_function", "trainer"},
+    "config_draft": _CORE | {"user_function", "data", "rewards"},
+    "api": _BELOW_TRAINER | {"config_draft", "trainer"},
     "__main__": frozenset({"cli"}),
     "quadriga_verl.commands": frozenset(
         {"errors", "config", "declared_algorithms", "engine_traits"}

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.api import _ConfigDraft
 from quadriga.cli.doctor import _machine_lines
 from quadriga.config import load_config, training_findings
+from quadriga.config_draft import ConfigDraft
 from quadriga.engines import process_group
 from quadriga.engines.fsdp import offload
 from quadriga.errors import ConfigError
@@ -218,7 +218,7 @@ def test_what_other_parts_decide_by_the_device(
         ["trainer.backend=ray", "trainer.device=cuda", "trainer.n_gpus_per_node=2", *keys]
     ).config
     assert any("Ray gives no devices" in str(problem) for problem in training_findings(several)[0])
-    assert _ConfigDraft._choose_batch_size(SimpleNamespace(config=several), 8, 1) == 8  # pyrefly: ignore[bad-argument-type]
+    assert ConfigDraft._choose_batch_size(SimpleNamespace(config=several), 8, 1) == 8  # pyrefly: ignore[bad-argument-type]
     config = load_config(
         ["actor_rollout_ref.rollout.name=sglang", "data.max_prompt_length=10"]
     ).config

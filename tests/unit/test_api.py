@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import quadriga
-from quadriga.api import Evaluation, TrainerSettings, _ConfigDraft, _defaults_of, _with_sources
+from quadriga.api import Evaluation, TrainerSettings, _defaults_of, _draft_of_frozen
 from quadriga.config import load_config
+from quadriga.config_draft import ConfigDraft, with_sources
 from quadriga.errors import ConfigError, DataError
 
 NAN = float("nan")
@@ -29,7 +30,7 @@ def written(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """The rows of the file that is written of rows; it holds JSON alone."""
 
     def write(rows: Any, reward: Any = None) -> list[dict[str, Any]]:
-        draft = _ConfigDraft(None, options={"trainer.default_local_dir": str(tmp_path)})
+        draft = ConfigDraft(None, options={"trainer.default_local_dir": str(tmp_path)})
         draft.set_reward(reward)
         draft.set_rows("data.train_files", rows)
         lines = Path(draft.values["data.train_files"]).read_text().splitlines()
@@ -91,17 +92,17 @@ def test_errors_about_rows_name_what_the_caller_gave(tmp_path: Path) -> None:
     file.write_text(json.dumps(rows[0]))
     words = r": got the columns question, answer, expected a column 'prompt'.*data\.prompt_key"
     for source, label in ((rows, "data"), (file, str(file))):
-        draft = _ConfigDraft(None, options=options)
+        draft = ConfigDraft(None, options=options)
         draft.set_reward(reward)
         with pytest.raises(DataError, match=re.escape(label) + words):
             draft.set_rows("data.train_files", source)
     options["data.prompt_key"] = "question"
-    draft = _ConfigDraft(None, options=options)
+    draft = ConfigDraft(None, options=options)
     draft.set_reward(reward)
     draft.set_rows("data.train_files", rows)
     (written,) = draft.sources
     assert json.loads(Path(written).read_text())["extra_info"]["row"]["prompt"] == "1+1="
-    error = _with_sources(DataError(f"{written} row 0", got="a list"), draft.sources)
+    error = with_sources(DataError(f"{written} row 0", got="a list"), draft.sources)
     assert str(error) == "data row 0: got a list."
 
 
@@ -112,7 +113,7 @@ def test_errors_about_rows_name_what_the_caller_gave(tmp_path: Path) -> None:
 def test_groups_have_eight_responses_unless_a_number_is_given(
     options: dict[str, Any], num_responses: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draft = _ConfigDraft("model", options=options | {"trainer.default_local_dir": str(tmp_path)})
+    draft = ConfigDraft("model", options=options | {"trainer.default_local_dir": str(tmp_path)})
     draft.set_rows("data.train_files", [ROW] * 1000)
     draft.set_defaults(num_rows=1000)
     output = capsys.readouterr().out
@@ -170,20 +171,18 @@ def test_a_run_has_the_defaults_of_its_evaluation(is_in_memory: bool, tmp_path: 
         run.config = load_config(values=_defaults_of(run)).config
     (tmp_path / "more.yaml").write_text("data: {max_response_length: 5}")
     (tmp_path / "model").mkdir()
-    draft = _ConfigDraft(run, config=tmp_path / "more.yaml", is_frozen=True)
+    draft = _draft_of_frozen(run, tmp_path / "more.yaml", None)
     config = draft.load()
     assert (config.data.prompt_key, config.data.max_response_length) == ("question", 5)
     assert (config.actor_rollout_ref.rollout.n, config.trainer.validation_data_dir) == (1, None)
     assert config.custom_reward_function.path == "old.py"
     options = {"actor_rollout_ref.rollout.temperature": 1}
-    draft = _ConfigDraft(run, options=options, is_frozen=True)
+    draft = _draft_of_frozen(run, (), options)
     draft.set_reward("new.py")
     config = draft.load()
     assert config.actor_rollout_ref.rollout.temperature == 1
     assert config.custom_reward_function.path == "new.py"
     assert config.reward_model.reward_manager == "naive"
-    # A run on top of another one has settings of its own.
-    assert _ConfigDraft(run).config.data.prompt_key == "prompt"
 
 
 def test_an_evaluation_shows_its_metrics() -> None:

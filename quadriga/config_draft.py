@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the arguments of the Python functions, rows and functions among them, into a configuration."""
+
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+import torch
+
+from quadriga.config import Config, load_config, with_groups
+from quadriga.config.loader import Loaded
+from quadriga.config.trainer import AT_THE_END
+from quadriga.data.files import (
+    drop_null_fields,
+    read_table,
+    resolve_files,
+    write_data_file,
+)
+from quadriga.errors import ConfigError, DataError, QuadrigaError
+from quadriga.rewards.by_name import ROW, ItemReward, reward_of
+from quadriga.user_function import NAME, source_of, write_function
+
+RESPONSES_OF_A_CORE = 16
+"""Responses of a step for each CPU core, if no batch size is set."""
+RESPONSES_OF_A_GPU = 256
+"""Responses of a step for each GPU, if no batch size is set."""
+
+Rows = (
+    str
+    | Path
+    | Sequence[str | Path]
+    | Iterable[Mapping[str, Any]]
+    | pd.DataFrame
+    | datasets.Dataset
+)
+"""Data: a file, a list of files, dictionaries in an iterable, a data frame, or a data set."""
+Reward = (
+    str
+    | Path
+    | Callable[..., Any]
+    | Sequence[Callable[..., Any] | tuple[Callable[..., Any], float]]
+)
+"""A function, several functions, each alone or as `(function, weight)`, or `file.py:function`."""
+ConfigFiles = str | Path | Sequence[str | Path]
+"""A YAML file, or several; later files override earlier ones."""
+
+
+class ConfigDraft:
+    """A configuration under construction.
+
+    Attributes:
+        values: keys that override the configuration files.
+        is_frozen: whether the model is not trained.
+        defaults: sections that files and keys override.
+        config: what files, arguments and options say, without the defaults of `set_defaults`.
+        directory: where files for rows and functions are written.
+        reward: the reward functions, if they are functions of this program.
+        sources: what errors call the rows of each file that was written for them.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        *,
+        defaults: dict[str, Any] | None = None,
+        values: Mapping[str, Any] | None = None,
+        config: ConfigFiles = (),
+        options: Mapping[str, Any] | None = None,
+        task: str = "rl",
+        is_frozen: bool = False,
+    ) -> None:
+        self.task = task
+        self.is_frozen = is_frozen
+        self.defaults = defaults or {}
+        self.files = [config] if isinstance(config, str | Path) else list(config)
+        self.values = {key: value for key, value in (values or {}).items() if value is not None}
+        if model is not None:
+            self.values["actor_rollout_ref.model.path"] = model
+        for key, value in (options or {}).items():
+            self.values[key] = list(value) if isinstance(value, tuple) else value
+        if "trainer.total_training_steps" in self.values:
+            # A number of epochs in a file does not limit the steps that the caller asks for.
+            self.values.setdefault("trainer.total_epochs", None)
+        self.config = self._load().config
+        self.directory = self.config.trainer.directory
+        self.reward: ItemReward | None = None
+        self.sources: dict[str, str] = {}
+
+    def _load(self, *, for_training: bool = False) -> Loaded:
+        return load_config(
+            files=self.files,
+            values=self.values,
+            task=self.task,
+            for_training=for_training,
+            defaults=self.defaults,
+        )
+
+    def load(self, *, for_training: bool = False) -> Config:
+        """Load and check the configuration, and print its notices."""
+        loaded = self._load(for_training=for_training)
+        for notice in loaded.notices:
+            print(f"notice: {notice}", file=sys.stderr)
+        return loaded.config
+
+    def choose_directory(self) -> None:
+        """Choose a new directory, unless the configuration names one."""
+        trainer = self.config.trainer
+        default = load_config(task=self.task).config.trainer
+        keys = ("experiment_name", "default_local_dir")
+        if any(getattr(trainer, key) != getattr(default, key) for key in keys):
+            return
+        name = self.directory.name
+        for number in itertools.count(1):
+            self.directory = self.directory.with_name(f"{name}-{number}")
+            if not self.directory.exists():
+                break
+        self.values["trainer.experiment_name"] = self.directory.name
+        print(f"run: {self.directory}")
+
+    def set_function(self, key: str, function: str | Callable[..., Any] | None, label: str) -> None:
+        """Set a key to a function, which is written to a file, or to the name of one."""
+        if callable(function):
+            file, obstacle = write_function(function, self.directory / "functions", label)
+            if obstacle and self.config.trainer.backend != "local":
+                raise ConfigError(
+                    label,
+                    got=obstacle,
+                    expected="a function that can be pickled",
+                    fix="Do not let it hold such an object, or train in one process.",
+                )
+            self.values[key] = f"{file}:{NAME}"
+        elif function is not None:
+            self.values[key] = function
+
+    def set_reward(self, reward: Reward | None) -> None:
+        """Set the keys of the reward, and where its functions run."""
+        if reward is None:
+            return
+        # The reward of the run that is evaluated, and its manager, give way.
+        self.defaults.pop("custom_reward_function", None)
+        for key in ("reward_manager", "reward_kwargs"):
+            self.defaults.get("reward_model", {}).pop(key, None)
+        if isinstance(reward, str | Path):
+            path, _, name = str(reward).rpartition(":")
+            self.values["custom_reward_function.path"] = path or name
+            if path:
+                self.values["custom_reward_function.name"] = name
+            return
+
+        self.reward = reward_of(reward)
+        is_batch = any(part.is_batch for part in self.reward.parts)
+        names = ", ".join(part.name for part in self.reward.parts)
+        source = source_of(*(part.function for part in self.reward.parts))
+        file, obstacle = write_function(self.reward, self.directory / "functions", "reward", source)
+        self.values["custom_reward_function.path"] = file
+        self.values["custom_reward_function.name"] = NAME
+        if obstacle:
+            # Only this process has the functions.
+            self.values["reward_model.reward_manager"] = "in_process"
+            self.values["reward_model.reward_kwargs"] = {"is_batch": is_batch}
+            print(
+                f"reward: {names} in this process, without a time limit; other processes: {obstacle}"
+            )
+            return
+        if is_batch:
+            self.values.setdefault("reward_model.reward_manager", "batch")
+        print(f"reward: {names}, in separate processes: changes to global state are not shared")
+
+    def set_rows(self, key: str, rows: Rows | None) -> int:
+        """Set a key to the file with the rows, which is written unless the rows are complete files.
+
+        Args:
+            key: "data.train_files" or "data.val_files".
+            rows: rows of the caller. None: the files that the configuration names, if any.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            DataError: there are no rows, or one of them is not a dictionary.
+        """
+        name = key.rpartition(".")[2]
+        source = rows
+        if rows is None:
+            source = getattr(self.config.data, name)
+            if not source:
+                return 0
+        entries = source if isinstance(source, list) else [source]
+        label = "eval_data" if name == "val_files" and not self.is_frozen else "data"
+        if entries and all(isinstance(entry, str | Path) for entry in entries):
+            if len(entries) == 1:
+                label = str(entries[0])
+            dictionaries, num_rows = self._read(source, key)
+            if not dictionaries:
+                self.values[key] = source
+                return num_rows
+        else:
+            dictionaries = self._dictionaries(source)
+
+        if not dictionaries:
+            raise DataError(label, got="no rows", expected="at least one")
+        self._check_rows(dictionaries, label)
+        # NaN in a text column means that the text is missing. Written as "NaN" it would be learned.
+        text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
+        completed = []
+        for row in dictionaries:
+            missing = [column for column in text_columns if _is_missing(row.get(column))]
+            row = {**row, **dict.fromkeys(missing)}
+            completed.append(self._complete(row) if self.task == "rl" else row)
+        if self.task != "rl" and "response" in completed[0] and "messages" not in completed[0]:
+            self.values.setdefault("data.format", "prompt_response")
+        file = write_data_file(
+            completed,
+            self.directory / "data",
+            name.removesuffix("_files"),
+            where="trainer.default_local_dir",
+        )
+        self.values[key] = file
+        self.sources[str(file)] = label
+        return len(completed)
+
+    def _check_rows(self, rows: Sequence[Any], label: str) -> None:
+        """Require dictionaries with the column of the prompt, before a model is loaded."""
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"{label} row {number}", got=repr(row)[:80], expected="a dictionary of columns"
+                )
+        data = self.config.data
+        column = data.prompt_key
+        # A data set of the user's own may read other columns.
+        is_checked = self.task == "rl" and data.custom_cls.path is None
+        if is_checked and not any(column in row for row in rows):
+            raise DataError(
+                label,
+                got=f"the columns {', '.join(map(str, rows[0]))}",
+                expected=f"a column {column!r}",
+                fix="Rename or add it, or set data.prompt_key to the column that holds the prompts.",
+            )
+
+    def _dictionaries(self, rows: Any) -> list[Any]:
+        """Rows as dictionaries, without the nulls that a table adds to chats."""
+        if isinstance(rows, pd.DataFrame):
+            dictionaries = rows.to_dict("records")
+        elif isinstance(rows, datasets.Dataset):
+            # The Arrow format has images as they are stored, as bytes.
+            dictionaries = rows.with_format("arrow")[:].to_pylist()
+        else:
+            return list(rows)
+        for row in dictionaries:
+            drop_null_fields(row, self.config.data.chat_columns)
+        return dictionaries
+
+    def _read(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
+        """Read files of rows.
+
+        Returns:
+            The rows, [] if the run can read the files as they are; and the number of rows.
+        """
+        data = self.config.data
+        paths = resolve_files(files, data.cache_dir, where=key)
+        tables = [read_table(path, chat_columns=data.chat_columns) for path in paths]
+        needed_columns = {data.reward_fn_key, "reward_model"} if self.reward else set()
+        is_complete = all(needed_columns <= set(table.columns) for table in tables)
+        reads_rows = self.reward is not None and any(part.reads_row for part in self.reward.parts)
+        if is_complete and not reads_rows:
+            return [], sum(map(len, tables))
+        rows = [table[row] for table in tables for row in range(len(table))]
+        return rows, len(rows)
+
+    def _complete(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the columns that the trainer reads, and copies of all columns if a reward names one."""
+        complete = {
+            self.config.data.reward_fn_key: "rows",
+            "reward_model": {"style": "rule", "ground_truth": row.get("ground_truth")},
+            **row,
+        }
+        truth = complete["reward_model"]
+        if isinstance(truth, Mapping) and _is_missing(truth.get("ground_truth")):
+            complete["reward_model"] = {
+                key: value for key, value in truth.items() if key != "ground_truth"
+            }
+        if self.reward is None:
+            return complete
+
+        columns = dict(row)
+        # The name of the prompt in reward functions.
+        columns.setdefault("prompt", row.get(self.config.data.prompt_key))
+        columns.pop("extra_info", None)
+        columns.pop("reward_model", None)
+        has_truth = "ground_truth" in row or "reward_model" in row
+        for part in self.reward.parts:
+            part.check(columns)
+            if "ground_truth" in part.required and not has_truth:
+                raise DataError(
+                    f"reward {part.name}",
+                    got=f"the columns {', '.join(row)}",
+                    expected="the column 'ground_truth'",
+                )
+            if part.reads_row:
+                complete["extra_info"] = {**(row.get("extra_info") or {}), ROW: columns}
+        return complete
+
+    def set_defaults(self, num_rows: int) -> None:
+        """Set what neither files nor arguments set: batch sizes, trackers and files to write.
+
+        Args:
+            num_rows: number of training rows; 0 if unknown.
+        """
+        # Arguments such as the estimator are among the values by now.
+        config, choice = with_groups(self._load().config)
+        trainer = config.trainer
+        self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
+        # Runs in lockstep save by time: trainer.save_minutes.
+        if "save_freq" not in trainer.model_fields_set and config.async_training.enable:
+            self.values["trainer.save_freq"] = AT_THE_END
+        if self.task != "rl":
+            return
+        num_responses = config.actor_rollout_ref.rollout.n
+        if choice:
+            self.values["actor_rollout_ref.rollout.n"] = num_responses
+            print(choice)
+        size = config.data.train_batch_size
+        if "train_batch_size" not in config.data.model_fields_set and num_rows:
+            size = self._choose_batch_size(num_rows, num_responses)
+            self.values["data.train_batch_size"] = size
+        if "ppo_mini_batch_size" not in config.actor_rollout_ref.actor.model_fields_set:
+            self.values["actor_rollout_ref.actor.ppo_mini_batch_size"] = size
+        if not config.data.val_files and "val_before_train" not in trainer.model_fields_set:
+            self.values["trainer.val_before_train"] = False
+
+    def _choose_batch_size(self, num_rows: int, num_responses: int) -> int:
+        """Choose and print the prompts of a step, for the rows and the processors of this machine."""
+        trainer = self.config.trainer
+        num_processes = trainer.nnodes * trainer.n_gpus_per_node
+        if torch.cuda.is_available():
+            max_responses = RESPONSES_OF_A_GPU * num_processes
+            processors = f"{num_processes} processes on GPUs"
+        else:
+            num_cores = len(os.sched_getaffinity(0))
+            max_responses = RESPONSES_OF_A_CORE * num_cores
+            processors = f"{num_cores} cores"
+        size = min(num_rows, max(1, max_responses // num_responses))
+        # Each process gets the same number of prompts.
+        size = max(size - size % num_processes, 1)
+        print(
+            f"data.train_batch_size: {size} prompts a step "
+            f"({num_rows} rows, {processors}, {num_responses} responses each)"
+        )
+        return size
+
+
+def with_sources(error: QuadrigaError, sources: Mapping[str, str]) -> QuadrigaError:
+    """Replace written files in an error by the caller's names for their rows; return the same object."""
+    for name in ("where", "got", "expected", "fix"):
+        text = getattr(error, name)
+        for file, source in sources.items():
+            text = text.replace(file, source)
+        setattr(error, name, text)
+    return error
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value of a table is missing, for which pandas writes NaN."""
+    return isinstance(value, float) and math.isnan(value)
