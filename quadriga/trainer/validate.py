@@ -181,7 +181,7 @@ def _rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     merged = []
     for members in rows_of_rollout.values():
         first = dict(members[0])
-        for name in {name for row in members[1:] for name in row}:
+        for name in dict.fromkeys(name for row in members[1:] for name in row):
             column = _numbers([row.get(name) for row in members])
             if column is not None and not np.isnan(column).all():
                 first[name] = float(np.nanmean(column))
