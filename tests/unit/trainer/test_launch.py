@@ -14,6 +14,7 @@ import pytest
 
 from quadriga.config import load_config
 from quadriga.errors import ConfigError
+from quadriga.openmp import WAIT_POLICY
 from quadriga.trainer import launch
 from quadriga.trainer.launch import run_ppo
 from quadriga.trainer.task_runner import how_to_go_on, what_next, what_next_in_python
@@ -59,11 +60,11 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
     runner = SimpleNamespace(steps=steps)
     known = {launch.CLUSTER: connected, "torch": None, launch.RUNNER: lambda: runner}
     policies: list[str | None] = []
-    monkeypatch.delenv(launch.WAIT_POLICY, raising=False)
+    monkeypatch.delenv(WAIT_POLICY, raising=False)
     monkeypatch.setattr(
         launch,
         "_load",
-        lambda name: (policies.append(os.environ.get(launch.WAIT_POLICY)), known[name])[1],
+        lambda name: (policies.append(os.environ.get(WAIT_POLICY)), known[name])[1],
     )
     run_ppo(config)
     found, (configuration, start_up, _), left = events
