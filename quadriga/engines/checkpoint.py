@@ -28,7 +28,7 @@ Legend: [...] is the shape of a parameter, or of a rank's shard of it.
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -371,23 +371,42 @@ class StateCopier:
         with open(path, "r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
-    def start(self, step: int) -> Future[None]:
-        """Start to copy the state after a step, counted from 1.
+    def start(
+        self, step: int, on_host: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> Future[None]:
+        """Start to copy the state after a step.
 
-        Returns a future; the state must not change until it is done.
+        Args:
+            step: number of the step, starting at 1.
+            on_host: returns the copy on the host of a tensor [...] that is offloaded, and others
+                as they are. None: no tensor is offloaded.
+
+        Returns:
+            A future. The state must not change until it is done.
         """
         slot = slot_of(self._memory, step)
         header = slot[:16].view(torch.int64)
+        chunks = [chunk for _, chunk in self._chunks]
+        if on_host is not None:
+            chunks = [on_host(chunk) for chunk in chunks]
+        stream: AbstractContextManager[Any] = nullcontext()
+        devices = {chunk.device for chunk in chunks if chunk.is_cuda}
+        if devices:
+            # In the default stream computation would wait for the copies.
+            own_stream = torch.cuda.Stream(devices.pop())
+            own_stream.wait_stream(torch.cuda.current_stream(own_stream.device))
+            stream = torch.cuda.stream(own_stream)
 
         @torch.no_grad()
         def copy() -> None:
             # No step: the slot is incomplete until the last line.
             header[0] = 0
             windows = []
-            for start, chunk in self._chunks:
+            for (start, _), chunk in zip(self._chunks, chunks, strict=True):
                 flat = slot[start : start + chunk.nbytes]
                 windows.append(flat.view(chunk.dtype).view(chunk.shape))
-            torch._foreach_copy_(windows, [chunk for _, chunk in self._chunks])
+            with stream:
+                torch._foreach_copy_(windows, chunks)
             # The checksum with which a reader detects damage.
             header[1] = slot[SLOT_HEADER_BYTES:].view(torch.int64).sum()
             header[0] = step

@@ -38,8 +38,8 @@ from quadriga.weight_sync import (
     WeightSender,
     meet,
     open_store,
-    tensor_fingerprint,
 )
+from quadriga.weight_sync.fingerprint import PendingFingerprints
 from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, timed
 from quadriga.workers.generation import ResponseGenerator
 from quadriga.workers.models import load_policy
@@ -359,14 +359,17 @@ class ActorRolloutRefWorker(Learner):
             On rank 0 the copy, on the device of a rollout in this process or the CPU; else None.
         """
         copied: dict[str, torch.Tensor] = {}
+        marks = PendingFingerprints()
         with self.engine.awake("weights"):
             # All ranks take part in gathering each tensor, but only rank 0 copies it.
             for name, tensor in self.engine.weights(is_merged=True):
                 if self.rank == 0:
                     device = tensor.device if self.parts.rollout else "cpu"
-                    copied[name] = tensor.detach().to(device, self.engine.dtype, copy=True)
-        fingerprints = {name: tensor_fingerprint(tensor) for name, tensor in copied.items()}
-        return WeightCopy(copied, fingerprints) if self.rank == 0 else None
+                    # The device narrows and sums faster than the host.
+                    weight = tensor.detach().to(self.engine.dtype)
+                    marks.add(name, weight)
+                    copied[name] = weight.to(device, copy=True)
+        return WeightCopy(copied, marks.read()) if self.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:

@@ -522,9 +522,8 @@ class Learner(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def copy_state(self, step: int) -> None:
         """Start to copy the model and its optimizer after a step."""
-        # With offloading, this waits until the state is copied.
-        with self.engine.awake(*ALL_KINDS):
-            self.engine.rest.copying = self.copier.start(step)
+        rest = self.engine.rest
+        rest.copying = self.copier.start(step, rest.on_host)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_copy(self, plan: CopyPlan, read: Callable[[int, int, int], Any]) -> None:

@@ -23,7 +23,9 @@ from quadriga.cli.doctor import _machine_lines
 from quadriga.config import load_config, training_findings
 from quadriga.config_draft import ConfigDraft
 from quadriga.engines import process_group
+from quadriga.engines.checkpoint import StateCopier
 from quadriga.engines.fsdp import offload
+from quadriga.engines.fsdp.engine import ALL_KINDS
 from quadriga.errors import ConfigError
 from quadriga.models.flops import peak_flops
 from quadriga.observe.machine import choose_dtype, describe_gpus, describe_machine
@@ -41,11 +43,13 @@ from quadriga.single_controller import WorkerPlace
 from quadriga.single_controller.ray.transport import stamp_of
 from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.weight_sync import CopiedWeights, WeightReceiver, WeightSender, fingerprint
+from quadriga.weight_sync.fingerprint import PendingFingerprints
 from quadriga.workers import base
-from quadriga.workers.base import choose_device
+from quadriga.workers.actor_rollout_ref import PARTS, ActorRolloutRefWorker
+from quadriga.workers.base import COPIED, Learner, choose_device
 from quadriga.workers.models import sizes_of_models
 from quadriga_verl.commands.meaning import device
-from tests.gpu.test_cuda import make_model
+from tests.gpu.test_cuda import make_engine, make_model
 from tests.limits import SOON_S
 from tests.rehearsal.in_worker import FINDINGS, STARTED
 from tests.rehearsal.stand_in import StandIn
@@ -360,6 +364,56 @@ def test_pinned_memory_is_not_rounded_up(stand_in: StandIn) -> None:
     assert all(torch.equal(tensor.cpu(), torch.ones(len(tensor))) for tensor in tensors)
     del pinned
     assert stand_in.pinned.keys() <= others.keys()
+
+
+def test_a_copy_of_the_state_beside_computation(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a stream of its own; what is offloaded is read from the host, and stays there."""
+    engine = make_engine("cuda")
+    copier = StateCopier(engine.state(COPIED), engine.world)
+    [slot_bytes] = copier.plan.slot_bytes
+    file = tmp_path / "copies"
+    file.write_bytes(bytes(2 * slot_bytes))
+    copier.open(str(file))
+    worker: Any = SimpleNamespace(engine=engine, copier=copier)
+    streams = []
+    copy = torch._foreach_copy_
+
+    def copy_and_note(targets: Any, sources: Any) -> None:
+        streams.append(torch.cuda.current_stream())
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_and_note)
+    Learner.copy_state(worker, 1)
+    engine.rest.await_copy()
+    assert streams[-1] is not torch.cuda.default_stream()
+
+    engine.rest_between_phases(ALL_KINDS, tmp_path)
+    stand_in.counts.clear()
+    Learner.copy_state(worker, 2)
+    engine.rest.await_copy()
+    assert stand_in.counts["copies to the device"] == 0
+    first_bytes, second_bytes = np.fromfile(file, np.uint8).reshape(2, slot_bytes)
+    # The slots begin with the number of the step, and the content with the sum of its bytes.
+    assert np.array_equal(first_bytes[8:], second_bytes[8:])
+
+
+def test_weights_are_summed_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they go to the host, from where they reach engines in other processes."""
+    devices = []
+    add = PendingFingerprints.add
+
+    def add_and_note(marks: PendingFingerprints, name: str, tensor: torch.Tensor) -> None:
+        devices.append(tensor.device.type)
+        add(marks, name, tensor)
+
+    monkeypatch.setattr(PendingFingerprints, "add", add_and_note)
+    worker: Any = SimpleNamespace(engine=make_engine("cuda"), rank=0, parts=PARTS["actor"])
+    copied = ActorRolloutRefWorker.copy_weights(worker)
+    assert copied is not None and set(devices) == {"cuda"}
+    assert all(weight.device.type == "cpu" for weight in copied.weights.values())
+    assert copied.fingerprints == fingerprint(copied.weights.items()).tensors
 
 
 def test_memory_that_cannot_be_pinned(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

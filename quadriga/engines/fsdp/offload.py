@@ -195,6 +195,9 @@ class PinnedCopy:
         self._copies = []
         for start, size in zip(accumulate(padded_sizes, initial=0), self._sizes, strict=False):
             self._copies.append(self._memory[start : start + size])
+        self._copy_of: dict[int, torch.Tensor] = {}
+        for copy, storage in zip(self._copies, self._storages, strict=True):
+            self._copy_of[storage._cdata] = copy
         self._arrived = torch.cuda.Event()
 
     def sleep(self, *, is_changed: bool) -> None:
@@ -208,6 +211,15 @@ class PinnedCopy:
         self._stream.synchronize()
         for storage in self._storages:
             storage.resize_(0)
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The content [...] of an offloaded tensor on the host; None for a tensor of others."""
+        copy = self._copy_of.get(tensor.untyped_storage()._cdata)
+        if copy is None:
+            return None
+        content = copy.view(tensor.dtype)
+        start = content.storage_offset() + tensor.storage_offset()
+        return content.as_strided(tensor.shape, tensor.stride(), start)
 
     def wake(self) -> None:
         """Start to copy to the device. Call `wait` before the tensors are used."""

@@ -107,6 +107,16 @@ class RestingTensors:
         if self.copying is not None:
             self.copying.result()
 
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy on the host of a tensor [...] whose memory on the device is free, or itself."""
+        for kind in self.asleep:
+            memory = self.memory[kind]
+            if isinstance(memory, PinnedCopy):
+                copy = memory.on_host(tensor)
+                if copy is not None:
+                    return copy
+        return tensor
+
     def describe(self, folder: Path) -> str:
         """Kinds, sizes and place of what is offloaded, as the end of a sentence; "" for nothing."""
         if not self.memory:

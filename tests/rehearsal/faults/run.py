@@ -5,18 +5,26 @@
 
 The first line of NAME.patch is `check: ` and the test that must fail with the patch and pass
 without it; `check in vllm: ` for one that runs where vLLM is installed (.venv-vllm, or the
-interpreter of QUADRIGA_VLLM_PYTHON).
+interpreter of QUADRIGA_VLLM_PYTHON). Each check runs in a fork of this process, which has imported
+torch and not the package, so a fault costs a few CPU seconds.
 """
 
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
+REHEARSAL = "tests/rehearsal/"
+IN_VLLM = "check in vllm"
+PRELOADED = ("torch", "torch.distributed.fsdp", "transformers", "numpy", "pyarrow.parquet")
 
 
 def copy_sources(target: Path) -> None:
@@ -29,56 +37,106 @@ def copy_sources(target: Path) -> None:
         shutil.copy(ROOT / name, target / name)
 
 
-def run_check(line: str, sources: Path) -> tuple[int, str]:
-    """Run the check that the first line of a patch names.
+def check_of(patch: Path) -> tuple[str, str]:
+    """Where the check of a patch runs, and the test."""
+    line = patch.read_text(encoding="utf-8").partition("\n")[0]
+    where, _, test = line.partition(": ")
+    return where, test.strip()
+
+
+def run_tests(where: str, tests: Sequence[str], sources: Path) -> tuple[int, str]:
+    """Run tests of a copy of the sources.
 
     Args:
-        line: the first line.
-        sources: folder with the sources to test.
+        where: see `check_of`.
+        tests: the tests; those of the rehearsal must be alone.
+        sources: folder with the sources.
 
     Returns:
         The status of pytest, and the names of the tests that failed.
     """
-    where, _, check = line.partition(":")
-    python = str(ROOT / ".venv/bin/python")
-    if where == "check in vllm":
-        default = str(ROOT / ".venv-vllm/bin/python")
-        python = os.environ.get("QUADRIGA_VLLM_PYTHON", default)
-    options = ["-q", "-p", "no:cacheprovider", "-rf"]
-    if "tests/rehearsal/" in check:
+    options = ["-q", "-p", "no:cacheprovider", "-rf", *tests]
+    if tests[0].startswith(REHEARSAL):
         options += ["-p", "tests.rehearsal.plugin"]
-    paths = [sources, sources / "packages", sources / "recipes"]
-    variables = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [python, "-m", "pytest", *options, check.strip()],
-        cwd=sources,
-        env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    failed = [text for text in done.stdout.splitlines() if text.startswith("FAILED")]
-    return done.returncode, "\n".join(failed)
+    paths = [str(sources / name) for name in (".", "packages", "recipes")]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with tempfile.TemporaryFile("w+") as output:
+        if where == IN_VLLM:
+            default = str(ROOT / ".venv-vllm/bin/python")
+            python = os.environ.get("QUADRIGA_VLLM_PYTHON", default)
+            done = subprocess.run(
+                [python, "-m", "pytest", *options],
+                cwd=sources,
+                env=os.environ | variables,
+                stdout=output,
+                check=False,
+            )
+            status = done.returncode
+        else:
+            process = os.fork()
+            if process == 0:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                os.chdir(sources)
+                os.environ.update(variables)
+                sys.path[:0] = paths
+                sys.dont_write_bytecode = True
+                status = 3
+                try:
+                    status = int(pytest.main(options))
+                finally:
+                    sys.stdout.flush()
+                    os._exit(status)
+            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        output.seek(0)
+        text = output.read()
+    failed = [line for line in text.splitlines() if line.startswith("FAILED")]
+    if status not in (0, 1):
+        # pytest itself did not work.
+        print(text[-3000:], flush=True)
+    return status, "\n".join(failed)
 
 
 def main(names: list[str]) -> int:
     """Run the checks with and without each fault; returns the number of those that are wrong."""
+    patches = [patch for patch in FOLDER.glob("*.patch") if not names or patch.stem in names]
+    # Cheap checks first, so that much is known when the run is cut short.
+    checks = {patch: check_of(patch) for patch in sorted(patches)}
+    patches = sorted(checks, key=lambda patch: (checks[patch][0], REHEARSAL in checks[patch][1]))
+    for module in PRELOADED:
+        importlib.import_module(module)
     num_wrong = 0
-    for patch in sorted(FOLDER.glob("*.patch")):
-        if names and patch.stem not in names:
-            continue
-        line = patch.read_text(encoding="utf-8").partition("\n")[0]
-        test = line.rpartition("::")[2].partition("[")[0]
-        with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-            sources = Path(folder)
-            copy_sources(sources)
-            status_before, _ = run_check(line, sources)
-            subprocess.run(["patch", "-p1", "-s", "-i", str(patch)], cwd=sources, check=True)
-            status, failed = run_check(line, sources)
-        # 1: tests failed. Others mean that pytest itself did not work.
-        is_seen = status_before == 0 and status == 1 and test in failed
-        num_wrong += not is_seen
-        print(f"{'seen' if is_seen else 'NOT SEEN':8}  {patch.stem}: {line}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        sources = Path(folder)
+        copy_sources(sources)
+        of_run: dict[tuple[str, bool], list[str]] = {}
+        for where, test in checks.values():
+            tests = of_run.setdefault((where, test.startswith(REHEARSAL)), [])
+            if test not in tests:
+                tests.append(test)
+        for (where, _), tests in of_run.items():
+            status, failed = run_tests(where, tests, sources)
+            if status != 0:
+                print(f"fails without a fault, {where}:\n{failed}", flush=True)
+                num_wrong += 1
+        for patch in patches:
+            where, test = checks[patch]
+            apply = ["patch", "-p1", "-s", "--no-backup-if-mismatch", "-i", str(patch)]
+            if subprocess.run(apply, cwd=sources, check=False).returncode != 0:
+                print(f"DOES NOT APPLY  {patch.stem}", flush=True)
+                return num_wrong + 1
+            status, failed = run_tests(where, [test], sources)
+            subprocess.run([*apply, "-R"], cwd=sources, check=True)
+            name = test.rpartition("::")[2].partition("[")[0]
+            is_seen = status == 1 and name in failed
+            num_wrong += not is_seen
+            print(f"{'seen' if is_seen else 'NOT SEEN':8}  {patch.stem}: {test}", flush=True)
+    print(f"{len(patches)} faults, {num_wrong} wrong", flush=True)
     return num_wrong
 
 
