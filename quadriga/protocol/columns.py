@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 ARRAY_TYPES = "_array_types"
 """Entry of a TensorDict with dtype and row shape of arrays, which it can only keep as objects."""
 
+TIMES = "rollout_times"
+"""Column [B, 3] float64: when the engine got, admitted and finished each response."""
+GRADED_AT = "graded_at"
+"""Column [B] float64: when the grade of each response arrived, in seconds since 1970."""
+
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
     """Make a 1-D object array with one entry per value.

@@ -20,8 +20,8 @@ COMPUTED = {
     *("teacher_log_probs", "rollout_is_weights", "advantages", "returns", "values", RATIO),
 }
 """Columns that a replay computes. The others come from the record, and scores if it grades again."""
-_NOT_COMPARED = {"text", "replay"}
-"""Groups of columns that are inputs of a replay, or that thinning removes."""
+_NOT_COMPARED = {"text", "replay", "time"}
+"""Groups of columns that are inputs of a replay, that thinning removes, or that clocks measured."""
 # The place of a row depends on the number of ranks, the ids of rows come from the record.
 _PLACES = {"position", "row_index", "rollout_id", "uid", "source_row"}
 # Measured by the clock, or made by generation and grading, which a replay leaves out.

@@ -64,6 +64,7 @@ class GradingRound:
         self, num_samples: int, max_failures: int | None = None, timeout_s: float | None = None
     ) -> None:
         self._outcomes: list[Outcome | None] = [None] * num_samples
+        self.graded_at = [math.nan] * num_samples
         self.done: Future[None] = Future()
         # A running future cannot be cancelled by an event loop that waits for it.
         self.done.set_running_or_notify_cancel()
@@ -87,6 +88,7 @@ class GradingRound:
             if self.done.done():
                 return
             self._outcomes[key] = outcome
+            self.graded_at[key] = time.time()
             self._num_left -= 1
             self._num_failed += bool(outcome.error)
             if not self._num_left:

@@ -102,7 +102,11 @@ class SampleManager(RewardManager):
             with waiting(f"the rewards of {len(missing)} samples", detail=work.progress):
                 late_outcomes = dict(zip(missing, work.result(), strict=True))
             complete = [outcome or late_outcomes[row] for row, outcome in enumerate(early_outcomes)]
-            return collect(samples, self.shaped(complete, samples), max_error_rate)
+            output = collect(samples, self.shaped(complete, samples), max_error_rate)
+            output.graded_at = [math.nan] * num_samples
+            for row, graded_at in zip(missing, work.graded_at, strict=True):
+                output.graded_at[row] = graded_at
+            return output
 
         return Grading(result, work.cancel)
 

@@ -121,6 +121,8 @@ class Completion:
             computed from it. None: they were not requested.
         versions: version of the weights that drew each token; empty if the engine does not report
             it: then all tokens have `weight_version`.
+        times: when the request came, when it was admitted to a batch (NaN: not known), and when its
+            last token was drawn, in seconds since 1970. None: the engine does not report them.
     """
 
     token_ids: list[int]
@@ -130,6 +132,7 @@ class Completion:
     sampling_log_probs: list[float] = field(default_factory=list)
     routes: np.ndarray | None = None
     versions: list[int] = field(default_factory=list)
+    times: tuple[float, float, float] | None = field(default=None, compare=False)
 
     @property
     def token_versions(self) -> list[int]:

@@ -5,6 +5,7 @@ Legend: B sequences, P prompt positions (padded left), T response positions (pad
 """
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from quadriga.errors import RolloutError
 from quadriga.models.experts import ROUTES
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import TIMES
 from quadriga.protocol.memory import images_key
 from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 from quadriga.weight_sync.publish import require_version
@@ -52,8 +54,9 @@ def generate_sequences(
 
     Returns:
         batch `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `token_versions`
-        [B, T]; `input_ids`, `attention_mask`, `position_ids` [B, P + T]; and if the engine reports
-        routes, `routed_experts` [B, P + T, L, k]. meta_info: `metrics`, `weight_version`.
+        [B, T]; `input_ids`, `attention_mask`, `position_ids` [B, P + T]; `rollout_times` [B, 3]; and
+        if the engine reports routes, `routed_experts` [B, P + T, L, k]. meta_info: `metrics`,
+        `weight_version`.
 
     Raises:
         WeightSyncError: the engine's weights are not of the version in meta_info.
@@ -156,6 +159,9 @@ def completed(
         prompts.batch, responses, response_length, pad_token_id, routes, versions
     )
     num_rows = len(completions)
+    unknown_times = (math.nan,) * 3
+    times = [completion.times or unknown_times for completion in completions]
+    batch[TIMES] = torch.tensor(times, dtype=torch.float64).view(num_rows, 3)
     num_prompt_tokens = int(prompts.batch["attention_mask"].sum())
     metrics = {
         "rollout/num_prompt_tokens": Metric(num_prompt_tokens, "sum"),

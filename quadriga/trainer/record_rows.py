@@ -17,6 +17,7 @@ from quadriga.config import DataConfig
 from quadriga.observe.records import SCHEMA
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import GRADED_AT, TIMES
 from quadriga.protocol.memory import images_key
 from quadriga.redact import redacted
 from quadriga.trainer.responses import user_columns
@@ -163,6 +164,12 @@ class _ConvertedBatch:
             "finish_reason": self._texts("finish_reason"),
             "score": scores,
         }
+        if TIMES in self.tensors.keys():
+            times = self._in_order(TIMES).T
+            names = ("queued_at", "admitted_at", "generated_at")
+            columns |= {name: _known(values) for name, values in zip(names, times, strict=True)}
+        if GRADED_AT in self.tensors.keys():
+            columns[GRADED_AT] = _known(self._in_order(GRADED_AT))
         if "num_turns" in self.objects:
             columns["num_turns"] = self._objects_in_order("num_turns")
         if "token_level_rewards" in self.tensors.keys():
@@ -248,6 +255,11 @@ def _lists(
     offsets = np.zeros(len(mask) + 1, np.int32)
     np.cumsum(mask.sum(1), out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values[mask]), mask=is_null)
+
+
+def _known(values: np.ndarray) -> pa.Array:
+    """Values [B] with null in the place of NaN."""
+    return pa.array(values, mask=np.isnan(values))
 
 
 def _once_for_each_object(function: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -14,6 +14,7 @@ Legend: B rows, T response positions.
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +31,7 @@ from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.timing import Tally
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import object_array
+from quadriga.protocol.columns import GRADED_AT, object_array
 from quadriga.protocol.fields import RESERVED
 from quadriga.redact import redacted
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
@@ -324,6 +325,8 @@ class BatchRewards:
             for extra, value in zip(extras, values, strict=True):
                 extra[name] = value
         batch.non_tensor_batch["reward_extra"] = object_array(extras)
+        graded_at = output.graded_at or [math.nan] * len(batch)
+        batch.batch[GRADED_AT] = torch.tensor(graded_at, dtype=torch.float64)
         batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **output.metrics}
         self.is_joined = True
         return output
@@ -363,7 +366,8 @@ def _shared(output: RewardOutput, sources: np.ndarray, batch: DataProto) -> Rewa
         scores[row] = 0.0
         scores[row, max(lengths[row] - 1, 0)] = total
     extra = {name: values[places] for name, values in output.extra.items()}
-    return RewardOutput(scores, extra, output.metrics)
+    graded_at = [output.graded_at[place] for place in places] if output.graded_at else []
+    return RewardOutput(scores, extra, output.metrics, graded_at)
 
 
 def grade(reward: RewardManager, batch: DataProto) -> RewardOutput:
@@ -435,6 +439,6 @@ class ModelReward(RewardManager):
             metrics["reward/rm_cut"] = Metric(num_cut, "sum")
             metrics["timing_s/rm"] = Metric(model_metrics["timing_s/rm"], "max")
             extra = {**by_rules.extra, "rm_score": object_array(totals.tolist())}
-            return RewardOutput(model_scores + by_rules.scores, extra, metrics)
+            return RewardOutput(model_scores + by_rules.scores, extra, metrics, by_rules.graded_at)
 
         return Grading(result, grading.cancel)

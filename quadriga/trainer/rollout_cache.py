@@ -25,9 +25,10 @@ from quadriga.data.files import written_aside
 from quadriga.errors import DataError, ProtocolError
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import TIMES
 from quadriga.protocol.memory import images_key
 from quadriga.trainer.responses import repeat_prompts, without_passing
-from quadriga.trainer.rollout_rows import ROLLOUT_ID, rollout_numbers
+from quadriga.trainer.rollout_rows import ROLLOUT_ID, forget_times, rollout_numbers
 from quadriga.workers.base import MODEL_OBJECTS
 
 _NAME = re.compile(r"(\d+)_(\d+)(_greedy)?\.answers")
@@ -128,6 +129,8 @@ class RolloutCache:
             if name not in ("uid", ROLLOUT_ID):
                 rows.non_tensor_batch[name] = cached.non_tensor_batch[name]
         rows.union(DataProto(cached.batch))
+        if TIMES in rows.batch.keys():
+            forget_times(rows)
         metrics = {name: Metric(value) for name, value in cached.meta_info["metrics"].items()}
         rows.meta_info["metrics"] = {**metrics, "rollout/replayed": Metric(1.0)}
         return rows

@@ -4,6 +4,7 @@
 Legend: B rows, P prompt positions, T response positions.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from quadriga.algorithms.registry import ROLLOUT_ID
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import GRADED_AT, TIMES
 from quadriga.rewards.outcome import UNSCORED
 
 
@@ -63,3 +65,17 @@ def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
                 rewards[row, end - 1] += reward
                 rewards[row, lengths[row] - 1] -= reward
     return rewards
+
+
+def forget_times(rows: DataProto) -> None:
+    """Set the times of responses that another run has generated, or an older version, to NaN.
+
+    Args:
+        rows: responses, or prompts, which have no times. Conversations have only that of grading.
+    """
+    names = rows.batch.keys()
+    unknown = torch.full((len(rows), 3), math.nan, dtype=torch.float64)
+    if "responses" in names and "num_turns" not in rows.non_tensor_batch:
+        rows.batch[TIMES] = unknown
+    if "token_level_scores" in names:
+        rows.batch[GRADED_AT] = unknown[:, 0]

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from threading import Condition
 from typing import Any, NamedTuple
@@ -431,7 +431,8 @@ class ServedStream(GenerationStream):
 def _plain(response: Completion) -> list[Any]:
     """Fields of a response for a checkpoint, with lists and arrays as tensors."""
     fields = []
-    for value in astuple(response):
+    # The times of this run mean nothing in one that resumes.
+    for value in astuple(replace(response, times=None)):
         if isinstance(value, list):
             dtype = torch.float64 if value and isinstance(value[0], float) else torch.int64
             value = torch.tensor(value, dtype=dtype)

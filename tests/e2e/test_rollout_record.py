@@ -49,6 +49,9 @@ def test_the_record_of_a_run(
     assert len(computed) == metrics["actor/computed_sequences"]
     for row in table.itertuples():
         assert pd.isna(row.not_computed) == bool(np.any(row.advantages))
+    times = table[["queued_at", "admitted_at", "generated_at", "graded_at"]].to_numpy()
+    assert np.all(np.diff(times, axis=1) >= 0)
+    assert "calls" not in record.read(2, columns=[]).facts
     log_probs = np.concatenate(computed["log_probs"].tolist())
     assert np.concatenate(computed["rollout_log_probs"].tolist()) == pytest.approx(
         log_probs, abs=1e-4

@@ -2,7 +2,8 @@
 """Columns of a recorded rollout. `columns.tsv` is the only table of them.
 
 Groups of columns: `id` and `reward` (one value of a row), `token` (a list with one value per token),
-`text` (removed first when the record is thinned), `replay` (needed to train a step again).
+`text` (removed first when the record is thinned), `replay` (needed to train a step again), `time`
+(differs in every run).
 
 A list of the group `token` has the length of the response, `prompt_ids` that of the prompt. A column
 that a run does not have is null in every row.
@@ -22,6 +23,7 @@ _TYPES = {
     "int16": pa.int16(),
     "int32": pa.int32(),
     "float": pa.float32(),
+    "double": pa.float64(),
     "list<int32>": pa.list_(pa.int32()),
     "list<bool>": pa.list_(pa.bool_()),
     "list<float>": pa.list_(pa.float32()),
@@ -34,7 +36,7 @@ class Column:
 
     name: str
     type: pa.DataType
-    group: str  # id, reward, token, text or replay
+    group: str  # id, reward, token, text, replay or time
     meaning: str
 
 

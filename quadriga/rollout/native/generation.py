@@ -16,6 +16,7 @@ of several prefixes, V vocabulary.
 """
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -148,6 +149,7 @@ class GenerationRequest:
         routes: [tokens, L, k] experts of the prefix's tokens, then of one token each.
         is_given_up: whether it was aborted, or its caller does not wait any more.
         joined: called with the number of steps before it when the request joins a batch.
+        times: when it came and each time it was admitted, in seconds since 1970.
         future: gets the completion.
     """
 
@@ -172,6 +174,7 @@ class GenerationRequest:
         self.finish_reason: FinishReason | None = None
         self.is_given_up = False
         self.joined: Callable[[int], None] | None = None
+        self.times = [time.time()]
         self.future: Future[Completion] = Future()
         self.future.add_done_callback(self._note_a_cancel)
         self.restart()
@@ -242,6 +245,7 @@ class GenerationRequest:
             sampling_log_probs=list(self.sampling_log_probs),
             routes=np.concatenate(self.routes) if self.routes else None,
             versions=list(self.versions),
+            times=(self.times[0], self.times[1] if self.times[1:] else math.nan, time.time()),
         )
 
     def close(self, weight_version: int) -> None:
@@ -369,6 +373,9 @@ class Generation:
         started = self.scheduler.admit(room)
         if not started:
             return
+        admitted_at = time.time()
+        for request in started:
+            request.times.append(admitted_at)
         length = max((request.num_written for request in running[:num_before]), default=0)
         room = max(min(room, self._limit()), length)
         self.responses.resize(len(running), room, num_before, length)

@@ -24,6 +24,7 @@ import logging
 import math
 import random
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -86,6 +87,8 @@ class Response:
         token_ids: generated tokens.
         log_probs: log-probability of each token, as vLLM reports it.
         reason: vLLM's finish reason; None if unfinished.
+        begin_s: time of the request, in seconds since 1970.
+        end_s: time of the last output.
     """
 
     expanded: Sequence[int] | None = None
@@ -94,6 +97,8 @@ class Response:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     reason: str | None = None
+    begin_s: float = field(default_factory=time.time)
+    end_s: float = math.nan
 
     def add(self, output: Any) -> None:
         """Append the tokens of an output.
@@ -125,6 +130,7 @@ class Response:
             self.token_ids.extend(sequence.token_ids)
             self.log_probs.extend(log_probs)
         self.reason = sequence.finish_reason or self.reason
+        self.end_s = time.time()
 
     def completion(
         self, sampling: SamplingParams, log_probs_of: LogProbsOf, weight_version: int
@@ -169,6 +175,7 @@ class Response:
             weight_version,
             sampling_log_probs,
             versions=versions,
+            times=(self.begin_s, math.nan, self.end_s),
         )
 
 

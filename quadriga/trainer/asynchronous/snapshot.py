@@ -27,7 +27,7 @@ from quadriga.protocol.columns import object_array
 from quadriga.protocol.disk import to_bytes
 from quadriga.trainer.asynchronous.prefetcher import Prefetcher
 from quadriga.trainer.asynchronous.schedule import Schedule
-from quadriga.trainer.rollout_rows import name_rollouts
+from quadriga.trainer.rollout_rows import forget_times, name_rollouts
 from quadriga.workers.stream import UnderWay
 
 STATE = (
@@ -170,6 +170,7 @@ def from_tensor(content: torch.Tensor) -> DataProto:
     if "responses" in rows.batch.keys() and ROLLOUT_ID not in columns:
         # Version 0.2.0 wrote responses without it.
         columns[ROLLOUT_ID] = object_array(name_rollouts(columns["uid"]))
+    forget_times(rows)
     metrics = rows.meta_info["metrics"]
     rows.meta_info["metrics"] = {
         name: [Metric(*fields) for fields in values] for name, values in metrics.items()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate_sequences` puts answers where training looks for them, and gives every sequence a seed of its own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import TIMES
 from quadriga.rollout import Completion, SamplingParams, ScriptedEngine, generate_sequences
 from quadriga.rollout.sequences import sequence_seeds
 
@@ -148,3 +151,18 @@ def test_an_engine_that_answers_too_much() -> None:
 
     with pytest.raises(RolloutError, match="response 0: got 9 tokens"):
         _generate(Chatty([[1]]), _prompts())
+
+
+def test_times_of_responses() -> None:
+    """A row has the times that its engine reports, else NaN."""
+
+    class Timed(ScriptedEngine):
+        def generate_batch(
+            self, prompts, sampling: list[SamplingParams], images=None
+        ) -> list[Completion]:
+            completions = super().generate_batch(prompts, sampling)
+            return [replace(completions[0], times=(1.0, 2.0, 3.0)), *completions[1:]]
+
+    rows = _generate(Timed([[1]]), _prompts())
+    assert rows.batch[TIMES][0].tolist() == [1.0, 2.0, 3.0]
+    assert rows.batch[TIMES][1:].isnan().all()

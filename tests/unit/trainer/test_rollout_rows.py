@@ -6,10 +6,10 @@ import torch
 
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import object_array
+from quadriga.protocol.columns import GRADED_AT, TIMES, object_array
 from quadriga.rewards.outcome import Outcome, read_outcome
 from quadriga.rewards.samples import Samples, collect
-from quadriga.trainer.rollout_rows import scored_rows, with_turn_rewards
+from quadriga.trainer.rollout_rows import forget_times, scored_rows, with_turn_rewards
 
 
 def test_rewards_of_turns_stand_at_their_last_tokens() -> None:
@@ -37,3 +37,17 @@ def test_samples_without_a_score() -> None:
     assert scored_rows(batch).tolist() == [False, True]
     with pytest.raises(RewardError, match="no sample with a score"):
         collect(samples, [unscored, unscored], max_error_rate=0.0)
+
+
+def test_times_of_another_run_are_not_known() -> None:
+    """A checkpoint of an older version gets the columns, so that its rows can join new ones."""
+    tensors = {"responses": torch.ones(2, 3), "token_level_scores": torch.zeros(2, 3)}
+    rows = DataProto.from_dict(tensors)
+    forget_times(rows)
+    assert rows.batch[TIMES].shape == (2, 3) and rows.batch[TIMES].isnan().all()
+    assert rows.batch[GRADED_AT].shape == (2,) and rows.batch[GRADED_AT].isnan().all()
+    conversations = DataProto.from_dict(
+        {"responses": torch.ones(1, 3)}, {"num_turns": object_array([1])}
+    )
+    forget_times(conversations)
+    assert list(conversations.batch.keys()) == ["responses"]
