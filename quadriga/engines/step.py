@@ -29,6 +29,7 @@ from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
 from quadriga.models.experts import ROUTES, Routing, dtype_of_routes
 from quadriga.models.scorers import ScoreQuestion
+from quadriga.observe.call_times import waits_counted
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
@@ -114,7 +115,8 @@ def infer(
         routing = Routing(keeps=with_routes)
 
     pieces = list(_packed(engine, data, micro, routing))
-    with engine.awake("weights"):
+    world = engine.processes.world
+    with engine.awake("weights"), waits_counted(world.size, world.device.type):
         outputs = engine.forward([packed for _, packed in pieces], question)
     # A pipeline stage without the head has no outputs: its results are not collected.
     for (indices, packed), scores in zip(pieces, outputs, strict=False):
@@ -194,7 +196,8 @@ def update(
     """
     updater = _Updater(engine, objective, passes.micro, temperature, first_outputs)
     steps = []
-    with engine.awake(*ALL_KINDS):
+    world = engine.processes.world
+    with engine.awake(*ALL_KINDS), waits_counted(world.size, world.device.type):
         for rows, places in mini_batches(data, engine.processes.replicas, passes):
             # Selecting rows copies them: use the batch itself if it has all rows in order.
             is_all = torch.equal(rows, torch.arange(len(data)))

@@ -29,6 +29,7 @@ import torch
 from quadriga.background import run_coroutine
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import QuadrigaError, WorkerError
+from quadriga.observe.call_times import CallTime
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import dispatch
@@ -364,6 +365,10 @@ class WorkerGroups:
     def describe(self) -> dict[str, str]:
         """Printable choices about processes and threads, with reasons."""
         return {}
+
+    def take_call_times(self) -> list[CallTime]:
+        """Calls of all ranks since the last request; empty if there is one process only."""
+        return []
 
     def close(self) -> None:
         """Call the registered method `close` of all workers that have one, then `end`."""

@@ -207,6 +207,7 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
             trainer = trainer_class(config, tokenizer, workers, reward, train, val, num_steps)
             if parts.val_reward:
                 trainer.validator.reward = parts.val_reward()
+            trainer.recorder.take_call_times = team.take_call_times
             choices |= needs.describe()
             overlap = config.async_training
             if overlap.enable:

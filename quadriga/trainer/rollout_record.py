@@ -11,7 +11,8 @@ refuses to be written, the record ends, which is logged once; training goes on.
 """
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from math import inf
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from quadriga.background import in_background
 from quadriga.config import Config
 from quadriga.errors import DataError
+from quadriga.observe.call_times import CallTime, step_calls
 from quadriga.observe.machine import describe_numerics
 from quadriga.observe.records import STEP, VALIDATION, RecordFolder
 from quadriga.protocol import DataProto
@@ -45,7 +47,10 @@ class RolloutRecorder:
 
     Attributes:
         is_on: whether rollouts are recorded, from `begin` on.
+        take_call_times: returns the calls of the workers since it was called last.
     """
+
+    take_call_times: Callable[[], Sequence[CallTime]] = staticmethod(tuple)
 
     def __init__(self, config: Config, tokenizer: Any, checkpoints: Checkpoints) -> None:
         trainer = config.trainer
@@ -97,6 +102,10 @@ class RolloutRecorder:
         """
         if not self.is_on:
             return
+        # First: the step ends here.
+        calls = step_calls(
+            self.take_call_times(), facts["metrics"].get("timing_s/step", 0.0), end_s=time.time()
+        )
         not_computed = ""
         if "is_computed" not in batch.batch.keys():
             not_computed = _NOT_UPDATED
@@ -105,6 +114,8 @@ class RolloutRecorder:
         rows = record_table(batch, self._config.data, not_computed=not_computed)
         widths = [batch.batch[name].shape[1] for name in ("prompts", "responses")]
         facts = {**facts, "widths": widths, "machine": self._machine}
+        if calls:
+            facts["calls"] = calls
         if ROUTES in batch.batch.keys():
             facts["route_shape"] = list(batch.batch[ROUTES].shape[2:])
         self._write(step, STEP, rows, facts)

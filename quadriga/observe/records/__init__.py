@@ -7,7 +7,13 @@ tokens.py     token texts as bytes, and decoding with them: `TokenTable`
 samples.py    rows as people read them
 """
 
-from quadriga.observe.records.files import STEP, VALIDATION, RecordFolder, StepRecord
+from quadriga.observe.records.files import (
+    STEP,
+    VALIDATION,
+    RecordFolder,
+    StepRecord,
+    read_facts,
+)
 from quadriga.observe.records.samples import samples_of, table_for_people
 from quadriga.observe.records.schema import COLUMNS, SCHEMA, Column
 from quadriga.observe.records.tokens import TokenTable, token_bytes
@@ -21,6 +27,7 @@ __all__ = [
     "RecordFolder",
     "StepRecord",
     "TokenTable",
+    "read_facts",
     "samples_of",
     "table_for_people",
     "token_bytes",

@@ -46,7 +46,8 @@ class StepRecord:
         rows: the rollouts, with all columns of the schema.
         facts: the entry `quadriga` of the file: `version`, `step`, `widths` of prompts and responses
             with padding, `total_training_steps`, `metrics`, `machine` (what the last bits depend on),
-            `route_shape` (layers, and experts of a token), `is_thinned`.
+            `route_shape` (layers, and experts of a token), `is_thinned`; with several processes
+            `calls`, see `call_times.step_calls`.
     """
 
     rows: pa.Table

@@ -16,7 +16,7 @@ group waits for its processes, and fails if a worker cannot be built.
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,10 +24,12 @@ from typing import Any
 
 import ray
 from ray.actor import ActorClass
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import WorkerError
+from quadriga.observe.call_times import CallTime
 from quadriga.observe.machine import num_usable_cores
 from quadriga.single_controller.dispatch import Arguments
 from quadriga.single_controller.ray import calls
@@ -48,6 +50,7 @@ from quadriga.single_controller.worker_group import (
     describe_arguments,
 )
 
+CALL_TIMES_LIMIT_S = 5.0
 # Options of an actor that are decided by its group.
 _GROUP_OPTIONS = frozenset(
     {
@@ -435,6 +438,20 @@ class RayWorkerGroups(WorkerGroups):
             places = ", ".join(f"{count} on {node}" for node, count in nodes.items())
             choices[f"pool {pool}"] = f"{places}: {roles}; {group.processes.threads}"
         return choices
+
+    def take_call_times(self) -> list[CallTime]:
+        actors = [actor for group in self._pool_groups.values() for actor in group.processes.actors]
+        if len(actors) == 1:
+            return []
+        refs = [actor.take_call_times.remote() for actor in actors]
+        # The lanes of the step lack a process that does not answer in time.
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=CALL_TIMES_LIMIT_S)
+        times = []
+        for ref in ready:
+            # If the process has died, the call that waits for it raises the reason.
+            with suppress(RayError):
+                times += ray.get(ref)
+        return times
 
     def end(self) -> None:
         """Kill the processes of all groups, release their resources, and wait for both."""

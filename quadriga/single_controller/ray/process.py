@@ -9,6 +9,7 @@
     Call.ref                    <---    an output, or a Failure
     status.remote               --->  control thread    status, stacks: frames of the other threads
                                 <---    a Status                                     heartbeat.py
+    take_call_times.remote      --->    the times of calls since the last request
                                       life thread       checks once a second that its raylet lives
 
 `docs/controller.md` says under Waits what each thread waits for. The process is ended by
@@ -29,6 +30,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -42,6 +44,7 @@ from quadriga import streams
 from quadriga.descendants import start_of, stat_of
 from quadriga.errors import WorkerError
 from quadriga.lazy import collector_paused, keep_modules
+from quadriga.observe.call_times import RANK_WAITS, CallTime
 from quadriga.observe.timing import PhaseTimer
 
 # These imports load torch: in a worker process, this module is the first one of Quadriga.
@@ -52,6 +55,8 @@ with collector_paused():
     from quadriga.single_controller.worker_group import ClassWithInitArgs, describe_arguments
 
 LOOK_AFTER_RAYLET_S = 1.0
+# Calls that a process remembers. The driver takes them at the end of each step.
+MAX_CALL_TIMES = 1000
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
@@ -91,6 +96,14 @@ class _RunningMethod:
     outcome: Any = None  # its packed output, or a Failure
     thread: int = field(default_factory=threading.get_ident)
     start: float = field(default_factory=time.monotonic)
+    waited_before_s: float = field(default_factory=lambda: RANK_WAITS.seconds)
+
+    def call_time(self, rank: int) -> CallTime:
+        """Times of the method, which ends now in the thread that created this object."""
+        seconds = time.monotonic() - self.start
+        waited_s = RANK_WAITS.seconds - self.waited_before_s
+        begin_s = time.time() - seconds
+        return CallTime(self.role, rank, self.method, begin_s, seconds, waited_s)
 
     def frames(self) -> Iterator[FrameType]:
         """The method's frames, innermost first."""
@@ -126,6 +139,7 @@ class WorkerProcess:
         self._names: dict[str, WorkerName] = {}
         self._not_built: dict[str, Failure] = {}
         self._running: _RunningMethod | None = None
+        self._call_times: deque[CallTime] = deque(maxlen=MAX_CALL_TIMES)
         show_own_devices()
         streams.install()
         # All threads, because the one that gets the signal is not the one that computes.
@@ -261,6 +275,15 @@ class WorkerProcess:
         return Status(running.role, running.method, running_s, location_of(running.frames()))
 
     @ray.method(concurrency_group="control")
+    def take_call_times(self) -> list[CallTime]:
+        """Calls that have ended since the last request."""
+        taken = []
+        # The working thread may append meanwhile.
+        while self._call_times:
+            taken.append(self._call_times.popleft())
+        return taken
+
+    @ray.method(concurrency_group="control")
     def stacks(self) -> str:
         """Stacks of all threads but this one, the innermost frame last."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -288,6 +311,7 @@ class WorkerProcess:
             running.outcome = Failure.of(error, name, method, arguments, running_s)
         finally:
             if is_shown:
+                self._call_times.append(running.call_time(self._rank))
                 self._running = None
 
 

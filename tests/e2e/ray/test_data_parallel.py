@@ -15,6 +15,7 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.models.weight_files import open_weights
+from quadriga.observe.records import RecordFolder
 
 Lines = Callable[[Path], list[dict[str, Any]]]
 Train = Callable[..., Path]
@@ -128,6 +129,15 @@ def test_two_processes_learn_what_one_does(
     for ours, theirs in zip(dumps(two), dumps(one), strict=True):
         assert [row["output"] for row in ours] == [row["output"] for row in theirs]
     assert_same_weights(two, one)
+
+    # The record has the calls of each rank; that of a single process has none.
+    calls = RecordFolder(two).read(2, columns=[]).facts["calls"]
+    for method in ("update_actor", "compute_log_prob"):
+        [calls_of_ranks] = [rows for name, rows in calls.items() if name.endswith(f".{method}")]
+        assert [rank for rank, *_ in calls_of_ranks] == [0, 1]
+        for _, begin, seconds, waited in calls_of_ranks:
+            assert 0.0 <= waited <= seconds and begin >= 0.0
+    assert "calls" not in RecordFolder(one).read(2, columns=[]).facts
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of the calls of each rank, and how long a rank waited in them for the others.
+
+    each rank                                   driver, at the end of a step
+      engine    `waits_counted` in a pass
+      process   a `CallTime` after a call  ──>    `take_call_times` of the worker groups
+                                                  `step_calls`: for the record of the step
+
+Calls of ranks that meet in collectives end together. The slow rank is the one that did not wait, so
+the time of a call alone does not show it.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+_NS = 1e-9
+_DIGITS = 4  # tenths of a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """A call of a worker's method that has ended.
+
+    Attributes:
+        role: role of the worker.
+        rank: its rank.
+        method: name of the method.
+        begin_s: start by the clock of its machine, in seconds since 1970.
+        seconds: duration.
+        waited_s: part of the duration in which it waited for other ranks, as far as it is measured.
+    """
+
+    role: str
+    rank: int
+    method: str
+    begin_s: float
+    seconds: float
+    waited_s: float
+
+
+class _RankWaits(threading.local):
+    """Seconds that the calling thread has waited for other ranks."""
+
+    seconds = 0.0
+
+
+RANK_WAITS = _RankWaits()
+
+
+def _awake_ns() -> int | None:
+    """Time that this thread has computed or was ready to; None if the kernel does not count it."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            running, ready, _ = file.read().split()
+    except (OSError, ValueError):
+        return None
+    # A thread that is ready waits for a core, which other programs may use: its rank is slow.
+    return int(running) + int(ready)
+
+
+@contextmanager
+def waits_counted(num_ranks: int, device_type: str) -> Iterator[None]:
+    """Context manager: count the time that this thread sleeps as waiting for other ranks.
+
+    On a CPU a thread computes until a collective needs another rank. With an accelerator it also
+    waits for that, and ranks wait for each other within its kernels: nothing is counted.
+
+    Args:
+        num_ranks: ranks that meet in the block.
+        device_type: type of the device that computes.
+    """
+    awake_before = _awake_ns() if num_ranks > 1 and device_type == "cpu" else None
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        awake_after = None if awake_before is None else _awake_ns()
+        if awake_before is not None and awake_after is not None:
+            awake_s = (awake_after - awake_before) * _NS
+            RANK_WAITS.seconds += max(0.0, time.perf_counter() - begin - awake_s)
+
+
+def step_calls(calls: Sequence[CallTime], step_s: float, end_s: float) -> dict[str, Any]:
+    """Calls of a step, as the record has them.
+
+    Args:
+        calls: calls since those of the step before were taken.
+        step_s: duration of the step.
+        end_s: its end, in seconds since 1970.
+
+    Returns:
+        For each `role.method` a list of calls: rank, begin in seconds since the step's begin,
+        duration, and the part of it that was spent waiting. Calls that ended before the step are
+        left out.
+    """
+    begin_s = end_s - step_s
+    rows: dict[str, list[list[float]]] = {}
+    for call in calls:
+        if call.begin_s + call.seconds > begin_s:
+            times = (call.begin_s - begin_s, call.seconds, call.waited_s)
+            row = [call.rank, *(round(seconds, _DIGITS) for seconds in times)]
+            rows.setdefault(f"{call.role}.{call.method}", []).append(row)
+    return rows
