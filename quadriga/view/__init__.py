@@ -7,6 +7,7 @@ rollouts.py   rollouts of a step, and the tokens of one
 images.py     images of a rollout's data row
 health.py     what is wrong with a run, in words
 lanes.py      where the time of a step went
+ranks.py      times of the ranks
 data.py       what the page asks for, as JSON
 page.py       the page as one file, and the export
 app.py        routes, and who may ask

@@ -16,13 +16,14 @@ from quadriga.observe.records import STEP, VALIDATION, TokenTable
 from quadriga.view.health import health
 from quadriga.view.images import row_images
 from quadriga.view.index import SCHEMA, RunIndex
-from quadriga.view.lanes import trace_lanes
+from quadriga.view.lanes import life_lanes, trace_lanes
+from quadriga.view.ranks import rank_lanes
 from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows, rounded
 from quadriga.view.runs import Runs, ViewedRun
 
 ANSWERS = (
     *("runs", "summary", "configuration", "metrics", "steps", "progress", "prompts", "health"),
-    *("rollouts", "search", "rollout", "images", "lanes"),
+    *("rollouts", "search", "rollout", "images", "lanes", "ranks"),
 )
 """Methods of `ViewData` that the page may ask, by the last part of their address."""
 MAX_PROMPTS = 1000
@@ -198,7 +199,14 @@ class ViewData:
         return answer
 
     def lanes(self, query: Query) -> Answer:
-        return trace_lanes(self._run(query), _step(query)[0])
+        run = self._run(query)
+        step, _ = _step(query)
+        conversations = trace_lanes(run, step)
+        responses = life_lanes(run, step)
+        return responses if responses["lanes"] and not conversations["lanes"] else conversations
+
+    def ranks(self, query: Query) -> Answer:
+        return rank_lanes(self._run(query), _step(query)[0])
 
     def _run(self, query: Query) -> ViewedRun:
         return self._runs.run(query.get("run", ""))

@@ -7,12 +7,26 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from quadriga.view.ranks import RANK_SECONDS
+
 GOOD = "good"
 WARNING = "warning"
 BAD = "bad"
 UNKNOWN = "unknown"
 _WINDOW = 5
 """Steps that are averaged at the beginning and at the end of a curve."""
+_RANK_WINDOW = 20
+"""Last steps in which ranks are compared."""
+_LEAST_STEPS = 3
+_SLOW_RATIO = 1.2
+_REGULAR_SHARE = 0.8
+_LEAST_EXCESS = 0.02
+"""Share of a step's time below which it does not matter that a rank takes longer."""
+_RANK_ADVICE = (
+    "The other ranks wait for it. Look at its machine: the clock and temperature of the device, its "
+    "memory, other programs, disk and network. If it has more work than the others, balance the "
+    "batch (trainer.balance_batch). Otherwise leave that machine out."
+)
 
 Verdict: TypeAlias = tuple[str, str]
 """State and sentence."""
@@ -103,9 +117,9 @@ def _mismatch(values: np.ndarray) -> Verdict:
     return GOOD, f"{change}."
 
 
-def _slow_rank(values: np.ndarray) -> Verdict:
+def _unequal_work(values: np.ndarray) -> Verdict:
     last = _last(values)
-    sentence = f"The slowest rank computes {last:.2f} times the mean of all ranks."
+    sentence = f"The rank with the most work has {last:.2f} times the mean of all ranks."
     if last > 2:
         return BAD, sentence
     return (WARNING if last > 1.25 else GOOD), sentence
@@ -171,11 +185,10 @@ CHECKS = (
         "Filter the rollouts by grader error and read the messages.",
     ),
     Check(
-        "Slow rank",
+        "Work of the ranks",
         "perf/imbalance/actor",
-        _slow_rank,
-        "Balance the batch over ranks (trainer.balance_batch), and look at the machine of that "
-        "rank: its clock, its memory, other processes.",
+        _unequal_work,
+        "Balance the batch over ranks (trainer.balance_batch), or use more rows per rank and step.",
     ),
     Check(
         "Gradient",
@@ -223,8 +236,51 @@ def health(
             finding["state"] = UNKNOWN
             finding["sentence"] = f"The run has no {check.metric}."
         findings.append(finding)
+    findings += _slow_ranks(metrics, rows)
     order = (BAD, WARNING, GOOD, UNKNOWN)
     return sorted(findings, key=lambda finding: order.index(finding["state"]))
+
+
+def _slow_ranks(
+    metrics: Mapping[int, Mapping[str, float]], rows: Mapping[int, Mapping[str, float]]
+) -> list[dict[str, Any]]:
+    """Findings on ranks that are slower than the others of their role in most steps."""
+    names_by_role: dict[str, list[str]] = {}
+    for name in sorted({name for numbers in rows.values() for name in numbers}):
+        if name.startswith(RANK_SECONDS):
+            names_by_role.setdefault(name.rpartition("/")[0], []).append(name)
+
+    findings = []
+    for role, names in names_by_role.items():
+        # Only steps in which all ranks computed can be compared.
+        steps = [step for step in sorted(rows) if rows[step].keys() >= set(names)][-_RANK_WINDOW:]
+        if len(steps) < _LEAST_STEPS or len(names) < 2:
+            continue
+        seconds = np.array([[rows[step][name] for name in names] for step in steps])
+        step_s = np.array([metrics.get(step, {}).get("timing_s/step", 0.0) for step in steps])
+        for place, name in enumerate(names):
+            median = np.median(np.delete(seconds, place, axis=1), axis=1)
+            excess = seconds[:, place] - median
+            is_slow = (excess > (_SLOW_RATIO - 1) * median) & (excess > _LEAST_EXCESS * step_s)
+            if is_slow.mean() < _REGULAR_SHARE:
+                continue
+            ratio = float(np.median(seconds[:, place] / np.maximum(median, 1e-9)))
+            rank = name.rpartition("/")[2]
+            sentence = (
+                f"Rank {rank} of {role.removeprefix(RANK_SECONDS)} takes {ratio:.1f} times as long "
+                f"as the median of the others, in {is_slow.sum()} of the last {len(steps)} steps."
+            )
+            findings.append(
+                {
+                    "title": "Slow rank",
+                    "state": BAD if ratio > 2 else WARNING,
+                    "sentence": sentence,
+                    "metric": f"rows/{name}",
+                    "advice": _RANK_ADVICE,
+                    "step": steps[-1],
+                }
+            )
+    return findings
 
 
 def _curve(

@@ -32,9 +32,10 @@ import pyarrow.parquet as pq
 from quadriga.background import in_background
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION, TokenTable
+from quadriga.view.ranks import computed_seconds
 from quadriga.view.runs import ViewedRun, sentence, stamp_of
 
-_VERSION = 1
+_VERSION = 2
 _METADATA = b"quadriga_view"
 _READ_COLUMNS = (
     *("uid", "source_row", "agent", "data_source", "score", "reward", "finish_reason"),
@@ -148,8 +149,9 @@ class RunIndex:
             self._is_quiet.wait(_PATIENCE_S)
             entry = IndexedStep(stamps[kind, step])
             try:
-                rows = self.run.record.read(step, kind, _READ_COLUMNS).rows
-                _fill(entry, rows, kind, step, limit, tokens)
+                record = self.run.record.read(step, kind, _READ_COLUMNS)
+                _fill(entry, record.rows, kind, step, limit, tokens)
+                entry.numbers |= computed_seconds(record.facts)
             except (DataError, ValueError, KeyError) as error:
                 entry.problem = sentence(error)
             self.steps = {**self.steps, (kind, step): entry}

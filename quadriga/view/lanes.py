@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines of conversations, from the traces of `rollout.trace_dir`."""
+"""Timelines of rollouts: conversations from the traces of `rollout.trace_dir`, others from the record."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,48 @@ from typing import Any
 from quadriga.view.runs import ViewedRun
 
 MAX_LANES = 600
-"""Conversations of a step that are read."""
+"""Conversations or responses of a step that are read."""
+_LIFE_COLUMNS = (
+    *("queued_at", "admitted_at", "generated_at", "graded_at"),
+    *("uid", "score", "token_versions"),
+)
 TRACE_KEY = "actor_rollout_ref.rollout.trace_dir"
+
+
+def life_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
+    """Lanes of the responses of a step, from the times in its record.
+
+    Args:
+        run: the run.
+        step: the step.
+
+    Returns:
+        `lanes`, each with `uid`, score, `versions` (the first and last version of the weights that
+        wrote it) and `life`: when it was queued, admitted, generated and graded, in seconds since
+        the first was queued (None: not known); `note` says that some were left out.
+    """
+    if not run.record.path(step).is_file():
+        return {"lanes": [], "note": ""}
+    rows = run.record.read(step, columns=_LIFE_COLUMNS).rows
+    rows = rows.filter(rows["generated_at"].is_valid())
+    note = ""
+    if len(rows) > MAX_LANES:
+        note = f"Only the first {MAX_LANES} of {len(rows)} responses are shown."
+    entries = rows.slice(0, MAX_LANES).to_pylist()
+    first = min((entry["queued_at"] for entry in entries), default=0.0)
+    lanes = []
+    for entry in entries:
+        times = [entry[name] for name in _LIFE_COLUMNS[:4]]
+        versions = sorted({version for version in entry["token_versions"] or () if version >= 0})
+        lanes.append(
+            {
+                "uid": entry["uid"],
+                "score": entry["score"],
+                "versions": [*versions[:1], *versions[-1:]],
+                "life": [time and round(time - first, 4) for time in times],
+            }
+        )
+    return {"lanes": lanes, "note": note}
 
 
 def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:

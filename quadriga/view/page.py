@@ -147,7 +147,8 @@ def _queries(data: ViewData, steps: Sequence[int] | None) -> Iterator[tuple[str,
     for query in chosen:
         yield "rollouts", query
         if query["kind"] == STEP:
-            yield "lanes", {"run": query["run"], "step": query["step"]}
+            for question in ("lanes", "ranks"):
+                yield question, {"run": query["run"], "step": query["step"]}
     sizes = []
     for query in chosen:
         record = data.run(query["run"]).record

@@ -48,6 +48,12 @@ def _visit_all(page: Any, address: str) -> None:
         page.click(f"nav a[data-page={name}]")
         page.wait_for_selector(f"nav a[data-page={name}][aria-current=page]")
     page.get_by_text("collapsed").wait_for()
+    page.get_by_text(f"Rank 1 of {EVIL} takes 2.0 times").wait_for()
+    page.keyboard.press("6")
+    page.get_by_text("1 · 2.0×").wait_for()
+    page.get_by_text("weights 8").wait_for()
+    page.locator(".lane", has_text="10-0 · 9").locator("rect").first.hover()
+    page.get_by_text("generated with weights 7 to 8").wait_for()
 
     page.keyboard.press("3")
     rows = page.locator(".list .row")
@@ -88,7 +94,10 @@ def _visit_all(page: Any, address: str) -> None:
 def test_every_page(browser: Any, tmp_path: Path) -> None:
     """Every page opens without an error on the console, in both forms; no text of a model runs as a script."""
     columns = {"response_ids": [8, 6, 7, 1], "data_source": EVIL, "prompt_ids": [0, 8, 5]}
-    run = write_run(tmp_path / "runs" / NAME, 10, **columns)
+    columns |= {"queued_at": 10.0, "admitted_at": 11.0, "generated_at": 13.0, "graded_at": 13.5}
+    columns |= {"token_versions": [7, 7, 7, 8]}
+    calls = {f"{EVIL}.update_actor": [[0, 1.0, 2.0, 1.0], [1, 1.0, 2.0, 0.0]]}
+    run = write_run(tmp_path / "runs" / NAME, 10, calls=calls, **columns)
     write_step(run, 9, [rollout(9, 1, number, **columns) for number in range(2)])
     data = ViewData([run.parent], cache=tmp_path / "cache")
     server = ViewServer(data, "127.0.0.1", 0)

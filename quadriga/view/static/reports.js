@@ -87,6 +87,7 @@ const LANES = [
 ];
 const SEQUENCE = ["data", "gen", "gen_max", "prepare", "adv", "update_critic", "update_actor", "publish_weights", "testing", "save_checkpoint"];
 const OVERLAPPING = ["old_log_prob", "ref", "teacher", "values", "rm", "reward"];
+const SLOW_RATIO = 1.2;
 const PARTS_OF_GENERATION = ["generate_sequences", "tools"];
 
 // Begin and length of each phase of a step, as far as its metrics tell.
@@ -125,7 +126,8 @@ async function timePage(main, query) {
   }
   const imbalance = (metrics.columns["perf/imbalance/actor"] || [])[place];
   put(main, h("p", { class: "soft" }, "Phases that overlap (old log-probs, reference, values, grading) are drawn from the begin of their phase; times of several ranks are those of the slowest.",
-    isNumber(imbalance) ? ` In the update the slowest rank computed ${num(imbalance)} times the mean.` : ""));
+    isNumber(imbalance) ? ` In the update the rank with the most work had ${num(imbalance)} times the mean.` : ""));
+  await rankLanes(main, query.run, step, total);
   put(main, h("h3", {}, "Share of each phase over all steps"), sharesTable(metrics, timed, color), h("h3", {}, "Step times and memory"));
   const cards = h("div", { class: "grid" });
   const loaded = [await loadCurves(query.run)];
@@ -138,13 +140,46 @@ async function timePage(main, query) {
 
 function lane(label, blocks, total, seconds) {
   const picture = svg("svg", { viewBox: "0 0 1000 18", preserveAspectRatio: "none", role: "img", "aria-label": `${label}: ${duration(seconds)}` });
-  for (const [begin, length, text, color] of blocks) {
-    const block = svg("rect", { x: (1000 * begin) / total, y: 1, width: Math.max(1, (1000 * length) / total), height: 16, fill: color, opacity: 0.85 });
+  for (const [begin, length, text, color, opacity = 0.85] of blocks) {
+    const block = svg("rect", { x: (1000 * begin) / total, y: 1, width: Math.max(1, (1000 * length) / total), height: 16, fill: color, opacity });
     block.addEventListener("mousemove", (event) => showTip(`${text}\n${duration(length)}`, event.clientX, event.clientY));
     block.addEventListener("mouseleave", hideTip);
     picture.append(block);
   }
   return h("div", { class: "lane" }, h("span", { title: label }, label), picture, h("span", { class: "num" }, duration(seconds)));
+}
+
+// Lanes of the ranks of several processes. A rank that computes much longer than the others of its role is marked.
+async function rankLanes(main, run, step, stepSeconds) {
+  const { lanes, note: text } = await ask("ranks", { run, step });
+  if (!lanes.length) return;
+  const methods = [...new Set(lanes.flatMap((entry) => entry.calls.map(([method]) => method)))].sort();
+  const color = (method) => palette[methods.indexOf(method) % palette.length];
+  const total = Math.max(stepSeconds, ...lanes.flatMap((entry) => entry.calls.map(([, begin, seconds]) => begin + seconds)));
+  put(main, h("h3", {}, "A lane for each rank"),
+    h("p", { class: "soft" }, "Calls of each process. The pale end of a call is the time in which the rank waited for others, wherever in the call that was; it is measured on CPUs. Seconds are those of computing. ", text),
+    h("div", { class: "bar keys" }, methods.map((method) => h("span", {}, h("span", { class: "swatch", style: { background: color(method) } }), method))));
+  for (const entry of lanes) {
+    const blocks = [];
+    for (const [method, begin, seconds, waited] of entry.calls) {
+      const start = Math.max(0, begin);
+      const end = begin + seconds;
+      const middle = Math.max(start, end - waited);
+      if (middle > start) blocks.push([start, middle - start, `${method}: computes`, color(method)]);
+      if (end > middle) blocks.push([middle, end - middle, `${method}: waits for other ranks`, color(method), 0.25]);
+    }
+    const ratio = ratioToOthers(entry, lanes);
+    const label = `${entry.role} ${entry.rank}${ratio > SLOW_RATIO ? ` · ${ratio.toFixed(1)}×` : ""}`;
+    put(main, lane(label, blocks, total, entry.computed || 0));
+  }
+}
+
+function ratioToOthers(entry, lanes) {
+  const others = lanes.filter((lane) => lane !== entry && lane.role === entry.role && isNumber(lane.computed)).map((lane) => lane.computed).sort((one, two) => one - two);
+  if (!others.length || !isNumber(entry.computed)) return 1;
+  const half = others.length / 2;
+  const median = (others[Math.floor(half - 0.5)] + others[Math.floor(half)]) / 2;
+  return median > 0 ? entry.computed / median : 1;
 }
 
 function sharesTable(metrics, timed, color) {
@@ -159,6 +194,10 @@ async function rolloutLanes(main, run, step) {
   const { lanes, note: text } = await ask("lanes", { run, step });
   if (text) put(main, h("p", { class: "soft" }, text));
   if (!lanes.length) return;
+  if (lanes[0].life) {
+    lifeLanes(main, lanes);
+    return;
+  }
   const total = Math.max(...lanes.map((entry) => entry.turns.reduce((sum, turn) => sum + turn.seconds, 0)), 1e-9);
   const colors = { assistant: palette[0], tool: palette[1], user: palette[2] };
   put(main, h("p", { class: "soft" }, "Turns one after the other; waiting between them is not recorded. Processes are those of the rollout's ranks."),
@@ -175,6 +214,25 @@ async function rolloutLanes(main, run, step) {
       return block;
     });
     put(main, lane(`${entry.uid} · ${num(entry.score)}`, blocks, total, now));
+  }
+}
+
+// Lives of single-turn responses: queued, generated, graded. The color is that of the newest weights that wrote them.
+function lifeLanes(main, lanes) {
+  const total = Math.max(...lanes.flatMap((entry) => entry.life.filter(isNumber)), 1e-9);
+  const newest = (entry) => entry.versions[entry.versions.length - 1];
+  const versions = [...new Set(lanes.map(newest).filter(isNumber))].sort((one, two) => one - two);
+  const color = (version) => palette[(isNumber(version) ? version : 0) % palette.length];
+  put(main, h("p", { class: "soft" }, "Pale: queued. Colored: generated. Gray: until the grade arrived, which is not known for responses that are graded as soon as they end. Seconds since the first of them was queued."),
+    h("div", { class: "bar keys" }, versions.map((version) => h("span", {}, h("span", { class: "swatch", style: { background: color(version) } }), `weights ${num(version)}`))));
+  for (const entry of lanes) {
+    const [queued, admitted, generated, graded] = entry.life;
+    const begin = isNumber(admitted) ? admitted : queued;
+    const weights = [...new Set(entry.versions)].map((version) => num(version)).join(" to ");
+    const blocks = [[begin, generated - begin, `generated${weights ? ` with weights ${weights}` : ""}`, color(newest(entry))]];
+    if (begin > queued) blocks.push([queued, begin - queued, "queued", color(newest(entry)), 0.25]);
+    if (isNumber(graded) && graded > generated) blocks.push([generated, graded - generated, "waits for its grade", css("--soft"), 0.5]);
+    put(main, lane(`${entry.uid} · ${num(entry.score)}`, blocks, total, generated - queued));
   }
 }
 

@@ -42,19 +42,22 @@ def rollout(step: int, prompt: int, number: int, **columns: Any) -> dict[str, An
     return row | columns
 
 
-def write_step(directory: Path, step: int, rows: list[dict[str, Any]], kind: str = STEP) -> None:
-    """Write the rows of a step into the record of a run."""
+def write_step(directory: Path, step: int, rows: list[dict[str, Any]], **facts: Any) -> None:
+    """Write the rows of a step and its facts into the record of a run."""
     for number, row in enumerate(rows):
         row |= {"row_index": number, "position": number}
-    RecordFolder(directory).write(step, kind, pa.Table.from_pylist(rows, schema=SCHEMA), {})
+    RecordFolder(directory).write(step, STEP, pa.Table.from_pylist(rows, schema=SCHEMA), facts)
 
 
-def write_run(directory: Path, num_steps: int = 3, **columns: Any) -> Path:
+def write_run(
+    directory: Path, num_steps: int = 3, calls: dict[str, Any] | None = None, **columns: Any
+) -> Path:
     """Write a run of some steps, two prompts a step with two responses each.
 
     Args:
         directory: the run's directory.
         num_steps: number of steps.
+        calls: calls of the ranks in each step.
         columns: columns that differ from those of `rollout`, for all rows.
 
     Returns:
@@ -70,7 +73,7 @@ def write_run(directory: Path, num_steps: int = 3, **columns: Any) -> Path:
             for prompt in range(NUM_PROMPTS)
             for number in range(NUM_RESPONSES)
         ]
-        write_step(directory, step, rows)
+        write_step(directory, step, rows, calls=calls or {})
         metrics = {
             "critic/score/mean": sum(row["score"] or 0.0 for row in rows) / len(rows),
             "actor/entropy": 2.0 / step**3,

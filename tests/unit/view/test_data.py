@@ -135,7 +135,7 @@ def test_health_in_words(tmp_path: Path) -> None:
     assert findings[0]["state"] == BAD and by_title["Entropy"]["state"] == BAD
     assert by_title["Entropy"]["step"] == 12
     assert (by_title["Reward"]["state"], by_title["Reward"]["step"]) == ("good", 1)
-    assert by_title["Slow rank"]["sentence"] == "The run has no perf/imbalance/actor."
+    assert by_title["Work of the ranks"]["sentence"] == "The run has no perf/imbalance/actor."
     assert by_title["Length at its limit"]["state"] not in (BAD, WARNING)
 
 
@@ -158,6 +158,42 @@ def test_a_constant_score_is_no_sign_of_health() -> None:
     metrics = {step: {"critic/score/mean": 0.5} for step in range(8)}
     [finding] = [entry for entry in health(metrics, {}) if entry["title"] == "Reward"]
     assert finding["state"] == WARNING
+
+
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    """Waiting is not computing, and moving weights is no work of a rank; a run of one process has no lanes."""
+    calls = {
+        "actor.update_actor": [[0, 1.0, 2.0, 1.0], [1, 1.0, 2.0, 0.0], [2, 1.0, 2.0, 0.5]],
+        "actor.generate_sequences": [[rank, 0.0, 1.0, 0.0] for rank in range(3)],
+        "actor.send_weights": [[0, 3.0, 9.0, 0.0]],
+    }
+    data = _view(write_run(tmp_path / "run", 5, calls=calls))
+    lanes = _ask(data, "ranks", step=2)["lanes"]
+    assert [(lane["rank"], lane["computed"]) for lane in lanes] == [(0, 2.0), (1, 3.0), (2, 2.5)]
+    assert ["send_weights", 3.0, 9.0, 0.0] in lanes[0]["calls"]
+    [finding] = [
+        entry for entry in _ask(data, "health")["findings"] if entry["title"] == "Slow rank"
+    ]
+    assert finding["state"] == WARNING
+    assert "Rank 1 of actor takes 1.3 times as long" in finding["sentence"]
+    assert finding["metric"] == "rows/rank_s/actor/1"
+
+    data = _view(write_run(tmp_path / "alone" / "run", 5))
+    assert _ask(data, "ranks", step=2) == {"lanes": [], "note": ""}
+    assert all(entry["title"] != "Slow rank" for entry in _ask(data, "health")["findings"])
+
+
+def test_lives_of_responses(tmp_path: Path) -> None:
+    """Times are those since the first prompt was queued; responses without times are left out."""
+    times = {"queued_at": 100.0, "admitted_at": None, "generated_at": 103.0, "graded_at": 104.5}
+    directory = write_run(tmp_path / "run", 1, **times, token_versions=[3, 3, 4, -1])
+    lanes = _ask(_view(directory), "lanes", step=1)["lanes"]
+    assert len(lanes) == 4
+    assert (lanes[0]["life"], lanes[0]["versions"]) == ([0.0, None, 3.0, 4.5], [3, 4])
+    write_step(directory, 1, [rollout(1, 0, 0), rollout(1, 0, 1, **times)])
+    data = _view(directory)
+    assert [lane["uid"] for lane in _ask(data, "lanes", step=1)["lanes"]] == ["1-0"]
+    assert "trace_dir" in _ask(data, "lanes", step=2)["note"]
 
 
 def test_damaged_and_incomplete_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

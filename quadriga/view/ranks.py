@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of the ranks of a run with several processes, from the facts of the rollout record.
+
+The entry `calls` has the calls of each `role.method`: rank, begin within the step, seconds, and the
+part of them in which the rank waited for others.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from quadriga.observe.records import read_facts
+from quadriga.view.runs import ViewedRun
+
+RANK_SECONDS = "rank_s/"
+"""Beginning of the numbers `rank_s/ROLE/RANK` of the index: seconds that a rank computed."""
+MAX_LANES = 300
+"""Lanes of ranks of a step that are shown."""
+_COMPUTING = ("compute_", "generate_", "update_")
+"""Beginnings of the names of methods in which ranks are compared."""
+
+
+def rank_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
+    """Lanes of the ranks of a step.
+
+    Args:
+        run: the run.
+        step: the step.
+
+    Returns:
+        `lanes`, each with role, rank, `computed` (seconds in the compared methods without waiting for
+        other ranks; None if there were none) and `calls` (method, begin, seconds, waited); `note` says
+        that some were left out. A run with one process has none.
+    """
+    path = run.record.path(step)
+    facts = read_facts(path) if path.is_file() else {}
+    calls_by_rank = defaultdict(list)
+    for name, calls in facts.get("calls", {}).items():
+        role, _, method = name.rpartition(".")
+        for rank, begin, seconds, waited in calls:
+            calls_by_rank[role, int(rank)].append([method, begin, seconds, waited])
+    computed = computed_seconds(facts)
+    lanes = []
+    for role, rank in sorted(calls_by_rank)[:MAX_LANES]:
+        lanes.append(
+            {
+                "role": role,
+                "rank": rank,
+                "computed": computed.get(f"{RANK_SECONDS}{role}/{rank}"),
+                "calls": calls_by_rank[role, rank],
+            }
+        )
+    note = ""
+    if len(calls_by_rank) > MAX_LANES:
+        note = f"Only {MAX_LANES} of {len(calls_by_rank)} ranks are shown."
+    return {"lanes": lanes, "note": note}
+
+
+def computed_seconds(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds that each rank computed in a step, as numbers `rank_s/ROLE/RANK`.
+
+    Calls that move weights or save are not counted, for ranks have different parts in them.
+
+    Args:
+        facts: facts of the step's file.
+    """
+    totals: defaultdict[str, float] = defaultdict(float)
+    for name, calls in facts.get("calls", {}).items():
+        role, _, method = name.rpartition(".")
+        if method.startswith(_COMPUTING):
+            for rank, _, seconds, waited in calls:
+                totals[f"{RANK_SECONDS}{role}/{int(rank)}"] += seconds - waited
+    return dict(totals)
