@@ -3,6 +3,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -91,15 +92,15 @@ def this_machine(count: int, dtype: str) -> Devices:
     import_module(_RUN)
     machine = import_module(_MACHINE)
     is_fast = import_module(_PRODUCTS).has_fast_bfloat16()
-    process_bytes, _ = machine.resident_bytes()
     devices: Devices = import_module(_CPU).measured_cpu(
         count,
         dtype,
         machine.available_bytes(),
-        process_bytes,
         packs_narrow=dtype == "bfloat16" and is_fast,
     )
-    return devices
+    # After the products, whose kernels are in memory as well.
+    process_bytes, _ = machine.resident_bytes()
+    return replace(devices, process_bytes=process_bytes)
 
 
 def _mean(kind: str, mean: float | None, longest: int) -> float:

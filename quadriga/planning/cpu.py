@@ -16,7 +16,6 @@ def measured_cpu(
     count: int,
     dtype: str,
     available_bytes: float,
-    process_bytes: float,
     *,
     packs_narrow: bool,
 ) -> Devices:
@@ -26,7 +25,6 @@ def measured_cpu(
         count: ranks that share the cores and the memory.
         dtype: dtype that computes.
         available_bytes: memory that the ranks can get.
-        process_bytes: memory of a process that has the libraries of a run.
         packs_narrow: whether the rollout's copy of the layers' weights is in `dtype`; else in
             float32.
     """
@@ -54,6 +52,5 @@ def measured_cpu(
         bytes_per_s=bytes_per_s,
         link_bytes_per_s=bytes_per_s,
         source=f"measured: {dtype} products and copies with {num_threads} threads",
-        process_bytes=process_bytes,
         packed_itemsize=getattr(torch, dtype).itemsize if packs_narrow else 4,
     )

@@ -384,6 +384,12 @@ def _packed_bytes(config: Config, plan: RolePlan) -> float:
     return num_bytes / rollout_group_size(config)
 
 
+def cached_token_bytes(plan: RolePlan) -> float:
+    """Bytes of a token in the KV cache, which is in float32 on a CPU."""
+    itemsize = 4 if plan.is_on_cpu else plan.itemsize
+    return 2.0 * plan.sizes.num_layers * plan.sizes.keys * itemsize
+
+
 def cache_bytes(config: Config, plan: RolePlan) -> float:
     """Bytes of the KV cache in which all sequences that run together have their full length."""
     rollout = config.actor_rollout_ref.rollout
@@ -393,8 +399,6 @@ def cache_bytes(config: Config, plan: RolePlan) -> float:
     num_ranks = plan.layout.world_size
     num_engines = max(1, num_ranks // rollout_group_size(config))
     num_sequences = min(rollout.max_num_seqs, -(-batch.num_sequences // num_engines))
-    # On a CPU the cache is in float32 whatever computes.
-    itemsize = 4 if plan.is_on_cpu else plan.itemsize
-    token_bytes = 2.0 * plan.sizes.num_layers * plan.sizes.keys * itemsize
+    token_bytes = cached_token_bytes(plan)
     token_bytes /= min(rollout_group_size(config), plan.sizes.keys // plan.sizes.head_size)
     return num_sequences * batch.max_sequence_tokens * token_bytes
