@@ -108,9 +108,7 @@ class Phase:
         return f"{name}: {self.total / 1e9:.3g} GB ({', '.join(large_parts)})"
 
 
-def micro_batch_tokens(
-    config: Config, section: ActorConfig | CriticConfig, num_ranks: int = 1
-) -> int:
+def micro_batch_tokens(config: Config, section: ActorConfig | CriticConfig, num_ranks: int) -> int:
     """Tokens of the largest possible micro-batch of an update on one of `num_ranks` ranks."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     if section.ppo_micro_batch_size_per_gpu and not section.use_dynamic_bsz:
@@ -121,11 +119,17 @@ def micro_batch_tokens(
     return min(limit, _most_tokens(config, num_prompts, num_ranks))
 
 
+def _is_single_turn(config: Config) -> bool:
+    """Whether every rollout is one prompt with one response."""
+    rollout = config.actor_rollout_ref.rollout
+    has_own_loop = rollout.agent.agent_loop_path is not None or rollout.multi_turn.enable
+    return config.task == "rl" and config.env.name is None and not has_own_loop
+
+
 def _most_tokens(config: Config, num_prompts: int, num_ranks: int) -> int:
     """Most tokens that a rank computes of some prompts with their responses, in one pass."""
     rollout = config.actor_rollout_ref.rollout
-    is_single_turn = rollout.agent.agent_loop_path is None and not rollout.multi_turn.enable
-    if config.task != "rl" or config.env.name is not None or not is_single_turn:
+    if not _is_single_turn(config):
         # A rollout may have several sequences.
         return sys.maxsize
     num_sequences = -(-num_prompts * rollout.n // num_ranks)
@@ -157,7 +161,8 @@ def describe_update(config: Config, role: str, plan: RolePlan) -> str:
     """Predicted peaks of an update on an accelerator in bfloat16, in words."""
     if plan.unknown_part:
         return f"the memory of an update is not predicted for {plan.unknown_part}"
-    num_tokens = micro_batch_tokens(config, _section(config, role))
+    num_ranks = plan.layout.world_size
+    num_tokens = micro_batch_tokens(config, _section(config, role), num_ranks)
     totals = []
     for recomputes in (False, True):
         totals.append(update_of(config, role, replace(plan, recomputes=recomputes)).total)
@@ -357,9 +362,9 @@ def _generation(
         return Phase(ACTOR, GENERATION, parts)
     parts["weights of the rollout"] = _rollout_weights(config, plan) + _packed_bytes(config, plan)
     batch = BatchPlan(config)
-    num_tokens = min(
-        rollout.max_num_batched_tokens, batch.num_prompts * config.data.max_prompt_length
-    )
+    num_tokens = rollout.max_num_batched_tokens
+    if _is_single_turn(config):
+        num_tokens = min(num_tokens, batch.num_prompts * config.data.max_prompt_length)
     parts["working memory"] = forward_bytes(
         plan.sizes, num_tokens, 0, itemsize=plan.itemsize, has_head=False
     )

@@ -113,16 +113,16 @@ def test_passes_are_no_larger_than_their_batch(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     section = config.actor_rollout_ref.actor
     # 8 prompts of a mini-batch, once each, and their 32 responses.
-    assert micro_batch_tokens(config, section) == 8 * 16 + 32 * 48
+    assert micro_batch_tokens(config, section, 1) == 8 * 16 + 32 * 48
     # Each of two ranks may have responses to all of them.
-    assert micro_batch_tokens(config, section, num_ranks=2) == 8 * 16 + 16 * 48
+    assert micro_batch_tokens(config, section, 2) == 8 * 16 + 16 * 48
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024"
     config = config_of(tmp_path, key)
-    assert micro_batch_tokens(config, config.actor_rollout_ref.actor) == 1024
+    assert micro_batch_tokens(config, config.actor_rollout_ref.actor, 1) == 1024
     # A conversation of several turns may have more sequences.
     key = "actor_rollout_ref.rollout.multi_turn.enable=true"
     config = config_of(tmp_path, key)
-    assert micro_batch_tokens(config, config.actor_rollout_ref.actor) == 16384
+    assert micro_batch_tokens(config, config.actor_rollout_ref.actor, 1) == 16384
 
 
 def test_every_phase_has_python_and_its_libraries(tmp_path: Path) -> None:
