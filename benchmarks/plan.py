@@ -10,9 +10,10 @@ layout is always FSDP, whatever the published run used; its mean lengths are giv
 
 On this CPU each configuration has a model of a drawn shape with random weights, all weights or an
 adapter, a critic or none, float32 or bfloat16, a token budget, one rank or two. Responses have
-their full length, so lengths are known. The time is the mean of the last two of three steps,
-without grading; the memory is the largest resident size of the process, which is only known for
-one rank. A prediction has 0.6 GiB for Python and its libraries.
+their full length, so lengths are known. Rewards depend on the response: where all rewards of a
+prompt are equal, an update without a critic computes nothing. The time is the mean of the steps
+after the first, without grading; the memory is the largest resident size of the process, which is
+only known for one rank. `--memory` draws one rank only, and leaves times out.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,10 +33,10 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from quadriga.cli.plan import this_machine
 from quadriga.config import load_config
 from quadriga.config.placement import ACTOR, CRITIC
-from quadriga.observe.machine import GIB, available_bytes
-from quadriga.planning.cpu import measured_cpu
+from quadriga.observe.machine import GIB
 from quadriga.planning.devices import Devices
 from quadriga.planning.plan import make_plan, on_devices, read_sizes
 from quadriga.planning.time import Lengths
@@ -51,11 +53,17 @@ SHAPES = {
 }
 TIED = ("Qwen2.5-1.5B", "SmolLM2-360M")
 
-LIBRARIES_GIB = 0.6
 NUM_STEPS = 3
+NUM_MEMORY_STEPS = 2  # from the second step on all of the state exists
+# The rewards of a drawn model's words: it solves no task, and equal rewards teach nothing.
+REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 100
+"""
 
 
-def draw(number: int, seed: int, playground: Path, output: Path) -> tuple[str, list[str], int]:
+def draw(
+    number: int, seed: int, playground: Path, output: Path, ranks: tuple[int, ...] = (1, 1, 2)
+) -> tuple[str, list[str], int]:
     """A model's folder and a command line: a description, overrides, and the number of ranks."""
     choose = random.Random(f"{seed} {number}").choice
     base = json.loads((playground / "model" / "config.json").read_text())
@@ -76,13 +84,16 @@ def draw(number: int, seed: int, playground: Path, output: Path) -> tuple[str, l
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
     dtype = choose(["float32", "bfloat16"])
-    num_ranks = choose([1, 1, 2])
+    num_ranks = choose(ranks)
     has_adapter = choose([False, True])
     has_critic = choose([False, False, True])
     length = choose([48, 96, 160])
     budget = choose([1024, 2048, 4096])
+    reward = output / "reward.py"
+    reward.write_text(REWARD)
     overrides = [
         f"actor_rollout_ref.model.path={folder}",
+        f"custom_reward_function.path={reward}",
         f"data.max_response_length={length}",
         "data.train_batch_size=16",
         "actor_rollout_ref.rollout.n=4",
@@ -105,12 +116,13 @@ def draw(number: int, seed: int, playground: Path, output: Path) -> tuple[str, l
 
 
 def predict(
-    overrides: list[str], playground: Path, num_ranks: int
+    overrides: list[str], playground: Path, num_ranks: int, process_bytes: float
 ) -> tuple[float, float, dict[str, float]]:
     """Predicted GiB and seconds of a step, and its phases."""
     config = load_config(overrides, [playground / "sums.yaml"]).config
     dtype = config.actor_rollout_ref.actor.fsdp_config.model_dtype
-    devices = measured_cpu(num_ranks, dtype, available_bytes())
+    # This process has built models, which leave holes in its memory.
+    devices = replace(this_machine(num_ranks, dtype), process_bytes=process_bytes)
     config = on_devices(config, devices)
     sizes = {ACTOR: read_sizes(Path(config.actor_rollout_ref.model.path) / "config.json", {})}
     if config.algorithm.adv_estimator == "gae":
@@ -118,17 +130,17 @@ def predict(
     # Prompts of the playground have about 8 tokens.
     lengths = Lengths(prompt=8, response=config.data.max_response_length)
     plan = make_plan(config, devices, lengths, sizes, 4 if dtype == "float32" else 2)
-    return plan.largest.total / GIB + LIBRARIES_GIB, plan.time.total, dict(plan.time.phases)
+    return plan.largest.total / GIB, plan.time.total, dict(plan.time.phases)
 
 
 def measure(
-    overrides: list[str], playground: Path, num_ranks: int, run: Path
+    overrides: list[str], playground: Path, num_ranks: int, run: Path, num_steps: int
 ) -> tuple[float, float, dict[str, Any]]:
     """Measured GiB and seconds of a step, and its metrics."""
     words = [
         *overrides,
         f"trainer.default_local_dir={run}",
-        f"trainer.total_training_steps={NUM_STEPS}",
+        f"trainer.total_training_steps={num_steps}",
         "trainer.save_freq=-1",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
@@ -202,6 +214,7 @@ def compare_published() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--published", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--playground", type=Path, default=Path("outputs/playground"))
     parser.add_argument("--output", type=Path, default=Path("outputs/plan"))
     parser.add_argument("--seed", type=int, default=1)
@@ -211,18 +224,29 @@ def main() -> None:
         compare_published()
         return
     shutil.rmtree(options.output, ignore_errors=True)
-    print("| configuration | GiB predicted | measured | error | s predicted | measured | error |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    options.output.mkdir(parents=True)
+    ranks = (1,) if options.memory else (1, 1, 2)
+    num_steps = NUM_MEMORY_STEPS if options.memory else NUM_STEPS
+    times = "" if options.memory else " s predicted | measured | error |"
+    header = f"| configuration | GiB predicted | measured | error |{times}"
+    print(header)
+    print("|" + "---|" * (header.count("|") - 1), flush=True)
+    process_bytes = this_machine(1, "float32").process_bytes
     for number in range(options.number):
-        name, overrides, num_ranks = draw(number, options.seed, options.playground, options.output)
-        gib, seconds, phases = predict(overrides, options.playground, num_ranks)
+        name, overrides, num_ranks = draw(
+            number, options.seed, options.playground, options.output, ranks
+        )
+        gib, seconds, phases = predict(overrides, options.playground, num_ranks, process_bytes)
         run = options.output / f"run_{number}"
-        real_gib, real_seconds, metrics = measure(overrides, options.playground, num_ranks, run)
-        memory = f"{gib:.2f} | {real_gib:.2f} | {gib / real_gib - 1:+.0%}"
+        real_gib, real_seconds, metrics = measure(
+            overrides, options.playground, num_ranks, run, num_steps
+        )
+        row = f"| {name} | {gib:.2f} | {real_gib:.2f} | {gib / real_gib - 1:+.0%} |"
         if num_ranks > 1:
-            memory = f"{gib:.2f} | | "
-        error = f"{seconds / real_seconds - 1:+.0%}"
-        print(f"| {name} | {memory} | {seconds:.2f} | {real_seconds:.2f} | {error} |", flush=True)
+            row = f"| {name} | {gib:.2f} | | |"
+        if not options.memory:
+            row += f" {seconds:.2f} | {real_seconds:.2f} | {seconds / real_seconds - 1:+.0%} |"
+        print(row, flush=True)
         facts = {"predicted": phases, "load": os.getloadavg()[0], "at": time.time()}
         timings = {key: value for key, value in metrics.items() if key.startswith("timing_s/")}
         (run / "plan.json").write_text(json.dumps(facts | {"measured": timings}))

@@ -3,6 +3,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from quadriga.planning.time import Lengths
 # Imported on demand: they load torch, which a plan for accelerators does not need.
 _CPU = "quadriga.planning.cpu"
 _MACHINE = "quadriga.observe.machine"
+_PRODUCTS = "quadriga.rollout.native.products"
+_RUN = "quadriga.trainer.task_runner"
 _LOAD = "quadriga.models.load"
 
 _ABOUT = """Predict the memory of each phase on each rank and the time of a step, the largest token
@@ -54,12 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if dtype == "auto":
         dtype = "float32" if options.devices.endswith(CPU) else "bfloat16"
     count, name = count_and_name(options.devices)
-    if name == CPU:
-        available_bytes = import_module(_MACHINE).available_bytes()
-        measured_cpu = import_module(_CPU).measured_cpu
-        devices = measured_cpu(count, dtype, available_bytes)
-    else:
-        devices = Devices.parse(options.devices)
+    devices = this_machine(count, dtype) if name == CPU else Devices.parse(options.devices)
     itemsize = 4 if dtype == "float32" else 2
     data = config.data
     lengths = Lengths(
@@ -82,6 +80,27 @@ def main(argv: Sequence[str]) -> int:
         options.write.write_text(show(plan.config), encoding="utf-8")
         print(f"\nwritten: {options.write}")
     return 0 if plan.fits else 1
+
+
+def this_machine(count: int, dtype: str) -> Devices:
+    """This machine's CPU as the device of ranks, with the memory of a process that imports a run.
+
+    Args:
+        count: ranks that share the cores.
+        dtype: dtype that computes.
+    """
+    import_module(_RUN)
+    machine = import_module(_MACHINE)
+    is_fast = import_module(_PRODUCTS).has_fast_bfloat16()
+    devices: Devices = import_module(_CPU).measured_cpu(
+        count,
+        dtype,
+        machine.available_bytes(),
+        packs_narrow=dtype == "bfloat16" and is_fast,
+    )
+    # After the products, whose kernels are in memory as well.
+    process_bytes, _ = machine.resident_bytes()
+    return replace(devices, process_bytes=process_bytes)
 
 
 def _mean(kind: str, mean: float | None, longest: int) -> float:

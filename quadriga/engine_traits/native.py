@@ -10,6 +10,7 @@ TRAITS = EngineTraits(
     reports_routes=True,
     spans_ranks=True,
     takes_shards=True,
+    packs_weights=True,
     ignores_lora_merge=(
         "the actor's own modules compute with the adapter, a copy of them with merged weights"
     ),

@@ -52,6 +52,7 @@ class EngineTraits:
         ignores_lora_merge: the reason why `lora_merge` has no effect; "" if it has one.
         server_options: options in `engine_kwargs` that name running servers; with one of them it
             starts no processes.
+        packs_weights: whether on a CPU it computes with copies of the weights in another order.
         file_options: options in `engine_kwargs` that must name existing files.
         reads_keys: keys of `rollout` that it reads, of those that not every engine does.
         lacks: sampling that it does not support: log-probabilities after the temperature and before
@@ -71,6 +72,7 @@ class EngineTraits:
     ignores_lora_merge: str = ""
     server_options: tuple[str, ...] = ()
     file_options: tuple[str, ...] = ()
+    packs_weights: bool = False
     reads_keys: tuple[Literal["enforce_eager", "gpu_memory_utilization", "request_seeds"], ...] = ()
     lacks: tuple[Literal["unfiltered_log_probs", "min_p", "stop_token_ids"], ...] = ()
     package: Package | None = None

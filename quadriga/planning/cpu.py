@@ -12,13 +12,21 @@ _COPY_NUMBERS = 1 << 25
 _MEASURED_S = 2.0  # seconds of products, and again of copies
 
 
-def measured_cpu(count: int, dtype: str, available_bytes: float) -> Devices:
+def measured_cpu(
+    count: int,
+    dtype: str,
+    available_bytes: float,
+    *,
+    packs_narrow: bool,
+) -> Devices:
     """Measure products and copies with all cores, for four seconds.
 
     Args:
         count: ranks that share the cores and the memory.
         dtype: dtype that computes.
         available_bytes: memory that the ranks can get.
+        packs_narrow: whether the rollout's copy of the layers' weights is in `dtype`; else in
+            float32.
     """
     device = torch.device("cpu")
     flops = 0.0
@@ -44,4 +52,5 @@ def measured_cpu(count: int, dtype: str, available_bytes: float) -> Devices:
         bytes_per_s=bytes_per_s,
         link_bytes_per_s=bytes_per_s,
         source=f"measured: {dtype} products and copies with {num_threads} threads",
+        packed_itemsize=getattr(torch, dtype).itemsize if packs_narrow else 4,
     )

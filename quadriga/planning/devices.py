@@ -29,6 +29,9 @@ class Devices:
         bytes_per_s: bandwidth of its memory.
         link_bytes_per_s: bandwidth between two of them, in one direction.
         source: where the figures come from.
+        process_bytes: memory of Python and its libraries in a rank's process, if it is that of the
+            device.
+        packed_itemsize: see `quadriga.planning.phases.RolePlan`.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Devices:
     bytes_per_s: float
     link_bytes_per_s: float
     source: str
+    process_bytes: float = 0.0
+    packed_itemsize: int = 0
 
     @property
     def is_cpu(self) -> bool:

@@ -9,7 +9,8 @@
 
 The peak is the largest of these moments. Gradients count from the first micro-batch on, since
 later ones add to them. Terms were read off the code, and agree with the bytes of all live tensors
-on the stand-in for CUDA (tests/rehearsal/test_memory.py).
+on the stand-in for CUDA (tests/rehearsal/test_memory.py). On a CPU plain torch computes: the head
+has the logits of shorter chunks in float32, and attention keeps its results in float32.
 
 Legend: N packed tokens, M predicted tokens, D hidden size, F width of the MLP, Q and K numbers of a
 token's queries and keys, V vocabulary, r rank of an adapter.
@@ -21,6 +22,9 @@ from typing import NamedTuple
 from quadriga.planning.sizes import ModelSizes
 
 _CHUNK_TOKENS = 2048  # tokens whose logits' gradient is in memory at once
+_CPU_CHUNK_TOKENS = 512  # the same on a CPU
+_WIDE_TOKENS = 8192  # up to here a CPU keeps results of attention in float32
+_HEAD_BLOCK = 4096  # rows of the head that a CPU converts to float32 at a time
 _ROWS_PER_PART = 8192  # rows of the head with one set of statistics per token
 _COLUMN_BYTES = 170  # of a token in a packed batch of a pass without gradients
 # What most of the working memory is at each moment.
@@ -43,6 +47,7 @@ class UpdateShape:
         adapter_rank: r; 0 if all weights are trained.
         has_head: whether a vocabulary head computes; False for a critic.
         has_gradients: whether gradients of an earlier micro-batch are in memory.
+        is_on_cpu: whether a CPU computes.
     """
 
     num_tokens: int
@@ -53,6 +58,7 @@ class UpdateShape:
     adapter_rank: int = 0
     has_head: bool = True
     has_gradients: bool = True
+    is_on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,9 @@ def layer_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
     if sizes.norms_queries:
         numbers += sizes.queries + sizes.keys
         wide_numbers += (sizes.queries + sizes.keys) // sizes.head_size
+    if shape.is_on_cpu and shape.itemsize < 4 and shape.num_tokens <= _WIDE_TOKENS:
+        # The result of attention before it was rounded.
+        wide_numbers += sizes.queries
     numbers += _NUM_LINEAR * shape.adapter_rank
     return shape.num_tokens * (numbers * shape.itemsize + wide_numbers * 4)
 
@@ -147,6 +156,7 @@ def forward_bytes(
     num_shards: int = 1,
     has_adapter: bool = False,
     has_head: bool = True,
+    is_on_cpu: bool = False,
 ) -> float:
     """Bytes of a pass without gradients, beside the weights.
 
@@ -158,6 +168,7 @@ def forward_bytes(
         num_shards: ranks that shard the weights (FSDP).
         has_adapter: whether linear modules have an adapter.
         has_head: whether a vocabulary head computes.
+        is_on_cpu: whether a CPU computes.
     """
     token_bytes = num_tokens * itemsize
     # Cosines and sines; columns of the packed batch, most of them int64.
@@ -173,9 +184,10 @@ def forward_bytes(
     # States and outputs of the whole pass; statistics of the vocabulary.
     head = 0.0
     if has_head:
-        num_parts = -(-sizes.vocabulary // _ROWS_PER_PART)
         states = (num_tokens + num_predicted) * sizes.hidden * itemsize
-        head = states + num_predicted * 4 * 4 * num_parts
+        head = states + _statistics_bytes(sizes, num_predicted, is_on_cpu=is_on_cpu)
+        if is_on_cpu:
+            head += _logits_bytes(sizes, num_predicted, itemsize)
     gathered = 0.0
     if num_shards > 1:
         outside_layers = sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
@@ -254,12 +266,32 @@ def _head_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
     num_predicted = shape.num_predicted
     if not shape.has_head:
         return num_predicted * sizes.hidden * 4.0
-    num_parts = -(-sizes.vocabulary // _ROWS_PER_PART)
-    statistics = num_predicted * 4 * 4 * num_parts
-    chunk = min(_CHUNK_TOKENS, num_predicted) * sizes.vocabulary * shape.itemsize
+    statistics = _statistics_bytes(sizes, num_predicted, is_on_cpu=shape.is_on_cpu)
     gradient = num_predicted * sizes.hidden * shape.itemsize
+    chunk: float = min(_CHUNK_TOKENS, num_predicted) * sizes.vocabulary * shape.itemsize
+    # Summed in float32 over the chunks, then rounded.
+    gradient_itemsize = 4.0 + shape.itemsize
+    if shape.is_on_cpu:
+        chunk = _logits_bytes(sizes, num_predicted, shape.itemsize)
+        if shape.itemsize < 4:
+            # The gradient, rounded for its products.
+            chunk += min(_CPU_CHUNK_TOKENS, num_predicted) * sizes.vocabulary * shape.itemsize
+        gradient_itemsize = shape.itemsize
     weight_gradient = 0.0
     if not shape.adapter_rank:
-        # Summed in float32 over the chunks, then rounded.
-        weight_gradient = sizes.table_parameters * (4.0 + shape.itemsize)
+        weight_gradient = sizes.table_parameters * gradient_itemsize
     return statistics + chunk + gradient + weight_gradient
+
+
+def _statistics_bytes(sizes: ModelSizes, num_predicted: int, *, is_on_cpu: bool) -> float:
+    """Bytes of four float32 numbers of each token, for each part of the vocabulary."""
+    num_parts = 1 if is_on_cpu else -(-sizes.vocabulary // _ROWS_PER_PART)
+    return num_predicted * 4.0 * 4 * num_parts
+
+
+def _logits_bytes(sizes: ModelSizes, num_predicted: int, itemsize: int) -> float:
+    """Bytes of a chunk of float32 logits on a CPU, and of the rows of the head that make them."""
+    num_bytes = 4.0 * min(_CPU_CHUNK_TOKENS, num_predicted) * sizes.vocabulary
+    if itemsize < 4:
+        num_bytes += 4.0 * min(_HEAD_BLOCK, sizes.vocabulary) * sizes.hidden
+    return num_bytes

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted memory of each phase of a step, on one rank of an accelerator.
+"""Predicted memory of each phase of a step, on one rank.
 
     generation    training state that stays, weights of the rollout, KV cache, one pass of prefill
     log-probs     weights, moments unless they are offloaded, one pass without gradients
     update        see planning/memory.py
     weight sync   the same state, weights of the rollout, a bucket, the largest tensor
 
-Each phase also has what other roles on the same device keep between their phases.
+Each phase also has what other roles on the same device keep between their phases, and in a process
+on a CPU Python and its libraries (`Devices.process_bytes`).
 
 Legend: N packed tokens, D hidden size, F width of the MLP, Q and K numbers of a token's queries and
 keys, V vocabulary.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -50,12 +52,20 @@ class RolePlan:
         layout: arrangement of the ranks.
         itemsize: bytes of a number of the dtype that computes.
         recomputes: whether activations are recomputed.
+        packed_itemsize: bytes of a number in the rollout's copy of the layers' weights in another
+            order, which products on a CPU need; 0 on an accelerator.
     """
 
     sizes: ModelSizes
     layout: Layout
     itemsize: int = 2
     recomputes: bool = False
+    packed_itemsize: int = 0
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether a CPU computes."""
+        return self.packed_itemsize > 0
 
     @property
     def unknown_part(self) -> str:
@@ -98,19 +108,42 @@ class Phase:
         return f"{name}: {self.total / 1e9:.3g} GB ({', '.join(large_parts)})"
 
 
-def micro_batch_tokens(config: Config, section: ActorConfig | CriticConfig) -> int:
-    """Tokens of the largest possible micro-batch of an update."""
+def micro_batch_tokens(config: Config, section: ActorConfig | CriticConfig, num_ranks: int) -> int:
+    """Tokens of the largest possible micro-batch of an update on one of `num_ranks` ranks."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     if section.ppo_micro_batch_size_per_gpu and not section.use_dynamic_bsz:
         return section.ppo_micro_batch_size_per_gpu * longest
     # A sequence that is longer than the limit is alone in its micro-batch.
-    return max(section.ppo_max_token_len_per_gpu, longest)
+    limit = max(section.ppo_max_token_len_per_gpu, longest)
+    num_prompts = min(section.ppo_mini_batch_size, config.data.train_batch_size)
+    return min(limit, _most_tokens(config, num_prompts, num_ranks))
+
+
+def _is_single_turn(config: Config) -> bool:
+    """Whether every rollout is one prompt with one response."""
+    rollout = config.actor_rollout_ref.rollout
+    has_own_loop = rollout.agent.agent_loop_path is not None or rollout.multi_turn.enable
+    return config.task == "rl" and config.env.name is None and not has_own_loop
+
+
+def _most_tokens(config: Config, num_prompts: int, num_ranks: int) -> int:
+    """Most tokens that a rank computes of some prompts with their responses, in one pass."""
+    rollout = config.actor_rollout_ref.rollout
+    if not _is_single_turn(config):
+        # A rollout may have several sequences.
+        return sys.maxsize
+    num_sequences = -(-num_prompts * rollout.n // num_ranks)
+    num_shared = num_sequences
+    if config.actor_rollout_ref.actor.use_prefix_sharing:
+        num_shared = min(num_sequences, num_prompts)
+    num_response_tokens = num_sequences * config.data.max_response_length
+    return num_shared * config.data.max_prompt_length + num_response_tokens
 
 
 def update_of(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
     """Predict the peak of an update of a role; every token may be a predicted one."""
     section = _section(config, role)
-    num_tokens = micro_batch_tokens(config, section)
+    num_tokens = micro_batch_tokens(config, section, plan.layout.world_size)
     shape = UpdateShape(
         num_tokens=num_tokens,
         num_predicted=num_tokens,
@@ -119,6 +152,7 @@ def update_of(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
         num_shards=plan.layout.fsdp,
         adapter_rank=_adapter_rank(config, role),
         has_head=role == ACTOR,
+        is_on_cpu=plan.is_on_cpu,
     )
     return update_memory(plan.sizes, shape)
 
@@ -127,7 +161,8 @@ def describe_update(config: Config, role: str, plan: RolePlan) -> str:
     """Predicted peaks of an update on an accelerator in bfloat16, in words."""
     if plan.unknown_part:
         return f"the memory of an update is not predicted for {plan.unknown_part}"
-    num_tokens = micro_batch_tokens(config, _section(config, role))
+    num_ranks = plan.layout.world_size
+    num_tokens = micro_batch_tokens(config, _section(config, role), num_ranks)
     totals = []
     for recomputes in (False, True):
         totals.append(update_of(config, role, replace(plan, recomputes=recomputes)).total)
@@ -176,6 +211,8 @@ def phases(
     num_tokens = section.ppo_max_token_len_per_gpu
     if role == ACTOR:
         num_tokens = config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+    most_tokens = _most_tokens(config, config.data.train_batch_size, plan.layout.world_size)
+    num_tokens = min(num_tokens, most_tokens)
     activations = forward_bytes(
         plan.sizes,
         num_tokens,
@@ -184,12 +221,15 @@ def phases(
         num_shards=plan.layout.fsdp,
         has_adapter=_adapter_rank(config, role) > 0,
         has_head=role == ACTOR,
+        is_on_cpu=plan.is_on_cpu,
     )
     awake = dict(state)
     if section.fsdp_config.optimizer_offload:
         # Moments are loaded for updates alone.
         awake["optimizer"] = 0.0
     passes = {**awake, "activations": activations, **beside_training}
+    if plan.is_on_cpu:
+        passes["gradients"] = _kept_gradients(config, role, plan)
     predicted.append(Phase(role, LOG_PROBS if role == ACTOR else "values", passes))
     parts = {
         **state,
@@ -260,9 +300,18 @@ def _resting_bytes(config: Config, role: str, plan: RolePlan) -> float:
         num_bytes += plan.sizes.num_parameters * plan.itemsize
     if not fsdp.optimizer_offload:
         num_bytes += update.optimizer
-    if fsdp.grad_offload is False:
-        num_bytes += update.gradients
-    return num_bytes
+    return num_bytes + _kept_gradients(config, role, plan)
+
+
+def _kept_gradients(config: Config, role: str, plan: RolePlan) -> float:
+    """Bytes of the sums of gradients that a role keeps between updates."""
+    frees_gradients = _section(config, role).fsdp_config.grad_offload
+    if plan.is_on_cpu and plan.itemsize == 4:
+        # Parameters that are their own masters drop their gradients.
+        return 0.0
+    if frees_gradients is None:
+        frees_gradients = not plan.is_on_cpu
+    return 0.0 if frees_gradients else update_of(config, role, plan).gradients
 
 
 def _reference_bytes(config: Config, plan: RolePlan) -> float:
@@ -287,7 +336,8 @@ def _sleeping_bytes(config: Config, plan: RolePlan, device_bytes: float) -> floa
     """Bytes that the rollout keeps on the device while the models train."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.traits.computes_in == "caller":
-        return _rollout_weights(config, plan)
+        packed_bytes = 0.0 if rollout.free_cache_engine else _packed_bytes(config, plan)
+        return _rollout_weights(config, plan) + packed_bytes
     if rollout.free_cache_engine or not _reserves_memory(config):
         return 0.0
     return rollout_share(config) * device_bytes
@@ -310,18 +360,39 @@ def _generation(
         if _reserves_memory(config):
             parts["rollout"] = rollout_share(config) * device_bytes
         return Phase(ACTOR, GENERATION, parts)
-    parts["weights of the rollout"] = _rollout_weights(config, plan)
+    parts["weights of the rollout"] = _rollout_weights(config, plan) + _packed_bytes(config, plan)
+    batch = BatchPlan(config)
     num_tokens = rollout.max_num_batched_tokens
+    if _is_single_turn(config):
+        num_tokens = min(num_tokens, batch.num_prompts * config.data.max_prompt_length)
     parts["working memory"] = forward_bytes(
         plan.sizes, num_tokens, 0, itemsize=plan.itemsize, has_head=False
     )
     # Logits of one token of each sequence, in float32.
-    parts["working memory"] += 4.0 * rollout.max_num_seqs * plan.sizes.vocabulary
+    num_running = min(rollout.max_num_seqs, batch.num_sequences)
+    parts["working memory"] += 4.0 * num_running * plan.sizes.vocabulary
     parts["KV cache"] = cache_bytes(config, plan)
-    if rollout.cache_gigabytes is None:
+    if rollout.cache_gigabytes is None and not plan.is_on_cpu:
         free_bytes = max(0.0, device_bytes - sum(parts.values()) + parts["KV cache"])
         parts["KV cache"] = min(parts["KV cache"], _CACHE_SHARE * free_bytes)
     return Phase(ACTOR, GENERATION, parts)
+
+
+def _packed_bytes(config: Config, plan: RolePlan) -> float:
+    """Bytes of the copies of weights that the rollout makes on a CPU while it generates."""
+    if not plan.is_on_cpu or not config.actor_rollout_ref.rollout.traits.packs_weights:
+        return 0.0
+    # The head makes logits in float32. Modules with an adapter compute by themselves.
+    num_bytes = 4.0 * plan.sizes.table_parameters
+    if not _adapter_rank(config, ACTOR):
+        num_bytes += float(plan.packed_itemsize) * plan.sizes.matrix_parameters
+    return num_bytes / rollout_group_size(config)
+
+
+def cached_token_bytes(plan: RolePlan) -> float:
+    """Bytes of a token in the KV cache, which is in float32 on a CPU."""
+    itemsize = 4 if plan.is_on_cpu else plan.itemsize
+    return 2.0 * plan.sizes.num_layers * plan.sizes.keys * itemsize
 
 
 def cache_bytes(config: Config, plan: RolePlan) -> float:
@@ -333,6 +404,6 @@ def cache_bytes(config: Config, plan: RolePlan) -> float:
     num_ranks = plan.layout.world_size
     num_engines = max(1, num_ranks // rollout_group_size(config))
     num_sequences = min(rollout.max_num_seqs, -(-batch.num_sequences // num_engines))
-    token_bytes = 2.0 * plan.sizes.num_layers * plan.sizes.keys * plan.itemsize
+    token_bytes = cached_token_bytes(plan)
     token_bytes /= min(rollout_group_size(config), plan.sizes.keys // plan.sizes.head_size)
     return num_sequences * batch.max_sequence_tokens * token_bytes

@@ -144,6 +144,7 @@ def make_plan(
             section.layout(size, where, settings),
             itemsize,
             recomputes=model.enable_gradient_checkpointing is True,
+            packed_itemsize=devices.packed_itemsize,
         )
         if role.unknown_part:
             raise ConfigError(
@@ -159,8 +160,12 @@ def make_plan(
     has_passes = needs_old_log_prob_pass(config) or needs_reference(config)
     for where in roles:
         for phase in phases(config, roles, where, devices.memory_bytes):
-            if has_passes or phase.name != LOG_PROBS:
-                predicted.append(phase)
+            if not has_passes and phase.name == LOG_PROBS:
+                continue
+            if devices.process_bytes:
+                parts = {**phase.parts, "Python and libraries": devices.process_bytes}
+                phase = replace(phase, parts=parts)
+            predicted.append(phase)
     predicted += apart_phases(config, devices.memory_bytes)
     return Plan(config, devices, roles, predicted, step_time(config, roles, devices, lengths))
 

@@ -20,7 +20,7 @@ from quadriga.config import Config
 from quadriga.config.explain import BatchPlan, needs_old_log_prob_pass, needs_reference
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.planning.devices import Devices
-from quadriga.planning.phases import RolePlan
+from quadriga.planning.phases import RolePlan, cached_token_bytes
 from quadriga.planning.sizes import ModelSizes
 
 _LONGEST_FACTOR = 2.0  # longest response of a step, in mean responses
@@ -191,7 +191,7 @@ def _generation_s(
     prefill = (
         forward_flops(sizes, prompt_tokens, num_prompts, prompt_tokens * lengths.prompt) / rate
     )
-    token_bytes = 2.0 * sizes.num_layers * sizes.keys * plan.itemsize
+    token_bytes = cached_token_bytes(plan)
     mean_length = lengths.prompt + lengths.response / 2
     parts = {
         "weights": num_steps * sizes.num_parameters * plan.itemsize / bandwidth,

@@ -59,12 +59,19 @@ def test_seven_billion_on_one_and_on_eight(
     # What is written is a configuration of eight ranks.
     config = load_config([], [file]).config
     assert config.trainer.n_gpus_per_node == 8
-    # The budget that is called the largest fits, and a larger one does not.
+    # Of a step with many tokens the largest budget is found: it fits, and a larger one does not.
+    many = [
+        "data.train_batch_size=1024",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1024",
+        "actor_rollout_ref.rollout.n=16",
+    ]
+    plan([*words(model, "8xH100-80GB"), *many])
+    text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if "largest ppo_max_token_len" in line)
     largest = int(line.rpartition(" ")[2])
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    assert plan(words(model, "8xH100-80GB", f"{key}={largest}")) == 0
-    assert plan(words(model, "8xH100-80GB", f"{key}={largest + 4096}")) == 1
+    assert plan(words(model, "8xH100-80GB", f"{key}={largest}", *many)) == 0
+    assert plan(words(model, "8xH100-80GB", f"{key}={largest + 4096}", *many)) == 1
 
 
 def test_half_of_the_devices_generate(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory on a CPU, term by term: what differs from an accelerator, with sizes worked out by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.config import Config, load_config
+from quadriga.config.layout import Layout
+from quadriga.config.placement import ACTOR
+from quadriga.planning.devices import CPU, Devices
+from quadriga.planning.memory import UpdateShape, forward_bytes, layer_bytes, update_memory
+from quadriga.planning.phases import GENERATION, RolePlan, micro_batch_tokens, phases
+from quadriga.planning.plan import make_plan
+from quadriga.planning.sizes import ModelSizes
+from quadriga.planning.time import Lengths
+
+# 4 heads of 16, 2 of them for keys and values; queries 64, keys 32.
+SIZES = ModelSizes(
+    hidden=64,
+    mlp=128,
+    queries=64,
+    keys=32,
+    num_heads=4,
+    head_size=16,
+    num_layers=2,
+    vocabulary=50_000,
+    num_parameters=2 * 37_000 + 50_000 * 64,
+    layer_parameters=37_000,
+    is_tied=True,
+)
+HALF = UpdateShape(num_tokens=1000, num_predicted=1000)
+DEVICE_BYTES = 1e9
+
+
+def config_of(tmp_path: Path, *overrides: str) -> Config:
+    """Sixteen prompts of up to 16 tokens, with 4 responses of up to 48 tokens each."""
+    keys = [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "data.train_files=unused.parquet",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=16",
+        "data.max_response_length=48",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        *overrides,
+    ]
+    return load_config(keys).config
+
+
+def parts_of(config: Config, plan: RolePlan, name: str) -> dict[str, Any]:
+    predicted = phases(config, {ACTOR: plan}, ACTOR, DEVICE_BYTES)
+    return dict(next(phase for phase in predicted if phase.name == name).parts)
+
+
+def on_cpu(itemsize: int) -> RolePlan:
+    return RolePlan(SIZES, Layout(), itemsize, packed_itemsize=itemsize)
+
+
+def test_results_of_attention_stay_in_float32() -> None:
+    beyond = layer_bytes(SIZES, replace(HALF, is_on_cpu=True)) - layer_bytes(SIZES, HALF)
+    assert beyond == 1000 * 64 * 4
+    for changes in ({"itemsize": 4}, {"num_tokens": 8193}):
+        shape = replace(HALF, **changes)
+        assert layer_bytes(SIZES, replace(shape, is_on_cpu=True)) == layer_bytes(SIZES, shape)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_head_has_float32_logits_of_512_tokens(itemsize: int) -> None:
+    logits = 512 * 50_000 * 4
+    rows_in_float32 = 4096 * 64 * 4 if itemsize == 2 else 0
+    states = 2 * 1000 * 64 * itemsize
+    positions = 1000 * (2 * 16 * itemsize + 170)
+    predicted = forward_bytes(SIZES, 1000, 1000, itemsize=itemsize, is_on_cpu=True)
+    assert predicted == positions + states + 1000 * 16 + logits + rows_in_float32
+
+    # The backward pass also has the gradient of the head, in the dtype of the head.
+    shape = replace(HALF, itemsize=itemsize, is_on_cpu=True)
+    rounded = 512 * 50_000 * itemsize if itemsize == 2 else 0
+    gradients = (50_000 + 1000) * 64 * itemsize
+    memory = update_memory(SIZES, shape)
+    assert memory.moment == "the head's backward pass"
+    assert memory.working == 1000 * 16 + logits + rows_in_float32 + rounded + gradients
+
+
+def test_the_rollout_has_copies_of_weights_and_a_float32_cache(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    matrices = 2 * (2 * 64 * (64 + 32) + 3 * 64 * 128)
+    for itemsize in (2, 4):
+        parts = parts_of(config, on_cpu(itemsize), GENERATION)
+        # Logits are in float32, so the head's copy is.
+        assert parts["weights of the rollout"] == 50_000 * 64 * 4 + matrices * itemsize
+        # 64 sequences of 64 tokens, keys and values of 2 layers.
+        assert parts["KV cache"] == 64 * 64 * 2 * 2 * 32 * 4
+    config = config_of(tmp_path, "actor_rollout_ref.model.lora_rank=4")
+    parts = parts_of(config, on_cpu(4), GENERATION)
+    assert parts["weights of the rollout"] == 50_000 * 64 * 4
+    accelerator = RolePlan(SIZES, Layout(), 2)
+    assert parts_of(config, accelerator, GENERATION)["weights of the rollout"] == 0
+
+
+def test_gradients_in_bfloat16_are_kept_between_updates(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    state = 16 * SIZES.num_parameters
+    for itemsize, kept_bytes in ((2, state + 2 * SIZES.num_parameters), (4, 0.75 * state)):
+        training_state = parts_of(config, on_cpu(itemsize), GENERATION)["training state"]
+        assert training_state == kept_bytes
+
+
+def test_passes_are_no_larger_than_their_batch(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    section = config.actor_rollout_ref.actor
+    # 8 prompts of a mini-batch, once each, and their 32 responses.
+    assert micro_batch_tokens(config, section, 1) == 8 * 16 + 32 * 48
+    # Each of two ranks may have responses to all of them.
+    assert micro_batch_tokens(config, section, 2) == 8 * 16 + 16 * 48
+    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024"
+    config = config_of(tmp_path, key)
+    assert micro_batch_tokens(config, config.actor_rollout_ref.actor, 1) == 1024
+    # A conversation of several turns may have more sequences.
+    key = "actor_rollout_ref.rollout.multi_turn.enable=true"
+    config = config_of(tmp_path, key)
+    assert micro_batch_tokens(config, config.actor_rollout_ref.actor, 1) == 16384
+
+
+def test_every_phase_has_python_and_its_libraries(tmp_path: Path) -> None:
+    devices = Devices(CPU, 1, DEVICE_BYTES, 1e12, 1e10, 1e10, "test", packed_itemsize=4)
+    config = config_of(tmp_path)
+    lengths = Lengths(prompt=8, response=48)
+    bare = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
+    devices = replace(devices, process_bytes=4e8)
+    plan = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
+    for phase, bare_phase in zip(plan.phases, bare.phases, strict=True):
+        assert phase.total == bare_phase.total + 4e8
