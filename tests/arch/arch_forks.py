@@ -16,6 +16,7 @@ MAY_FORK: dict[str, str] = {
     "quadriga/descendants.py:supervise": "a supervisor and its child: a new program with one thread splits in two",
     "quadriga/rewards/code/supervisor.py:Supervisor._start": "a new program with one thread; a copy runs each program",
     "tests/numerics/launching.py:lead_ranks": "ranks share the imports of a process that has one thread",
+    "tests/rehearsal/faults/run.py:run_tests": "checks share the imports of a process that has one thread",
     "tests/unit/observe/test_stopping.py:test_sigterm_in_a_fork_is_no_request": "asks what a user's fork does",
     "tests/unit/observe/test_watchdog.py:test_waits_in_a_fork_are_reported": "asks what a user's fork does",
     "tests/unit/rewards/code/test_system_calls.py:attempt": "a filter of system calls stays with its process",

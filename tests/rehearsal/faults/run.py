@@ -38,7 +38,7 @@ def copy_sources(target: Path) -> None:
 
 
 def check_of(patch: Path) -> tuple[str, str]:
-    """Where the check of a patch runs, and the test."""
+    """Read where the check of a patch runs, and the test."""
     line = patch.read_text(encoding="utf-8").partition("\n")[0]
     where, _, test = line.partition(": ")
     return where, test.strip()
