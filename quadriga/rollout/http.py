@@ -597,18 +597,18 @@ class ServedScorer:
         rows = mask.any(-1).nonzero()[:, 0].tolist()
         sequences = [data.batch["input_ids"][row][attention[row]].tolist() for row in rows]
         replies = self._thread.submit(self._ask(sequences)).result()
-        # The servers got the tokens under the attention mask, so places shift by the padding.
         for row, entries in zip(rows, replies, strict=True):
-            places = mask[row].nonzero()[:, 0]
+            columns = mask[row].nonzero()[:, 0]
+            # A reply has an entry for each token that was sent, so none for the prompt's padding.
             num_prompt_tokens = int(attention[row, : -mask.shape[1]].sum())
-            masked_entries = [entries[num_prompt_tokens + place] for place in places.tolist()]
-            log_probs, top = zip(*masked_entries, strict=True)
-            scores["log_probs"][row, places] = torch.tensor(log_probs)
+            row_entries = [entries[num_prompt_tokens + column] for column in columns.tolist()]
+            log_probs, top_pairs = zip(*row_entries, strict=True)
+            scores["log_probs"][row, columns] = torch.tensor(log_probs)
             if self.top_k:
-                # Float64 holds token ids exactly.
-                tokens, values = torch.tensor(top, dtype=torch.float64).unbind(-1)
-                scores["top_ids"][row, places] = tokens.int()
-                scores["top_log_probs"][row, places] = values.float()
+                # Pairs of token id and log-probability, [n, k, 2]. Float64 holds ids exactly.
+                pairs = torch.tensor(top_pairs, dtype=torch.float64)
+                scores["top_ids"][row, columns] = pairs[..., 0].int()
+                scores["top_log_probs"][row, columns] = pairs[..., 1].float()
         return scores
 
     async def _ask(self, sequences: Sequence[list[int]]) -> list[list[Any]]:

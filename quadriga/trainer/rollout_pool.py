@@ -102,7 +102,7 @@ class RolloutPool(WeightPublisher):
         return dict(counts)
 
     def close(self) -> None:
-        # A start that outlived the connection to Ray would open a new one.
+        # An engine that is still being started would connect to Ray again.
         self._restarts.wait()
 
     def publish(self, version: int) -> None:
@@ -112,7 +112,7 @@ class RolloutPool(WeightPublisher):
             self._send_all()
 
     def _send_all(self) -> None:
-        """Send the weights to all engines, again if one is lost meanwhile."""
+        """Send the weights to all engines; start over without an engine that is lost meanwhile."""
         self._take_back()
         is_complete = False
         while not is_complete:
@@ -170,7 +170,15 @@ class RolloutPool(WeightPublisher):
         return pending
 
     def _send(self, version: int) -> bool:
-        """Send the weights to all engines. Returns False if one was lost meanwhile."""
+        """Send the weights to all engines.
+
+        With an adapter that is not merged, engines that have the frozen weights get the adapter
+        alone.
+
+        Returns:
+            Whether all engines have them; False if one was lost meanwhile.
+        """
+        # New engines, and engines that were started again, have no frozen weights.
         if self._connected != self._rollout.ranks:
             self._has_frozen = False
             self._connected = list(self._rollout.ranks)
@@ -178,6 +186,7 @@ class RolloutPool(WeightPublisher):
             if not self._call("expect_weights", address):
                 return False
         has_frozen = self._has_frozen
+        # Unknown until every engine has replied: an error on the way leaves it False.
         self._has_frozen = False
         sent = self._actor.method("send_weights")(version, has_frozen)
         try:
@@ -188,7 +197,7 @@ class RolloutPool(WeightPublisher):
         try:
             sent.get()
         except UNSENT:
-            # Sending to an engine that was lost meanwhile fails.
+            # Expected if an engine was lost, for which `_call` returns nothing.
             if received:
                 raise
         self._has_frozen = all(received)
