@@ -60,7 +60,7 @@ def threads_for_load() -> Iterator[None]:
 
 
 def notice() -> str:
-    """Reason why waiting threads sleep, to be printed; "" if `threads_for_load` did not choose it."""
+    """Reason why waiting threads sleep, for people; "" if `threads_for_load` did not choose it."""
     return _reason and f"waiting threads sleep, since {_reason}"
 
 

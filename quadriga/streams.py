@@ -195,7 +195,7 @@ def install(encoding: str | None = None) -> None:
 def _open_closed_descriptors() -> list[int]:
     """Open the closed ones of the descriptors 0 to 2, and return them.
 
-    Otherwise the next file that is opened would get such a number, and output would be written to it.
+    Otherwise the next file that is opened would get such a number, and receive the output.
     """
     opened = []
     for fd in range(3):

@@ -380,7 +380,7 @@ class _ReplayedTopK(TorchFunctionMode):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns `values` unchanged; in the backward pass a scalar loss beside them gets gradient 1."""
+    """Returns `values` unchanged, and gives a scalar loss the gradient 1 in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:

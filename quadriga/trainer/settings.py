@@ -227,8 +227,8 @@ def say_nothing_to_do(
         print(f"nothing to do: {done} in {where}; raise {length_key} or set {directory_key}")
         return
     fix = (
-        f"Set {directory_key} for a run of its own, raise {length_key} to go on with these settings, "
-        "or begin anew with trainer.resume_mode=disable. What differs:"
+        f"Set {directory_key} for a run of its own, raise {length_key} to go on with these "
+        "settings, or begin anew with trainer.resume_mode=disable. What differs:"
     )
     raise ConfigError(
         str(checkpoint.parent),

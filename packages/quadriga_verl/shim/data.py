@@ -192,7 +192,7 @@ class RLHFDataset(Dataset):
         return rows
 
     def _with_tokens_of_its_chat(self, row: dict[str, Any], item: int) -> dict[str, Any]:
-        """Make the tokens of a row agree with its chat, which an overridden method may have changed.
+        """Make the tokens of a row agree with its chat, which a subclass may have changed.
 
         Args:
             row: the row that the subclass's `__getitem__` has returned.
