@@ -138,8 +138,8 @@ def tir_optimal_token_baseline(
 ) -> tuple[Tensor, Tensor]:
     """Rewards to go minus the optimal baseline of each token that the policy sampled, across turns.
 
-    The baseline compares the n-th sampled token of a response with the n-th ones of its group,
-    however many tokens of tools and users stand between them.
+    The n-th sampled token of a response is compared with the n-th ones of its group, without
+    counting tokens of tools and users.
 
     Args:
         token_level_rewards: [B, T].
