@@ -9,10 +9,10 @@ supervisor  waits for: the end of its child, or of the driver.
             unblocked by: SIGCHLD; a byte in the lifeline, or its end; a change of its parent.
             Then it kills all its descendants until none is left.
 
-A process that cannot have a supervisor, because another program started it, has a `Guardian`: a
-process beside it that notes its descendants and their shared memory, and ends what is left of them
-when it has ended. It also removes the shared memory of processes that were killed. A similar
-process cleans up behind each Ray cluster that a run starts.
+A process that cannot have a supervisor, because another program started it, has a `Guardian`. This
+is a separate process that records the descendants and their shared memory, and ends the remaining
+ones after the guarded process has ended. It also removes the shared memory of processes that were
+killed. A similar process cleans up after each Ray cluster that a run starts.
 
 A supervisor that is killed takes its child along, but not what the child has started. Where control
 groups (cgroup v2) are writable, the child is in one, and the driver, or the next supervisor there,
@@ -291,7 +291,7 @@ class _Guarded:
 
     def look(self) -> None:
         """Note new processes and shared memory; remove memory whose processes have all ended."""
-        # A process that has lost its parent is no descendant any more, but remains known.
+        # A process whose parent has ended is not listed as a descendant any more.
         self._known |= {pid: start_of(pid) for pid in descendants(self._root)}
         self._known = _living(self._known)
         with suppress(FileNotFoundError):  # no such file system, or a file has gone

@@ -129,7 +129,7 @@ def arranged_roles(
 ) -> Iterator[tuple[str, ParallelConfig, int]]:
     """Roles whose ranks are arranged: key of the section that arranges them, section, and ranks.
 
-    The reference is arranged like the actor, also in a pool of its own.
+    The reference is arranged like the actor, even if it has a separate pool.
 
     Args:
         config: the run.
@@ -219,8 +219,8 @@ def _rollout_pool(config: Config) -> str | None:
 def rollout_devices(config: Config) -> int:
     """Devices of each rollout process.
 
-    During asynchronous training on Ray, an engine such as vLLM starts processes of its own on
-    several devices.
+    It is 1 unless the process starts further processes, one per device, as vLLM does during
+    asynchronous training on Ray.
     """
     rollout = config.actor_rollout_ref.rollout
     starts_processes = rollout.traits.computes_in == "own_if_async"

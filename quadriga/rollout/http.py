@@ -5,9 +5,9 @@ A prompt with images is sent as a chat of one message with its text and its imag
 accept a chat template with a request, and must make the same tokens of the chat as the data has.
 
 A request goes to the server with the fewest requests in flight. If a server does not respond, or
-responds with an error of its own, the request moves to the next one. When every server has failed
-it `num_tries` times, the error names each. The servers keep their weights: version 0 is accepted
-unchecked, later versions are refused.
+reports an internal error, the request moves to the next server. When every server has failed
+`num_tries` times, the error names all of them. Servers cannot load weights: version 0 is accepted
+without a check, later versions are refused.
 
     any thread, any loop ── request ──> event loop in our own thread ── HTTP ──> a server
 
@@ -122,10 +122,10 @@ class Servers:
         self._num_in_flight: Counter[HTTPClient] = Counter()
 
     def told(self, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Ask every server a question about itself.
+        """Send the same request to every server, to learn about the server itself.
 
         Args:
-            path: path of the question below the server's address.
+            path: path of the request below the server's address.
             body: JSON of a POST request; None: a GET request.
 
         Returns:
@@ -303,7 +303,7 @@ class HTTPEngine(RolloutEngine):
         self._counted(futures)
         try:
             return [future.result() for future in futures]
-        # After an error nobody waits for the others.
+        # After an error the results of the other requests are not needed.
         finally:
             for future in futures:
                 future.cancel()

@@ -9,7 +9,7 @@
 
 The passes in the left column read only the responses, so all of them are started before any is
 awaited. Models on different pools compute at the same time, models on one pool in this order;
-graders run in processes of their own (`trainer/responses.py`). With `algorithm.filter_groups`,
+graders run in separate processes (`trainer/responses.py`). With `algorithm.filter_groups`,
 responses are generated and graded until the batch is full, before the models start.
 
 Each step of the algorithm is one call. What a step needs follows from the estimator and the
@@ -616,13 +616,13 @@ class RayPPOTrainer(TrainingLoop):
             self.batch_metrics[name] = Metric(value)
 
     def close(self) -> None:
-        """Stop generation beside training, the record, the profiler and the graders."""
+        """Stop asynchronous generation, the record of rollouts, the profiler and the graders."""
         if self.asynchronous is not None:
             self.asynchronous.stop()
         self.recorder.finish()
         super().close()
         self.reward.close()
-        # Validation may have a manager of its own.
+        # Validation may have another reward manager.
         if self.validator.reward is not self.reward:
             self.validator.reward.close()
 

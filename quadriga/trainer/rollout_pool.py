@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines in processes of their own: weight sync, and recovery from lost engines.
+"""Rollout engines in separate processes: weight sync, and recovery from lost engines.
 
     driver     publish(v) ────┬──────────────┬───────────────────────> both are done
     actor                     └ send_weights │ ── buckets ──┐      without frozen weights the rollout has
@@ -63,7 +63,7 @@ class WeightPublisher:
 
 
 class RolloutPool(WeightPublisher):
-    """Engines in processes of their own, which may be lost and started again during a run.
+    """Engines in separate processes, which may be lost and started again during a run.
 
     A lost engine is started again in the background, wherever the cluster has room, and generates
     from the next batch on, once its weights have the version and fingerprints of the actor's. The
@@ -238,8 +238,9 @@ class RolloutPool(WeightPublisher):
 
         Args:
             rank: the engine.
-            error: raised if it is no loss, if no engine remains, or if other roles are lost too.
-            is_refused: whether the engine is there, but has other weights.
+            error: raised again if it is not a loss, if the engine spans several ranks, if no other
+                engine remains, or if the process also held other roles.
+            is_refused: whether the engine runs, but has other weights.
         """
         remaining = [other_rank for other_rank in self._rollout.ranks if other_rank != rank]
         if self._group_size > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a run, kept beside its checkpoints, and what differs when the run is resumed.
+"""The settings of a run, stored with its checkpoints, and how they change when it is resumed.
 
 DIRECTORY/
   config.yaml               the resolved configuration. Comments at its end name the steps that
@@ -93,7 +93,7 @@ class RunSettings:
     def changes(self, now: "RunSettings") -> list[str]:
         """Describe what has changed since these settings, one line per key or file.
 
-        A key that only one side has was added or removed by another version, and is no change.
+        A key that only one of the two has is not a change: another version added or removed it.
         """
         lines = []
         for key, value in now.values.items():

@@ -494,7 +494,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
     )
     rollout = rollout_engine_class(config)
     is_cut_by_rollout = policy.model_type in ONE_TOKEN and rollout.cuts_images
-    # vLLM cuts images of this type by the model's own sizes, whatever the data's are.
+    # vLLM splits images of this type by the model's sizes and ignores those of the data section.
     if is_cut_by_rollout and (sizes or not policy.text_config.attention_bias):
         raise ConfigError(
             "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path",

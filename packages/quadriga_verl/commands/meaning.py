@@ -101,7 +101,7 @@ def critic_warmup(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def device(line: Line, key: str, value: Any) -> None:
-    """Set the device that the machine has, whatever the line names."""
+    """Set `auto`: the machine decides about the device, and not the command line."""
     line.set(key, "auto")
     if value not in ("cuda", "cpu"):
         line.note(line.sentence)
@@ -278,9 +278,9 @@ def loss_agg_mode(line: Line, key: str, value: Any) -> None:
 def rejection(line: Line, key: str, value: Any) -> None:
     """Set rejection by importance ratios, from the keys of verl 0.6.1 too.
 
-    That version named a level alone, with a lower bound of its own, and a veto on single tokens.
-    Its bounds are of trained over rollout probabilities; those of k1, here and since verl 0.8, are
-    of rollout over trained ones.
+    That version named only a level, with a separate lower bound, and a veto on single tokens. Its
+    bounds apply to the ratio of trained to rollout probabilities; those of k1, here and since verl
+    0.8, apply to the inverse ratio.
     """
     section = "algorithm.rollout_correction"
     level = line.get(f"{section}.rollout_rs")
@@ -712,7 +712,7 @@ def reward_models(line: Line) -> None:
 
 
 def _drop_reward_function(line: Line) -> None:
-    """Leave a reward function out beside a reward model, as verl's trainer does.
+    """Leave out the reward function if there is a reward model, as verl's trainer does.
 
     From 0.8 on, verl's reward loop calls the function, which may ask the served model.
     """

@@ -50,7 +50,7 @@ class RLHFDataset(Dataset):
         _build_messages(row)                   the chat of a row
         __getitem__(item)                      the row with `raw_prompt` and its tokens
 
-    A `__getitem__` that changes `raw_prompt` need not change the tokens: they are made anew.
+    A `__getitem__` that changes `raw_prompt` need not change the tokens: the new chat is tokenized.
 
     Args:
         data_files: as for `quadriga.data.RLHFDataset`, and so are the others.

@@ -814,7 +814,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Call a tool.
 
         Args:
-            tool_call: the call. The model is told what is wrong with it.
+            tool_call: the call. If it is invalid, the response of the tool explains why.
             tools_kwargs: arguments from the row, by tool.
             agent_data: the conversation, for tools that take it.
 

@@ -224,7 +224,7 @@ def refuse_call(listener: int) -> str | None:
     call = bytearray(_CALL_BYTES)
     try:
         fcntl.ioctl(listener, _RECEIVE, call)
-        # The notification has a number of its own; the call's is that of the table.
+        # The first number identifies the notification, the second is the number of the system call.
         ((notification, number),) = struct.iter_unpack("=Q8xi60x", call)
         fcntl.ioctl(listener, _RESPOND, struct.pack("=QqiI", notification, 0, -errno.EPERM, 0))
     except FileNotFoundError:

@@ -300,10 +300,10 @@ class WorkerProcess:
 
 
 def show_own_devices() -> None:
-    """Show this process only the GPUs that Ray gave it, also where Ray is told not to.
+    """Restrict this process to the GPUs that Ray assigned to it, even if Ray is set not to do so.
 
     With RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES every process sees all GPUs of its node, and
-    the first ranks of two pools would take the same ones.
+    the first ranks of two pools would use the same GPUs.
     """
     if os.environ.get(NOSET, "").lower() not in ("", "0", "false"):
         devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])

@@ -17,8 +17,8 @@ V(s) - w versions old, and a sample is as old as its oldest token.
     the gate    a group for step s starts only with weights of a version w for which
                 V(s) - w <= max_staleness
 
-Later tokens of a sample have the same version or a newer one, so the bound holds whatever is slow,
-late or lost. It is checked again at each hand-over.
+Later tokens of a sample have the same version or a newer one, so the bound holds even if workers
+are slow or lost. It is checked again at each hand-over.
 
 Batches. With `on_stale="wait"` a group belongs to the step that it was started for, and that step
 waits for it. With "drop" a step takes the oldest groups that are ready, and a group that would be
@@ -249,7 +249,7 @@ class Schedule:
             )
             raise RolloutError("async_training", got=got, expected=f"version {started} or newer")
 
-        # Without tokens of its own, a sample counts as old as the weights that it began with.
+        # A sample without generated tokens counts as old as the weights that it began with.
         if oldest is not None:
             state.starts[sample] = oldest
         del state.running[sample]
