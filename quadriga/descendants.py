@@ -9,10 +9,10 @@ supervisor  waits for: the end of its child, or of the driver.
             unblocked by: SIGCHLD; a byte in the lifeline, or its end; a change of its parent.
             Then it kills all its descendants until none is left.
 
-A process that cannot have a supervisor, because another program started it, has a `Guardian`: a
-process beside it that notes its descendants and their shared memory, and ends what is left of them
-when it has ended. It also removes the shared memory of processes that were killed. A similar
-process cleans up behind each Ray cluster that a run starts.
+A process that cannot have a supervisor, because another program started it, has a `Guardian`. This
+is a separate process that records the descendants and their shared memory, and ends the remaining
+ones after the guarded process has ended. It also removes the shared memory of processes that were
+killed. A similar process cleans up after each Ray cluster that a run starts.
 
 A supervisor that is killed takes its child along, but not what the child has started. Where control
 groups (cgroup v2) are writable, the child is in one, and the driver, or the next supervisor there,
@@ -202,10 +202,11 @@ def beside(
 
 
 class Guardian:
-    """Ends what this process starts from now on, on `close` or when this process ends in any way.
+    """Ends the processes that this process starts from now on, on `close` or when this one ends.
 
-    It looks at the descendants every second, and recognizes other processes by a mark in their
-    environment. Shared memory is removed once all processes that had mapped it have ended.
+    A separate process looks at the descendants every second, and recognizes processes that are no
+    descendants any more by a mark in their environment. Shared memory is removed once all processes
+    that had mapped it have ended.
 
     Args:
         folder: folder to remove at the end; "": none.
@@ -246,15 +247,17 @@ def shared_memory(pids: set[int]) -> set[Path]:
 
 
 def _guard(lifeline_fd: int, root: int, before: dict[int, bytes], mark: str, folder: str) -> None:
-    """Program of a guardian's process.
+    """Main function of a guardian's process.
 
     Args:
-        lifeline_fd: socket to the guarded process; a byte, or its end, asks for the end.
+        lifeline_fd: socket to the guarded process, which sends a byte, or closes its end, to have
+            its descendants ended.
         root: id of the guarded process.
-        before: ids and starts of its descendants that are left alone.
+        before: ids and start times of its descendants that are not to be ended.
         mark: mark in the environment of its other descendants.
         folder: folder to remove at the end; "": none.
     """
+    # Signals that end a whole process group must not end the process that cleans up behind it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     lifeline = socket.socket(fileno=lifeline_fd)
@@ -265,18 +268,19 @@ def _guard(lifeline_fd: int, root: int, before: dict[int, bytes], mark: str, fol
     while not poll.poll(1000 * _POLL_S) and os.getppid() == root:
         guarded.look()
     guarded.end()
+    # `Guardian.close` waits for this byte.
     with suppress(BrokenPipeError):
         lifeline.sendall(b"x")
+    # Resource trackers are needed until the guarded process has ended, and get time to finish then.
     while os.getppid() == root:
         time.sleep(0.02)
-    # Programs that clean up behind the others get their time.
     guarded.end(with_trackers=True)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Guarded:
-    """The processes that a guardian ends, by id and start, and the shared memory they mapped."""
+    """Processes that a guardian ends, by id and start time, and the shared memory they mapped."""
 
     def __init__(self, root: int, before: dict[int, bytes], mark: str) -> None:
         self._root = root
@@ -287,7 +291,7 @@ class _Guarded:
 
     def look(self) -> None:
         """Note new processes and shared memory; remove memory whose processes have all ended."""
-        # A process that has lost its parent is no descendant any more, but remains known.
+        # A process whose parent has ended is not listed as a descendant any more.
         self._known |= {pid: start_of(pid) for pid in descendants(self._root)}
         self._known = _living(self._known)
         with suppress(FileNotFoundError):  # no such file system, or a file has gone
@@ -329,7 +333,7 @@ class _Guarded:
             victims = pids
             if not with_trackers or time.monotonic() < trackers_until:
                 victims = pids - trackers
-            # Read before their end: afterwards nobody knows whose the files were.
+            # Read now, because a process that has ended does not list its files any more.
             for file in shared_memory(victims):
                 self._memory[file] = {}
             # Stopped first, so that none of them sees the end of another and starts a new one.

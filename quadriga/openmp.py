@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting of OpenMP's threads for each other. OpenMP reads how they do when torch is loaded.
+"""Choice of how OpenMP's threads wait for each other: spinning or sleeping.
 
-Threads that spin are faster on a machine of their own. If other programs take a core, the thread on
-it holds the others up, which then spin on all other cores.
+Spinning is faster if no other program computes on the machine. If one takes a core, the thread on
+that core is late, and all others spin until it arrives. OpenMP reads the choice from the
+environment once, when torch is loaded.
 """
 
 import os
@@ -18,17 +19,17 @@ _LOAD = Path("/proc/loadavg")
 _NUM_SAMPLES = 20
 _SAMPLE_S = 0.01
 _BUSY_SHARE = 0.25
-"""Share of the cores that other programs compute on, from which on threads sleep."""
+"""Threads sleep if other programs compute on at least this share of the cores."""
 
 _reason = ""
 
 
 @contextmanager
 def sleeping_threads() -> Iterator[None]:
-    """Context manager: if torch is loaded in it, its waiting threads sleep.
+    """Context manager: threads of torch sleep while they wait, if torch is loaded inside.
 
-    Does nothing if the environment says how threads wait. Processes that are started later do not
-    inherit the choice.
+    Does nothing if the environment already says how threads wait. Processes that are started later
+    do not inherit the choice.
     """
     is_chosen = any(name in os.environ for name in _CHOICES)
     if not is_chosen:
@@ -42,12 +43,12 @@ def sleeping_threads() -> Iterator[None]:
 
 @contextmanager
 def threads_for_load() -> Iterator[None]:
-    """Context manager: if torch is loaded in it while other programs compute, its waiting threads sleep."""
+    """Context manager: as `sleeping_threads` if other programs compute, else without effect."""
     global _reason
     if "torch" in sys.modules or any(name in os.environ for name in _CHOICES):
         yield
         return
-    num_others = _num_other_programs()
+    num_others = _num_other_threads()
     num_cores = os.cpu_count() or 1
     if num_others < _BUSY_SHARE * num_cores:
         yield
@@ -59,12 +60,15 @@ def threads_for_load() -> Iterator[None]:
 
 
 def notice() -> str:
-    """Why waiting threads sleep, for people; "" if they spin, or if the environment says so."""
+    """Reason why waiting threads sleep, for people; "" if `threads_for_load` did not choose it."""
     return _reason and f"waiting threads sleep, since {_reason}"
 
 
-def _num_other_programs() -> int:
-    """Threads on this machine that compute all the time, without this one; 0 where Linux does not say."""
+def _num_other_threads() -> int:
+    """Least number of other threads that computed at the same time, in samples over 0.2 s.
+
+    Returns 0 on a system without /proc/loadavg.
+    """
     fewest = sys.maxsize
     for _ in range(_NUM_SAMPLES):
         try:
@@ -72,6 +76,7 @@ def _num_other_programs() -> int:
             num_running, _, _ = _LOAD.read_text(encoding="ascii").split()[3].partition("/")
         except OSError:
             return 0
+        # Without the thread that reads the file.
         fewest = min(fewest, int(num_running) - 1)
         if fewest <= 0:
             break

@@ -70,7 +70,9 @@ class Output(io.RawIOBase):
         self.failure = failure
         self.raises_failure = False
         self.is_logged = False
-        self.replaced: TextIO | None = None  # its end would close the descriptor
+        self.replaced: TextIO | None = (
+            None  # referenced, because its end would close the descriptor
+        )
         self._fd = fd
         self._title = _TITLES[name]
         self._is_reported = False
@@ -102,7 +104,7 @@ class Output(io.RawIOBase):
             except OSError as error:
                 self.failure = error
         if remaining and self.failure is not None:
-            # A thread that reports a wait goes on; the command ends in its main thread.
+            # Raised in the main thread only: it ends the command, not a thread that reports a wait.
             if self.raises_failure and threading.current_thread() is threading.main_thread():
                 self.raises_failure = False
                 raise self.failure
@@ -153,25 +155,30 @@ def install(encoding: str | None = None) -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that raise neither OSError nor UnicodeError.
 
     Args:
-        encoding: encoding of the output. None: that of the streams before.
+        encoding: encoding of the output. None: that of the replaced streams.
     """
-    if (path := os.environ.get(LOG_VARIABLE)) is not None:
-        Output.log = Path(path)
+    log = os.environ.get(LOG_VARIABLE)
+    if log is not None:
+        Output.log = Path(log)
     opened = _open_closed_descriptors()
-    for fd, name in ((1, "stdout"), (2, "stderr")):
+    for standard_fd, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         failure = None
         if stream is None:
+            # The descriptor was closed when Python started.
             failure = OSError(errno.EBADF, os.strerror(errno.EBADF))
-            # If it was not opened here, another file has the number.
-            fd = fd if fd in opened else os.open(os.devnull, os.O_WRONLY)
+            fd = standard_fd
+            if fd not in opened:
+                # Another file has got this number since then.
+                fd = os.open(os.devnull, os.O_WRONLY)
         else:
             try:
                 fd = stream.fileno()
             except (AttributeError, OSError):
                 # The stream of a notebook or a test has no descriptor.
                 continue
-        output = Output(fd, name, encoding or getattr(stream, "encoding", None) or "utf-8", failure)
+        encoding_name = encoding or getattr(stream, "encoding", None) or "utf-8"
+        output = Output(fd, name, encoding_name, failure)
         text = io.TextIOWrapper(
             output,  # type: ignore[arg-type]
             encoding=output.encoding,
@@ -188,7 +195,7 @@ def install(encoding: str | None = None) -> None:
 def _open_closed_descriptors() -> list[int]:
     """Open the closed ones of the descriptors 0 to 2, and return them.
 
-    Otherwise the next file that is opened would get such a number, and receive what is printed.
+    Otherwise the next file that is opened would get such a number, and receive the output.
     """
     opened = []
     for fd in range(3):

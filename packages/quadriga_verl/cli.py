@@ -109,19 +109,28 @@ def translated(program: str, words: Sequence[str], version: str) -> Line:
 
 
 def version_of(text: str) -> str:
-    """Find the version of a name such as `0.6` or `verl-0.6.1 (2025-11)`.
+    """Find the known version of verl that a text names.
 
-    A name without a number means the latest version.
+    Args:
+        text: such as `0.6` or `verl-0.6.1 (2025-11)`. A text without a number, such as `main`,
+            names the latest version.
+
+    Returns:
+        One of `VERSIONS`. The patch number in the text is not compared.
 
     Raises:
         ConfigError: the version is unknown.
     """
     match = re.search(r"\d+\.\d+", text)
-    if match is None and not any(map(str.isdigit, text.partition("(")[0])):
-        return VERSIONS[-1]
-    for version in VERSIONS:
-        if match is not None and version.startswith(f"{match[0]}."):
-            return version
+    if match is None:
+        # A date in parentheses is not a version.
+        name = text.partition("(")[0]
+        if not any(character.isdigit() for character in name):
+            return VERSIONS[-1]
+    else:
+        for version in VERSIONS:
+            if version.startswith(f"{match[0]}."):
+                return version
     expected = f"one of {', '.join(VERSIONS)}"
     raise ConfigError("--verl", got=f"'{text}'", expected=expected, fix="Name the nearest.")
 

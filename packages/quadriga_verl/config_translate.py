@@ -33,6 +33,8 @@ _COMMANDS = {"generate": "generate MODEL --output FILE", "eval": "eval FILE", "e
 """Command line that reads the YAML, by what a program runs."""
 _ALWAYS_WRITTEN = frozenset({"trainer.save_freq", "actor_rollout_ref.rollout.n"})
 """Keys for which a run chooses another value than the default where they are not given."""
+_WITHOUT_EFFECT = ("any", "note", "values", "stop")
+"""Kinds of rules (`Rule.becomes`) whose keys set nothing here."""
 
 
 def translate(argv: Sequence[str]) -> int:
@@ -111,13 +113,13 @@ def changed_keys(translation: Line) -> dict[str, Any]:
 
 
 def verl_meanings(words: Sequence[str]) -> list[str]:
-    """Say why keys of verl have no counterpart.
+    """Explain why keys of verl's training programs have no effect here.
 
     Args:
-        words: all of them are parts of the names of the keys.
+        words: the explained keys have all of these words in their names.
 
     Returns:
-        "verl's KEYS: REASON" for the keys of training programs that have no effect here.
+        A line "verl's KEYS: REASON" for each reason.
     """
     keys_by_reason: dict[str, list[str]] = {}
     for task, trees in (("rl", "ppo"), ("sft", "fsdp_sft,sft")):
@@ -125,9 +127,14 @@ def verl_meanings(words: Sequence[str]) -> list[str]:
             if not all(word.lower() in key for word in words):
                 continue
             match = find_rule(trees, task, key)
-            if match is not None and match[0].becomes in ("any", "note", "values", "stop"):
-                keys = keys_by_reason.setdefault(match[0].sentence, [])
-                keys += [key] * (key not in keys)
+            if match is None:
+                continue
+            rule = match[0]
+            if rule.becomes in _WITHOUT_EFFECT:
+                keys = keys_by_reason.setdefault(rule.sentence, [])
+                # A key may be in the trees of both tasks.
+                if key not in keys:
+                    keys.append(key)
     return [f"verl's {', '.join(keys)}: {reason}" for reason, keys in keys_by_reason.items()]
 
 

@@ -204,17 +204,18 @@ class Registry(dict[str, Callable[..., Any]]):
         def decorate(function: Function) -> Function:
             where = f"{self.key} {key!r}"
             _check_signature(function, where)
-            # A module that is run twice registers its functions anew: compare where they are
-            # defined instead of the objects.
-            new_home = _home_of(function)
-            old_home = _home_of(self.get(key, function))
-            if new_home != old_home:
-                raise ConfigError(
-                    where,
-                    got=f"{new_home} and {old_home}",
-                    expected="one function per name",
-                    fix="Register yours under another name.",
-                )
+            if key in self:
+                # A module that runs twice registers new function objects: compare where the
+                # functions are defined, and not the objects.
+                new_home = _home_of(function)
+                old_home = _home_of(self[key])
+                if new_home != old_home:
+                    raise ConfigError(
+                        where,
+                        got=f"{new_home} and {old_home}",
+                        expected="one function per name",
+                        fix="Register yours under another name.",
+                    )
             self[key] = function
             if needs_advantage:
                 self.needing_advantage.add(key)
@@ -231,7 +232,7 @@ class Registry(dict[str, Callable[..., Any]]):
         """
         if name in self:
             return self[name]
-        # A path without a function is no reference, and no misspelt name either.
+        # A path without a function would be reported as a misspelt name below.
         if name.endswith(".py"):
             fix = "Say which function to take."
             raise ConfigError(self.key, got=repr(name), expected="file.py:function", fix=fix)

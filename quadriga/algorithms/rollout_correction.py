@@ -322,6 +322,7 @@ def _rule_metrics(
 def _statistics(
     prefix: str, values: Tensor, limits: tuple[float, float], deviation: Tensor
 ) -> dict[str, float]:
+    """Metrics of a statistic; the caller computes the standard deviation, biased or unbiased."""
     low, high = limits
     statistics = {
         "mean": values.mean(),

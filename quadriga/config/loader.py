@@ -261,7 +261,12 @@ class _Reading:
             self.assign(key, value, {})
 
     def _open_sections(self, overrides: Sequence[str]) -> dict[str, str]:
-        """Sections in which the user's own code has keys, see `parse_override`."""
+        """Sections to which a user's class, estimator or library may add keys.
+
+        Returns:
+            For each section, the dictionary that holds such keys, as for `parse_override`.
+        """
+        # Values of the files; those of the command line, which are not assigned yet, replace them.
         values = {}
         for key in (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB):
             if leaf_of(key, self.task):
@@ -274,8 +279,9 @@ class _Reading:
         open_sections = {}
         if values.get(CUSTOM_CLASS) not in absent:
             open_sections["data"] = CUSTOM_OPTIONS
-        is_own_estimator = ":" in str(values.get("algorithm.adv_estimator", ""))
-        if is_own_estimator or values.get(EXTERNAL_LIB) not in absent:
+        # `file.py:function` names a user's estimator.
+        is_users_estimator = ":" in str(values.get("algorithm.adv_estimator", ""))
+        if is_users_estimator or values.get(EXTERNAL_LIB) not in absent:
             open_sections["algorithm"] = "algorithm.adv_options"
         return open_sections
 

@@ -129,7 +129,7 @@ def arranged_roles(
 ) -> Iterator[tuple[str, ParallelConfig, int]]:
     """Roles whose ranks are arranged: key of the section that arranges them, section, and ranks.
 
-    The reference is arranged like the actor, also in a pool of its own.
+    The reference is arranged like the actor, even if it has a separate pool.
 
     Args:
         config: the run.
@@ -219,8 +219,8 @@ def _rollout_pool(config: Config) -> str | None:
 def rollout_devices(config: Config) -> int:
     """Devices of each rollout process.
 
-    During asynchronous training on Ray, an engine such as vLLM starts processes of its own on
-    several devices.
+    It is 1 unless the process starts further processes, one per device, as vLLM does during
+    asynchronous training on Ray.
     """
     rollout = config.actor_rollout_ref.rollout
     starts_processes = rollout.traits.computes_in == "own_if_async"
@@ -342,15 +342,19 @@ def _check_group_sizes(config: Config) -> Findings:
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
     num_devices = rollout_devices(config)
-    counts = rollout_ranks(config)
+    ranks_per_machine = rollout_ranks(config)
+    num_ranks = sum(ranks_per_machine)
     size = rollout_group_size(config)
-    # Without Ray other engines start processes of their own.
+    # Without Ray `rollout_group_size` is 1. That is right for an engine that starts processes of
+    # its own, but one that computes in the calling ranks still needs all ranks of a group.
     if rollout.traits.spans_ranks and rollout.traits.computes_in == "caller":
         size = rollout.tensor_model_parallel_size
-    if sum(counts) % size == 0 and not any(count % num_devices for count in counts):
+    # The devices of one process are on one machine.
+    fits_machines = all(count % num_devices == 0 for count in ranks_per_machine)
+    if num_ranks % size == 0 and fits_machines:
         return
     group_size = size * num_devices
-    got = f"{size}: groups of {group_size} processes, but {sum(counts)} generate"
+    got = f"{size}: groups of {group_size} processes, but {num_ranks} generate"
     expected = "a number that divides the processes that generate"
     if num_devices > 1:
         expected += " on each machine"

@@ -359,22 +359,24 @@ class ChatEncoder:
     ) -> None:
         """Raise a DataError if the template leaves out a message.
 
-        Only the first chat of each role order is rendered again.
+        The check renders changed chats, so it is made for the first chat of each role order only.
         """
         order = role_order(messages, has_tools=bool(options.get("tools")))
         if order not in self._left_out:
-            # Data with ever new orders would double the time of a start.
+            # If nearly every chat has a new order, checking all of them would double the time that
+            # the start takes.
             if len(self._left_out) >= MAX_ROLE_ORDERS:
                 return
             self._left_out[order] = self._find_left_out(messages, options, text)
         missing_pair = self._left_out[order]
         if missing_pair is None:
             return
-        # A chat of the same role order has the same pairs.
+        # The pair may come from an earlier chat, but chats of one role order have the same pairs.
         number = _first_messages(messages)[missing_pair]
+        missing_role = missing_pair[1]
         raise DataError(
             f"{where}, message {number}",
-            got=f"the role {missing_pair[1]!r}, whose messages the chat template leaves out",
+            got=f"the role {missing_role!r}, whose messages the chat template leaves out",
             expected="a role that the chat template writes",
             fix=f"Correct the row, or set {_TEMPLATE} to a template that writes them.",
         )
@@ -386,7 +388,7 @@ class ChatEncoder:
         for pair, number in _first_messages(messages).items():
             message = messages[number]
             content: Any = message.get("content") or ""
-            # The message is changed: if the text stays the same, the template leaves it out.
+            # If a change of the message does not change the text, the template leaves it out.
             probed: Any = [*content, {"type": "text", "text": _PROBE}]
             if isinstance(content, str):
                 probed = content + _PROBE

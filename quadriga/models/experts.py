@@ -346,10 +346,14 @@ class _Route:
 
 
 class _ReplayedTopK(TorchFunctionMode):
-    """Makes a router's `topk` of [n, E] return given experts [n, k]; -1 keeps its own choice.
+    """Context manager: a router's `topk` returns recorded experts instead of the highest scores.
+
+    Args:
+        routes: experts to return, [n, k]; -1 leaves the choice to `topk`.
+        num_experts: E.
 
     Attributes:
-        own_choice: [n, k] what `topk` would have returned.
+        own_choice: experts with the highest scores, [n, k]; None before the router calls `topk`.
     """
 
     def __init__(self, routes: Tensor, num_experts: int) -> None:
@@ -361,20 +365,22 @@ class _ReplayedTopK(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Replace the result of `topk` on scores [n, E]; other calls of torch are unchanged."""
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result
         scores = args[0]
+        # A router may also choose groups of experts by `topk`, with scores of another shape.
         if scores.shape != (len(self.routes), self.num_experts):
             return result
         self.own_choice = result.indices
-        # The scores of the replayed experts, with their gradients.
+        # Gathered from `scores`, so that gradients flow to the scores of the replayed experts.
         chosen = torch.where(self.routes >= 0, self.routes, self.own_choice)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
 class _WithLoss(torch.autograd.Function):
-    """Passes values on, and gives a loss [] beside them the gradient 1."""
+    """Returns `values` unchanged, and gives a scalar loss the gradient 1 in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:

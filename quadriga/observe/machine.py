@@ -100,11 +100,11 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def release_free_memory() -> bool:
-    """Return unused memory to the system: of the C library (glibc), and of torch's GPU allocator.
+    """Return memory that the C library (glibc) and torch's GPU allocator do not use to the system.
 
-    Training and generation allocate in different patterns. Without this each leaves holes for the
-    other, and the resident memory of a run grows. An engine such as vLLM has another GPU allocator,
-    which cannot use memory that torch's allocator holds.
+    Training and generation allocate in different patterns. Without this each would leave gaps that
+    the other cannot use, and the resident memory of a run would grow. An engine such as vLLM has
+    another GPU allocator, which cannot use memory that torch's allocator holds.
 
     Returns:
         Whether the C library returned memory.

@@ -6,8 +6,8 @@
     update        see planning/memory.py
     weight sync   the same state, weights of the rollout, a bucket, the largest tensor
 
-Each phase also has what other roles on the same device keep between their phases, and in a process
-on a CPU Python and its libraries (`Devices.process_bytes`).
+Each phase also includes the tensors that other roles on the same device hold between their phases,
+and on a CPU the memory of Python and its libraries (`Devices.process_bytes`).
 
 Legend: N packed tokens, D hidden size, F width of the MLP, Q and K numbers of a token's queries and
 keys, V vocabulary.
@@ -198,7 +198,7 @@ def phases(
         beside["reference"] = _reference_bytes(config, plans[ACTOR])
     beside_training = dict(beside)
     pools = role_pools(config.trainer, asked_roles(config))
-    # A rollout of its own may have devices of its own.
+    # In a pool apart from the actor's, the rollout takes no memory of the actor's devices.
     generates = has_policy and pools.get("rollout") == pools.get("actor")
     if generates:
         beside_training["rollout"] = _sleeping_bytes(config, plans[ACTOR], device_bytes)
@@ -254,18 +254,19 @@ def phases(
 
 
 def apart_phases(config: Config, device_bytes: float) -> list[Phase]:
-    """Predict the phases of devices that generate and train nothing.
+    """Predict the phases of devices that only generate.
 
     Args:
         config: the configuration.
         device_bytes: memory of the device.
 
     Returns:
-        Generation, if the rollout takes a share of such devices at its start; else nothing.
+        The phase of generation, if the rollout has devices apart from the actor's and reserves a
+        share of their memory at its start; otherwise no phase.
     """
     pools = role_pools(config.trainer, asked_roles(config))
-    is_apart = config.task == "rl" and pools.get("rollout") != pools.get("actor")
-    if not is_apart or not _reserves_memory(config):
+    has_own_devices = config.task == "rl" and pools.get("rollout") != pools.get("actor")
+    if not has_own_devices or not _reserves_memory(config):
         return []
     parts = {"rollout": rollout_share(config) * device_bytes}
     return [Phase(ROLLOUT, GENERATION, parts)]

@@ -128,7 +128,7 @@ class GradingRound:
         try:
             self.done.result()
         except BaseException:
-            # Above all Ctrl-C: what is in work is of no use then.
+            # Usually Ctrl-C: nobody will read the outcomes of the samples that are being graded.
             self.cancel()
             raise
         skipped = failure(
@@ -293,8 +293,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 if process.is_ended:
                     process = None
         except Exception as error:
-            # The score function cannot be loaded or a sample cannot be sent. The other processes
-            # will fare no better.
+            # The score function cannot be loaded or a sample cannot be sent. Other processes would
+            # fail in the same way.
             if process is not None:
                 self._remove(process)
             self._end_rounds(error)
@@ -345,20 +345,29 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def _hand_back(
         self, process: GradingProcess, under_way: dict[int, _GradingCall], fatal: Outcome | None
     ) -> None:
-        """Put calls without an outcome back in the queue, except the one that ended the process."""
+        """Put calls without an outcome back in the queue, except the one that ended the process.
+
+        Args:
+            process: the process, which may have ended.
+            under_way: its calls without an outcome, by number, oldest first.
+            fatal: outcome of the call that ended the process. None: no call has ended it.
+        """
         if process.is_ended:
             self._remove(process)
         calls = list(under_way.values())
         max_concurrent = MAX_CHUNK
         if fatal is not None:
             if process.is_async and len(calls) != 1:
-                # Any of them may have ended the process. Smaller and smaller groups find it.
+                # Any of the concurrent calls may be the fatal one. They are repeated in smaller
+                # and smaller groups, until it is alone.
                 max_concurrent = max(1, len(calls) // 8)
             elif fatal.kind == "ungradable" and not calls[0].ungradable:
-                # An empty response gets what a wrong one gets, whatever the grader's options are.
+                # Grade an empty response instead: it gets the score of a wrong response, which
+                # depends on the grader and its options.
                 arguments = {**calls[0].arguments, "solution_str": ""}
                 calls[0] = calls[0]._replace(arguments=arguments, ungradable=fatal.error)
             else:
+                # Calls run one after the other, so the oldest one is the fatal one.
                 calls.pop(0).record(fatal)
         with self._lock:
             for call in reversed(calls):

@@ -5,9 +5,9 @@ A prompt with images is sent as a chat of one message with its text and its imag
 accept a chat template with a request, and must make the same tokens of the chat as the data has.
 
 A request goes to the server with the fewest requests in flight. If a server does not respond, or
-responds with an error of its own, the request moves to the next one. When every server has failed
-it `num_tries` times, the error names each. The servers keep their weights: version 0 is accepted
-unchecked, later versions are refused.
+reports an internal error, the request moves to the next server. When every server has failed
+`num_tries` times, the error names all of them. Servers cannot load weights: version 0 is accepted
+without a check, later versions are refused.
 
     any thread, any loop ── request ──> event loop in our own thread ── HTTP ──> a server
 
@@ -122,10 +122,10 @@ class Servers:
         self._num_in_flight: Counter[HTTPClient] = Counter()
 
     def told(self, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Ask every server a question about itself.
+        """Send the same request to every server, to learn about the server itself.
 
         Args:
-            path: path of the question below the server's address.
+            path: path of the request below the server's address.
             body: JSON of a POST request; None: a GET request.
 
         Returns:
@@ -303,7 +303,7 @@ class HTTPEngine(RolloutEngine):
         self._counted(futures)
         try:
             return [future.result() for future in futures]
-        # After an error nobody waits for the others.
+        # After an error the results of the other requests are not needed.
         finally:
             for future in futures:
                 future.cancel()
@@ -597,18 +597,18 @@ class ServedScorer:
         rows = mask.any(-1).nonzero()[:, 0].tolist()
         sequences = [data.batch["input_ids"][row][attention[row]].tolist() for row in rows]
         replies = self._thread.submit(self._ask(sequences)).result()
-        # The servers got the tokens under the attention mask, so places shift by the padding.
         for row, entries in zip(rows, replies, strict=True):
-            places = mask[row].nonzero()[:, 0]
+            columns = mask[row].nonzero()[:, 0]
+            # A reply has an entry for each token that was sent, so none for the prompt's padding.
             num_prompt_tokens = int(attention[row, : -mask.shape[1]].sum())
-            masked_entries = [entries[num_prompt_tokens + place] for place in places.tolist()]
-            log_probs, top = zip(*masked_entries, strict=True)
-            scores["log_probs"][row, places] = torch.tensor(log_probs)
+            row_entries = [entries[num_prompt_tokens + column] for column in columns.tolist()]
+            log_probs, top_pairs = zip(*row_entries, strict=True)
+            scores["log_probs"][row, columns] = torch.tensor(log_probs)
             if self.top_k:
-                # Float64 holds token ids exactly.
-                tokens, values = torch.tensor(top, dtype=torch.float64).unbind(-1)
-                scores["top_ids"][row, places] = tokens.int()
-                scores["top_log_probs"][row, places] = values.float()
+                # Pairs of token id and log-probability, [n, k, 2]. Float64 holds ids exactly.
+                pairs = torch.tensor(top_pairs, dtype=torch.float64)
+                scores["top_ids"][row, columns] = pairs[..., 0].int()
+                scores["top_log_probs"][row, columns] = pairs[..., 1].float()
         return scores
 
     async def _ask(self, sequences: Sequence[list[int]]) -> list[list[Any]]:

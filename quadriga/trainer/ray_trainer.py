@@ -9,7 +9,7 @@
 
 The passes in the left column read only the responses, so all of them are started before any is
 awaited. Models on different pools compute at the same time, models on one pool in this order;
-graders run in processes of their own (`trainer/responses.py`). With `algorithm.filter_groups`,
+graders run in separate processes (`trainer/responses.py`). With `algorithm.filter_groups`,
 responses are generated and graded until the batch is full, before the models start.
 
 Each step of the algorithm is one call. What a step needs follows from the estimator and the
@@ -464,32 +464,35 @@ class RayPPOTrainer(TrainingLoop):
         return metrics
 
     def compute_advantages(self, batch: DataProto) -> None:
-        """Add `advantages` and `returns` [B, T]; they are 0 if no reward is learned from."""
+        """Add `advantages` and `returns` [B, T]; both are 0 if the run does not use rewards."""
         with self.timer.phase("adv"):
             if learns_from_rewards(self.config):
-                is_scored = scored_rows(batch)
-                scored = batch
-                if not is_scored.all():
-                    # Rows without a score are neither learned from nor part of a baseline.
-                    batch.batch["response_mask"] = batch.batch["response_mask"] * is_scored[:, None]
-                    scored = batch.select_idxs(is_scored)
-                fields = {**dict(scored.batch.items()), **scored.non_tensor_batch}
-                # Estimators call the environment of a row `data_source`, whatever the data do.
-                source = self.config.data.reward_fn_key
-                if source in fields:
-                    fields["data_source"] = fields[source]
-                advantages, returns = estimate_advantages(
-                    self.estimator, fields, self.memory.values
-                )
-                if scored is not batch:
-                    advantages = _scattered(advantages, is_scored)
-                    returns = _scattered(returns, is_scored)
+                advantages, returns = self._estimate_advantages(batch)
             else:
                 # Distillation alone: the loss has no term with advantages.
                 advantages = torch.zeros_like(batch.batch["token_level_rewards"])
                 returns = advantages.clone()
             batch.batch["advantages"] = advantages
             batch.batch["returns"] = returns
+
+    def _estimate_advantages(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+        """Advantages and returns, [B, T] each; rows without a score are masked and get 0."""
+        is_scored = scored_rows(batch)
+        scored = batch
+        if not is_scored.all():
+            # They must not be part of a baseline either, so the estimator does not see them.
+            batch.batch["response_mask"] = batch.batch["response_mask"] * is_scored[:, None]
+            scored = batch.select_idxs(is_scored)
+        fields = {**dict(scored.batch.items()), **scored.non_tensor_batch}
+        # Estimators read this column as `data_source`, whatever its name in the data is.
+        source = self.config.data.reward_fn_key
+        if source in fields:
+            fields["data_source"] = fields[source]
+        advantages, returns = estimate_advantages(self.estimator, fields, self.memory.values)
+        if scored is not batch:
+            advantages = _scattered(advantages, is_scored)
+            returns = _scattered(returns, is_scored)
+        return advantages, returns
 
     def draw_rows(self, batch: DataProto) -> tuple[DataProto, torch.Tensor | None]:
         """Draw the rows to learn from by their scores, with `use_pf_ppo`.
@@ -613,13 +616,13 @@ class RayPPOTrainer(TrainingLoop):
             self.batch_metrics[name] = Metric(value)
 
     def close(self) -> None:
-        """Stop generation beside training, the record, the profiler and the graders."""
+        """Stop asynchronous generation, the record of rollouts, the profiler and the graders."""
         if self.asynchronous is not None:
             self.asynchronous.stop()
         self.recorder.finish()
         super().close()
         self.reward.close()
-        # Validation may have a manager of its own.
+        # Validation may have another reward manager.
         if self.validator.reward is not self.reward:
             self.validator.reward.close()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines in processes of their own: weight sync, and recovery from lost engines.
+"""Rollout engines in separate processes: weight sync, and recovery from lost engines.
 
     driver     publish(v) ────┬──────────────┬───────────────────────> both are done
     actor                     └ send_weights │ ── buckets ──┐      without frozen weights the rollout has
@@ -63,7 +63,7 @@ class WeightPublisher:
 
 
 class RolloutPool(WeightPublisher):
-    """Engines in processes of their own, which may be lost and started again during a run.
+    """Engines in separate processes, which may be lost and started again during a run.
 
     A lost engine is started again in the background, wherever the cluster has room, and generates
     from the next batch on, once its weights have the version and fingerprints of the actor's. The
@@ -102,7 +102,7 @@ class RolloutPool(WeightPublisher):
         return dict(counts)
 
     def close(self) -> None:
-        # A start that outlived the connection to Ray would open a new one.
+        # An engine that is still being started would connect to Ray again.
         self._restarts.wait()
 
     def publish(self, version: int) -> None:
@@ -112,7 +112,7 @@ class RolloutPool(WeightPublisher):
             self._send_all()
 
     def _send_all(self) -> None:
-        """Send the weights to all engines, again if one is lost meanwhile."""
+        """Send the weights to all engines; start over without an engine that is lost meanwhile."""
         self._take_back()
         is_complete = False
         while not is_complete:
@@ -170,7 +170,15 @@ class RolloutPool(WeightPublisher):
         return pending
 
     def _send(self, version: int) -> bool:
-        """Send the weights to all engines. Returns False if one was lost meanwhile."""
+        """Send the weights to all engines.
+
+        With an adapter that is not merged, engines that have the frozen weights get the adapter
+        alone.
+
+        Returns:
+            Whether all engines have them; False if one was lost meanwhile.
+        """
+        # New engines, and engines that were started again, have no frozen weights.
         if self._connected != self._rollout.ranks:
             self._has_frozen = False
             self._connected = list(self._rollout.ranks)
@@ -178,6 +186,7 @@ class RolloutPool(WeightPublisher):
             if not self._call("expect_weights", address):
                 return False
         has_frozen = self._has_frozen
+        # Unknown until every engine has replied: an error on the way leaves it False.
         self._has_frozen = False
         sent = self._actor.method("send_weights")(version, has_frozen)
         try:
@@ -188,7 +197,7 @@ class RolloutPool(WeightPublisher):
         try:
             sent.get()
         except UNSENT:
-            # Sending to an engine that was lost meanwhile fails.
+            # Expected if an engine was lost, for which `_call` returns nothing.
             if received:
                 raise
         self._has_frozen = all(received)
@@ -229,8 +238,9 @@ class RolloutPool(WeightPublisher):
 
         Args:
             rank: the engine.
-            error: raised if it is no loss, if no engine remains, or if other roles are lost too.
-            is_refused: whether the engine is there, but has other weights.
+            error: raised again if it is not a loss, if the engine spans several ranks, if no other
+                engine remains, or if the process also held other roles.
+            is_refused: whether the engine runs, but has other weights.
         """
         remaining = [other_rank for other_rank in self._rollout.ranks if other_rank != rank]
         if self._group_size > 1:

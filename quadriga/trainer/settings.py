@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a run, kept beside its checkpoints, and what differs when the run is resumed.
+"""The settings of a run, stored with its checkpoints, and how they change when it is resumed.
 
 DIRECTORY/
   config.yaml               the resolved configuration. Comments at its end name the steps that
@@ -93,7 +93,7 @@ class RunSettings:
     def changes(self, now: "RunSettings") -> list[str]:
         """Describe what has changed since these settings, one line per key or file.
 
-        A key that only one side has was added or removed by another version, and is no change.
+        A key that only one of the two has is not a change: another version added or removed it.
         """
         lines = []
         for key, value in now.values.items():
@@ -203,28 +203,32 @@ def say_nothing_to_do(
         checkpoint: the checkpoint to resume from.
         last: number of the last step.
         now: settings of the configuration.
-        in_python: whether messages name arguments of Python, and not keys.
+        in_python: whether messages name arguments of `quadriga.train` instead of keys.
 
     Raises:
         ConfigError: the checkpoint was made with other settings.
     """
     trainer = config.trainer
     done = f"{step_of(checkpoint)} of {last} steps are done"
-    is_by_steps = trainer.total_training_steps == last
-    longer = "trainer.total_training_steps" if is_by_steps else "trainer.total_epochs"
-    is_by_name = "{experiment_name}" in trainer.default_local_dir
-    other = "trainer.experiment_name" if is_by_name else "trainer.default_local_dir"
+    # The settings that make the run longer, and that choose another directory.
+    length_key = "trainer.total_epochs"
+    if trainer.total_training_steps == last:
+        length_key = "trainer.total_training_steps"
+    directory_key = "trainer.default_local_dir"
+    if "{experiment_name}" in trainer.default_local_dir:
+        directory_key = "trainer.experiment_name"
     if in_python:
-        longer = "steps"
-        other = "name"
+        length_key = "steps"
+        directory_key = "name"
     before = settings_of(checkpoint, config.task)
     changes = before.changes(now) if before else []
     if not changes:
-        print(f"nothing to do: {done} in {checkpoint.parent}; raise {longer} or set {other}")
+        where = checkpoint.parent
+        print(f"nothing to do: {done} in {where}; raise {length_key} or set {directory_key}")
         return
     fix = (
-        f"Set {other} for a run of its own, raise {longer} to go on with these settings, "
-        "or begin anew with trainer.resume_mode=disable. What differs:"
+        f"Set {directory_key} for a run of its own, raise {length_key} to go on with these "
+        "settings, or begin anew with trainer.resume_mode=disable. What differs:"
     )
     raise ConfigError(
         str(checkpoint.parent),

@@ -37,11 +37,12 @@ class Check:
     """A sign of a run's health.
 
     Attributes:
-        title: what is judged.
-        metric: metric that shows it, or a number of the index behind `rows/`.
-        judge: state and sentence from the values of all steps.
-        advice: what people do about it.
-        looks_at: step whose rollouts show it: `last`, or that with the `largest` or `smallest` value.
+        title: heading on the page.
+        metric: name of the metric that is judged. `rows/NAME` is a number of the index.
+        judge: returns state and sentence from the values of all steps.
+        advice: what usually helps.
+        looks_at: step whose rollouts the page links to: the `last` one, or the one with the
+            `largest` or `smallest` value.
     """
 
     title: str
@@ -52,6 +53,7 @@ class Check:
 
 
 def _first(values: np.ndarray) -> float:
+    """Mean over the first steps, which a single step does not change much."""
     return float(values[:_WINDOW].mean())
 
 
@@ -126,6 +128,7 @@ def _unequal_work(values: np.ndarray) -> Verdict:
 
 
 def _gradient(values: np.ndarray) -> Verdict:
+    """Judge the norms of the gradient: zeros, and outliers above ten times the median."""
     num_last = len(values[-_WINDOW:])
     if not values.any():
         return BAD, "The gradient is 0 at every step: nothing is learned."
@@ -137,7 +140,9 @@ def _gradient(values: np.ndarray) -> Verdict:
     middle = float(np.median(values))
     largest = float(values.max())
     sentence = f"The norm of the gradient is {middle:.3g} in the median, {largest:.3g} at most."
-    return (WARNING if largest > 10 * middle > 0 else GOOD), sentence
+    # With a median of 0 any gradient would be an outlier.
+    has_outlier = middle > 0 and largest > 10 * middle
+    return (WARNING if has_outlier else GOOD), sentence
 
 
 CHECKS = (

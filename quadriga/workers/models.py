@@ -164,6 +164,10 @@ def load_judge(
         processes: the ranks that will hold the model.
         trust_remote_code: whether to run code of the folder.
 
+    Returns:
+        The model with its weights, if each rank holds all of them or only transformers can read
+        the files; else without them, to be read shard by shard.
+
     Raises:
         EngineError: see `load_reward_model`.
     """
@@ -181,8 +185,10 @@ def load_judge(
     )
     if has_vision:
         add_score(skeleton)
+    # Before the scorer, which needs a head, is built around it.
     require_judge(path, skeleton, [])
     loaded, missing = _read_when_cut(RewardScorer(skeleton), folder)
+    # Now with the weights that the files lack.
     require_judge(path, skeleton, missing)
     choose_attention(skeleton)
     return loaded
@@ -488,7 +494,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
     )
     rollout = rollout_engine_class(config)
     is_cut_by_rollout = policy.model_type in ONE_TOKEN and rollout.cuts_images
-    # vLLM cuts images of this type by the model's own sizes, whatever the data's are.
+    # vLLM splits images of this type by the model's sizes and ignores those of the data section.
     if is_cut_by_rollout and (sizes or not policy.text_config.attention_bias):
         raise ConfigError(
             "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path",

@@ -64,7 +64,7 @@ def _first_value(line: Line, keys: tuple[str, ...]) -> Any:
 
 @rule_function
 def unless_null(line: Line, key: str, value: Any) -> None:
-    """Set the key, unless null or empty text asks for the default."""
+    """Set the key, unless the value is null or empty text, which means the default."""
     if value not in (None, ""):
         line.set(key, value)
 
@@ -93,7 +93,7 @@ def frequency(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def critic_warmup(line: Line, key: str, value: Any) -> None:
-    """Set the steps before the actor learns; verl names the first step in which it does."""
+    """Set the number of steps before the actor learns. verl's value is its first learning step."""
     line.set(key, max(int(value or 0) - 1, 0))
     if value and value > 0:
         line.note(line.sentence)
@@ -101,7 +101,7 @@ def critic_warmup(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def device(line: Line, key: str, value: Any) -> None:
-    """Set the device that the machine has, whatever the line names."""
+    """Set `auto`: the machine decides about the device, and not the command line."""
     line.set(key, "auto")
     if value not in ("cuda", "cpu"):
         line.note(line.sentence)
@@ -146,12 +146,15 @@ def profiler(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def profiled_ranks(line: Line, key: str, value: Any) -> None:
-    """Set the ranks of a role that are profiled: none in verl, unless the role enables it."""
+    """Set the ranks of a role that are profiled.
+
+    In verl a role profiles no rank unless it enables the profiler; here null means all ranks.
+    """
     role = key.rpartition(".")[0]
     if line.get("global_profiler.tool") not in _PROFILERS:
         line.note(line.sentence)
         return
-    ranks = line.get(f"{role}.ranks", [])
+    ranks: list[int] | None = line.get(f"{role}.ranks", [])
     if not line.get(f"{role}.enable", True):
         ranks = []
     elif line.get(f"{role}.all_ranks"):
@@ -275,9 +278,9 @@ def loss_agg_mode(line: Line, key: str, value: Any) -> None:
 def rejection(line: Line, key: str, value: Any) -> None:
     """Set rejection by importance ratios, from the keys of verl 0.6.1 too.
 
-    That version named a level alone, with a lower bound of its own, and a veto on single tokens.
-    Its bounds are of trained over rollout probabilities; those of k1, here and since verl 0.8, are
-    of rollout over trained ones.
+    That version named only a level, with a separate lower bound, and a veto on single tokens. Its
+    bounds apply to the ratio of trained to rollout probabilities; those of k1, here and since verl
+    0.8, apply to the inverse ratio.
     """
     section = "algorithm.rollout_correction"
     level = line.get(f"{section}.rollout_rs")
@@ -645,16 +648,22 @@ def processes(line: Line) -> None:
 
 
 def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
-    """Lower the ranks that share a sequence to the number of processes."""
+    """Lower the sequence-parallel size if it is larger than the number of processes.
+
+    A size that does not fit for another reason is left for the checks of the configuration.
+    """
     line.written = f"{role}.ulysses_sequence_parallel_size"
     size = line.ours.get(line.written, 1)
     model_sizes = []
     for dimension in ("tensor", "pipeline"):
         model_sizes.append(line.ours.get(f"{role}.{dimension}_model_parallel_size", 1))
-    if not is_number(size) or size <= num_processes or not all(map(is_number, model_sizes)):
+    are_numbers = is_number(size) and all(map(is_number, model_sizes))
+    if not are_numbers or size <= num_processes:
         return
-    if num_processes % prod(model_sizes) == 0:
-        line.ours[line.written] = num_processes // prod(model_sizes)
+    # The processes that do not divide the model share its sequences.
+    ranks_per_model = prod(model_sizes)
+    if num_processes % ranks_per_model == 0:
+        line.ours[line.written] = num_processes // ranks_per_model
         line.note(
             f"There are {num_processes} processes: as many share a sequence. No number depends on it."
         )
@@ -703,7 +712,7 @@ def reward_models(line: Line) -> None:
 
 
 def _drop_reward_function(line: Line) -> None:
-    """Leave a reward function out beside a reward model, as verl's trainer does.
+    """Leave out the reward function if there is a reward model, as verl's trainer does.
 
     From 0.8 on, verl's reward loop calls the function, which may ask the served model.
     """

@@ -231,13 +231,14 @@ def _read_word(text: str, start: int) -> tuple[Any, int]:
 
 @dataclass
 class _ShellBlock:
-    """An open block, such as `if` or `for`. None: not known.
+    """An open block, such as `if` or `for`.
 
     Attributes:
-        is_run: whether the commands that follow are run.
-        is_done: whether this or an earlier branch is run, so that no later one is.
+        is_run: whether the commands that follow are run. None: not known.
+        is_done: whether this or an earlier branch is run, so that no later one is. None: not known.
         subject: the word of `case`.
-        patterns: patterns of `case` that were read, up to `)`. None: not before a branch.
+        patterns: patterns of the next branch of `case` that were read so far. None: the script is
+            within a branch, or the block is not a `case`.
     """
 
     is_run: bool | None
@@ -266,10 +267,14 @@ class _Shell:
         self._is_condition = False  # whether a condition is read, before `then`
 
     def read(self, statement: _Statement) -> Command | None:
-        """Follow a statement; returns the command that it runs, if it may run one."""
+        """Update the state by a statement.
+
+        Returns:
+            The command that the statement runs or may run; None if it runs none.
+        """
         self._line = statement.line
         words = list(statement.words)
-        if self._is_pattern(statement):
+        if self._read_pattern(statement):
             return None
         if not self._read_keywords(words) or not words:
             return None
@@ -313,7 +318,11 @@ class _Shell:
         return command
 
     def _read_keywords(self, words: list[Any]) -> bool:
-        """Remove keywords of blocks from the front; returns whether a command may remain."""
+        """Remove keywords of blocks from the front of `words`, and open or close their blocks.
+
+        Returns:
+            Whether the remaining words may be a command.
+        """
         while words and isinstance(words[0], str):
             keyword = words[0]
             if keyword in ("if", "elif"):
@@ -351,14 +360,19 @@ class _Shell:
         self._blocks[-1].begin_branch(result)
         self._is_condition = True
 
-    def _is_pattern(self, statement: _Statement) -> bool:
-        """Follow the patterns of `case`; returns whether the statement is one of them."""
+    def _read_pattern(self, statement: _Statement) -> bool:
+        """Collect the patterns of a branch of `case`, and begin the branch after their `)`.
+
+        Returns:
+            Whether the statement consists of patterns, and so is not a command.
+        """
         block = self._blocks[-1] if self._blocks else _ShellBlock(None, None)
         if statement.before == ";;":
             if block.patterns:
                 # The branch of these patterns is empty.
                 block.begin_branch(self._matches(block))
             block.patterns = []
+        # None: the statement is within a branch, or the block is not a `case`.
         if block.patterns is None or statement.words[0] == "esac":
             return False
         if statement.before == ")":

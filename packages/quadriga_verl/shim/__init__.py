@@ -65,7 +65,17 @@ def is_before(*version: int) -> bool:
 
 
 def missing_name(name: str) -> ModuleNotFoundError:
-    """Error for a dotted name of verl that does not exist here, with what to use."""
+    """Return the error for a dotted name of verl that does not exist here, with advice."""
+    advice = _advice_for(name)
+    return ModuleNotFoundError(
+        f"{name}: quadriga has verl's contracts without this name ({VARIABLE}). {advice}"
+    )
+
+
+def _advice_for(name: str) -> str:
+    """Say what to use instead of a dotted name of verl that does not exist here."""
+    if name in MISSING:
+        return MISSING[name]
     parent, _, last = name.rpartition(".")
     known_names = list(MODULES.get(parent, ()))
     modules_with_name = []
@@ -75,20 +85,18 @@ def missing_name(name: str) -> ModuleNotFoundError:
             known_names.append(module_name)
         if last in names:
             modules_with_name.append(module)
-    advice = MISSING.get(name, "")
-    # A name of another thing is no advice, however similar: only what can be a typing error is.
-    if not advice:
-        advice = did_you_mean(last, get_close_matches(last, known_names, cutoff=0.93))
-    # Advice for a package holds for what is in it.
-    while not advice and parent.count("."):
-        advice = MISSING.get(parent, "")
+    # Only misspelled names: a name that is merely similar belongs to something else.
+    suggestion = did_you_mean(last, get_close_matches(last, known_names, cutoff=0.93))
+    if suggestion:
+        return suggestion
+    # The advice for a package also applies to its modules.
+    while parent.count("."):
+        if parent in MISSING:
+            return MISSING[parent]
         parent = parent.rpartition(".")[0]
-    if not advice and modules_with_name:
-        advice = f"A {last} is in {' and '.join(modules_with_name)}."
-    advice = advice or "docs/verl_names.md lists all names."
-    return ModuleNotFoundError(
-        f"{name}: quadriga has verl's contracts without this name ({VARIABLE}). {advice}"
-    )
+    if modules_with_name:
+        return f"A {last} is in {' and '.join(modules_with_name)}."
+    return "docs/verl_names.md lists all names."
 
 
 class _Module(ModuleType):

@@ -50,7 +50,7 @@ class RLHFDataset(Dataset):
         _build_messages(row)                   the chat of a row
         __getitem__(item)                      the row with `raw_prompt` and its tokens
 
-    A `__getitem__` that changes `raw_prompt` need not change the tokens: they are made anew.
+    A `__getitem__` that changes `raw_prompt` need not change the tokens: the new chat is tokenized.
 
     Args:
         data_files: as for `quadriga.data.RLHFDataset`, and so are the others.
@@ -192,23 +192,34 @@ class RLHFDataset(Dataset):
         return rows
 
     def _with_tokens_of_its_chat(self, row: dict[str, Any], item: int) -> dict[str, Any]:
-        """The row of an overridden `__getitem__`, without tokens of a chat that it has changed."""
+        """Make the tokens of a row agree with its chat, which a subclass may have changed.
+
+        Args:
+            row: the row that the subclass's `__getitem__` has returned.
+            item: number of the row.
+
+        Returns:
+            The row with tokens: new ones if the subclass changed the chat but not its tokens, or
+            made no tokens.
+        """
         where = f"row {item} of {type(self).__name__}"
         if "input_ids" in row and "raw_prompt" in row:
             original = RLHFDataset.__getitem__(self, item)
             is_chat_changed = row["raw_prompt"] != original["raw_prompt"]
             if is_chat_changed and torch.equal(row["input_ids"], original["input_ids"]):
+                # Drop the columns that tokenizing adds, and restore those that it removes.
                 raw_row = self._row(item)
-                media = {name: raw_row.get(name) for name in (self.image_key, self.video_key)}
-                tokens = original.keys() - raw_row.keys()
-                row = {name: value for name, value in row.items() if name not in tokens} | media
+                token_columns = original.keys() - raw_row.keys()
+                row = {name: value for name, value in row.items() if name not in token_columns}
+                for name in (self.image_key, self.video_key):
+                    row[name] = raw_row.get(name)
         return self._with_tokens(row, where)
 
     def _with_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         images = as_list(row.pop(self.image_key, None))
         videos = as_list(row.pop(self.video_key, None))
         if "input_ids" in row:
-            # A subclass has tokenized the row itself.
+            # The row of a subclass that tokenizes by itself.
             return row
         messages = as_messages(list(row["raw_prompt"]), where=where)
         pictures: list[Any] = []
@@ -243,7 +254,7 @@ def data_section(config: Any, *, may_have_own_keys: bool = True) -> DataConfig:
 
     Args:
         config: the section, or its keys as verl's code passes them.
-        may_have_own_keys: whether a class of the user reads further keys.
+        may_have_own_keys: whether unknown keys are ignored, because a user's class reads them.
 
     Raises:
         ConfigError: a key is unknown, or a value is wrong.
@@ -252,10 +263,11 @@ def data_section(config: Any, *, may_have_own_keys: bool = True) -> DataConfig:
         return config
     tree = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
     known = {key: value for key, value in tree.items() if key in DataConfig.model_fields}
-    for key in tree.keys() - known.keys() - _KEYS_WITHOUT_EFFECT:
-        if not may_have_own_keys:
-            fix = did_you_mean(key, DataConfig.model_fields)
-            raise ConfigError("RLHFDataset: config", got=f"{key!r}", expected="its keys", fix=fix)
+    unknown_keys = tree.keys() - known.keys() - _KEYS_WITHOUT_EFFECT
+    if unknown_keys and not may_have_own_keys:
+        key = next(iter(unknown_keys))
+        fix = did_you_mean(key, DataConfig.model_fields)
+        raise ConfigError("RLHFDataset: config", got=f"{key!r}", expected="its keys", fix=fix)
     try:
         return DataConfig(**{**_VERLS_DEFAULTS, **known})
     except ValidationError as error:

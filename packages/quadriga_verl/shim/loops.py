@@ -375,7 +375,8 @@ class AgentLoopBase(ABC):
         data_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        # Attributes with verl's names, which subclasses read.
+        # Attributes with verl's names, which subclasses read. The configuration is always whole
+        # here, so `data_config`, which some versions of verl pass separately, is not needed.
         self.config = trainer_config.config
         self.server_manager = server_manager
         self.rollout_config = self.config.actor_rollout_ref.rollout
@@ -385,8 +386,14 @@ class AgentLoopBase(ABC):
         self.data_config = self.config.data
         self.apply_chat_template_kwargs = self.config.data.apply_chat_template_kwargs
         self.loop = asyncio.get_running_loop()
-        offered = {"config": self.config, "tokenizer": tokenizer, "processor": processor, **kwargs}
-        self.init_class(**taken(self.init_class, offered))
+        arguments = {
+            "config": self.config,
+            "tokenizer": tokenizer,
+            "processor": processor,
+            **kwargs,
+        }
+        # A subclass may declare only some of verl's parameters.
+        self.init_class(**taken(self.init_class, arguments))
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
@@ -807,7 +814,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Call a tool.
 
         Args:
-            tool_call: the call. The model is told what is wrong with it.
+            tool_call: the call. If it is invalid, the response of the tool explains why.
             tools_kwargs: arguments from the row, by tool.
             agent_data: the conversation, for tools that take it.
 

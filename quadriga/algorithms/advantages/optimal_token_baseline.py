@@ -62,8 +62,8 @@ def optimal_token_baseline(
     """
     to_go = _rewards_to_go(token_level_rewards)
     energy = token_energy(old_log_probs, sum_pi_squared, rollout_is_weights)
-    is_own_token = response_mask.bool()
-    advantages = against_optimum(to_go, is_own_token, uid, energy, keeps_tail=handle_zero_tail)
+    is_sampled = response_mask.bool()
+    advantages = against_optimum(to_go, is_sampled, uid, energy, keeps_tail=handle_zero_tail)
     return advantages, zero_outside(to_go, response_mask)
 
 
@@ -106,7 +106,7 @@ def against_optimum(
         Advantages, [B, T], 0 outside the mask.
     """
     present = is_ours.to(to_go.dtype)
-    # W of the module docstring: the energy of all own tokens up to each position, 0 elsewhere.
+    # W of the module docstring: the energy of all sampled tokens up to each position, 0 elsewhere.
     energy_so_far = zero_outside(energy, is_ours).cumsum(-1) * present
     groups = Groups.of(uid, to_go)
     # If no response of a group has any gradient at a position, all of them weigh the same.
@@ -136,7 +136,10 @@ def tir_optimal_token_baseline(
     *,
     handle_zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Rewards to go minus the optimal baseline of each own token, across turns.
+    """Rewards to go minus the optimal baseline of each token that the policy sampled, across turns.
+
+    The n-th sampled token of a response is compared with the n-th ones of its group, without
+    counting tokens of tools and users.
 
     Args:
         token_level_rewards: [B, T].
@@ -153,12 +156,12 @@ def tir_optimal_token_baseline(
     to_go = _rewards_to_go(token_level_rewards)
     energy = token_energy(old_log_probs, sum_pi_squared, rollout_is_weights)
 
-    # Move the own tokens of each row to its front, in their order.
-    is_own_token = response_mask.bool()
-    order = (~is_own_token).int().argsort(dim=-1, stable=True)
+    # Move the sampled tokens of each row to its front, in their order.
+    is_sampled = response_mask.bool()
+    order = (~is_sampled).int().argsort(dim=-1, stable=True)
     moved_advantages = against_optimum(
         to_go.gather(-1, order),
-        is_own_token.gather(-1, order),
+        is_sampled.gather(-1, order),
         uid,
         energy.gather(-1, order),
         keeps_tail=handle_zero_tail,

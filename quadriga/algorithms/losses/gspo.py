@@ -40,8 +40,8 @@ def gspo(
         log_prob: log-probabilities under the policy in training, [B, T].
         advantages: [B, T].
         response_mask: [B, T].
-        clip_ratio_low: how far below 1 the response's ratio may pull.
-        clip_ratio_high: how far above 1 the response's ratio may pull.
+        clip_ratio_low: the response's ratio is clipped below 1 - `clip_ratio_low`.
+        clip_ratio_high: the response's ratio is clipped above 1 + `clip_ratio_high`.
 
     Returns:
         The loss of each token, [B, T], and the diagnostics `pg_clipfrac` and `ppo_kl`.

@@ -40,8 +40,8 @@ def vanilla(
         log_prob: log-probabilities under the policy in training, [B, T].
         advantages: [B, T].
         response_mask: [B, T].
-        clip_ratio_low: how far below 1 the ratio may pull.
-        clip_ratio_high: how far above 1 the ratio may pull.
+        clip_ratio_low: the ratio is clipped below 1 - `clip_ratio_low`.
+        clip_ratio_high: the ratio is clipped above 1 + `clip_ratio_high`.
         clip_ratio_c: bound of the dual clip, above 1.
 
     Returns:

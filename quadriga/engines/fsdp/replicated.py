@@ -79,7 +79,7 @@ class ReplicatedWeights:
                 parameter.register_post_accumulate_grad_hook(partial(_add_to, self.sums, name))
 
     def attach_gradients(self) -> None:
-        """Sum the gradients [...] over all replicas and attach them to the masters.
+        """Sum the gradients, shaped as their parameters, over all replicas; attach them to masters.
 
         A parameter without a gradient gets zeros: a mini-batch without a learning signal makes a
         step with a zero gradient, whether or not its sequences were computed.
@@ -87,14 +87,16 @@ class ReplicatedWeights:
         totals = []
         for name in self.trained:
             parameter = self.parameters[name]
+            # Gradients of rounded parameters are summed in float32 apart from them.
             has_master = name in self._with_master
             total = self.sums.get(name) if has_master else parameter.grad
             if total is None:
                 total = torch.zeros_like(parameter, dtype=torch.float32)
             if has_master:
+                # Zeros are stored as well: later mini-batches add to the same memory.
                 self.sums[name] = total
             totals.append(total)
-        # Every replica decides by the sum, so all of them skip a gradient that is not finite.
+        # Summed before the check for finite values, so that all replicas skip the same steps.
         self.replicas.add_up(totals)
         for name, total in zip(self.trained, totals, strict=True):
             self.masters[name].grad = total.to(self.masters[name].device)

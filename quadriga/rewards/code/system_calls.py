@@ -224,7 +224,7 @@ def refuse_call(listener: int) -> str | None:
     call = bytearray(_CALL_BYTES)
     try:
         fcntl.ioctl(listener, _RECEIVE, call)
-        # The notification has a number of its own; the call's is that of the table.
+        # The first number identifies the notification, the second is the number of the system call.
         ((notification, number),) = struct.iter_unpack("=Q8xi60x", call)
         fcntl.ioctl(listener, _RESPOND, struct.pack("=QqiI", notification, 0, -errno.EPERM, 0))
     except FileNotFoundError:
@@ -235,8 +235,8 @@ def refuse_call(listener: int) -> str | None:
 
 def _filter() -> bytes:
     names = call_names()
-    # First number and rule of each stretch of numbers that have the same rule. The last one is of
-    # all numbers after the table.
+    # First number and rule of each stretch of numbers that have the same rule. The last stretch has
+    # all numbers behind the table.
     stretches: list[tuple[int, list[bytes]]] = []
     for number in range(max(names) + 2):
         rule = _rule(names.get(number, ""))
@@ -265,7 +265,7 @@ def _tree(stretches: list[tuple[int, list[bytes]]]) -> list[bytes]:
 
 
 def _rule(name: str) -> list[bytes]:
-    """Instructions that decide about a call whose number has been found; "" has no name."""
+    """Instructions that decide about a call by its name; "" is a number without a call."""
     answer = _ANSWERS[_table()[name]["answer"] if name else "ENOSYS"]
     if name == "socket":
         return _tests([(0, _ALL, [_AF_UNIX])], answer, _KILL)
@@ -275,14 +275,21 @@ def _rule(name: str) -> list[bytes]:
 
 
 def _tests(words: list[tuple[int, int, list[int]]], if_all: int, otherwise: int) -> list[bytes]:
-    """Instructions that return `if_all` if all words have one of their values."""
+    """Instructions that check words of a call's arguments.
+
+    Args:
+        words: for each word, its number, the mask of its bits that count, and its permitted values.
+        if_all: what to return if every word has a permitted value.
+        otherwise: what to return if a word has another value.
+    """
     steps = []
     for word, mask, values in words:
         steps.append(_step(_LOAD, _ARGUMENTS_AT + 4 * word))
         steps.append(_step(_AND, mask))
         for index, value in enumerate(values):
-            # Equal: skip the other values and the return.
-            steps.append(_step(_EQUAL, value, len(values) - index, 0))
+            # If equal, jump over the remaining comparisons and the return, to the next word.
+            num_skipped = len(values) - index
+            steps.append(_step(_EQUAL, value, num_skipped, 0))
         steps.append(_step(_RETURN, otherwise))
     steps.append(_step(_RETURN, if_all))
     return steps

@@ -20,7 +20,7 @@ def extract_solution(
 
     Args:
         solution_str: the response.
-        method: "strict" or "flexible".
+        method: "strict" reads the number after the last `####`, "flexible" the last number.
 
     Returns:
         The number, or None if there is none.
@@ -45,22 +45,22 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, Any]:
-    """Score the number that the response gives; 0 if it gives none.
+    """Compare the number that a response gives as its answer with the ground truth.
 
     Args:
         solution_str: the response.
         ground_truth: the number, or the worked answer of the data set, which ends in
             `#### number`.
         extra_info: not used.
-        method: "strict" or "flexible".
+        method: how to find the number, as for `extract_solution`.
         format_score: score of a wrong number.
         score: score of the right number.
 
     Returns:
-        "score" and "pred".
+        `score`, which is 0 if the response gives no number, and `pred`, the number as text or None.
 
     Raises:
-        ValueError: the ground truth is no number, or the method is unknown.
+        ValueError: the ground truth is not a number, or the method is unknown.
     """
     truth = true_number(str(ground_truth).rpartition(MARK)[2])
     answer = extract_solution(solution_str, method)

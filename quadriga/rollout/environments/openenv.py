@@ -132,17 +132,21 @@ class OpenEnvEnvironment(TextEnvironment):
         self._session.close()
 
     def _connect(self) -> Any:
-        # websockets follows redirects, also to other hosts. It counts the first connection, too.
+        """Open the WebSocket of the session, which `discard` closes."""
+        # websockets would follow redirects to other hosts. The limit counts the first connection,
+        # so 1 means no redirect.
         os.environ["WEBSOCKETS_MAX_REDIRECTS"] = "1"
+        # A missing package is reported under its own name, not under the submodule's.
         library("websockets")
         client = library("websockets.sync.client")
         options: dict[str, Any] = {"max_size": _MAX_MESSAGE_BYTES, "open_timeout": _CONNECT_S}
+        # websockets 15 and later would use the proxy of the environment.
         if "proxy" in inspect.signature(client.connect).parameters:
             options["proxy"] = None
         try:
             return self._session.enter_context(client.connect(f"{self._url}/ws", **options))
         except Exception as error:
-            # A handshake fails in many ways: refused, no WebSocket, a redirect.
+            # A failed handshake raises errors of websockets, of TLS or of the system.
             raise self._failure(f"no WebSocket ({type(error).__name__}: {error})") from error
 
     def _list_tools(self) -> list[Mapping[str, Any]]:
@@ -155,7 +159,7 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"the tools {json.dumps(reply)[:200]}") from error
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's reply to a request; a server without a free session is asked again."""
+        """Send a request until the server has a free session for it, and return the reply."""
         until = time.monotonic() + _MAX_WAIT_S
         while True:
             reply = self._ask_once(kind, data)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cached_property, partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -571,7 +572,7 @@ class VLLMEngine(ThirdPartyEngine):
 
 
 def own_parts(matrix: torch.Tensor, num_ranks: int, rank: int) -> list[torch.Tensor]:
-    """The parts of rows that a tensor-parallel rank may hold of a matrix.
+    """Parts of a matrix that a tensor-parallel rank may hold if the matrix is split by rows.
 
     Args:
         matrix: [rows, ...].
@@ -579,7 +580,9 @@ def own_parts(matrix: torch.Tensor, num_ranks: int, rank: int) -> list[torch.Ten
         rank: the rank.
 
     Returns:
-        All rows, and the rank's part if 2, 3, ... `num_ranks` ranks or groups of ranks share them.
+        All rows, and the rank's part for each number of parts, from 2 to `num_ranks`, that divides
+        the ranks and the rows. With fewer parts than ranks, as with few KV heads, several ranks
+        hold the same part.
     """
     parts = [matrix]
     for num_parts in range(2, num_ranks + 1):
@@ -725,9 +728,9 @@ class WorkerExtension:
     def missing_factors(self) -> list[str]:
         """Names of the matrices that `adapter_marks` has read and no layer of this process holds.
 
-        In tensor-parallel layers each rank holds a part of A or of B. Of B it holds its part of the
-        rows, or all rows where the layer's input is cut. Ranks share a part if there are fewer KV
-        heads than ranks.
+        A matrix counts as held if a layer has a tensor with the fingerprint of the matrix, or of a
+        part of it that this rank may hold: with tensor parallelism A may be split by rows or by
+        columns, and B by rows as in `own_parts`.
         """
         shape = self.quadriga_shape
         factors = self.quadriga_factors
@@ -737,8 +740,9 @@ class WorkerExtension:
             # This version keeps them elsewhere, which `missing_parts` has reported.
             return []
         rank, num_ranks = tensor_parallel_place(self)
-        # The rank of the adapter, or a part of it if A is cut along the rank.
-        sizes = {shape.rank, -(-shape.rank // num_ranks)}
+        # vLLM's tensors are padded to `max_lora_rank`. Without the padding they have the adapter's
+        # rank, or a part of it, rounded up, if A is split by rows.
+        sizes = {shape.rank, ceil(shape.rank / num_ranks)}
         loaded = set()
         for a, b in layers:
             for size in sizes:
@@ -751,6 +755,7 @@ class WorkerExtension:
             if ".lora_A." in name:
                 parts = [matrix, *matrix.chunk(num_ranks, 0), *matrix.chunk(num_ranks, 1)]
             else:
+                # vLLM multiplies B by the adapter's scale when it loads it.
                 parts = own_parts(matrix * shape.scale, num_ranks, rank)
             if loaded.isdisjoint(tensor_fingerprint(part) for part in parts):
                 missing.append(name)

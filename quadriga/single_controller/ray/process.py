@@ -124,6 +124,31 @@ class _RunningMethod:
             frame = frame.f_back
 
 
+def _split_header(header: bytes | tuple[str, str, Any]) -> tuple[str, str, Any]:
+    """Role, method and body of a message.
+
+    They are joined to one value, because each argument of a call costs Ray time: to bytes if the
+    body is bytes, else to a tuple.
+    """
+    if not isinstance(header, bytes):
+        return header
+    role, method, body = header.split(b"\n", 2)
+    return role.decode(), method.decode(), body
+
+
+def _packed(output: Any, where: str) -> Any:
+    """Pack the output of the method `where` for its way to the caller."""
+    # A generator would run in the caller, which has another copy of the worker's state.
+    if inspect.isgenerator(output) or inspect.isasyncgen(output):
+        raise WorkerError(where, got="a generator", expected="an output", fix="Return a list.")
+    try:
+        return transport.pack_result(output)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        got = f"{type(error).__name__}: {error}"
+        expected = "a result that can be pickled"
+        raise WorkerError(f"output of {where}", got=got, expected=expected) from error
+
+
 class WorkerProcess:
     """Class of the Ray actor.
 
@@ -222,13 +247,7 @@ class WorkerProcess:
         Returns:
             The packed output, or a Failure.
         """
-        # A body of bytes is joined with the names, because each argument costs Ray time.
-        if isinstance(header, bytes):
-            role_bytes, method_bytes, body = header.split(b"\n", 2)
-            role = role_bytes.decode()
-            method = method_bytes.decode()
-        else:
-            role, method, body = header
+        role, method, body = _split_header(header)
         # A role whose constructor failed answers every call with that failure.
         if role in self._not_built:
             return self._not_built[role]
@@ -243,21 +262,10 @@ class WorkerProcess:
             running.arguments = (args, kwargs)
             output = getattr(self._workers[role], method)(*args, **kwargs)
             if inspect.iscoroutine(output):
-                # Kept, so that `status` can name the line at which the coroutine waits.
+                # `status` reads the line at which the coroutine waits.
                 running.coroutine = output
                 output = asyncio.run(output)
-            where = f"{role}.{method}"
-            # A generator would run in the caller, which has another copy of the worker's state.
-            if inspect.isgenerator(output) or inspect.isasyncgen(output):
-                raise WorkerError(
-                    where, got="a generator", expected="an output", fix="Return a list."
-                )
-            try:
-                running.outcome = transport.pack_result(output)
-            except (TypeError, AttributeError, pickle.PicklingError) as error:
-                got = f"{type(error).__name__}: {error}"
-                expected = "a result that can be pickled"
-                raise WorkerError(f"output of {where}", got=got, expected=expected) from error
+            running.outcome = _packed(output, f"{role}.{method}")
         return running.outcome
 
     @ray.method(concurrency_group="beside")
@@ -316,10 +324,10 @@ class WorkerProcess:
 
 
 def show_own_devices() -> None:
-    """Show this process only the GPUs that Ray gave it, also where Ray is told not to.
+    """Restrict this process to the GPUs that Ray assigned to it, even if Ray is set not to do so.
 
     With RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES every process sees all GPUs of its node, and
-    the first ranks of two pools would take the same ones.
+    the first ranks of two pools would use the same GPUs.
     """
     if os.environ.get(NOSET, "").lower() not in ("", "0", "false"):
         devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])

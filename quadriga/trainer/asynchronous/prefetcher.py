@@ -84,18 +84,20 @@ class Prefetcher:
     def inputs_of(self, start: Start) -> DataProto:
         """Rows from which the rollout generates a group.
 
-        A new group takes the next prompt. A group whose worker was lost has the same one again.
+        A new group takes the next prompt; a group whose worker was lost keeps its prompt.
         """
-        # Unfinished groups of a checkpoint have their prompt already, and are no restarts.
         if start.group not in self.started:
             self.started[start.group] = self._take_prompt(start)
-        elif all(number != start.group for number, *_ in self._under_way):
-            self.counts["restarted_groups"] += 1
+        else:
+            # A group that a checkpoint continues has a prompt as well, but lost no worker.
+            resumed_groups = {number for number, *_ in self._under_way}
+            if start.group not in resumed_groups:
+                self.counts["restarted_groups"] += 1
         rows = repeat_prompts(self.started[start.group], self._rules.group_size)
         return rollout_inputs(rows, self._config)
 
     def _take_prompt(self, start: Start) -> DataProto:
-        # A repeated schedule with several workers may start a later group first.
+        # A repeated schedule with several workers may start groups in another order.
         while start.group not in self._assigned:
             if not self._unassigned:
                 batch = self._prompts.take()
@@ -103,7 +105,7 @@ class Prefetcher:
             self._assigned[self._num_assigned] = self._unassigned.pop(0)
             self._num_assigned += 1
         row = self._assigned.pop(start.group)
-        # The names of prompts follow from their place in the batch: a resumed run gives the same.
+        # Names follow from the place in the batch, so that a resumed run assigns the same ones.
         meta_info = dict(row.meta_info)
         meta_info["global_steps"] = start.batch
         meta_info["total_training_steps"] = self._rules.num_steps
@@ -127,7 +129,7 @@ class Prefetcher:
         prompt = self.started.pop(group.number)
         prompts = repeat_prompts(prompt, self._rules.group_size)
         complete = with_prompt_columns(prompts, rows)
-        # Everything else may differ between groups, and so cannot be concatenated.
+        # Other entries may differ between groups, and then the groups could not be concatenated.
         complete.meta_info = {"metrics": rows.meta_info["metrics"]}
         self.complete[group.number] = complete
         if self._rules.round_size:

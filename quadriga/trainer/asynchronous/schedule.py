@@ -17,8 +17,8 @@ V(s) - w versions old, and a sample is as old as its oldest token.
     the gate    a group for step s starts only with weights of a version w for which
                 V(s) - w <= max_staleness
 
-Later tokens of a sample have the same version or a newer one, so the bound holds whatever is slow,
-late or lost. It is checked again at each hand-over.
+Later tokens of a sample have the same version or a newer one, so the bound holds even if workers
+are slow or lost. It is checked again at each hand-over.
 
 Batches. With `on_stale="wait"` a group belongs to the step that it was started for, and that step
 waits for it. With "drop" a step takes the oldest groups that are ready, and a group that would be
@@ -249,7 +249,7 @@ class Schedule:
             )
             raise RolloutError("async_training", got=got, expected=f"version {started} or newer")
 
-        # Without tokens of its own, a sample counts as old as the weights that it began with.
+        # A sample without generated tokens counts as old as the weights that it began with.
         if oldest is not None:
             state.starts[sample] = oldest
         del state.running[sample]
@@ -380,24 +380,29 @@ class Schedule:
         """Continue from a state, in a new schedule with the step of the state.
 
         Unfinished samples start first, on any worker.
+
+        Args:
+            state: what `state` returned when the checkpoint was written.
         """
         self.num_groups = state["num_groups"]
-        # What is kept and open follows from the groups below.
-        self._batches = {number: Batch(*counts) for number, counts in state["batches"].items()}
-        for number, batch, row, starts, waiting, is_kept in state["groups"]:
-            group = Group(number, batch, row, waiting, starts=dict(starts))
-            group.is_complete = not waiting
+        # The state has two fields of a batch; the loop below counts its groups for the others.
+        for step, (num_wanted, num_rows) in state["batches"].items():
+            self._batches[step] = Batch(num_wanted, num_rows)
+        for number, step, row, starts, unfinished, is_kept in state["groups"]:
+            group = Group(number, step, row, waiting=unfinished, starts=dict(starts))
+            group.is_complete = not unfinished
             group.is_kept = is_kept
             group.oldest = min(group.starts.values(), default=0)
             self.groups[number] = group
-            if waiting:
+            if unfinished:
                 self._to_start.add(number)
+            batch = self._batches[step]
             if not is_kept:
-                self._batches[batch].num_open += 1
+                batch.num_open += 1
             elif self._drops:
                 self._kept.append(number)
             else:
-                self._batches[batch].kept.append(number)
+                batch.kept.append(number)
 
     # Decisions: starts.
 
