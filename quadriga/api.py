@@ -623,7 +623,7 @@ def evaluate(
             configuration is then the default, as with `quadriga eval RUN --config RUN/config.yaml`.
             Secrets that the run does not write down are given in `options` if they are needed.
         data: validation rows, as for `train`. None: those of `data.val_files`.
-        reward: as for `train`.
+        reward: as for `train`. None: the reward of the run, or that of `config` and `options`.
         config: configuration file, or several, which overrides a run's configuration.
             `rollout.val_kwargs` has the sampling parameters.
         options: configuration keys with their values, which override both.

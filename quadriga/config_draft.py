@@ -24,6 +24,7 @@ from quadriga.data.files import (
 )
 from quadriga.errors import ConfigError, DataError, QuadrigaError
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
+from quadriga.user_file import import_file
 from quadriga.user_function import NAME, source_of, write_function
 
 RESPONSES_OF_A_CORE = 16
@@ -139,8 +140,18 @@ class ConfigDraft:
             self.values[key] = function
 
     def set_reward(self, reward: Reward | None) -> None:
-        """Set the keys of the reward, and where its functions run."""
+        """Set the keys of the reward, and where its functions run.
+
+        Args:
+            reward: the caller's. None: that of the configuration, whose functions a run may have
+                written to its directory.
+        """
         if reward is None:
+            section = self.config.custom_reward_function
+            if section.path is not None and section.name == NAME:
+                module = import_file(section.path, "custom_reward_function.path")
+                function = getattr(module, NAME, None)
+                self.reward = function if isinstance(function, ItemReward) else None
             return
         # The reward of the run that is evaluated, and its manager, give way.
         self.defaults.pop("custom_reward_function", None)

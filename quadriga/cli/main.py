@@ -17,6 +17,7 @@ import sys
 from codecs import lookup
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -182,7 +183,9 @@ def _call(command: str, arguments: list[str], has_traceback: bool) -> int:
     """Call the function of a command; print errors without a traceback."""
     try:
         module, _, function = COMMANDS[command][0].partition(":")
-        modules = waiting(f"the modules of quadriga {command}", every_s=NOTICE_S)
+        # Not in the standard output, which may be a file of data.
+        emit = partial(print, file=sys.stderr, flush=True)
+        modules = waiting(f"the modules of quadriga {command}", every_s=NOTICE_S, emit=emit)
         with modules, collector_paused(), threads_for_load():
             loaded = import_module(module)
         return getattr(loaded, function or "main")(arguments)

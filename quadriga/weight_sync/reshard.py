@@ -63,6 +63,10 @@ class Box(NamedTuple):
         return tensor
 
 
+# Names of version 0.2.0.
+Piece = Box
+Shard = Box
+
 Boxes = Mapping[str, Box]
 """Boxes by the names of their parameters."""
 Held = Mapping[str, tuple[Box, torch.Tensor]]

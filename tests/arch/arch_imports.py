@@ -78,7 +78,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "replay": _BELOW_WORKERS | {"workers", "trainer"},
     "view": _CORE | {"serve", "trainer"},
     "cli": _BELOW_WORKERS | {"workers", "trainer", "view", "replay"},
-    "config_draft": _CORE | {"user_function", "data", "rewards"},
+    "config_draft": _CORE | {"user_file", "user_function", "data", "rewards"},
     "api": _BELOW_TRAINER | {"config_draft", "trainer"},
     "__main__": frozenset({"cli"}),
     "quadriga_verl.commands": frozenset(

@@ -20,6 +20,8 @@ from quadriga.api import Evaluation, TrainerSettings, _defaults_of, _draft_of_fr
 from quadriga.config import load_config
 from quadriga.config_draft import ConfigDraft, with_sources
 from quadriga.errors import ConfigError, DataError
+from quadriga.rewards.by_name import reward_of
+from quadriga.user_function import NAME, write_function
 
 NAN = float("nan")
 ROW = {"prompt": "1+1=", "ground_truth": "2"}
@@ -183,6 +185,22 @@ def test_a_run_has_the_defaults_of_its_evaluation(is_in_memory: bool, tmp_path: 
     assert config.actor_rollout_ref.rollout.temperature == 1
     assert config.custom_reward_function.path == "new.py"
     assert config.reward_model.reward_manager == "naive"
+
+
+def test_an_evaluation_has_the_reward_of_its_run(tmp_path: Path) -> None:
+    """Its functions get the columns of new rows as in training."""
+    file, _ = write_function(reward_of([reward]), tmp_path / "functions", "reward")
+    options = {
+        "custom_reward_function.path": str(file),
+        "custom_reward_function.name": NAME,
+        "trainer.default_local_dir": str(tmp_path),
+    }
+    draft = ConfigDraft(None, options=options, is_frozen=True)
+    draft.set_reward(None)
+    draft.set_rows("data.val_files", [ROW])
+    row = json.loads(Path(draft.values["data.val_files"]).read_text())
+    assert row["extra_info"]["row"] == ROW
+    assert draft.load().custom_reward_function.path == str(file)
 
 
 def test_an_evaluation_shows_its_metrics() -> None:
