@@ -33,7 +33,7 @@ from quadriga.rollout import NativeEngine
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.engine import VLLMEngine
-from quadriga.weight_sync import CopiedWeights, Piece, ReshardedWeights
+from quadriga.weight_sync import Box, CopiedWeights, ReshardedWeights
 from step import MODEL
 
 CPU, MB = torch.device("cpu"), 1e6
@@ -69,8 +69,8 @@ def sync(rank: int, args: Namespace, store: str) -> None:
         processes=Processes.arrange(world, Layout(dp_shard=args.ranks)),
     )
     held = {
-        name: (Piece(start, tuple(tensor.shape)), tensor.detach())
-        for name, start, tensor in trainer.parameters.pieces()
+        name: (Box(start, tuple(tensor.shape)), tensor.detach())
+        for name, start, tensor in trainer.parameters.shards()
     }
     whole = 4 * sum(one.numel() for one in skeleton_causal_lm(args.model).parameters())
     bucket = whole // 16

@@ -10,7 +10,7 @@ from torch import nn
 from quadriga.errors import WeightSyncError
 from quadriga.models.weight_names import weight_buffers
 from quadriga.weight_sync.publish import name_some
-from quadriga.weight_sync.reshard import Piece, Wanted
+from quadriga.weight_sync.reshard import Box, Wanted
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Manifest:
             buffers={name: buffer.dtype for name, buffer in buffers.items()},
         )
 
-    def whole(self, dtype: torch.dtype) -> Wanted:
+    def full_weights(self, dtype: torch.dtype) -> Wanted:
         """All of each weight, under the first of its names.
 
         The dtypes are those of a trainer that computes in `dtype`.
         """
         # A tied weight is needed once.
-        pieces: dict[str, tuple[Piece, torch.dtype]] = {}
+        weights: dict[str, tuple[Box, torch.dtype]] = {}
         for name, shape in self.shapes.items():
-            if pieces.keys().isdisjoint(self.same[name]):
-                piece = Piece((0,) * len(shape), shape)
-                pieces[name] = (piece, self.buffers.get(name, dtype))
-        return pieces
+            if weights.keys().isdisjoint(self.same[name]):
+                box = Box((0,) * len(shape), shape)
+                weights[name] = (box, self.buffers.get(name, dtype))
+        return weights
 
     def part(self, accepts: Callable[[str], bool]) -> "Manifest":
         """The weights whose names `accepts` returns True for. They must not be tied to others."""

@@ -14,4 +14,4 @@ Each publication has a version, and a fingerprint of every parameter that both s
 from quadriga.weight_sync.broadcast import Address, WeightReceiver, WeightSender, meet, open_store
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, SharedWeights, WeightTarget
-from quadriga.weight_sync.reshard import Held, Piece, ReshardedWeights, Shard, StreamedWeights
+from quadriga.weight_sync.reshard import Box, Held, ReshardedWeights, StreamedWeights

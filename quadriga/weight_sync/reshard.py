@@ -30,14 +30,14 @@ from quadriga.weight_sync.publish import CopiedWeights, WeightTarget, name_some,
 _ALIGNMENT = 8  # bytes: the size of a fingerprint's words, and a multiple of every dtype's size
 
 
-class Shard(NamedTuple):
-    """Position of a shard in its parameter: start and shape, by dimension."""
+class Box(NamedTuple):
+    """Position of a shard, or of a block of one, in its parameter: start and shape, by dimension."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def overlap(self, other: "Shard") -> "Shard | None":
-        """The common block of two shards of a parameter, or None if they are disjoint."""
+    def overlap(self, other: "Box") -> "Box | None":
+        """The common box of two boxes in a parameter, or None if they are disjoint."""
         start = tuple(map(max, self.start, other.start))
         ends = [
             min(first + size, other_first + other_size)
@@ -46,14 +46,14 @@ class Shard(NamedTuple):
         shape = tuple(end - first for first, end in zip(start, ends, strict=True))
         if min(shape, default=1) <= 0:
             return None
-        return Shard(start, shape)
+        return Box(start, shape)
 
-    def view(self, tensor: torch.Tensor, inner: "Shard") -> torch.Tensor:
-        """A block of this shard's tensor, as a view.
+    def view(self, tensor: torch.Tensor, inner: "Box") -> torch.Tensor:
+        """A block of this box's tensor, as a view.
 
         Args:
-            tensor: [*shape], the content of this shard.
-            inner: a block within this shard.
+            tensor: [*shape], the content of this box.
+            inner: a box within this box.
 
         Returns:
             [*inner.shape].
@@ -63,13 +63,12 @@ class Shard(NamedTuple):
         return tensor
 
 
-Piece = Shard  # an older name
-Shards = Mapping[str, Shard]
-"""Shards by the names of their parameters."""
-Held = Mapping[str, tuple[Shard, torch.Tensor]]
-"""Shard of each parameter that a rank holds. Those of two ranks are equal or disjoint."""
-Wanted = Mapping[str, tuple[Shard, torch.dtype]]
-"""Shard of each parameter that a rank computes with, and its dtype."""
+Boxes = Mapping[str, Box]
+"""Boxes by the names of their parameters."""
+Held = Mapping[str, tuple[Box, torch.Tensor]]
+"""Shard of each parameter that a rank holds. The boxes of two ranks are equal or disjoint."""
+Wanted = Mapping[str, tuple[Box, torch.dtype]]
+"""Box of the shard that a rank computes with, and its dtype, by parameter."""
 
 
 class Move(NamedTuple):
@@ -78,7 +77,7 @@ class Move(NamedTuple):
     name: str
     sender: int
     receiver: int
-    box: Shard
+    box: Box
     num_bytes: int  # in a bucket; 0 if sender and receiver are the same rank
 
 
@@ -209,15 +208,15 @@ class ReshardedWeights:
             name: (shard, str(dtype).removeprefix("torch."))
             for name, (shard, dtype) in wanted_shards.items()
         }
-        having: list[dict[str, Shard]] = []
-        wanting: list[dict[str, Shard]] = []
+        having: list[dict[str, Box]] = []
+        wanting: list[dict[str, Box]] = []
         for held_by_rank, wanted_by_rank in self._gather([held_here, wanted_here]):
             having.append({})
             for name, box in held_by_rank.items():
-                having[-1][name] = Shard(*map(tuple, box))
+                having[-1][name] = Box(*map(tuple, box))
             wanting.append({})
             for name, (box, dtype) in wanted_by_rank.items():
-                wanting[-1][name] = Shard(*map(tuple, box))
+                wanting[-1][name] = Box(*map(tuple, box))
                 self._dtypes[name] = getattr(torch, dtype)
 
         itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
@@ -241,9 +240,9 @@ class ReshardedWeights:
         target.hold_shards(self._shards)
 
     def _shared_view(
-        self, held: Shard, tensor: torch.Tensor, target: Shard, dtype: torch.dtype
+        self, held: Box, tensor: torch.Tensor, target: Box, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """A view of the trainer's memory as the shard `target`, or None if it cannot be shared."""
+        """A view of the trainer's memory at the box `target`, or None if it cannot be shared."""
         if tensor.dtype != dtype or held.overlap(target) != target:
             return None
         view = held.view(tensor, target)
@@ -409,8 +408,8 @@ class StreamedWeights(ReshardedWeights):
 
 
 def plan(
-    having: Sequence[Shards],
-    wanting: Sequence[Shards],
+    having: Sequence[Boxes],
+    wanting: Sequence[Boxes],
     itemsizes: Mapping[str, int],
     bucket_bytes: int,
 ) -> tuple[list[Bucket], int]:
@@ -463,13 +462,13 @@ def plan(
 
 def _moves(
     name: str,
-    having: Sequence[Shards],
-    wanting: Sequence[Shards],
+    having: Sequence[Boxes],
+    wanting: Sequence[Boxes],
     itemsize: int,
 ) -> Iterator[Move]:
     """Moves that fill all wanted shards of a parameter."""
     # Replicas hold the same shard.
-    holders: dict[Shard, list[int]] = {}
+    holders: dict[Box, list[int]] = {}
     for rank, shards in enumerate(having):
         if name in shards and 0 not in shards[name].shape:
             holders.setdefault(shards[name], []).append(rank)
@@ -511,7 +510,7 @@ def _slice(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
     for start, stop in ((first, middle), (middle, end)):
         half = []
         for move in moves:
-            rows = Shard((start, *move.box.start[1:]), (stop - start, *move.box.shape[1:]))
+            rows = Box((start, *move.box.start[1:]), (stop - start, *move.box.shape[1:]))
             common = move.box.overlap(rows)
             if common is not None:
                 num_bytes = _aligned_bytes(common, itemsize) if move.num_bytes else 0
@@ -519,8 +518,8 @@ def _slice(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
         yield from _slice(half, itemsize, bucket_bytes)
 
 
-def _aligned_bytes(shard: Shard, itemsize: int) -> int:
-    num_words = -(-torch.Size(shard.shape).numel() * itemsize // _ALIGNMENT)
+def _aligned_bytes(box: Box, itemsize: int) -> int:
+    num_words = -(-torch.Size(box.shape).numel() * itemsize // _ALIGNMENT)
     return num_words * _ALIGNMENT
 
 

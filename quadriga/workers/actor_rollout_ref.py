@@ -29,9 +29,9 @@ from quadriga.rollout.third_party import require_room
 from quadriga.single_controller import Dispatch, Execute, register
 from quadriga.weight_sync import (
     Address,
+    Box,
     CopiedWeights,
     Held,
-    Piece,
     ReshardedWeights,
     SharedWeights,
     StreamedWeights,
@@ -314,12 +314,12 @@ class ActorRolloutRefWorker(Learner):
             yield self.engine.adapter_weights(with_frozen=not have_frozen)
             self.has_sent_frozen = True
 
-    def pieces(self) -> Held:
-        """Pieces of weights and adapters on this rank, by their names without an adapter."""
-        pieces: dict[str, tuple[Piece, torch.Tensor]] = {}
-        for name, start, tensor in self.engine.parameters.pieces():
-            pieces[base_name(name)] = (Piece(start, tuple(tensor.shape)), tensor.detach())
-        return pieces
+    def shards(self) -> Held:
+        """Shards of weights and adapters on this rank, by their names without an adapter."""
+        shards: dict[str, tuple[Box, torch.Tensor]] = {}
+        for name, start, tensor in self.engine.parameters.shards():
+            shards[base_name(name)] = (Box(start, tuple(tensor.shape)), tensor.detach())
+        return shards
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
@@ -328,7 +328,7 @@ class ActorRolloutRefWorker(Learner):
         rollout = self.generation.engine
         if self.resharding is not None:
             with self.engine.awake("weights"):
-                self.resharding.publish(self.pieces(), rollout, version)
+                self.resharding.publish(self.shards(), rollout, version)
             return
         with self.weights(has_frozen=rollout.has_frozen_weights) as weights:
             self.weight_sync.publish(weights, rollout, version)
@@ -412,7 +412,7 @@ class ActorRolloutRefWorker(Learner):
         """
         if self.resharding is not None:
             with self.engine.awake("weights"):
-                self.resharding.publish(self.pieces(), None, version)
+                self.resharding.publish(self.shards(), None, version)
             return
         with self.weights(has_frozen=has_frozen) as weights:
             try:

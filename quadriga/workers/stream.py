@@ -35,7 +35,7 @@ from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout.interface import Completion
 from quadriga.rollout.sequences import completed, images_of, requests_of
-from quadriga.weight_sync import CopiedWeights, Piece, tensor_fingerprint
+from quadriga.weight_sync import Box, CopiedWeights, tensor_fingerprint
 from quadriga.weight_sync.publish import name_some
 from quadriga.workers.generation import ResponseGenerator
 
@@ -190,8 +190,8 @@ class GenerationStream:
 
         def shards() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in copied.weights.items():
-                # This process has the full tensor, of which it keeps its own part.
-                full = Piece((0,) * tensor.dim(), tuple(tensor.shape))
+                # This process has the full tensor, of which it keeps its own shard.
+                full = Box((0,) * tensor.dim(), tuple(tensor.shape))
                 box, _ = self._shards[name]
                 yield name, full.view(tensor, box).contiguous()
 

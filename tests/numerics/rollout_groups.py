@@ -29,9 +29,9 @@ from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.manifest import Manifest
 from quadriga.single_controller import WorkerPlace
 from quadriga.weight_sync import (
+    Box,
     Fingerprint,
     Held,
-    Piece,
     ReshardedWeights,
     StreamedWeights,
     tensor_fingerprint,
@@ -92,10 +92,10 @@ def make_trainer(path: Path, layout: Layout, world: ProcessGroup) -> FSDPEngine:
     )
 
 
-def pieces(engine: FSDPEngine) -> Held:
+def held_shards(engine: FSDPEngine) -> Held:
     return {
-        name: (Piece(start, tuple(tensor.shape)), tensor.detach())
-        for name, start, tensor in engine.parameters.pieces()
+        name: (Box(start, tuple(tensor.shape)), tensor.detach())
+        for name, start, tensor in engine.parameters.shards()
     }
 
 
@@ -128,7 +128,7 @@ class CutsItself:
         self.marks: dict[str, str] = {}
 
     def wanted_shards(self) -> Any:
-        return self.manifest.whole(torch.float32)
+        return self.manifest.full_weights(torch.float32)
 
     def named_weights(self) -> Any:
         return iter(())
@@ -150,7 +150,7 @@ def streamed(
 ) -> dict[str, Any]:
     """Whole tensors, a bucket at a time; in the third publication one of the engines raises."""
     sync = StreamedWeights(world.rank, world.size, CPU, bucket_bytes)
-    engine, held = CutsItself(path, fails=False), pieces(trainer)
+    engine, held = CutsItself(path, fails=False), held_shards(trainer)
     sync.publish(held, engine, 1)
     peak = peak_bytes(lambda: sync.publish(held, engine, 2))
     sync.verify(engine, 2)
@@ -167,7 +167,7 @@ def streamed(
 def run(folder: Path, case: str, world: ProcessGroup) -> dict[str, Any]:
     layout, size, model = CASES[case]
     trainer = make_trainer(folder / model, layout, world)
-    held = pieces(trainer)
+    held = held_shards(trainer)
     group = RolloutGroup(world.rank, world.size, size, CPU)
     engine = NativeEngine(
         skeleton_causal_lm(folder / model),

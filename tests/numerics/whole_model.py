@@ -25,7 +25,7 @@ from quadriga.single_controller import WorkerPlace
 from quadriga.weight_sync import ReshardedWeights
 from tests.numerics.conftest import ragged_batch
 from tests.numerics.layouts import learn
-from tests.numerics.rollout_groups import CPU, make_trainer, pieces
+from tests.numerics.rollout_groups import CPU, held_shards, make_trainer
 
 RANKS, SIZE, ACTIVATIONS = 4, 2, 4 << 20
 
@@ -103,7 +103,7 @@ def main(rank: int, folder: Path, port: int) -> None:
         trainer = make_trainer(folder, Layout(dp_shard=RANKS), world)
         engine = NativeEngine(skeleton, group=group, dtype=torch.float32, eos_token_ids=(0,))
         sync = ReshardedWeights(rank, RANKS, CPU, bucket)
-        sync.publish(pieces(trainer), engine, 1)
+        sync.publish(held_shards(trainer), engine, 1)
         if group.is_leader:
             engine.generate_batch(
                 [[5, 6, 7]] * 2, [SamplingParams(3, seed=seed) for seed in range(2)]
@@ -115,7 +115,7 @@ def main(rank: int, folder: Path, port: int) -> None:
         learn(trainer, ragged_batch(), "policy")
         highest, before = live.peak, live.count()
         live.peak = before
-        sync.publish(pieces(trainer), engine, 2)
+        sync.publish(held_shards(trainer), engine, 2)
         found: dict[str, Any] = {
             "peak": max(highest, live.peak),
             "limit": limit,

@@ -155,10 +155,6 @@ class ReplicatedWeights:
             if wanted(name):
                 yield name, tensor.detach()
 
-    # Older names.
-    pieces = shards
-    whole = full_parameters
-
 
 def _add_to(sums: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) -> None:
     """Hook of a parameter: move its complete gradient into the float32 sum."""

@@ -93,11 +93,6 @@ class ShardSpec:
         return 0 if self.is_divided else self.tensor_dimension
 
 
-# Older names.
-WholeParameter = ParameterSpec
-Part = ShardSpec
-
-
 @dataclass(frozen=True)
 class _Meshes:
     """Meshes over which a kind of parameters is sharded."""
@@ -118,8 +113,8 @@ class PartialWeights:
     Args:
         processes: the ranks of the engine.
         dtype: compute dtype.
-        parts: where each shard sits in its parameter, by this rank's names.
-        whole: all parameters and buffers of the full model, in its order.
+        shard_specs: where each shard sits in its parameter, by this rank's names.
+        parameter_specs: all parameters and buffers of the full model, in its order.
 
     Attributes:
         names: names in the full model.
@@ -136,15 +131,15 @@ class PartialWeights:
         self,
         processes: Processes,
         dtype: torch.dtype,
-        parts: Mapping[str, ShardSpec],
-        whole: Mapping[str, ParameterSpec],
+        shard_specs: Mapping[str, ShardSpec],
+        parameter_specs: Mapping[str, ParameterSpec],
     ) -> None:
         assert processes.storage is not None, "one rank has replicated weights"
         self.processes = processes
         self.dtype = dtype
-        self.parameter_specs = whole
-        self.shard_specs = dict(parts)
-        self.names = {name: spec.name for name, spec in parts.items()}
+        self.parameter_specs = parameter_specs
+        self.shard_specs = dict(shard_specs)
+        self.names = {name: spec.name for name, spec in shard_specs.items()}
         self.sums: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         # By `is_divided`. Made once, since slicing a mesh is slow.
@@ -329,11 +324,6 @@ class PartialWeights:
             shard = shard.narrow(dim, start, size)
         return shard
 
-    # Older names.
-    part = shard
-    pieces = shards
-    whole = full_parameters
-
 
 class ShardedWeights(PartialWeights):
     """The parameters of this rank's layers, sharded by FSDP2.
@@ -341,11 +331,11 @@ class ShardedWeights(PartialWeights):
     Args:
         root: the module that computes, a scorer or a pipeline stage; sharded here.
         model: the model in it; its parameters have their shapes [V/tp, D], on "meta".
-        parts: where each shard sits in its parameter, by the model's names.
+        shard_specs: where each shard sits in its parameter, by the model's names.
         read: reads full parameters.
         dtype: compute dtype.
         processes: the ranks of the engine.
-        whole: all parameters and buffers of the full model, in its order.
+        parameter_specs: all parameters and buffers of the full model, in its order.
         memory: ways to save memory.
     """
 
@@ -353,15 +343,15 @@ class ShardedWeights(PartialWeights):
         self,
         root: nn.Module,
         model: PreTrainedModel,
-        parts: Mapping[str, ShardSpec],
+        shard_specs: Mapping[str, ShardSpec],
         read: ReadWeight,
         *,
         dtype: torch.dtype,
         processes: Processes,
-        whole: Mapping[str, ParameterSpec],
+        parameter_specs: Mapping[str, ParameterSpec],
         memory: Memory,
     ) -> None:
-        super().__init__(processes, dtype, parts, whole)
+        super().__init__(processes, dtype, shard_specs, parameter_specs)
         self.root = root
         if isinstance(root, Stage):
             self.stage = root
@@ -454,7 +444,8 @@ class ShardedWeights(PartialWeights):
     def use_memory(self, windows: Sequence[torch.Tensor]) -> None:
         """Move the shards to other memory, which already has their content.
 
-        FSDP pads shards of a parameter that its ranks do not divide evenly; those do not move.
+        FSDP pads shards of a parameter that its ranks do not divide evenly; those do not move:
+        `masters` keeps viewing FSDP's memory.
 
         Args:
             windows: [V/tp/fsdp, D] each, in the order of `parameters`.
@@ -482,6 +473,8 @@ def _gather_shards(
     shard: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]
 ) -> torch.Tensor:
     """Gather a tensor from the shards of the ranks of a mesh.
+
+    Ranks behind the last row hold an empty shard, and all ranks skip its broadcast.
 
     Args:
         shard: this rank's shard.
@@ -570,7 +563,7 @@ def shard(
         read,
         dtype=dtype,
         processes=processes,
-        whole=parameter_specs,
+        parameter_specs=parameter_specs,
         memory=memory,
     )
 

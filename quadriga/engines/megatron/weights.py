@@ -241,8 +241,6 @@ class MegatronWeights(PartialWeights):
         shape = self._model_shard_shape(name)
         return self._own_rows(name, self._view(name, parameter.detach()).reshape(shape))
 
-    part = shard  # an older name
-
     def _own_rows(self, name: str, model_shard: torch.Tensor) -> torch.Tensor:
         """This rank's shard [V/tp/fsdp, D] of a model shard [V/tp, D]."""
         mesh = self._meshes[self.shard_specs[name].is_divided].fsdp

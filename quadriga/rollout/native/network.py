@@ -33,7 +33,7 @@ from quadriga.partition import part_of
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.native.kernels import Kernels, about_kernels, kernels
 from quadriga.rollout.native.products import Forms, Weight
-from quadriga.weight_sync.reshard import Piece
+from quadriga.weight_sync.reshard import Box
 
 if HAS_TRITON:
     from quadriga.rollout.native.kernels_triton import TritonKernels
@@ -212,7 +212,7 @@ class PlainNetwork(Network):
     """A decoder in `PLAIN`, computed layer by layer.
 
     In a rollout group each rank computes a share of it (tensor parallelism): some of the heads, of
-    the MLP's width, and of the vocabulary; see `shards_of`. The outputs of attention and MLP are
+    the MLP's width, and of the vocabulary; see `shard_boxes`. The outputs of attention and MLP are
     summed over the ranks, and the logits are joined: all ranks have the same bits of both.
 
     Args:
@@ -620,8 +620,8 @@ def state_of(model: nn.Module) -> State:
     return tuple(state)
 
 
-def shards_of(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Piece]:
-    """The part of each parameter that a rank of a group holds (tensor parallelism).
+def shard_boxes(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Box]:
+    """Position of the shard of each parameter that a rank of a group holds (tensor parallelism).
 
     A rank has the rows of some heads and the same columns of `o_proj`, some of the MLP's rows and
     the same columns of `down_proj`, and the rows of some tokens (arXiv:1909.08053). If there are
@@ -633,7 +633,7 @@ def shards_of(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Piece]:
         group: the rank's group.
 
     Returns:
-        The part of each parameter, by name.
+        The box of each shard, by name.
     """
     config = model.config.get_text_config()
     rank = group.rank
@@ -659,7 +659,7 @@ def shards_of(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Piece]:
     }
     columns = {"o_proj": query, "down_proj": width}
 
-    pieces = {}
+    boxes = {}
     for name, parameter in model.named_parameters():
         *_, module, kind = name.split(".")
         start = [0] * parameter.dim()
@@ -668,5 +668,5 @@ def shards_of(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Piece]:
             start[0], shape[0] = rows[module]
         elif module in columns and kind == "weight":
             start[1], shape[1] = columns[module]
-        pieces[name] = Piece(tuple(start), tuple(shape))
-    return pieces
+        boxes[name] = Box(tuple(start), tuple(shape))
+    return boxes

@@ -10,8 +10,8 @@ from quadriga.models.adapter_files import factor_names, is_factor, merge
 from quadriga.models.lora import adapter_of
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.manifest import Manifest
-from quadriga.rollout.native.network import shards_of
-from quadriga.weight_sync.reshard import Piece, Wanted
+from quadriga.rollout.native.network import shard_boxes
+from quadriga.weight_sync.reshard import Box, Wanted
 
 
 class GroupShards:
@@ -38,17 +38,17 @@ class GroupShards:
         self._device = group.device
         self._dtype = dtype
         self._manifest = Manifest.of(model)
-        self._pieces = shards_of(model, group)
+        self._boxes = shard_boxes(model, group)
         self._adapter = adapter_of(adapted)
         self._factors = Manifest.of(adapted).part(is_factor).shapes
-        self.merged = {name for name in self._pieces if factor_names(name)[0] in self._factors}
+        self.merged = {name for name in self._boxes if factor_names(name)[0] in self._factors}
 
     def wanted(self) -> Wanted:
         """The shards, and the whole matrices of the adapter, by the trainer's names."""
         # The matrices of the adapter are not sharded.
-        factors = {name: Piece((0, 0), shape) for name, shape in self._factors.items()}
-        pieces = self._pieces | factors
-        return {name: (piece, self._dtype) for name, piece in pieces.items()}
+        factors = {name: Box((0, 0), shape) for name, shape in self._factors.items()}
+        boxes = self._boxes | factors
+        return {name: (box, self._dtype) for name, box in boxes.items()}
 
     def hold(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Put tensors in the place of the model's parameters, under all names of each."""
@@ -56,7 +56,7 @@ class GroupShards:
         for name, buffer in self._model.named_buffers():
             tensors[name] = buffer.to(self._device)
         # A tied weight gets the same parameter under both names.
-        for name in self._pieces:
+        for name in self._boxes:
             parameter = torch.nn.Parameter(shards[name], requires_grad=False)
             tensors |= dict.fromkeys(self._manifest.same[name], parameter)
         for name, tensor in tensors.items():
@@ -74,13 +74,13 @@ class GroupShards:
         Yields:
             The name of each shard, and the shard.
         """
-        for name, piece in self._pieces.items():
+        for name, box in self._boxes.items():
             shard = shards[name]
             if self._adapter is not None and name in self.merged:
                 name_a, name_b = factor_names(name)
                 # The rows of B and the columns of A that belong to the shard.
-                row, column = piece.start
-                height, width = piece.shape
+                row, column = box.start
+                height, width = box.shape
                 factor_a = shards[name_a].narrow(1, column, width)
                 factor_b = shards[name_b].narrow(0, row, height)
                 shard.copy_(merge(shard, factor_a, factor_b, self._adapter.scale))

@@ -305,7 +305,7 @@ class VLLMEngine(ThirdPartyEngine):
 
     def wanted_shards(self) -> Wanted:
         """Weights that `load_weights` needs if the trainer does not gather them: full tensors."""
-        return self._manifest.whole(self.setup.dtype)
+        return self._manifest.full_weights(self.setup.dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load a complete set of weights, and drop KV cache and image embeddings of the old ones.

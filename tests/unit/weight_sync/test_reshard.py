@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from quadriga.errors import WeightSyncError
 from quadriga.partition import part_of
-from quadriga.weight_sync.reshard import Shard, plan
+from quadriga.weight_sync.reshard import Box, plan
 
 
-def cut(shape: tuple[int, int], dim: int, parts: int) -> list[Shard]:
+def cut(shape: tuple[int, int], dim: int, parts: int) -> list[Box]:
     """Shards of a weight along one dimension."""
     found = []
     for number in range(parts):
         start, size = [0, 0], list(shape)
         start[dim], size[dim] = part_of(shape[dim], parts, number)
-        found.append(Shard(tuple(start), tuple(size)))
+        found.append(Box(tuple(start), tuple(size)))
     return found
 
 
@@ -35,8 +35,8 @@ def test_each_shard_is_filled_once_within_the_buckets(
     shape: tuple[int, int], holders: int, copies: int, dim: int, wanting: int, bucket_bytes: int
 ) -> None:
     """Rows on some ranks, perhaps twice; another cut on others, of which some are the same ranks."""
-    having = [{"w": piece, "norm": Shard((0,), (7,))} for piece in cut(shape, 0, holders) * copies]
-    asked = [{"w": piece, "norm": Shard((0,), (7,))} for piece in cut(shape, dim, wanting)]
+    having = [{"w": piece, "norm": Box((0,), (7,))} for piece in cut(shape, 0, holders) * copies]
+    asked = [{"w": piece, "norm": Box((0,), (7,))} for piece in cut(shape, dim, wanting)]
     size = max(len(having), len(asked))
     having += [{}] * (size - len(having))
     asked = [{}] * (size - len(asked)) + asked
@@ -54,7 +54,7 @@ def test_each_shard_is_filled_once_within_the_buckets(
             if move.name == "w":
                 target = asked[move.receiver]["w"].view(shards[move.receiver], move.box)
                 assert bool((target == -1).all()), "once"
-                target.copy_(Shard((0, 0), shape).view(whole, move.box))
+                target.copy_(Box((0, 0), shape).view(whole, move.box))
         rows = {(move.name, move.box.start[0], move.box.shape[0]) for move in bucket}
         assert max(load.values(), default=0) <= bucket_bytes or all(
             count == 1 for _, _, count in rows
@@ -62,7 +62,7 @@ def test_each_shard_is_filled_once_within_the_buckets(
     for one, shard in zip(asked, shards, strict=True):
         if one:
             assert shard is not None and torch.equal(
-                shard, Shard((0, 0), shape).view(whole, one["w"])
+                shard, Box((0, 0), shape).view(whole, one["w"])
             )
 
 
@@ -73,7 +73,7 @@ def test_what_a_rank_has_does_not_travel() -> None:
         [{"w": one} for one in rows * 2], [{"w": one} for one in rows * 2], {"w": 4}, 256
     )
     assert (sum(move.num_bytes for bucket in buckets for move in bucket), num_sliced) == (0, 0)
-    whole = {"w": Shard((0, 0), (64, 8))}
+    whole = {"w": Box((0, 0), (64, 8))}
     buckets, num_sliced = plan([whole, {}], [{}, whole], {"w": 4}, 256)
     assert (len(buckets), num_sliced) == (8, 1)
 
@@ -81,10 +81,10 @@ def test_what_a_rank_has_does_not_travel() -> None:
 @pytest.mark.parametrize(
     ("having", "wanting", "words"),
     [
-        ([{"w": Shard((0,), (2,))}], [{"w": Shard((0,), (4,))}], "2 elements of rank 0's shard"),
+        ([{"w": Box((0,), (2,))}], [{"w": Box((0,), (4,))}], "2 elements of rank 0's shard"),
         (
-            [{"w": Shard((0,), (2,))}],
-            [{"v": Shard((0,), (2,))}],
+            [{"w": Box((0,), (2,))}],
+            [{"v": Box((0,), (2,))}],
             "only one of trainer and rollout has: v, w",
         ),
     ],
