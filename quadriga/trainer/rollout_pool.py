@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout engines in separate processes: weight sync, and recovery from lost engines.
 
-    driver     publish(v) ────┬──────────────┬───────────────────────> both are done
+    driver     publish(s) ────┬──────────────┬───────────────────────> both are done
     actor                     └ send_weights │ ── buckets ──┐      without frozen weights the rollout has
     rollout                                  └ receive_weights ── compare fingerprints
 
     rank 0   ── chunk 0 ────────────> done     ── first half of chunk 1 ──> done
-    rank 1   ── chunk 1 ──> lost ── started again in a thread ── publish(v) ──> takes chunks again
+    rank 1   ── chunk 1 ──> lost ── started again in a thread ── publish(s) ──> takes chunks again
     rank 2   ── chunk 2 ────────────> done     ── second half of chunk 1 ─> done
 
 Consumes: batches of prompts. Waits for: the first engine that responds or is lost. Unblocked by: its
@@ -46,13 +46,13 @@ class WeightPublisher:
     def __init__(self, actor: WorkerGroup[Any]) -> None:
         self._actor = actor
 
-    def publish(self, version: int) -> None:
-        """Load the actor's weights into the rollout, under this version.
+    def publish(self, step: int) -> None:
+        """Load the actor's weights of a step into the rollout; the step is their version.
 
         Raises:
             WeightSyncError: the rollout does not have the actor's weights.
         """
-        self._actor.method("publish_weights")(version)
+        self._actor.method("publish_weights")(step)
 
     def take_counts(self) -> dict[str, int]:
         """Engine restarts and rerouted requests since the last call, as metrics."""
@@ -105,8 +105,8 @@ class RolloutPool(WeightPublisher):
         # An engine that is still being started would connect to Ray again.
         self._restarts.wait()
 
-    def publish(self, version: int) -> None:
-        self._version = version
+    def publish(self, step: int) -> None:
+        self._version = step
         self._is_sent = False
         if not self.is_lazy:
             self._send_all()

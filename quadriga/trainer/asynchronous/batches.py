@@ -145,19 +145,19 @@ class AsyncBatches(WeightPublisher):
 
     # Called by the training loop.
 
-    def publish(self, version: int) -> None:
+    def publish(self, step: int) -> None:
         """Publish weights to validation, and a copy of them to the rollout if a version is due.
 
         Args:
-            version: step that the weights come from. 0, or the step of the checkpoint: the weights
-                before the first step.
+            step: step that the weights come from, which is their version in validation. 0, or the
+                step of the checkpoint: the weights before the first step.
         """
-        self._validation.publish(version)
-        if self.schedule is None or not self.rules.publishes(version):
+        self._validation.publish(step)
+        if self.schedule is None or not self.rules.publishes(step):
             return
         # Without the lock, so that groups may end and start meanwhile.
         copied = self._workers.actor.copy_weights()
-        next_version = self.rules.version_at(version + 1)
+        next_version = self.rules.version_at(step + 1)
         with self._changed:
             self._workers.weights[next_version] = copied
             self._workers.unannounced = next_version

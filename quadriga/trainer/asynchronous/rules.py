@@ -9,7 +9,7 @@ from typing import Literal
 
 from quadriga.config import Config
 
-Reason = Literal["stale", "equal", "surplus", "failed", "end"]
+Reason = Literal["stale", "equal", "surplus", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ from quadriga.trainer.asynchronous.rules import (
     Start,
 )
 
-Verdict = Literal["kept", "equal", "failed"]
+Verdict = Literal["kept", "equal"]
 
 
 @dataclass
@@ -92,10 +92,13 @@ class Group:
 class Batch:
     """Groups that are started for one step.
 
+    With `on_stale="drop"` any step may learn from them or drop them. The batch then only numbers
+    their rows, and bounds the weights that they start with.
+
     Attributes:
-        num_wanted: groups to start.
+        num_wanted: groups to start; with `on_stale="wait"`.
         num_rows: groups that were started.
-        num_open: groups that are not graded.
+        num_open: groups that are neither graded nor dropped.
         num_handed: groups that were handed over.
         kept: groups that may be handed over, by number; with `on_stale="wait"`.
     """
@@ -158,7 +161,8 @@ class Schedule:
 
     Args:
         rules: rules to follow.
-        step: the last step whose batch was handed over earlier.
+        step: the last step whose batch was handed over earlier. The first workers are expected to
+            join with the version that the next step begins with, `published`.
 
     Attributes:
         step: the last step whose batch was handed over.
@@ -264,7 +268,7 @@ class Schedule:
 
         Args:
             group: number of the group.
-            verdict: "kept", or why it is left out: its rewards are equal, or grading failed.
+            verdict: "kept", or "equal" if dynamic sampling leaves it out for its equal rewards.
         """
         state = self.groups.get(group)
         # It may have been dropped while it was graded.
@@ -272,15 +276,12 @@ class Schedule:
             return
         rules = self.rules
         batch = self._batches[state.batch]
-        batch.num_open -= 1
         if verdict == "kept":
+            batch.num_open -= 1
             state.is_kept = True
             insort(self._kept if self._drops else batch.kept, group)
         else:
             self._drop(state, verdict)
-            # Another prompt takes its place; with dynamic sampling in a later round.
-            if not rules.round_size:
-                batch.num_wanted += 1
         # The next round of dynamic sampling starts if this one did not fill the batch.
         is_round_over = not batch.num_open and batch.num_rows == batch.num_wanted
         lacks_groups = not self._drops and len(batch.kept) < rules.num_groups
@@ -613,7 +614,7 @@ class Schedule:
         """Drop the groups that no later step can learn from."""
         # Dynamic sampling may keep more groups than a batch has.
         if not self._drops:
-            for number in self._batches.pop(self.step).kept:
+            for number in self._batches[self.step].kept:
                 self._drop(self.groups[number], "surplus")
         oldest = self.rules.version_at(self.step + 1) - self.rules.max_staleness
         for group in list(self.groups.values()):
@@ -621,12 +622,19 @@ class Schedule:
                 self._drop(group, "end")
             elif self._drops and group.oldest < oldest:
                 self._drop(group, "stale")
+        # Batches of later steps stay even without groups: they number the rows of further ones.
+        used = {group.batch for group in self.groups.values()}
+        for number in list(self._batches):
+            if number <= self.step and number not in used:
+                del self._batches[number]
 
     def _drop(self, group: Group, reason: Reason) -> None:
         """Remove a group, and free the workers that still generate samples of it."""
         del self.groups[group.number]
-        # With on_stale="wait" kept groups are listed in their batch, which is over by now.
-        if group.is_kept and self._drops:
+        if not group.is_kept:
+            self._batches[group.batch].num_open -= 1
+        elif self._drops:
+            # With on_stale="wait" kept groups are listed in their batch, which is over by now.
             self._kept.remove(group.number)
         self._to_start.discard(group.number)
         # The caller aborts these samples; events of them that are under way are ignored.

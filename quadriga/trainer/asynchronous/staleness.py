@@ -2,6 +2,9 @@
 """Staleness of the tokens of a batch: versions between the weights that drew a token and those that
 its training step begins with.
 
+This module checks and measures it. `Schedule.may_start` bounds it, and `Schedule._drop_leftovers`
+discards groups that are too old.
+
 Legend: B rows, T response positions.
 """
 

@@ -4,6 +4,7 @@ once, nothing waits for ever. What is expected is computed here from the decisio
 
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -111,8 +112,8 @@ class World:
     def grade(self) -> None:
         group = self.dice.choice(sorted(self.grading))
         self.grading.remove(group)
-        equal = "equal" if self.rules.round_size and self.dice.random() < 0.4 else "kept"
-        self.schedule.graded(group, "failed" if self.dice.random() < 0.1 else equal)
+        is_equal = self.rules.round_size and self.dice.random() < 0.4
+        self.schedule.graded(group, "equal" if is_equal else "kept")
 
     def train(self) -> None:
         self.is_training = False
@@ -237,7 +238,18 @@ class World:
             (self.first[key] for key in self.first if key[0] not in self.over), default=10**9
         )
         assert rules.on_stale == "wait" or rules.version_at(step) - oldest <= rules.max_staleness
+        self.check_batches()
         self.step, self.is_training = step, True
+
+    def check_batches(self) -> None:
+        """A batch of a step that is over goes with its last group, and open groups are those that live."""
+        open_groups, alive = Counter[int](), set[int]()
+        for group in self.schedule.groups.values():
+            alive.add(group.batch)
+            open_groups[group.batch] += not group.is_kept
+        for number, batch in self.schedule._batches.items():
+            assert number > self.schedule.step or number in alive
+            assert batch.num_open == open_groups[number]
 
     def finish(self, group: int, what: str) -> None:
         assert group not in self.over, "a group is handed over or dropped once"
