@@ -82,7 +82,7 @@ class RowTable:
         path: the file.
         rows: the rows, or with `json_columns` one column with the JSON text of each row.
         json_columns: columns of the rows of a JSON file, those of any row.
-        digest: SHA-256 of the file's content. None: computed when it is needed.
+        digest: SHA-256 of the whole file's content. None: computed when it is needed.
         first: number in the file of the first of the rows.
         chat_columns: columns with chats and tool schemas. Rows of Arrow lose their null fields
             (`drop_null_fields`).
@@ -173,7 +173,10 @@ class RowTable:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the file's content."""
+        """SHA-256 of the whole file's content, even if the table has only some of its rows.
+
+        Therefore it is no key for these rows.
+        """
         return self._digest or _digest(self.path)
 
 

@@ -137,7 +137,8 @@ def create_rl_dataset(
     `context` if it takes them, `__len__()`, and `__getitem__(item)`, which returns a row with the
     keys of `RLHFDataset.__getitem__`. It may have `on_batch_end(batch)`, which gets the `DataProto`
     of each training step after its update, in the trainer's process, and `state_dict()` and
-    `load_state_dict(state)`, which are called with each checkpoint.
+    `load_state_dict(state)`, which are called with each checkpoint. Settings that it has to honour
+    are arguments; it reads all others from `config`.
 
     Args:
         data_paths: a path, a glob, a URL, or a list of these.

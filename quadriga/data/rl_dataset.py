@@ -248,30 +248,23 @@ class RLHFDataset(FileDataset):
         Raises:
             DataError: none is left, or there is a row that would end a run in the middle of it.
         """
-        config = self.config
-        rows = np.arange(self._ends[-1])
+        filters_long = self.config.filter_overlong_prompts
         # A subclass with its own `__getitem__` may make its rows of other columns.
         is_plain = type(self).__getitem__ is RLHFDataset.__getitem__
+        rows = np.arange(self._ends[-1])
         is_sample = 0 <= max_samples < len(rows)
-        is_measured = config.filter_overlong_prompts or (is_plain and not is_sample)
         measured = np.zeros(len(rows), MEASURED)
-        if is_measured:
+        # Of a sample only the rows in use need to be measured, unless long rows are left out first.
+        measures_all = filters_long or (is_plain and not is_sample)
+        if measures_all:
             measured = np.concatenate([self._measured(table) for table in self._tables])
             rows = rows[measured["tokens"] != BAD]
-        if config.filter_overlong_prompts:
+        if filters_long:
             rows = self._without_long(rows, measured["tokens"])
-        if 0 <= max_samples < len(rows):
-            if is_shuffled:
-                rng = np.random.default_rng(config.seed)
-                # In the order of the files, as without a sample; the sampler shuffles.
-                rows = np.sort(rng.choice(rows, size=max_samples, replace=False))
-            rows = rows[:max_samples]
-        if is_plain and not is_measured and len(rows):
-            # Of a sample only the rows in use need to be measured.
-            is_measured = True
-            for number in rows.tolist():
-                table, file_row, _ = self._place(number)
-                measured[number] = self._measured(table, range(file_row, file_row + 1))[0]
+        rows = self._sample(rows, max_samples, is_shuffled=is_shuffled)
+        measures_sample = is_plain and not measures_all and len(rows) > 0
+        if measures_sample:
+            self._measure_rows(rows, measured)
             rows = rows[measured["tokens"][rows] != BAD]
         # Errors of bad rows are printed before one that says that no row is left.
         self._tell(measured[rows])
@@ -279,10 +272,26 @@ class RLHFDataset(FileDataset):
             raise DataError(
                 self._key, got="bad rows only", expected="a good one", fix="Correct them."
             )
-        if is_measured:
+        if measures_all or measures_sample:
             self._try_long(rows, measured[rows])
             self.longest_prompt = int(measured["tokens"][rows].max(initial=0))
         return rows
+
+    def _sample(self, rows: np.ndarray, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
+        """Take at most `max_samples` rows, drawn with `data.seed` if shuffled, else the first."""
+        if not 0 <= max_samples < len(rows):
+            return rows
+        if is_shuffled:
+            rng = np.random.default_rng(self.config.seed)
+            # In the order of the files, as without a sample; the sampler shuffles.
+            return np.sort(rng.choice(rows, size=max_samples, replace=False))
+        return rows[:max_samples]
+
+    def _measure_rows(self, rows: np.ndarray, measured: np.ndarray) -> None:
+        """Measure single rows, into `measured`: `MEASURED` [rows of all files]."""
+        for number in rows.tolist():
+            table, file_row, _ = self._place(number)
+            measured[number] = self._measured(table, range(file_row, file_row + 1))[0]
 
     def _without_long(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Leave out rows that are too long.
