@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.partition import BalancedParts, buckets
+from quadriga.partition import BalancedParts, buckets, part_of
 
 
 def test_each_item_goes_to_the_cheapest_part() -> None:
@@ -83,3 +83,16 @@ def test_a_bucket_is_given_out_before_the_next_is_put() -> None:
     for bucket in buckets(stream(), int, 8, lambda size, _: log.append("put")):
         log.append(f"given {len(bucket)}")
     assert log == ["asked", "put", "asked", "put", "asked", "given 2", "put", "given 1"]
+
+
+@pytest.mark.parametrize("parts", range(1, 9))
+def test_parts_of_a_dimension_are_those_of_torch_chunk(parts: int) -> None:
+    """FSDP2 shards rows as torch.chunk does; ranks behind the last row have none."""
+    torch = pytest.importorskip("torch")
+    for total in range(1, 20):
+        rows = torch.arange(total)
+        chunks = [chunk.tolist() for chunk in rows.chunk(parts)]
+        chunks += [[]] * (parts - len(chunks))
+        for number, chunk in enumerate(chunks):
+            start, size = part_of(total, parts, number)
+            assert rows[start : start + size].tolist() == chunk
