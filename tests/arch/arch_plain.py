@@ -57,8 +57,8 @@ PUBLIC_NAMES: dict[str, set[str]] = {
     "quadriga/data/pictures.py": {"what"},
     "quadriga/data/videos.py": {"told"},
     "quadriga/data/vision.py": {"given"},
-    "quadriga/engines/fsdp/replicated.py": {"wanted", "whole"},
-    "quadriga/engines/fsdp/sharded.py": {"wanted", "whole"},
+    "quadriga/engines/fsdp/replicated.py": {"wanted"},
+    "quadriga/engines/fsdp/sharded.py": {"wanted"},
     "quadriga/engines/megatron/names.py": {"own"},
     "quadriga/engines/parallel/sharing.py": {"there", "whole"},
     "quadriga/rewards/by_name.py": {"given"},
@@ -75,6 +75,7 @@ INCOMPLETE_START = re.compile(
 )
 # Classes with more attributes, each with the reason.
 MANY_ATTRIBUTES: dict[str, str] = {
+    "quadriga/engine_traits/traits.py:EngineTraits": "a declaration, with a field for each ability",
     "quadriga/rollout/native/generation.py:GenerationRequest": "all state of a request, which moves between threads",
     "quadriga/rollout/agent_loop/conversation.py:Conversation": "users' agent loops read its fields",
 }

@@ -16,7 +16,7 @@ from tests.limits import PROGRAM_S
 # 98 before waiting for a future among the arguments was a function;
 # 100 before an update could return its first outputs; 101 before all objectives shared one aggregation, the losses
 # beside the policy loss had a function of their own, and tokens of tools and users could have a loss.
-MAX_FUNCTIONS, MAX_FILES = 104, 24
+MAX_FUNCTIONS, MAX_FILES = 105, 25
 
 
 def test_the_way_of_an_update(tmp_path: Path) -> None:
