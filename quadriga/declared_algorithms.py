@@ -24,9 +24,12 @@ class Declaration:
 
     Attributes:
         fields: batch fields that it reads.
-        options: options of its own, which have a default. Other options are given by a section of
-            the configuration, or, with the default None, by the engine.
-        flags: keyword arguments of its decorator that are True.
+        options: keyword-only parameters with a default other than None, which users set in
+            `adv_options` or beside `loss_mode`. Parameters without a default take the value of
+            the key of that name in `algorithm` or `actor_rollout_ref.actor`; those with the
+            default None come from the training step if it has them.
+        flags: names of the decorator's keyword arguments that are True, such as
+            `needs_advantage`.
     """
 
     fields: tuple[str, ...]

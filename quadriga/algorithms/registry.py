@@ -103,9 +103,11 @@ def bind_options(
 
     Args:
         function: an estimator or a policy loss.
-        given: options for this function; it must take each of them.
-        shared: settings offered to every algorithm (a whole section of the configuration); the
-            function gets those that it takes, unless `given` has them too.
+        given: values of options that were set for this function, such as the entries of
+            `algorithm.adv_options`. The function must take each of them.
+        shared: values that any algorithm may read: all keys of a section, such as `gamma` of
+            `algorithm`. An option of the same name takes such a value, unless `given` sets it;
+            the other keys are ignored.
         where: the key to name in an error.
 
     Returns:
@@ -183,9 +185,9 @@ class Registry(dict[str, Callable[..., Any]]):
 
         Args:
             name: the configuration's name for the function.
-            needs_advantage: True for a policy loss that is 0, with a gradient of 0, wherever all
-                advantages of a sequence are 0; an engine then skips such sequences. False is
-                always correct.
+            needs_advantage: True for a policy loss that is exactly 0, with a gradient of exactly
+                0, for a sequence whose advantages are all 0: engines then skip such sequences.
+                False is always correct.
             compares_group: True for an estimator that compares the responses to a prompt with one
                 another, so that groups of one are refused. Of built-in estimators only, because the
                 check reads it from the source (`declared_algorithms`).
@@ -255,8 +257,10 @@ class Registry(dict[str, Callable[..., Any]]):
 
         Args:
             name: as for `find`.
-            given: options for this function; it or one of its columns must take each of them.
-            shared: settings offered to every algorithm (a section of the configuration).
+            given: values of options that were set for this function, such as the entries of
+                `algorithm.adv_options`. It, or a batch column that it reads, must take each.
+            shared: values that any algorithm may read: all keys of a section, such as `gamma` of
+                `algorithm`. An option of the same name takes such a value, unless `given` sets it.
 
         Returns:
             The algorithm, ready to be called with its fields.

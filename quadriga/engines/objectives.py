@@ -135,8 +135,8 @@ def policy_loss_of(
         The loss, from columns [b, T] to losses [b, T].
 
     Raises:
-        ConfigError: the loss or an option is unknown, another loss is chosen besides the bypass
-            form, or a user's loss has no losses per token.
+        ConfigError: the loss or an option is unknown, the loss refuses the value of an option,
+            another loss is chosen besides the bypass form, or a loss has no losses per token.
     """
     name = config.policy_loss.loss_mode
     shared = {**dict(config), "config": config}
@@ -156,18 +156,20 @@ def policy_loss_of(
     if not loss.is_built_in:
         tensors = {field.name for field in FIELDS.values() if field.is_tensor}
         check_fields(loss, {*tensors, "log_prob", "old_log_prob"}, _LOSS_MODE)
-        _try_loss(loss)
+    _try_loss(loss)
     return loss
 
 
 def _try_loss(loss: Algorithm) -> None:
-    """Call a user's loss with two responses of three tokens, and check its result.
+    """Call a loss with two responses of three tokens, and check its result.
 
-    A loss that reads columns of other shapes, or of the user's data, is checked in the first step.
+    Losses check the values of their options when they are called. A loss that reads columns of
+    other shapes, or of the user's data, is checked in the first step.
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     fields: dict[str, torch.Tensor] = {}
-    for name in loss.fields:
+    input_names = {*loss.fields, *loss.column_fields} - loss.columns.keys()
+    for name in input_names:
         column = "old_log_probs" if name in ("log_prob", "old_log_prob") else name
         if column not in FIELDS or FIELDS[column].shape != "(B, T)":
             return
@@ -175,7 +177,10 @@ def _try_loss(loss: Algorithm) -> None:
     if "log_prob" in fields:
         fields["log_prob"].requires_grad_()
     try:
-        result = loss.function(**fields)
+        fields |= loss.compute_columns(fields)
+        result = loss.function(*(fields[name] for name in loss.fields))
+    except ConfigError:
+        raise
     except Exception as error:
         # Whatever a user's function raises, it would in each step.
         got = f"{type(error).__name__}: {error}, with two responses of three tokens"

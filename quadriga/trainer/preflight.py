@@ -16,6 +16,7 @@ from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
 from quadriga.rewards.samples import OF_CONVERSATION
+from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
 from quadriga.trainer.asynchronous.simulation import advice
 from quadriga.trainer.build import (
     build_reward,
@@ -30,6 +31,18 @@ from quadriga.workers.base import UpdateInputs
 from quadriga.workers.generation import prompt_context
 from quadriga.workers.models import sizes_of_models
 from quadriga.workers.rollout_engines import rollout_engine_class
+
+ANSWER_FORMS = (
+    "\\boxed{{{}}}",
+    "#### {}",
+    "Answer: {}",
+    "<answer>{}</answer>",
+    "<think></think><answer>{}</answer>",
+)
+"""Forms in which graders expect an answer."""
+WITHOUT_ANSWER = WITHOUT_TRUTH | {"code"}
+"""Built-in graders whose ground truth is no right response."""
+MAX_ANSWER_CHARS = 100
 
 
 class Preflight(NamedTuple):
@@ -154,6 +167,7 @@ class _Checks:
     def _grade_first_row(self, reward: RewardManager, rows: Any) -> None:
         """Grade the ground truth of the first row as if it were a response.
 
+        A notice says if it scores no more than an empty response, in any of the `ANSWER_FORMS`.
         Only graders of this machine are called, and none for a row that an agent loop of the user
         leads; a notice says so.
 
@@ -167,15 +181,45 @@ class _Checks:
         if not isinstance(reward, NaiveRewardManager) or not reward.has_grades:
             return
         row = rows[0]
+        facts_of_row = self._facts_of(row)
+        if facts_of_row is None:
+            return
+        truth = facts_of_row["ground_truth"]
+        place = row.get("source_row", "the first row")
+        (outcome,) = reward.submit([self._with_response(facts_of_row, str(truth))]).result()
+        if outcome.error:
+            raise RewardError(
+                f"{place}, graded with its ground truth as the response",
+                got=f"an error of the grader:\n{outcome.error.rstrip()}\n",
+                expected="a score",
+                fix="Correct the row, or the function of custom_reward_function.path.",
+            )
+        if outcome.score > 0 or not _is_answer(reward.function, facts_of_row):
+            return
+
+        forms = [form.format(truth) for form in ANSWER_FORMS]
+        responses = ["", *forms]
+        others = reward.submit(
+            [self._with_response(facts_of_row, response) for response in responses]
+        ).result()
+        scores = [0.0 if other.error else other.score for other in others]
+        # Some rewards are never above 0: the truth then scores more than an empty response.
+        if outcome.score > scores[0] or max(scores[1:]) > max(0.0, scores[0]):
+            return
+        path = reward.function.path
+        setting = "" if path is None else f" custom_reward_function.path={path}"
+        self.notices.append(
+            f"{place}: its ground truth {str(truth)!r}, graded as a response, scores "
+            f"{outcome.score:g}, and no more as {', '.join(map(repr, forms))}. The grader reads "
+            "another column or compares wrongly, unless it expects yet another format or ignores "
+            "the ground truth. To check it, write right answers into a column `responses` of the "
+            f"data and run `quadriga eval FILE{setting}`."
+        )
+
+    def _facts_of(self, row: Any) -> dict[str, Any] | None:
+        """What a grader gets of a row beside the response; None if a user's agent loop leads it."""
         rollout = self.config.actor_rollout_ref.rollout
-        truth = (row.get("reward_model") or {}).get("ground_truth")
         extra_info = row.get("extra_info") or {}
-        facts = {
-            "data_source": row.get(self.config.data.reward_fn_key),
-            "solution_str": str(truth),
-            "solution_with_special_tokens": f"{truth}{self._tokenizer.eos_token or ''}",
-            "ground_truth": truth,
-        }
         if rollout.mode == "async":
             agent = row.get("agent_name") or rollout.agent.default_agent_loop
             if agent not in LOOPS:
@@ -183,23 +227,28 @@ class _Checks:
                     f"The first row is not graded here: its agent loop {agent} may add to what the "
                     "grader reads."
                 )
-                return
+                return None
             # What the shortest conversation adds: one turn, no call of a tool.
             has_user = (row.get("interaction_kwargs") or {}).get("name") is not None
             tool_names = [tool["function"]["name"] for tool in self._context.tools_of(row)]
             values = (1, "stop", dict.fromkeys(tool_names, 0.0), [0.0] * has_user)
             extra_info = extra_info | dict(zip(OF_CONVERSATION, values, strict=True))
-            facts["solution_messages"] = [{"role": "assistant", "content": str(truth)}]
-        facts["extra_info"] = extra_info
-        (outcome,) = reward.submit([facts]).result()
-        if outcome.error:
-            place = row.get("source_row", "the first row")
-            raise RewardError(
-                f"{place}, graded with its ground truth as the response",
-                got=f"an error of the grader:\n{outcome.error.rstrip()}\n",
-                expected="a score",
-                fix="Correct the row, or the function of custom_reward_function.path.",
-            )
+        return {
+            "data_source": row.get(self.config.data.reward_fn_key),
+            "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+            "extra_info": extra_info,
+        }
+
+    def _with_response(self, facts: dict[str, Any], response: str) -> dict[str, Any]:
+        """Add a response to the facts of a row, in every form in which graders read it."""
+        facts = {
+            **facts,
+            "solution_str": response,
+            "solution_with_special_tokens": f"{response}{self._tokenizer.eos_token or ''}",
+        }
+        if self.config.actor_rollout_ref.rollout.mode == "async":
+            facts["solution_messages"] = [{"role": "assistant", "content": response}]
+        return facts
 
     def simulate(self, recorded: Path | None) -> list[str]:
         """Estimate what generation beside training would bring, if it is enabled."""
@@ -209,6 +258,28 @@ class _Checks:
         if not self.config.async_training.enable or self._wrong_keys:
             return []
         return list(advice(self.config, run))
+
+
+def _is_answer(function: ScoreFunction, facts: dict[str, Any]) -> bool:
+    """Whether the ground truth of a row may itself be a right response.
+
+    Tests of a program, lists of accepted answers and rubrics are not; a conversation with tools
+    or a user may be graded by what they return.
+
+    Args:
+        function: the score function.
+        facts: facts of the row (`_Checks._facts_of`).
+    """
+    if function.path is None and grader_name(facts["data_source"]) in WITHOUT_ANSWER:
+        return False
+    if any(facts["extra_info"].get(name) for name in ("tool_rewards", "turn_scores")):
+        return False
+    truth = facts["ground_truth"]
+    if not isinstance(truth, str | int | float):
+        return False
+    text = str(truth).strip()
+    is_short = 0 < len(text) <= MAX_ANSWER_CHARS and "\n" not in text
+    return is_short and text[0] not in "{["
 
 
 def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:

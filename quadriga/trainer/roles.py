@@ -5,11 +5,22 @@ Which passes a step makes follows from the configuration and the fields that the
 table lists algorithms.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from quadriga.algorithms.registry import Algorithm, check_fields, choose_estimator
+import numpy as np
+import torch
+
+from quadriga.algorithms.registry import (
+    Algorithm,
+    check_fields,
+    choose_estimator,
+    estimate_advantages,
+)
 from quadriga.config import Config, learns_from_rewards, needs_old_log_prob_pass, needs_reference
+from quadriga.errors import ConfigError
 from quadriga.protocol.fields import FIELDS
 from quadriga.user_file import import_external
 
@@ -82,10 +93,48 @@ class Needs:
 
 
 def configured_estimator(config: Config) -> Algorithm:
-    """The advantage estimator of `algorithm.adv_estimator`, with its options bound."""
+    """The advantage estimator of `algorithm.adv_estimator`, with its options bound.
+
+    Raises:
+        ConfigError: the estimator or an option is unknown, or a built-in estimator refuses the
+            value of an option.
+    """
     algorithm = config.algorithm
     # Any key of the section may be an option of the estimator.
     shared = {**dict(algorithm), "config": algorithm}
     estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared)
     check_fields(estimator, FIELDS, "algorithm.adv_estimator")
+    # A user's estimator may need groups or columns that only the data have.
+    if estimator.is_built_in:
+        _try_estimator(estimator)
     return estimator
+
+
+def _try_estimator(estimator: Algorithm) -> None:
+    """Call an estimator with two responses of three tokens: it checks its options when called."""
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    # Rewards of every name that options may ask for.
+    rewards: defaultdict[str, float] = defaultdict(float)
+    fields: dict[str, Any] = {
+        "uid": np.array(["prompt", "prompt"], dtype=object),
+        "data_source": np.array(["data", "data"], dtype=object),
+        "reward_extra": [rewards, rewards],
+        "reward_baselines": torch.zeros(2),
+        "turn_spans": [[(0, 3)], [(0, 2)]],
+        "turn_states": [[""], [""]],
+    }
+    for name in estimator.fields:
+        if name in FIELDS and FIELDS[name].shape == "(B, T)":
+            fields[name] = torch.full(mask.shape, -0.5)
+    fields["response_mask"] = mask
+    try:
+        estimate_advantages(estimator.function, fields)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Such as a text where the estimator computes with a number.
+        raise ConfigError(
+            f"algorithm.adv_options ({estimator.name})",
+            got=f"{type(error).__name__}: {error}, with two responses of three tokens",
+            expected="advantages and returns",
+        ) from error

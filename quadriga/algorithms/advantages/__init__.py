@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators, one paper per file. To add one, write a file here and import it below.
+"""Advantage estimators. `quadriga/algorithms/advantages/` has a file for each paper.
 
 Common to all, with B sequences and T response positions: `token_level_rewards` and `response_mask`
 are [B, T]; `uid`, [B], is equal for responses to the same prompt; the score of a response is the
 sum of its token-level rewards. An estimator returns advantages and returns, both [B, T] and 0
-outside the mask.
+outside the mask. To add one, write such a file and import its function in `__init__.py`.
 """
 
 from quadriga.algorithms.advantages.gae import gae
@@ -25,3 +25,6 @@ from quadriga.algorithms.advantages.reinforce_plus_plus import reinforce_plus_pl
 from quadriga.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from quadriga.algorithms.advantages.remax import remax
 from quadriga.algorithms.advantages.rloo import rloo
+from quadriga.algorithms.registry import ADVANTAGES
+
+ADVANTAGES.built_in = frozenset(ADVANTAGES)

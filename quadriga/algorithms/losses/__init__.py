@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses per token [B, T], one paper per file; `aggregate.agg_loss` reduces them to a scalar.
+"""Losses per token [B, T]; `aggregate.agg_loss` reduces them to a scalar.
 
 Common to all, with B sequences and T response positions: the fields of the batch are [B, T], and
 gradients flow through `log_prob` alone. A loss returns losses, 0 outside the mask, and diagnostics
-per token, [B, T] each. To add one, write a file here and import it below.
+per token, [B, T] each. `quadriga/algorithms/losses/` has a file for each paper; to add a loss,
+write such a file and import its function in `__init__.py`.
 """
 
 from quadriga.algorithms.losses.bypass_mode import bypass_mode
