@@ -10,7 +10,7 @@ import re
 import textwrap
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
 MAX_COLUMNS = 88
@@ -45,14 +45,14 @@ SECTIONS = (
     Section(
         "Advantage estimators",
         "quadriga.algorithms.advantages",
-        "gae gdpo gpg grpo grpo_passk opo optimal_token_baseline tir_optimal_token_baseline"
-        " reinforce_plus_plus reinforce_plus_plus_baseline remax rloo",
+        "gae gdpo gigpo gpg grpo grpo_passk hierarchical_grpo maxrl opo optimal_token_baseline"
+        " tir_optimal_token_baseline rae reinforce_plus_plus reinforce_plus_plus_baseline remax rloo",
     ),
     Section(
         "Policy losses and the value loss",
         "quadriga.algorithms.losses",
-        "vanilla gspo geo_mean gpg cispo clip_cov kl_cov sapo dppo_kl dppo_tv dro bypass_mode"
-        " clipped_value_loss",
+        "vanilla gspo luspo vespo geo_mean gpg cispo clip_cov kl_cov sapo dppo_kl dppo_tv dro"
+        " bypass_mode clipped_value_loss",
     ),
     Section(
         "Algorithms by name, and under verl's names",
@@ -72,7 +72,9 @@ SECTIONS = (
         " create_rl_sampler AbstractSampler AbstractCurriculumSampler SuccessRateSampler"
         " AbstractDataGenerator DynamicGenDataset",
     ),
-    Section("Rollout engines", "quadriga.rollout", "RolloutEngine SamplingParams Completion"),
+    Section(
+        "Rollout engines", "quadriga.rollout", "RolloutEngine EngineSetup SamplingParams Completion"
+    ),
     Section(
         "Workers",
         "quadriga.single_controller",
@@ -90,19 +92,22 @@ SECTIONS = (
 DESCRIBED_MODULES = ("quadriga.algorithms.advantages", "quadriga.algorithms.losses")
 
 
-def definition_of(item: Any) -> ast.FunctionDef | ast.ClassDef:
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definition_of(item: Any) -> Function | ast.ClassDef:
     """The statement that defines a function or class.
 
     Raises:
         TypeError: the item is neither.
     """
     (statement,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(item)))).body
-    if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+    if not isinstance(statement, Function | ast.ClassDef):
         raise TypeError(f"{item!r}: expected a function or a class")
     return statement
 
 
-def parameters_of(function: ast.FunctionDef) -> list[str]:
+def parameters_of(function: Function) -> list[str]:
     """The parameters of a function as they are written, without `self` and `cls`."""
     arguments = function.args
     defaults = [None] * (len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults))
@@ -138,7 +143,7 @@ def _type_text(annotation: ast.expr) -> str:
     return ast.unparse(annotation)
 
 
-def signature_of(name: str, statement: ast.FunctionDef | ast.ClassDef) -> str:
+def signature_of(name: str, statement: Function | ast.ClassDef) -> str:
     """The signature as Python code, broken if it does not fit into a line.
 
     Args:
@@ -148,7 +153,7 @@ def signature_of(name: str, statement: ast.FunctionDef | ast.ClassDef) -> str:
     parts: list[str] = []
     result = ""
     prefix = "class " if isinstance(statement, ast.ClassDef) else ""
-    if isinstance(statement, ast.FunctionDef):
+    if isinstance(statement, Function):
         parts = parameters_of(statement)
         if statement.returns is not None:
             result = f" -> {_type_text(statement.returns)}"
@@ -209,14 +214,29 @@ def summary_of(docstring: str) -> str:
     return " ".join(inspect.cleandoc(docstring).split("\n\n")[0].split())
 
 
-def methods_of(statement: ast.ClassDef) -> list[str]:
-    """A line for each public method, property and documented field of a class."""
+def methods_of(item: type, statement: ast.ClassDef) -> list[str]:
+    """A line for each public method, property and documented field of a class.
+
+    Abstract methods, inherited ones too, come first: a subclass must have them.
+
+    Args:
+        item: the class.
+        statement: its definition.
+    """
     has_fields = _has_fields(statement)
     lines: list[str] = []
-    for part, following in zip(statement.body, [*statement.body[1:], None], strict=True):
+    abstract_names: frozenset[str] = getattr(item, "__abstractmethods__", frozenset())
+    inherited = [getattr(item, name) for name in sorted(abstract_names - vars(item).keys())]
+    abstract = [definition_of(getattr(method, "fget", method)) for method in inherited]
+    concrete = []
+    for part in statement.body:
+        is_abstract = isinstance(part, Function) and part.name in abstract_names
+        (abstract if is_abstract else concrete).append(part)
+    parts = [*abstract, *concrete]
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
         if isinstance(part, ast.AnnAssign) and has_fields and _is_text(following):
             lines.append(f"- `{ast.unparse(part)}`: {summary_of(following.value.value)}")
-        if not isinstance(part, ast.FunctionDef) or part.name.startswith("_"):
+        if not isinstance(part, Function) or part.name.startswith("_"):
             continue
         docstring = ast.get_docstring(part)
         if docstring is None:
@@ -228,7 +248,7 @@ def methods_of(statement: ast.ClassDef) -> list[str]:
     return lines
 
 
-def _names_of(function: ast.FunctionDef) -> list[str]:
+def _names_of(function: Function) -> list[str]:
     return [re.split(r"[:=]", part)[0].strip() for part in parameters_of(function)]
 
 
@@ -260,7 +280,7 @@ def render() -> str:
             parts.append(f"### {name}\n\n```python\n{signature}\n```\n")
             parts.append(f"{markdown_of(docstring)}\n")
             if isinstance(statement, ast.ClassDef):
-                methods = methods_of(statement)
+                methods = methods_of(getattr(module, name), statement)
                 if methods:
                     parts.append("\n".join(methods) + "\n")
     return "\n".join(parts)

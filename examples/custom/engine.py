@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from quadriga.engine_traits import EngineTraits
-from quadriga.rollout.causal_model import CausalModelEngine
-from quadriga.rollout.interface import Completion, SamplingParams
+from quadriga.rollout import CausalModelEngine, Completion, EngineSetup, SamplingParams
 from quadriga.rollout.sampler import Draws, SamplingRules, StopStrings, require_tokenizer, sample
-from quadriga.rollout.setup import EngineSetup
 
 
 class BruteForceEngine(CausalModelEngine):

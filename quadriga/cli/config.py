@@ -75,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_keys(words: Sequence[str]) -> None:
+    # Quoted words are words too.
+    words = " ".join(words).split()
     text = keys_text(words)
     if not text and find_spec("quadriga_verl"):
         text = "".join(f"{line}\n" for line in import_module(_TRANSLATION).verl_meanings(words))

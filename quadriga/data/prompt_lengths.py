@@ -43,7 +43,7 @@ from quadriga.data.tokenizing import (
     require_embedded,
     role_order,
     shortened,
-    told_orders,
+    written_messages,
 )
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
@@ -257,8 +257,9 @@ def told_prompts(measured: np.ndarray) -> str:
     Args:
         measured: `MEASURED` [rows].
     """
-    orders = np.unique(measured["order"])
-    return f"{len(measured)} prompts measured; {told_orders(np.count_nonzero(orders))}"
+    num_orders = np.count_nonzero(np.unique(measured["order"]))
+    longest = f"the longest has {measured['tokens'].max()} tokens"
+    return f"{len(measured)} prompts measured: {longest}; {written_messages(num_orders)}"
 
 
 def prompt_lengths(

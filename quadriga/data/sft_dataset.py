@@ -44,7 +44,7 @@ from quadriga.data.tokenizing import (
     chat_in_json,
     require_embedded,
     shortened,
-    told_orders,
+    written_messages,
 )
 from quadriga.data.videos import Clip
 from quadriga.data.vision import as_vision, read_media
@@ -208,8 +208,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 f" {self.config.max_length} tokens and left out.",
                 flush=True,
             )
-        orders = told_orders(self.encoder.num_orders)
-        print(f"{self._key}: {num_rows} rows measured; {orders}.", flush=True)
+        messages = written_messages(self.encoder.num_orders)
+        print(f"{self._key}: {num_rows} rows measured; {messages}.", flush=True)
         if self.num_chats_in_json:
             print(
                 f"{self._key}: {self.num_chats_in_json} chats are texts in JSON, and read as the"

@@ -444,12 +444,16 @@ class ChatEncoder:
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def told_orders(num_orders: int) -> str:
-    """Describe how many role orders were checked, for the lines that a start prints."""
-    return (
-        f"{num_orders} combinations of roles, tools and last role; a chat of each (at most"
-        f" {MAX_ROLE_ORDERS}) was rendered again, and no message is left out"
-    )
+def written_messages(num_orders: int) -> str:
+    """Say which messages the chat template was seen to write, for the lines that a start prints.
+
+    Args:
+        num_orders: number of role orders in the data.
+    """
+    text = "the chat template writes every message"
+    if num_orders >= MAX_ROLE_ORDERS:
+        text += f" (tried with {MAX_ROLE_ORDERS} orders of roles)"
+    return text
 
 
 def role_order(messages: Messages, *, has_tools: bool) -> RoleOrder:

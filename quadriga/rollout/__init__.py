@@ -10,10 +10,12 @@ from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quadriga.rollout.balancer import Balancer
+    from quadriga.rollout.causal_model import CausalModelEngine
     from quadriga.rollout.hf import HFEngine
     from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
     from quadriga.rollout.native import NativeEngine
     from quadriga.rollout.scripted import ScriptedEngine
     from quadriga.rollout.sequences import generate_sequences
+    from quadriga.rollout.setup import EngineSetup
 
 __all__, __getattr__ = lazy_names(__name__)

@@ -20,7 +20,7 @@ import torch
 from quadriga.engine_traits import EngineTraits
 from quadriga.errors import RolloutError
 from quadriga.rollout.setup import EngineSetup
-from quadriga.weight_sync.fingerprint import Fingerprint
+from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 from quadriga.weight_sync.publish import WeightTarget
 from quadriga.weight_sync.reshard import Wanted
 
@@ -427,6 +427,18 @@ class RolloutEngine(WeightTarget, ABC):
     def fingerprint(self) -> Fingerprint:
         """Fingerprint of each weight of the last load; empty before the first one."""
         return self._arrived
+
+    def note_arrival(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take over a version without its weights; `load_weights` of an engine that has no model.
+
+        Args:
+            weights: names and tensors of the weights. They are read to the end, as weight sync
+                expects, and only their fingerprints are kept.
+            version: their version.
+        """
+        self.weight_version = -1
+        self._arrived = fingerprint(weights)
+        self.weight_version = version
 
     def _take_pending(self, loop: asyncio.AbstractEventLoop) -> list[_QueuedRequest]:
         """Requests of a loop that are not generated yet; they are not pending afterwards."""

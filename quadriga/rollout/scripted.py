@@ -31,7 +31,6 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.sampler import StopStrings, require_tokenizer
 from quadriga.rollout.setup import EngineSetup
-from quadriga.weight_sync.fingerprint import fingerprint
 
 CannedResponse: TypeAlias = str | Sequence[int]
 Script: TypeAlias = (
@@ -122,10 +121,7 @@ class ScriptedEngine(RolloutEngine):
             weights: names and tensors of the weights.
             version: their version.
         """
-        self.weight_version = -1
-        # Read to the end: the sender may wait for that.
-        self._arrived = fingerprint(weights)
-        self.weight_version = version
+        self.note_arrival(weights, version)
 
     def _token_ids(self, response: CannedResponse) -> list[int]:
         """The tokens of a response."""

@@ -29,6 +29,7 @@ MAX_RESPONSES = 2  # best, and as many of the worst
 MAX_CHARACTERS = 1200  # of a text in a report
 MAX_LINE_CHARACTERS = 60  # of a text in a summary
 BAR_WIDTH = 32
+_ALIKE = "all scored alike"
 _PHASES = "timing_s/"
 # Phases of a step that consist of others, which may overlap.
 _PARTS = {
@@ -62,16 +63,31 @@ def summary(run: RunFolder) -> list[str]:
         lines.append(f"time in steps: {clock_text(total_s)}, of which {', '.join(shares)}")
     if run.responses:
         step, read = list(run.responses.items())[-1]
-        best, worst = best_and_worst(_scored(read()), 1)
-        for kind, samples in (("best", best), ("worst", worst)):
-            for sample in samples:
-                prompt = _shortened(sample["input"], MAX_LINE_CHARACTERS)
-                output = _shortened(sample["output"], MAX_LINE_CHARACTERS)
-                lines.append(
-                    f"{kind} of step {step}, score {_score(sample):.3f}: {prompt!r} -> {output!r}"
-                )
+        graded = _scored(read())
+        best, worst = best_and_worst(graded, 1)
+        titles = {"best": f"best of step {step}", _ALIKE: f"{_ALIKE} in step {step}"}
+        for sample in best:
+            lines.append(f"{titles[_best_title(graded, worst)]}, {_sample_text(sample)}")
+        for sample in worst:
+            lines.append(f"worst of step {step}, {_sample_text(sample)}")
     lines += _missing(run)
     return lines[:MAX_SUMMARY_LINES]
+
+
+def _sample_text(sample: Sample) -> str:
+    """Score, prompt, response and ground truth of a sample on one line."""
+    prompt = _shortened(sample["input"], MAX_LINE_CHARACTERS)
+    output = _shortened(sample["output"], MAX_LINE_CHARACTERS)
+    text = f"score {_score(sample):.3f}: {prompt!r} -> {output!r}"
+    truth = sample.get("ground_truth")
+    if truth is not None:
+        text += f", truth {_shortened(_value_text(truth), MAX_LINE_CHARACTERS)!r}"
+    return text
+
+
+def _best_title(graded: Sequence[Sample], worst: Sequence[Sample]) -> str:
+    """The title of the best samples, which are not better than others if there are no worst ones."""
+    return "best" if worst or len(graded) == 1 else _ALIKE
 
 
 def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
@@ -289,8 +305,11 @@ def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[
     yield counts
     graded = _scored(samples)
     best, worst = best_and_worst(graded, MAX_RESPONSES)
-    best_title = "best" if worst or len(graded) == 1 else "all scored alike"
-    for title, chosen in ((best_title, best), ("worst", worst), ("grader failed", failed[:1])):
+    for title, chosen in (
+        (_best_title(graded, worst), best),
+        ("worst", worst),
+        ("grader failed", failed[:1]),
+    ):
         for sample in chosen:
             yield from _lines_of_sample(title, sample)
 

@@ -150,8 +150,10 @@ CHECKS = (
         "Reward",
         "critic/score/mean",
         _reward,
-        "Read responses of the step and what the grader says of them. Check the prompt's format "
-        "and the stop token; begin with easier prompts or with supervised fine-tuning.",
+        "Grade right answers (`quadriga eval FILE` with a column `responses`): if they score 0, the "
+        "grader reads another column or format. Else read responses of the step, check the "
+        "prompt's format and the stop token, and begin with easier prompts or with supervised "
+        "fine-tuning.",
         looks_at="smallest",
     ),
     Check(

@@ -203,10 +203,7 @@ def test_explain_grades_with_what_a_run_passes(
     assert (status, "KeyError: 'num_turns'" in told) == (
         (0, False) if mode == "async" else (2, True)
     )
-    assert (
-        "data.train_files: 10 prompts measured; 1 combinations of roles, tools and last role"
-        in told
-    )
+    assert "data.train_files: 10 prompts measured: the longest has " in told
 
 
 def test_a_padding_token_beyond_the_embedding(

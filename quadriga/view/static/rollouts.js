@@ -182,7 +182,7 @@ function zeroReasons(rows, query) {
     ["grader error", (row) => Boolean(row.reward_error)],
     ["truncated at the length limit", (row) => row.truncated],
     ["empty", (row) => row.length <= 1],
-    ["graded as wrong", () => true],
+    ["graded, not above 0", () => true],
   ];
   const counts = causes.map(() => 0);
   for (const row of rows) counts[causes.findIndex(([, test]) => test(row))] += 1;

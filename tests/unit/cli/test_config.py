@@ -40,6 +40,8 @@ def test_keys(capsys) -> None:
     assert capsys.readouterr().out.count("betas = ") == 2
     assert main(["keys", "use_remove_padding"]) == 0
     assert "use_remove_padding: Sequences are always packed" in capsys.readouterr().out
+    assert main(["keys", "optim betas"]) == 0
+    assert capsys.readouterr().out.count("betas = ") == 2
     with pytest.raises(ConfigError, match="zebra"):
         main(["keys", "zebra"])
 

@@ -138,13 +138,14 @@ def test_a_prompt_that_is_too_long_with_its_tools(make_tokenizer, config, write,
     section = config(max_prompt_length=4, filter_overlong_prompts=True)
     assert len(RLHFDataset(path, tokenizer, section, context=context)) == 1
     assert (
-        "1 prompts measured; 1 combinations of roles, tools and last role"
+        "1 prompts measured: the longest has 3 tokens; the chat template writes every message"
         in capsys.readouterr().out
     )
     item = RLHFDataset(path, tokenizer, config(max_prompt_length=5), context=context)[1]
     assert words(tokenizer, item["raw_prompt_ids"])[0] == "w7"
     said = capsys.readouterr().out
-    assert "2 combinations of roles" in said and "1 prompts are measured with the tools" in said
+    assert "2 prompts measured: the longest has 5 tokens" in said
+    assert "1 prompts are measured with the tools" in said
 
 
 def test_a_template_that_does_not_name_the_tools(tokenizer, config, write, row):

@@ -119,14 +119,14 @@ def test_a_report_counts_failed_graders_and_shows_one(make: Make) -> None:
     assert "all scored alike: score 0.000" in text and "best:" not in text
     assert text.count("grader failed: ") == 1
     assert "    error: Traceback\n        KeyError\n    prompt: 3+3" in text
-    assert "score 0.000: '5+5' -> '9'" in "\n".join(summary(run))
+    assert summary(run)[-1] == "all scored alike in step 20, score 0.000: '5+5' -> '9'"
 
 
 def test_the_summary_is_short_and_one_line_each(make: Make) -> None:
     lines = summary(make(*WRITTEN))
     assert lines[0] == "reward: 0.050 at step 1, 1.000 at step 20"
     assert lines[2] == "time in steps: 3:20, of which gen 60%, prepare 30%"
-    assert lines[3] == "best of step 20, score 1.000: '1+1' -> '2'"
+    assert lines[3] == "best of step 20, score 1.000: '1+1' -> '2', truth '2'"
     assert lines[4].startswith("worst of step 20, score 0.000: '1+1' -> '777")
     assert len(lines) == 5 <= MAX_SUMMARY_LINES and not any("\n" in line for line in lines)
 
