@@ -15,12 +15,12 @@ MAX_SHORT_LINES = 3
 # The most tokens that each package may have: its size when it was last changed on purpose, and 3 % of headroom. Lower a
 # number freely. Raise one only for what the package can do now that it could not.
 SIZES: dict[str, int] = {
-    "algorithms": 15710,
-    "cli": 11360,
+    "algorithms": 15730,
+    "cli": 11400,
     "config": 30140,
-    "data": 36450,
+    "data": 36540,
     "engine_traits": 1270,
-    "engines": 37690,
+    "engines": 37710,
     "models": 32180,
     "observe": 18540,
     "planning": 8620,
@@ -28,14 +28,14 @@ SIZES: dict[str, int] = {
     "quadriga_verl": 43780,
     "replay": 8160,
     "rewards": 29380,
-    "rollout": 95310,
+    "rollout": 95360,
     "serve": 11000,
     "single_controller": 25360,
-    "trainer": 66620,
+    "trainer": 67380,
     "view": 13750,
     "weight_sync": 7540,
     "workers": 22140,
-    "": 17930,
+    "": 17990,
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.
