@@ -49,7 +49,6 @@ from quadriga.rollout.third_party import (
     data_urls,
     split_log_probs,
 )
-from quadriga.weight_sync.fingerprint import fingerprint
 
 _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
@@ -330,7 +329,7 @@ class HTTPEngine(RolloutEngine):
         """
         self._require_open("load_weights")
         # Read to the end in any case: the sender may wait for that.
-        offered = fingerprint(weights)
+        self.note_arrival(weights, version)
         if version:
             self.weight_version = -1
             raise WeightSyncError(
@@ -340,8 +339,6 @@ class HTTPEngine(RolloutEngine):
                 fix="Use http for `generate` and `eval`;"
                 " train with actor_rollout_ref.rollout.name=vllm or native.",
             )
-        self._arrived = offered
-        self.weight_version = 0
 
     def close(self) -> None:
         """End the requests. The servers keep running."""
