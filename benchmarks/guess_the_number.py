@@ -4,15 +4,15 @@
     .venv-agents/bin/python benchmarks/guess_the_number.py
     .venv-agents/bin/python benchmarks/guess_the_number.py --seeds 1 2 3 --steps 100 --output outputs/guess
 
-The model has two layers and a vocabulary of the game's words. The supervised games show two habits: half of the
-players keep the hints, the others guess any number that they have not guessed. `quadriga train` then plays the game
-itself; an invalid move costs `env.invalid_penalty`, because the game pays for closeness when an invalid move ends it.
+The model has two layers and a vocabulary of the game's words. The supervised games show two habits: a third of the
+players halve the interval, the others guess any number that they have not guessed. `quadriga train` then plays the
+game itself; an invalid move costs `env.invalid_penalty`, because the game pays for closeness when an invalid move ends
+it.
 
 Before and after GRPO the model plays games with seeds that training does not have, sampled at temperature 1. Prints
 for each seed the share of games that it won and the share of its moves that were invalid. Wanted: 0.3 more of the
-games are won than before, and at most 5 % of the moves are invalid. These settings have not reached it yet: with a
-quarter of the supervised games and 160 instead of 224 tokens for a game, which cut a quarter of them off, 0.3 to 0.4 of
-the games of one seed were won after 20 steps of GRPO, as at the beginning.
+games are won than before, and at most 5 % of the moves are invalid. These settings have not reached it yet: after 40
+steps seed 1 had won 0.531 of the games, 0.484 before, and 11.3 % of its moves were invalid, 16.7 % before.
 """
 
 import json
@@ -41,8 +41,8 @@ from tests.e2e.conftest import build_config, build_word_tokenizer  # noqa: E402
 GAME = "GuessTheNumber-v0"
 NUMBERS = range(1, 21)
 MAX_GUESSES = 10
-NUM_GAMES = 24_000
-SHARE_OF_SEARCHERS = 1 / 2
+NUM_GAMES = 40_000
+SHARE_OF_SEARCHERS = 1 / 3
 NUM_VALIDATION_GAMES = 128
 PENALTY = 0.2
 WORDS = r"<\w+>|\[\d+\]| ?\w+|\n|[^\w\s]|\s"
@@ -83,18 +83,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def supervised_game(generator: random.Random, prompt: str) -> list[dict[str, str]]:
     """A game of one of the two habits, as a chat."""
     target = generator.choice(NUMBERS)
-    keeps_hints = generator.random() < SHARE_OF_SEARCHERS
+    searches = generator.random() < SHARE_OF_SEARCHERS
     candidates = list(NUMBERS)
     messages = [{"role": "user", "content": prompt}]
     for _ in range(MAX_GUESSES):
-        guess = generator.choice(candidates)
+        guess = candidates[len(candidates) // 2] if searches else generator.choice(candidates)
         messages.append({"role": "assistant", "content": f"[{guess}]"})
         if guess == target:
             return messages
         direction = "lower" if guess > target else "higher"
         messages.append({"role": "user", "content": hint(direction)})
         candidates.remove(guess)
-        if keeps_hints:
+        if searches:
             is_above = direction == "higher"
             candidates = [number for number in candidates if (number > guess) == is_above]
     return messages[:-1]
