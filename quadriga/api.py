@@ -26,7 +26,13 @@ from quadriga.config.root import respell
 from quadriga.config.yaml_text import read_yaml
 from quadriga.config_draft import ConfigDraft, ConfigFiles, Reward, Rows, with_sources
 from quadriga.descendants import own_folder
-from quadriga.errors import CheckpointError, ConfigError, DataError, QuadrigaError
+from quadriga.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    QuadrigaError,
+    did_you_mean,
+)
 from quadriga.observe.progress import (
     HEADLINES,
     VALIDATION_PREFIXES,
@@ -43,6 +49,15 @@ from quadriga.trainer.checkpoint import Checkpoints, model_folder
 from quadriga.trainer.loop import MODEL_FOLDER, TrainingLoop, TrainingStep
 from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.settings import CONFIGURATION
+
+_FROM_TRL = {
+    "eval_dataset": "Its name here is eval_data.",
+    "num_generations": 'Give options={"actor_rollout_ref.rollout.n": NUMBER}.',
+    "reward_funcs": "Its name here is reward.",
+    "reward_weights": "Give the weights in reward: [(function, weight), ...].",
+    "train_dataset": "Its name here is data.",
+}
+"""What stands for arguments of TRL's trainers."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -132,12 +147,15 @@ class Trainer:
         task: str = "rl",
         **settings: Unpack[Settings],
     ) -> None:
-        unknown_arguments = settings.keys() - Settings.__annotations__.keys()
-        if unknown_arguments:
+        known_names = list(Settings.__annotations__)
+        unknown_names = settings.keys() - known_names
+        if unknown_names:
+            name = min(unknown_names)
             raise ConfigError(
                 "quadriga",
-                got=f"the argument {min(unknown_arguments)!r}",
-                expected=f"one of {', '.join(Settings.__annotations__)}",
+                got=f"the argument {name!r}",
+                expected=f"one of {', '.join(known_names)}",
+                fix=_FROM_TRL.get(name) or did_you_mean(name, known_names),
             )
         estimator = settings.get("estimator")
         algorithm = settings.get("algorithm")

@@ -187,6 +187,15 @@ def test_a_run_has_the_defaults_of_its_evaluation(is_in_memory: bool, tmp_path: 
     assert config.reward_model.reward_manager == "naive"
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("step", "Did you mean 'steps'"), ("reward_weights", "[(function, weight)")],
+)
+def test_an_unknown_argument_is_answered(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        quadriga.train("model", [ROW], reward, **{name: 1})
+
+
 def test_an_evaluation_has_the_reward_of_its_run(tmp_path: Path) -> None:
     """Its functions get the columns of new rows as in training."""
     file, _ = write_function(reward_of([reward]), tmp_path / "functions", "reward")
