@@ -57,7 +57,7 @@ _FROM_TRL = {
     "reward_weights": "Give the weights in reward: [(function, weight), ...].",
     "train_dataset": "Its name here is data.",
 }
-"""What stands for arguments of TRL's trainers."""
+"""Counterparts of arguments of TRL's trainers."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

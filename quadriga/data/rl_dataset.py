@@ -264,7 +264,9 @@ class RLHFDataset(FileDataset):
         rows = self._sample(rows, max_samples, is_shuffled=is_shuffled)
         measures_sample = is_plain and not measures_all and len(rows) > 0
         if measures_sample:
-            self._measure_rows(rows, measured)
+            for number in rows.tolist():
+                table, file_row, _ = self._place(number)
+                measured[number] = self._measured(table, range(file_row, file_row + 1))[0]
             rows = rows[measured["tokens"][rows] != BAD]
         # Errors of bad rows are printed before one that says that no row is left.
         self._tell(measured[rows])
@@ -286,12 +288,6 @@ class RLHFDataset(FileDataset):
             # In the order of the files, as without a sample; the sampler shuffles.
             return np.sort(rng.choice(rows, size=max_samples, replace=False))
         return rows[:max_samples]
-
-    def _measure_rows(self, rows: np.ndarray, measured: np.ndarray) -> None:
-        """Measure single rows, into `measured`: `MEASURED` [rows of all files]."""
-        for number in rows.tolist():
-            table, file_row, _ = self._place(number)
-            measured[number] = self._measured(table, range(file_row, file_row + 1))[0]
 
     def _without_long(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Leave out rows that are too long.

@@ -30,7 +30,7 @@ def test_rows_pass_through_no_file_that_a_killed_process_would_leave(
     # Times of another run mean nothing in this one, so they are unknown.
     assert rows.batch.keys() == answers.batch.keys() | {"rollout_times"}
     assert rows.batch["rollout_times"].isnan().all()
-    assert all(torch.equal(rows.batch[name], answers.batch[name]) for name in rows.batch.keys())
+    assert all(torch.equal(rows.batch[name], answers.batch[name]) for name in answers.batch.keys())
     assert rows.non_tensor_batch["uid"].tolist() == ["p", "p", "q"]
     # Older checkpoints have responses without the name of their rollout.
     assert "rollout_id" not in answers.non_tensor_batch
