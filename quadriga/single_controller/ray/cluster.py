@@ -18,6 +18,7 @@ Lost nodes are detected at their ports, without Ray: Ray waits 15 s for a silent
 silent head, and then ends the driver without an error message of Quadriga.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -128,7 +129,7 @@ def cluster(
     global_worker_stdstream_dispatcher.add_handler("quadriga", _drop_noise)
     with ExitStack() as stack:
         stack.callback(global_worker_stdstream_dispatcher.remove_handler, "quadriga")
-        stack.callback(ray.shutdown)
+        stack.callback(_disconnect)
         if address == "local":
             _OWN.append(_OwnCluster(init_arguments, where))
             stack.push(_end_own_cluster)
@@ -158,7 +159,7 @@ class _OwnCluster:
 
     def end(self, *, is_failed: bool) -> None:
         """End the cluster. After a failure Ray's logs are kept."""
-        ray.shutdown()
+        _disconnect()
         self._sweeper.kill()
         self._sweeper.wait()
         if not is_failed:
@@ -195,6 +196,21 @@ def renew_own_cluster() -> None:
             expected="a cluster that stays up",
             fix="Restart it (`ray start --head`), then the run: it resumes from its checkpoint.",
         )
+
+
+def _disconnect() -> None:
+    """Leave the cluster, if this process is connected.
+
+    Meanwhile no thread collects garbage: freeing a reference to an object while Ray shuts down can
+    end the process, with status 1.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        ray.shutdown()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _drop_noise(batch: dict[str, Any]) -> None:
