@@ -442,12 +442,20 @@ class Run:
 
     def resume(self, steps: int) -> "Run":
         """Continue from the newest checkpoint until the run has taken `steps` steps in total."""
-        if Checkpoints(self.directory).newest() is None:
+        newest_step = Checkpoints(self.directory).newest()
+        if newest_step is None:
             raise CheckpointError(
                 str(self.directory),
                 got="no checkpoint",
                 expected="one to go on from",
                 fix='Train with options={"trainer.save_freq": N}, which writes one every N steps.',
+            )
+        if steps < newest_step:
+            raise ConfigError(
+                "run.resume",
+                got=f"steps={steps}, with a checkpoint of step {newest_step}",
+                expected="the number of steps counted from the beginning",
+                fix=f"run.resume(steps={newest_step + steps}) takes {steps} more.",
             )
         changes = {
             "trainer.total_training_steps": steps,
