@@ -178,7 +178,7 @@ def _try_loss(loss: Algorithm) -> None:
         fields["log_prob"].requires_grad_()
     try:
         fields |= loss.compute_columns(fields)
-        result = loss.function(*(fields[name] for name in loss.fields))
+        result = loss.function(**{name: fields[name] for name in loss.fields})
     except ConfigError:
         raise
     except Exception as error:
