@@ -431,8 +431,8 @@ class ServedStream(GenerationStream):
 def _plain(response: Completion) -> list[Any]:
     """Fields of a response for a checkpoint, with lists and arrays as tensors."""
     fields = []
-    # The times of this run mean nothing in one that resumes.
-    for value in astuple(replace(response, times=None)):
+    # The times of this run, the last field, mean nothing in one that resumes.
+    for value in astuple(replace(response, times=None))[:-1]:
         if isinstance(value, list):
             dtype = torch.float64 if value and isinstance(value[0], float) else torch.int64
             value = torch.tensor(value, dtype=dtype)
