@@ -9,6 +9,7 @@ line is).
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -142,9 +143,7 @@ class Line:
         self.sentence = rule.sentence
         if rule.becomes == ">":
             # The new name may have a row of its own.
-            remaining_parts = iter(parts)
-            new_key = re.sub(r"\*|<\w+>", lambda _: next(remaining_parts), rule.argument)
-            self.take(new_key, value)
+            self.take(self._renamed(rule, parts), value)
         elif rule.becomes == "@":
             self._take_by_function(rule, key, value)
         elif rule.becomes == "given":
@@ -161,6 +160,24 @@ class Line:
             ]
             expected = named_values[0] if named_values else "the key left out"
             self.refuse(expected, rule.sentence)
+
+    def checks_value(self, key: str) -> bool:
+        """Whether a key is only compared with values that its row in rules.tsv allows."""
+        match = find_rule(self.rules, self.entry.task, key)
+        while match is not None and match[0].becomes == ">":
+            match = find_rule(self.rules, self.entry.task, self._renamed(*match))
+        return match is not None and match[0].becomes in ("values", "stop")
+
+    @staticmethod
+    def _renamed(rule: Rule, parts: Sequence[str]) -> str:
+        """Name that a row gives to a key.
+
+        Args:
+            rule: the row.
+            parts: the parts of the key that its placeholders stand for.
+        """
+        remaining_parts = iter(parts)
+        return re.sub(r"\*|<\w+>", lambda _: next(remaining_parts), rule.argument)
 
     def _take_by_function(self, rule: Rule, key: str, value: Any) -> None:
         """Call the function of a row, unless the value is text in place of a number."""

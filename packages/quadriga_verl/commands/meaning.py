@@ -495,9 +495,12 @@ def adapter_detail(line: Line, key: str, value: Any) -> None:
         line.note(line.sentence)
     elif not key.startswith(f"{section}lora."):
         line.set(key, value)
-    elif line.written in line.keys.from_user and value not in (None, [], 0):
+    elif line.written in line.keys.from_user:
         name = key.removeprefix(f"{section}lora.")
-        line.set(f"{section}lora_{name}" if name in _LORA_KEYS else f"{section}{name}", value)
+        # Without a rank in this section, verl reads `model.lora_rank`.
+        has_no_rank = name == "rank" and value == 0
+        if value not in (None, []) and not has_no_rank:
+            line.set(f"{section}lora_{name}" if name in _LORA_KEYS else f"{section}{name}", value)
 
 
 @rule_function

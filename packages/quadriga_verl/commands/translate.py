@@ -67,6 +67,8 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
         if line.stopped:
             problem = ConfigError(entry.name, fix=line.stopped)
             return Line(entry, version, VerlKeys(entry), refused=[problem])
+        if not line.refused:
+            _note_redundant_keys(line, words)
         problems = _finish(line)
     for problem in problems:
         is_machines = isinstance(problem, MachineError)
@@ -95,6 +97,29 @@ def _finish(line: Line) -> list[ConfigError]:
     )
     line.notices += [notice for notice in notices if notice not in usual_notices]
     return problems
+
+
+def _note_redundant_keys(line: Line, words: Sequence[str]) -> None:
+    """Report keys of the user without which the translation would be the same.
+
+    Usually another key of the line overrides them: `rollout.n=2` beside an older name of the key, or
+    the alpha of an adapter that is 0, which means the default.
+
+    Args:
+        line: the line, with all keys translated.
+        words: its arguments.
+    """
+    reported_keys = {key for keys in line.noted.values() for key in keys}
+    accounted_keys = reported_keys.union(line.sources.values())
+    for key in sorted(line.keys.from_user - accounted_keys):
+        if not line.keys.is_changed(key) or line.checks_value(key):
+            continue
+        line_without = compose(line.entry, words, line.version)
+        line_without.keys.leave_out(key)
+        _take_all(line_without)
+        if (line_without.ours, line_without.options) == (line.ours, line.options):
+            line.written = key
+            line.note("It changes nothing beside the other keys of this command line.")
 
 
 @cache

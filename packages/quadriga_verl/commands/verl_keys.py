@@ -54,6 +54,15 @@ class VerlKeys:
             return otherwise
         return otherwise if value is None or value == MISSING else value
 
+    def leave_out(self, key: str) -> None:
+        """Undo the user's setting of a key: it has verl's default again, or is gone."""
+        if key in self.default:
+            self.tree.values[key] = self.default[key]
+        else:
+            self.tree.drop(key)
+        self.from_user.discard(key)
+        self.new.discard(key)
+
     def is_changed(self, key: str) -> bool:
         """Whether the user gave a key another value than verl's default."""
         return key in self.from_user and not is_same(self.get(key), self.default_of(key))

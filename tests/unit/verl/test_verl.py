@@ -270,12 +270,45 @@ def test_dynamic_sampling_is_the_recipes() -> None:
             "a whole number",
         ),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=ten", "a number"),
+        (
+            "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora.alpha=0",
+            "got 0, expected a whole number, at least 1",
+        ),
     ],
 )
 def test_what_cannot_be_taken_is_said(word: str, said: str) -> None:
     found = translated(VLLM, *word.split(" "))
     assert found.config is None
     assert any(said in str(one) for one in found.refused), found.refused
+
+
+@pytest.mark.parametrize(
+    ("version", "words", "redundant_key"),
+    [
+        (
+            "0.10.0",
+            "custom_reward_function.name=score reward.custom_reward_function.name=null",
+            "reward.custom_reward_function.name",
+        ),
+        (
+            "0.6.1",
+            "global_profiler.tool=nsys reward_model.profiler.all_ranks=True reward_model.profiler.ranks=[0]",
+            "reward_model.profiler.ranks",
+        ),
+        (
+            "0.10.0",
+            "actor_rollout_ref.actor.megatron.dtype=float16 actor_rollout_ref.rollout.dtype=float16",
+            "actor_rollout_ref.rollout.dtype",
+        ),
+    ],
+)
+def test_a_key_that_another_one_overrides_is_reported(
+    version: str, words: str, redundant_key: str
+) -> None:
+    line = translated(VLLM, *words.split(" "), version=version)
+    assert line.config is not None, line.refused
+    expected = f"{redundant_key}: It changes nothing beside the other keys of this command line."
+    assert [notice for notice in line.notices if "It changes nothing" in notice] == [expected]
 
 
 @pytest.mark.parametrize(
