@@ -19,8 +19,8 @@ from pathlib import Path
 
 from campaigns import kills
 from campaigns.campaign import Campaign, Outcome
-from campaigns.damage import contents, forked, prepare, run_alone, words
-from campaigns.kills import difference
+from campaigns.damage import forked, prepare, run_alone, words
+from campaigns.kills import difference, is_equal
 from quadriga.errors import CheckpointError
 from quadriga.trainer.checkpoint import Checkpoints, verify
 
@@ -145,15 +145,14 @@ def judged(top: Path, alone: Path, log: str, status: int, named: str) -> str:
     newest = checkpoints.newest() or 0
     if newest < len(lines) - 2 * every:
         return f"{len(lines)} steps were taken, and the newest checkpoint is of step {newest}"
-    whole = contents(alone)
-    others = contents(top).items()
-    if wrong := [
-        name
-        for name, each in others
-        if name.startswith(("rollouts/", "validation/")) and whole[name] != each
-    ]:
-        return f"{wrong} are not whole"
-    return ""
+    names = [
+        str(path.relative_to(top))
+        for folder in ("rollouts", "validation")
+        for path in sorted((top / folder).rglob("*"))
+        if path.is_file()
+    ]
+    damaged_names = [name for name in names if not is_equal(alone / name, top / name)]
+    return f"{damaged_names} are not whole" if damaged_names else ""
 
 
 CAMPAIGN = Campaign(

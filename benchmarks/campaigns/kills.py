@@ -102,7 +102,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "images": ("trainer.save_freq=2",),
 }
 # Changed by the clock, the load of the machine, and kills of environments.
-CLOCK = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/")
+CLOCK = tiny.CLOCK_PREFIXES
 RESTARTS = ("env/restarts", "env/replayed_episodes")
 ASIDE = re.compile(r"metrics\.\d+\.jsonl|rollouts/superseded_\d+/.*")
 
@@ -380,16 +380,15 @@ def difference(alone: Path, other: Path, is_equal: Callable[[Path, Path], bool] 
 def _content(path: Path) -> Any:
     if path.name == "metrics.jsonl":
         return metrics(path)
+    if path.suffix == ".parquet" and path.parent.name == "rollouts":
+        return tiny.read_recorded_step(path, (*CLOCK, *RESTARTS))
     return path.read_bytes()
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a log, without what the clock, the load and kills of environments change."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [
-        {key: value for key, value in line.items() if not key.startswith((*CLOCK, *RESTARTS))}
-        for line in lines
-    ]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [tiny.without_clock(json.loads(line), (*CLOCK, *RESTARTS)) for line in lines]
 
 
 CAMPAIGN = Campaign(

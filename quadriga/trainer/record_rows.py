@@ -17,7 +17,7 @@ from quadriga.config import DataConfig
 from quadriga.observe.records import SCHEMA
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import GRADED_AT, TIMES
+from quadriga.protocol.columns import GRADED_AT, TIME_COLUMNS, TIMES
 from quadriga.protocol.memory import images_key
 from quadriga.redact import redacted
 from quadriga.trainer.responses import user_columns
@@ -166,8 +166,8 @@ class _ConvertedBatch:
         }
         if TIMES in self.tensors.keys():
             times = self._in_order(TIMES).T
-            names = ("queued_at", "admitted_at", "generated_at")
-            columns |= {name: _known(values) for name, values in zip(names, times, strict=True)}
+            for name, values in zip(TIME_COLUMNS[:-1], times, strict=True):
+                columns[name] = _known(values)
         if GRADED_AT in self.tensors.keys():
             columns[GRADED_AT] = _known(self._in_order(GRADED_AT))
         if "num_turns" in self.objects:

@@ -5,14 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quadriga.protocol.columns import TIME_COLUMNS
 from quadriga.view.runs import ViewedRun
 
 MAX_LANES = 600
 """Conversations or responses of a step that are read."""
-_LIFE_COLUMNS = (
-    *("queued_at", "admitted_at", "generated_at", "graded_at"),
-    *("uid", "score", "token_versions"),
-)
+_LIFE_COLUMNS = (*TIME_COLUMNS, "uid", "score", "token_versions")
 TRACE_KEY = "actor_rollout_ref.rollout.trace_dir"
 
 
@@ -39,7 +37,7 @@ def life_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
     first = min((entry["queued_at"] for entry in entries), default=0.0)
     lanes = []
     for entry in entries:
-        times = [entry[name] for name in _LIFE_COLUMNS[:4]]
+        times = [entry[name] for name in TIME_COLUMNS]
         versions = sorted({version for version in entry["token_versions"] or () if version >= 0})
         lanes.append(
             {

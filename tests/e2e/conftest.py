@@ -24,8 +24,11 @@ from transformers import (
 )
 
 from quadriga.cli.main import main
+from quadriga.protocol.columns import TIME_COLUMNS
 from tests.limits import COMMAND_S, PROCESS_ENDS_S
 
+CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/")
+"""Names of metrics that depend on the clock, the machine's load and on what went wrong."""
 PR_SET_PDEATHSIG = 1
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROLES = ["<user>", "<assistant>"]
@@ -287,16 +290,37 @@ def metric_lines() -> Callable[[Path], list[dict[str, Any]]]:
 
     def read(run: Path) -> list[dict[str, Any]]:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [
-            {
-                name: value
-                for name, value in json.loads(line).items()
-                if not name.startswith(("timing_s/", "timing_per_token_ms/", "perf/", "recovery/"))
-            }
-            for line in lines
-        ]
+        return [without_clock(json.loads(line)) for line in lines]
 
     return read
+
+
+def without_clock(
+    metrics: dict[str, Any], prefixes: tuple[str, ...] = CLOCK_PREFIXES
+) -> dict[str, Any]:
+    """Metrics of a step, except those with names that begin with some prefixes."""
+    return {name: value for name, value in metrics.items() if not name.startswith(prefixes)}
+
+
+def read_recorded_step(
+    path: Path, prefixes: tuple[str, ...] = CLOCK_PREFIXES
+) -> tuple[dict[str, Any], str]:
+    """Read a Parquet file of `rollouts/` without what the clock decides.
+
+    Args:
+        path: the Parquet file.
+        prefixes: beginnings of the names of metrics that are left out.
+
+    Returns:
+        The facts in the metadata, and the rows as text, in which NaN is equal to NaN.
+    """
+    table = pq.read_table(path)
+    # The file of the vocabulary has no facts.
+    facts = json.loads((table.schema.metadata or {}).get(b"quadriga", "{}"))
+    facts.pop("calls", None)
+    facts["metrics"] = without_clock(facts.get("metrics", {}), prefixes)
+    rows = table.drop_columns([name for name in TIME_COLUMNS if name in table.column_names])
+    return facts, repr(rows.to_pydict())
 
 
 def members_of_session(session: int) -> list[int]:

@@ -20,7 +20,7 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.trainer.keep_alive import keep_alive
-from tests.e2e.conftest import REPOSITORY, command_line
+from tests.e2e.conftest import REPOSITORY, command_line, read_recorded_step
 from tests.limits import COMMAND_S
 
 COMMON = (
@@ -70,14 +70,16 @@ class Killer(threading.Thread):
 
 
 def contents(run: Path, metric_lines: Callable[[Path], list[dict[str, Any]]]) -> dict[str, Any]:
-    """Every file of a run, by name; of metrics what does not depend on the clock."""
-    # A run that began anew has moved the log of the one before it aside.
-    paths = [
-        path
-        for path in run.rglob("*")
-        if path.is_file() and not re.fullmatch(r"metrics\.\d+\.jsonl", path.name)
-    ]
-    files: dict[str, Any] = {str(path.relative_to(run)): path.read_bytes() for path in paths}
+    """All files of a run, by name, without what depends on the clock."""
+    files: dict[str, Any] = {}
+    for path in run.rglob("*"):
+        # A run that began anew has moved the log of the one before it aside.
+        if not path.is_file() or re.fullmatch(r"metrics\.\d+\.jsonl", path.name):
+            continue
+        is_record = path.suffix == ".parquet" and path.parent.name == "rollouts"
+        files[str(path.relative_to(run))] = (
+            read_recorded_step(path) if is_record else path.read_bytes()
+        )
     return files | {"metrics.jsonl": metric_lines(run)}
 
 

@@ -88,7 +88,7 @@ def engine_of(
         device=CPU,
         processes=processes,
         training=Training(section.optim, section.grad_clip, section.max_nonfinite_steps),
-        memory=Memory(gradient_checkpointing=model.enable_gradient_checkpointing),
+        memory=Memory(gradient_checkpointing=model.enable_gradient_checkpointing is True),
         name=kind,
     )
 
