@@ -190,9 +190,8 @@ def forward_bytes(
             head += _logits_bytes(sizes, num_predicted, itemsize)
     gathered = 0.0
     if num_shards > 1:
-        outside_layers = sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
         num_layers = min(2, sizes.num_layers)
-        gathered = (outside_layers + num_layers * sizes.layer_parameters) * itemsize
+        gathered = (sizes.root_parameters + num_layers * sizes.layer_parameters) * itemsize
     return positions + gathered + max(layer, head)
 
 
@@ -232,10 +231,9 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     gathered = 0.0
     moments = []
     if shape.num_shards > 1:
-        # Embedding and head, the layer, and the next one, which is gathered meanwhile.
-        outside_layers = sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
+        # The root, the layer, and the next one, which is gathered meanwhile.
         num_layers = min(2, sizes.num_layers)
-        gathered = (outside_layers + num_layers * sizes.layer_parameters) * shape.itemsize
+        gathered = (sizes.root_parameters + num_layers * sizes.layer_parameters) * shape.itemsize
         if sizes.num_layers > 1:
             # The last layer's gradients are being summed over the ranks in float32.
             summed = sizes.layer_parameters * 4.0 * (1 + 1 / shape.num_shards)
@@ -246,8 +244,10 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
             moments.append(
                 _Moment("the layers' backward pass", kept_bytes - per_layer, work, _OF_LAYER)
             )
-        # The embedding and the head at the end: weights, gradients, and these once more in float32.
-        ends = outside_layers * (2 * shape.itemsize + 4.0)
+        # The embedding and the head at the end: weights, gradients, and those of the one or the
+        # other once more in float32.
+        outside_layers = sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
+        ends = outside_layers * 2 * shape.itemsize + sizes.root_parameters * 4.0
         sums = 4.0 * sizes.num_parameters / shape.num_shards
         moments.append(
             _Moment("the end of the backward pass", positions + targets, ends + sums, _SUMMED)

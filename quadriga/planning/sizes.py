@@ -62,6 +62,12 @@ class ModelSizes:
         return self.vocabulary * self.hidden
 
     @property
+    def root_parameters(self) -> int:
+        """Parameters that FSDP gathers for a whole pass: those outside layers and untied embedding."""
+        outside_layers = self.num_parameters - self.num_layers * self.layer_parameters
+        return outside_layers - (0 if self.is_tied else self.table_parameters)
+
+    @property
     def matrix_parameters(self) -> int:
         """Parameters of the layers that multiply a token."""
         attention = 2 * self.hidden * (self.queries + self.keys)

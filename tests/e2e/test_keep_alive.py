@@ -73,13 +73,12 @@ def contents(run: Path, metric_lines: Callable[[Path], list[dict[str, Any]]]) ->
     """All files of a run, by name, without what depends on the clock."""
     files: dict[str, Any] = {}
     for path in run.rglob("*"):
-        # A run that began anew has moved the log of the one before it aside.
-        if not path.is_file() or re.fullmatch(r"metrics\.\d+\.jsonl", path.name):
+        name = str(path.relative_to(run))
+        # A run that began anew has moved the log and the record of the one before it aside.
+        if not path.is_file() or re.match(r"metrics\.\d+\.jsonl|rollouts/superseded_", name):
             continue
         is_record = path.suffix == ".parquet" and path.parent.name == "rollouts"
-        files[str(path.relative_to(run))] = (
-            read_recorded_step(path) if is_record else path.read_bytes()
-        )
+        files[name] = read_recorded_step(path) if is_record else path.read_bytes()
     return files | {"metrics.jsonl": metric_lines(run)}
 
 

@@ -382,7 +382,7 @@ class ShardedWeights(PartialWeights):
     def _fully_shard(
         self, model: PreTrainedModel, device: torch.device, *, offloads: bool, reshards: bool
     ) -> None:
-        """Apply `fully_shard` to experts, layers and root, innermost first."""
+        """Apply `fully_shard` to experts, layers, an untied embedding and the root, in this order."""
         storage = self.processes.storage
         is_replicated = self.processes.layout.dp_replicate > 1
         options: dict[str, Any] = {
@@ -403,6 +403,12 @@ class ShardedWeights(PartialWeights):
         for module in model.modules():
             if type(module).__name__ in layer_types:
                 fully_shard(module, **options)
+        table = model.get_input_embeddings()
+        head_weight = getattr(model.get_output_embeddings(), "weight", None)
+        # Stages after the first have no embedding.
+        if isinstance(table, nn.Embedding) and table.weight is not head_weight:
+            # What belongs to the root is gathered for the whole pass.
+            fully_shard(table, **options)
         fully_shard(self.root, **options)
 
         for module in self.root.modules():
