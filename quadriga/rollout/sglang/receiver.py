@@ -21,8 +21,9 @@ _MARKS = "quadriga_marks"
 def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load some weights of a set, and fingerprint the tensors that the model gets.
 
-    The model's weight named `FINGERPRINTS` is a list: for each process with the model, the
-    fingerprint of each weight that was loaded since the list was read last.
+    The fingerprints are read as if they were a weight of the model with the name `FINGERPRINTS`.
+    Its value is a list: for each process with the model, the fingerprints of the weights that were
+    loaded since the list was last read.
 
     Args:
         model: SGLang's model.
