@@ -76,13 +76,13 @@ class CausalModelEngine(RolloutEngine):
         self.weight_version = -1
         parameters = dict(self.named_weights())
         for name, tensor in Manifest.of(self.model).checked(weights):
-            # An engine on the trainer's own model gets that model's parameters.
+            # An engine on the trainer's own model gets its own parameters, which need no copy.
             if parameters[name].data_ptr() != tensor.data_ptr():
                 parameters[name].copy_(tensor)
         self.weight_version = version
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Parameters, under all names of each (a tied head has two), and buffers of the weights."""
+        """Parameters, under all of their names (a tied head has two), and untrained weights."""
         parameters = self.model.named_parameters(remove_duplicate=False)
         buffers = weight_buffers(self.model).items()
         return [(name, tensor.detach()) for name, tensor in (*parameters, *buffers)]

@@ -37,13 +37,13 @@ from quadriga.weight_sync.fingerprint import Fingerprint
 from quadriga.weight_sync.publish import name_some
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-"""Our finish reason for each of the libraries' that is known."""
+"""Our finish reason, by the libraries' name. Other names are unknown."""
 _LOG = "Its own message is in the log above."
 SEED_BITS = 63
 """Bits of a seed: the libraries take signed numbers of 64 bits."""
 LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
-"""The distribution of reported log-probabilities, in vLLM's words: `processed_logprobs` after
-temperature and filters, from which tokens are drawn; `raw_logprobs` the model's, before both."""
+"""The distribution of reported log-probabilities, by vLLM's names. `processed_logprobs`: after
+temperature and filters, from which tokens are drawn. `raw_logprobs`: the model's, before both."""
 
 # Guards the environment, which all threads share: engines may be restarted at the same time.
 _ENVIRONMENT_LOCK = threading.RLock()
@@ -55,7 +55,7 @@ def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
 
     Args:
         num_processes: number of processes that share this one's threads; 0: do not limit them.
-        variables: further variables.
+        variables: other variables to set.
     """
     with _ENVIRONMENT_LOCK:
         if num_processes:
@@ -123,10 +123,11 @@ class ThirdPartyEngine(RolloutEngine):
 
     @contextmanager
     def _loading(self, version: int) -> Iterator[list[Mapping[str, str]]]:
-        """Context manager of a load, after which the engine has the version, or -1 and an error.
+        """Context manager of a load. It sets the version on success; after an error it is -1.
 
         Yields:
-            An empty list, for the fingerprints of what each process of the engine received.
+            An empty list, to which the block adds the fingerprints of the weights that each process
+            of the engine received.
 
         Raises:
             WeightSyncError: the library's error, or that the processes received different weights.
@@ -140,7 +141,7 @@ class ThirdPartyEngine(RolloutEngine):
         except Exception as error:  # failures of third-party engines have no class in common
             if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
                 raise
-            # A RolloutError is the library's refusal, in our words.
+            # A RolloutError has the library's message in `got`.
             reason = error.got if isinstance(error, RolloutError) else first_line(error)
             raise WeightSyncError(
                 where,
@@ -149,7 +150,7 @@ class ThirdPartyEngine(RolloutEngine):
                 fix=f"{_LOG} Unfinished responses have to end before weights are published:"
                 " wait for them, or call abort().",
             ) from error
-        # All processes of an engine must have received the same.
+        # All processes of an engine must have received the same weights.
         fingerprints = [Fingerprint(tensors) for tensors in received]
         for rank, fingerprint in enumerate(fingerprints[1:], start=1):
             names = fingerprints[0].differences(fingerprint)
