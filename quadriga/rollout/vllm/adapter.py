@@ -54,9 +54,13 @@ class Adapter:
 class AdapterSlot:
     """The place of an adapter in an engine of vLLM.
 
+    Args:
+        adapter: description of the adapter.
+        library: the imported vLLM.
+        core: vLLM's engine.
+
     Attributes:
-        request: vLLM's `LoRARequest`, for each request for a response; None while there is no
-            adapter.
+        request: vLLM's `LoRARequest`, to be sent with each prompt; None while there is no adapter.
     """
 
     def __init__(self, adapter: Adapter, library: VLLMLibrary, core: Core) -> None:
@@ -78,6 +82,7 @@ class AdapterSlot:
         Raises:
             WeightSyncError: afterwards vLLM holds another adapter, or not all of this one.
         """
+        # No request may use a half-loaded adapter, so `request` is only set at the end.
         if self.request is not None:
             self.request = None
             self._core.ask("remove_lora", self._number)
