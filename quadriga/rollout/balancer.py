@@ -152,6 +152,7 @@ class Balancer(RolloutEngine):
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
         self._require_ready([prompt], [sampling])
+        # The length of the response is not known, so its limit counts.
         tokens = len(prompt) + sampling.max_tokens
         failed: dict[int, Exception] = {}
         while usable := [number for number in self.alive if number not in failed]:

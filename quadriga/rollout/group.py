@@ -64,6 +64,7 @@ class RolloutGroup:
 
     def tell(self, message: Any) -> None:
         """Send a message to all members. None is the cheapest one: only its length is sent."""
+        # A broadcast needs a size that all ranks know, so the length is sent first.
         content = bytearray()
         if message is not None:
             content += pickle.dumps(message)

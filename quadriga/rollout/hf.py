@@ -144,6 +144,7 @@ class HFEngine(CausalModelEngine):
         """Generate responses to requests with the same stop tokens and `max_tokens`."""
         width = max(map(len, prompts))
         device = self.model.device
+        max_tokens = sampling[0].max_tokens
         stops = sampling[0].stops(self.eos_token_ids)
         # Padded on the left, so that all rows continue in the same column.
         padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
@@ -151,7 +152,7 @@ class HFEngine(CausalModelEngine):
         chooser = _Chooser(sampling, device)
         strings = [StopStrings(params.stop, self.tokenizer) for params in sampling]
         config = GenerationConfig(
-            max_new_tokens=sampling[0].max_tokens,
+            max_new_tokens=max_tokens,
             do_sample=False,
             eos_token_id=sorted(stops) or [_NO_TOKEN],  # None would mean the model's own
             pad_token_id=0,
@@ -176,7 +177,7 @@ class HFEngine(CausalModelEngine):
             reason: FinishReason = "length"
             if ends:
                 reason = "stop"
-            elif length < chooser.max_tokens:
+            elif length < max_tokens:
                 # Only `abort` ends a row before its limit and without a stop.
                 reason = "abort"
             completions.append(
@@ -229,7 +230,6 @@ class _Chooser(LogitsProcessor):
         self.token_ids: list[list[int]] = [[] for _ in sampling]
         self.log_probs: list[list[float]] = [[] for _ in sampling]
         self.sampling_log_probs: list[list[float]] = [[] for _ in sampling]
-        self.max_tokens = sampling[0].max_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[B, V] logits -> [B, V]: 0 for the chosen token, -inf for all others."""

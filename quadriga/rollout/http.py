@@ -47,6 +47,7 @@ from quadriga.rollout.third_party import (
     SEED_BITS,
     LogProbsOf,
     data_urls,
+    results_of,
     split_log_probs,
 )
 
@@ -180,6 +181,7 @@ class Servers:
                 client = min(self.clients, key=load)
                 num_attempts[client] += 1
                 self._num_in_flight[client] += 1
+                # A refusal is not caught: the other servers would refuse the request, too.
                 try:
                     return read(client, await client.call_async(path, body))
                 except ServerLostError as error:
@@ -300,12 +302,7 @@ class HTTPEngine(RolloutEngine):
         for prompt, params, prompt_images in zip(prompts, sampling, row_images, strict=True):
             futures.append(self._thread.submit(self._respond(prompt, params, prompt_images)))
         self._counted(futures)
-        try:
-            return [future.result() for future in futures]
-        # After an error the results of the other requests are not needed.
-        finally:
-            for future in futures:
-                future.cancel()
+        return results_of(futures)
 
     def abort(self) -> None:
         """End unfinished responses, without tokens: these stay with the server."""
@@ -364,6 +361,7 @@ class HTTPEngine(RolloutEngine):
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
             # `stop_token_ids` includes the model's end-of-text tokens, unless they are ignored.
             "ignore_eos": True,
+            # The response is all tokens that were drawn, as with other engines.
             "skip_special_tokens": False,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,

@@ -302,7 +302,7 @@ class RolloutEngine(WeightTarget, ABC):
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        # The first request schedules the batch; later ones join it.
+        # The first request schedules the batch. Those that follow before it begins join it.
         requests = self._pending.setdefault(loop, [])
         requests.append(_QueuedRequest(prompt, sampling, images, future))
         if len(requests) == 1:
@@ -335,6 +335,8 @@ class RolloutEngine(WeightTarget, ABC):
         May be called from another thread than the one that generates.
         """
         self._is_aborting = True
+        # A future may only get its result in the thread of its loop. The public
+        # `get_running_loop` raises an error in a thread without one.
         for loop in list(self._pending):
             if loop is asyncio._get_running_loop():
                 self._abort_pending(loop)

@@ -185,6 +185,7 @@ def _draw(odds: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     """
     last_token = odds.shape[1] - 1
     block, num_used = _descend(sums, uniforms)
+    # The last block may have fewer tokens. Its columns beyond the last token get no mass.
     columns = block * _BLOCK + torch.arange(_BLOCK, device=odds.device)
     inside = odds.gather(1, columns.clamp(max=last_token)).double()
     inside.masked_fill_(columns > last_token, 0.0)
@@ -206,6 +207,7 @@ def _descend(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, int]:
     Returns:
         Indices of the entries [R, 1], and how many numbers of each row were used.
     """
+    # Padded to a power of two by entries without mass, so that every level has two equal halves.
     depth = (masses.shape[1] - 1).bit_length()
     level = torch.nn.functional.pad(masses, (0, 2**depth - masses.shape[1]))
     # From the entries up to the total: whether each sum would choose its upper half.

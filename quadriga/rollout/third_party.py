@@ -6,7 +6,8 @@ import io
 import math
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from typing import Literal
 
@@ -25,6 +26,7 @@ from quadriga.models.experts import mixtures
 from quadriga.observe.probe import release_numbers
 from quadriga.rollout.interface import (
     BatchImages,
+    Completion,
     FinishReason,
     Images,
     Prompts,
@@ -59,6 +61,7 @@ def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
     """
     with _ENVIRONMENT_LOCK:
         if num_processes:
+            # OpenMP also allows a list with a number for each nested level, as in "4,2".
             setting = os.environ.get("OMP_NUM_THREADS", "")
             num_threads = int(setting) if setting.isdecimal() else torch.get_num_threads()
             variables["OMP_NUM_THREADS"] = str(max(1, num_threads // num_processes))
@@ -189,6 +192,7 @@ def require_room(total: int, held: int, to_come: int, share: float) -> None:
     if to_come:
         moments = f"{to_come / gib:.1f} of it AdamW's moments from the first step on"
         training += f" ({moments})"
+    # Rounded down, so that the advice is possible.
     possible_share = int(max(0.0, 1 - trained / total) * 100) / 100
     raise ConfigError(
         "actor_rollout_ref.rollout.gpu_memory_utilization",
@@ -252,6 +256,25 @@ def require_release(title: str, version: str, least: str, *, where: str, fix: st
         raise RolloutError(where, got=got, expected=f"{least} or newer", fix=fix)
     if release_numbers(version) < release_numbers(least):
         raise RolloutError(where, got=f"{title} {version}", expected=f"{least} or newer", fix=fix)
+
+
+def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
+    """Wait for all completions. The first error cancels the other requests, and is raised.
+
+    Args:
+        futures: the completion of each request.
+
+    Returns:
+        The completions, in order.
+    """
+    try:
+        # The first error may be any request's, not that of the first one.
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def has_filters(sampling: SamplingParams) -> bool:

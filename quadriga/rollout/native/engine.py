@@ -147,7 +147,6 @@ class NativeEngine(CausalModelEngine):
         self._inbox = Inbox()
         self._thread = RunnerThread()
         self._is_between_steps = False
-        self.num_steps = 0
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "NativeEngine":
@@ -237,6 +236,7 @@ class NativeEngine(CausalModelEngine):
             The completion of each request.
         """
         requests = self._requests(prompts, sampling, images)
+        # Requests beyond the length of `earlier` are new.
         for request, response in zip(requests, earlier, strict=False):
             request.go_on_from(response)
         # All join at the same step, so one of them reports it.

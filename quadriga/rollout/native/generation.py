@@ -390,6 +390,7 @@ class Generation:
         room = max(min(room, self._limit()), length)
         self.responses.resize(len(running), room, num_before, length)
 
+        # A prefix of running slots is in the cache already, and is not computed again.
         self._keep_prefixes()
         cached = set(self.prefixes.prefixes)
         new = dict.fromkeys(request.prefix for request in started if request.prefix not in cached)
@@ -411,6 +412,7 @@ class Generation:
         logits = self.network.logits(hidden)  # [U, V]
         rows = torch.tensor([order[place] for place in places], device=self.device)
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
+        # Indexing copies the logits, which the sampler overwrites.
         self._sample(logits[rows], rules, num_before)
 
     def _limit(self) -> int:

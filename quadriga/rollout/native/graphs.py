@@ -151,6 +151,7 @@ class GraphedSteps:
         responses = plan.responses
         caches = (*prefixes.keys, *prefixes.values, *responses.keys, *responses.values)
         addresses = [states.data_ptr() for states in caches]
+        # The sizes count, too: new memory of another shape may have the addresses of the old one.
         memory = (responses.room, *prefixes.lengths, *addresses)
         if memory != self.memory:
             self.graphs = []

@@ -416,7 +416,7 @@ def _load() -> Kernels:
     library = folder / f"kernels-{digest}.so"
     try:
         return Kernels(ctypes.CDLL(str(library)), version)
-    except OSError:
+    except OSError:  # it is missing or broken
         _compile(compiler, library)
     return Kernels(ctypes.CDLL(str(library)), version)
 

@@ -427,7 +427,7 @@ class _Mixture:
         mlp: Any,
         forms: Forms | None,
         elementwise: Elementwise,
-        group: RolloutGroup | None = None,
+        group: RolloutGroup | None,
     ) -> None:
         assert group is None, "the experts of a rollout group are not sharded"
         self.router = mlp.gate

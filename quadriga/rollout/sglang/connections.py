@@ -42,6 +42,7 @@ HEALTH_CHECK_EVERY_S = 10.0
 HOST = "quadriga.rollout.sglang.host"
 _END_S = 30.0
 _URL = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
+# Threads of a server's connection for requests other than for responses.
 _NUM_CONTROLS = 4
 
 
@@ -84,7 +85,8 @@ class SGLangProcess:
             environment.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
             environment["TORCH_COMPILE_DISABLE"] = "1"
         self._connection, host_connection = Pipe()
-        # Closed here at once, so that the end of the host process ends the connection.
+        # Our copy is closed at once, so that the end of the host process ends the connection. The
+        # new session makes a process group, by which all processes of SGLang are killed at the end.
         with host_connection:
             host_fd = host_connection.fileno()
             self.process = subprocess.Popen(

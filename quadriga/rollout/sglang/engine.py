@@ -165,7 +165,7 @@ class SGLangEngine(ThirdPartyEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        """Generate a response for each prompt. The first failure aborts the other requests.
+        """Generate a response for each prompt. An error aborts the unfinished requests.
 
         Args:
             prompts: token ids of each prompt.

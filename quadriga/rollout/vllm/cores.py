@@ -27,7 +27,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -62,17 +62,6 @@ class VLLMRequest(NamedTuple):
     sampling: Any
     adapter: Any
     expanded: Sequence[int] | None
-
-
-def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
-    """Wait for all completions. The first error cancels the others and is raised."""
-    try:
-        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-            future.result()
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
 
 
 @dataclass

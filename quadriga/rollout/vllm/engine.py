@@ -47,6 +47,7 @@ from quadriga.rollout.third_party import (
     refused,
     require_known_experts,
     require_release,
+    results_of,
 )
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
 from quadriga.rollout.vllm.arguments import arguments_of, sampling_of
@@ -55,7 +56,6 @@ from quadriga.rollout.vllm.cores import (
     ProcessCore,
     Response,
     VLLMRequest,
-    results_of,
 )
 from quadriga.rollout.vllm.group import GroupCore, sees_peers
 from quadriga.rollout.vllm.library import (
@@ -466,6 +466,7 @@ class VLLMEngine(ThirdPartyEngine):
 
     def _make_core(self) -> InProcessCore | ProcessCore:
         rollout = self.setup.rollout
+        # Then requests and weights arrive while others are generated, which would block this process.
         is_beside = rollout.mode == "async" or self.setup.config.async_training.enable
         try:
             if self.setup.group is not None:
