@@ -20,8 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Condition
 from typing import Generic, TypeAlias, TypeVar
 
-import torch
-
 from quadriga.background import Restarts
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
 from quadriga.partition import BalancedParts
@@ -37,7 +35,7 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.third_party import process_environment
 from quadriga.weight_sync.fingerprint import Fingerprint
-from quadriga.weight_sync.publish import name_some
+from quadriga.weight_sync.publish import NamedWeights, name_some
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +226,7 @@ class Balancer(RolloutEngine):
         if self.alive:
             self._call_alive(lambda engine: engine.abort())
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load weights into all engines, which read the stream in lockstep; see `SharedStream`.
 
         An engine that fails is marked dead, unless all fail or the weights are at fault.
@@ -265,7 +263,9 @@ class Balancer(RolloutEngine):
         if not results.keys() - restarted:
             raise self._all_failed(failed)
         self._mark_dead(failed)
-        self._admit([number for number in restarted if number in results])
+        loaded = [number for number in restarted if number in results]
+        if loaded:
+            self._admit(loaded)
         self.weight_version = version
 
     def _admit(self, numbers: Sequence[int]) -> None:
@@ -294,7 +294,7 @@ class Balancer(RolloutEngine):
         [engine] = start_engines([self._makers[number]], len(self.engines))
         return engine
 
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> NamedWeights:
         """The weights of the first engine that gets requests."""
         first = self.alive[0] if self.alive else 0
         return self.engines[first].named_weights()
@@ -388,8 +388,8 @@ class Balancer(RolloutEngine):
             wrapped = RolloutError(
                 f"engine {number} of {len(self.engines)}",
                 got=f"{type(error).__name__}: {error}",
-                expected="a response, of this engine or another",
-                fix="No other engine could serve the request either: see this engine's message.",
+                expected="success of this engine or another",
+                fix="All other engines have failed, too: see this engine's message.",
             )
             wrapped.__cause__ = error
             return wrapped

@@ -18,7 +18,7 @@ trained here.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,6 +50,7 @@ from quadriga.rollout.third_party import (
     results_of,
     split_log_probs,
 )
+from quadriga.weight_sync.publish import NamedWeights
 
 _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
@@ -247,9 +248,9 @@ class HTTPEngine(RolloutEngine):
         options = dict(setup.options)
         urls = options.pop("urls", None)
         model = options.pop("model", None)
-        has_urls = isinstance(urls, list) and all(isinstance(url, str) for url in urls)
+        is_list = isinstance(urls, list) and urls and all(isinstance(url, str) for url in urls)
         unknown = options.keys() - set(_OPTIONS)
-        if not has_urls or not urls or not isinstance(model, str) or unknown:
+        if not is_list or not isinstance(model, str) or unknown:
             raise ConfigError(
                 _KWARGS,
                 got=f"{setup.rollout.engine_kwargs}",
@@ -314,7 +315,7 @@ class HTTPEngine(RolloutEngine):
 
         self._thread.submit(cancel_all()).result()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Accept version 0 as the servers' weights: nothing can be sent to them.
 
         Args:

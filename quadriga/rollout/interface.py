@@ -21,7 +21,7 @@ from quadriga.engine_traits import EngineTraits
 from quadriga.errors import RolloutError
 from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
-from quadriga.weight_sync.publish import WeightTarget
+from quadriga.weight_sync.publish import NamedWeights, WeightTarget
 from quadriga.weight_sync.reshard import Wanted
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -434,7 +434,7 @@ class RolloutEngine(WeightTarget, ABC):
         """End the engine; it cannot be woken again."""
         self._state = "closed"
 
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> NamedWeights:
         """Weights that the engine computes with; none if it repacks them, or has no model."""
         return ()
 
@@ -442,7 +442,7 @@ class RolloutEngine(WeightTarget, ABC):
         """Fingerprint of each weight of the last load; empty before the first one."""
         return self._arrived
 
-    def note_arrival(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def note_arrival(self, weights: NamedWeights, version: int) -> None:
         """Take over a version and the fingerprints of its weights, but not the weights.
 
         This is `load_weights` for an engine without a model.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names and shapes of the weights of a complete model, and the check that all of them arrived."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from quadriga.errors import WeightSyncError
 from quadriga.models.weight_names import weight_buffers
-from quadriga.weight_sync.publish import name_some
+from quadriga.weight_sync.publish import NamedWeights, name_some
 from quadriga.weight_sync.reshard import Box, Wanted
 
 
@@ -69,7 +69,7 @@ class Manifest:
         return Manifest(self.shapes | other.shapes, self.same | other.same, self.buffers)
 
     def checked(
-        self, weights: Iterable[tuple[str, torch.Tensor]], kept: Collection[str] = ()
+        self, weights: NamedWeights, kept: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass on a stream of weights while checking it.
 

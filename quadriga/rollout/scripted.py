@@ -13,11 +13,9 @@ is certain. If there are several processes, each begins with the first response.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
-
-import torch
 
 from quadriga.engine_traits.scripted import TRAITS
 from quadriga.errors import ConfigError, RolloutError
@@ -31,6 +29,7 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.sampler import StopStrings, require_tokenizer
 from quadriga.rollout.setup import EngineSetup
+from quadriga.weight_sync.publish import NamedWeights
 
 CannedResponse: TypeAlias = str | Sequence[int]
 Script: TypeAlias = (
@@ -116,7 +115,7 @@ class ScriptedEngine(RolloutEngine):
                 self.count_ended(1)
         return completions
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over the version. Weights do not change the responses.
 
         Args:

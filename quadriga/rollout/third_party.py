@@ -302,6 +302,7 @@ def split_log_probs(
     unknown = [math.nan] * len(reported)
     if log_probs_of == "processed_logprobs":
         return unknown if is_filtered else reported, list(reported)
+    # The model's log-probabilities are those of training at temperature 1 only.
     if not sampling.is_greedy and sampling.temperature != 1:
         return unknown, []
     return reported, [] if is_filtered else list(reported)

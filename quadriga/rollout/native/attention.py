@@ -472,13 +472,14 @@ class DecodePlan:
         """
         if window is None:
             return self.prefix_mask, self.mask
+        # Positions of the new tokens in their sequences.
         lengths = [self.lengths[place] for place in self.places]
-        places = [length + count for length, count in zip(lengths, self.written, strict=True)]
+        positions = [length + count for length, count in zip(lengths, self.written, strict=True)]
         # Nothing is hidden while all sequences are shorter than the window.
-        if max(places) < window:
+        if max(positions) < window:
             return self.prefix_mask, self.mask
         if window not in self.windows:
-            by_slot = self._window_mask(places, max(self.lengths), window)
+            by_slot = self._window_mask(positions, max(self.lengths), window)
             by_cell = by_slot[self.slot_of_cell].unflatten(0, (-1, self.group_size))
             prefix_mask = by_cell.repeat_interleave(group, 1)[:, None]
             if self.prefix_mask is not None:
@@ -489,11 +490,14 @@ class DecodePlan:
             self.windows[window] = (prefix_mask, mask)
         return self.windows[window]
 
-    def _window_mask(self, places: Sequence[int], width: int, window: int) -> Tensor:
-        """[R, width]: hides the keys that are `window` or more places before `places` [R]."""
+    def _window_mask(self, positions: Sequence[int], width: int, window: int) -> Tensor:
+        """Additive mask [R, width] that hides keys `window` or more tokens before `positions` [R].
+
+        Key and position count from the same token, the first of the prefix or of the response.
+        """
         columns = torch.arange(width, device=self.device)
-        distances = torch.tensor(places, device=self.device)[:, None] - columns
-        mask = torch.zeros(len(places), width, device=self.device)
+        distances = torch.tensor(positions, device=self.device)[:, None] - columns
+        mask = torch.zeros(len(positions), width, device=self.device)
         return mask.masked_fill_(distances >= window, HIDDEN)
 
     def _mask(self, lengths: Sequence[int], width: int) -> Tensor | None:

@@ -19,7 +19,7 @@ the same tokens.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +63,7 @@ from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.native.shards import GroupShards
 from quadriga.rollout.sampler import require_tokenizer
 from quadriga.rollout.setup import EngineSetup
+from quadriga.weight_sync.publish import NamedWeights
 from quadriga.weight_sync.reshard import Wanted
 
 
@@ -392,7 +393,7 @@ class NativeEngine(CausalModelEngine):
 
     # ---- weights, sleep -------------------------------------------------------------------------
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         self._require_idle("load_weights")
         # A copy of the old weights is freed before the new ones arrive.
         self._network = None

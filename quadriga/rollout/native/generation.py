@@ -387,15 +387,19 @@ class Generation:
             request.times.append(admitted_at)
         # Tokens of the longest response that is in the KV cache already.
         length = max((request.num_written for request in running[:num_before]), default=0)
+        # Now that the slots are known: no response needs more room than the longest one may take.
         room = max(min(room, self._limit()), length)
         self.responses.resize(len(running), room, num_before, length)
 
         # A prefix of running slots is in the cache already, and is not computed again.
         self._keep_prefixes()
         cached = set(self.prefixes.prefixes)
-        new = dict.fromkeys(request.prefix for request in started if request.prefix not in cached)
-        if new:
-            self.prefixes.extend(self._prefill(list(new)))
+        # A dictionary, because samples of a prompt have the same prefix.
+        new_prefixes = dict.fromkeys(
+            request.prefix for request in started if request.prefix not in cached
+        )
+        if new_prefixes:
+            self.prefixes.extend(self._prefill(list(new_prefixes)))
         self.plan = None
         # All samples of a prompt share its routes.
         if self.recorder is not None:
@@ -405,12 +409,12 @@ class Generation:
         # Logits are computed once for each prefix, and sampled for each slot that starts.
         places = self._places(started)
         unique_places = sorted(set(places))
-        order = {place: number for number, place in enumerate(unique_places)}
+        row_of_place = {place: row for row, place in enumerate(unique_places)}
         last_hidden = self.prefixes.last_hidden
         assert last_hidden is not None
         hidden = last_hidden[torch.tensor(unique_places, device=self.device)]
         logits = self.network.logits(hidden)  # [U, V]
-        rows = torch.tensor([order[place] for place in places], device=self.device)
+        rows = torch.tensor([row_of_place[place] for place in places], device=self.device)
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
         # Indexing copies the logits, which the sampler overwrites.
         self._sample(logits[rows], rules, num_before)

@@ -201,9 +201,10 @@ def _attention_kernel(
     written = tl.load(num_written + row)
     length = tl.load(prefix_length + row)
     end = length + written
-    begin = end * 0
+    begin = end * 0  # a zero of the type that the other branch has
     if HAS_WINDOW:
         begin = tl.maximum(end + 1 - window, 0)
+    # Tokens of a part, in whole tiles. The last parts may have none.
     share = (end - begin + PARTS * TOKENS - 1) // (PARTS * TOKENS) * TOKENS
     start = begin + part * share
     stop = tl.minimum(start + share, end)

@@ -568,18 +568,21 @@ class _Projection:
                 # Summed in float32, and rounded once.
                 product = self.group.add_up(product.float())
             return product.to(states.dtype)
+        # A rank's columns on a GPU.
         if self.group is not None:
             (module,) = cast(Any, self.modules)
             bias = module.bias if self.group.is_leader else None
             return self.group.add_up(linear(states, module.weight, bias))
+        # A copy of the weights side by side.
         if len(self.factors) == 1:
             weight, bias = self.factors[0]
             return linear(states, weight, bias)
+        # A single module, or modules of other kinds.
         if not self.factors:
             outputs = [module(states) for module in self.modules]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-        # Each product writes its columns of the result: no copy puts them side by side.
+        # Several weights without a copy: each product writes its columns of the result.
         rows = states.flatten(0, -2).detach()
         widths = [len(weight) for weight, _ in self.factors]
         result = rows.new_empty(len(rows), sum(widths))

@@ -12,7 +12,7 @@ import json
 import math
 import pickle
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -50,6 +50,7 @@ from quadriga.rollout.third_party import (
     require_known_experts,
 )
 from quadriga.weight_sync.buckets import num_bytes
+from quadriga.weight_sync.publish import NamedWeights
 
 _GIB = 1 << 30
 _ABORT_AGAIN_S = 0.2
@@ -232,7 +233,7 @@ class SGLangEngine(ThirdPartyEngine):
             super().close()
             self.connection.close()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load a complete set of weights in buckets, and drop the KV cache of the old ones.
 
         Args:
@@ -328,13 +329,11 @@ class SGLangEngine(ThirdPartyEngine):
             where = f"{self.name}.generate, prompt {row}"
             if params.ignore_eos and params.stop_token_ids:
                 got = "stop_token_ids together with ignore_eos"
-                raise RolloutError(
-                    where, got=got, expected="one of them: SGLang leaves out both or neither"
-                )
+                expected = "one of them: with ignore_eos SGLang ignores stop_token_ids, too"
+                raise RolloutError(where, got=got, expected=expected)
             if params.min_p > 0 and self.connection.has_seeds and not params.is_greedy:
-                raise RolloutError(
-                    where, got="min_p", expected="0: SGLang cannot draw by a seed with it"
-                )
+                expected = "0: SGLang's sampling with seeds does not support it"
+                raise RolloutError(where, got="min_p", expected=expected)
 
     def _completion(
         self, request_id: str, reply: dict[str, Any], prompt: Prompt, sampling: SamplingParams

@@ -5,20 +5,19 @@ A server needs `--custom-weight-loader quadriga.rollout.sglang.receiver.load`, a
 environment.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
+from quadriga.weight_sync.publish import NamedWeights
 
 LOADER = "quadriga.rollout.sglang.receiver.load"
 FINGERPRINTS = "quadriga/fingerprints"
 _MARKS = "quadriga_marks"
 
 
-def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load(model: Any, weights: NamedWeights) -> None:
     """Load some weights of a set, and fingerprint the tensors that the model gets.
 
     The fingerprints are read as if they were a weight of the model with the name `FINGERPRINTS`.

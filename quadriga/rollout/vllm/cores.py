@@ -448,7 +448,8 @@ class ProcessCore(Core):
 
     def abort(self) -> None:
         """End all unfinished responses. Any thread may call this."""
-        self.ask("abort", sorted(self._running))
+        # On the loop, where `_running` changes.
+        self._submit(lambda: self.engine.abort(sorted(self._running))).result()
 
     def close(self) -> None:
         """End the engine."""

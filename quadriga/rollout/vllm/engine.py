@@ -8,7 +8,7 @@ load_weights -- tensors, or buckets in shared memory --> WorkerExtension.load_bu
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cached_property, partial
@@ -75,6 +75,7 @@ from quadriga.rollout.vllm.library import (
 from quadriga.rollout.vllm.memory import VLLMMemory
 from quadriga.weight_sync.buckets import pack, unpack
 from quadriga.weight_sync.fingerprint import PendingFingerprints, tensor_fingerprint
+from quadriga.weight_sync.publish import NamedWeights
 from quadriga.weight_sync.reshard import Wanted
 
 logger = logging.getLogger(__name__)
@@ -309,7 +310,7 @@ class VLLMEngine(ThirdPartyEngine):
         """Weights that `load_weights` needs: full tensors, also from a trainer with shards."""
         return self._manifest.full_weights(self.setup.dtype)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load a complete set of weights, and drop KV cache and image embeddings of the old ones.
 
         Between two steps the KV cache may stay. New requests then do not read what older weights
@@ -328,9 +329,7 @@ class VLLMEngine(ThirdPartyEngine):
         with self.core.renewed(version, keeps_cache=self._keeps_cache):
             self._load(weights, version, keeps_cache=self._keeps_cache)
 
-    def _load(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, keeps_cache: bool
-    ) -> None:
+    def _load(self, weights: NamedWeights, version: int, *, keeps_cache: bool) -> None:
         """Load weights; see `load_weights`."""
         with self._loading(version) as received:
             self.memory.wake("weights")

@@ -204,8 +204,8 @@ def test_answers_that_are_none(answer: dict[str, Any], message: str) -> None:
     ("changes", "message"),
     [
         ({"max_tokens": 20}, "at most 20 together"),
-        ({"ignore_eos": True, "stop_token_ids": (3,)}, "leaves out both or neither"),
-        ({"min_p": 0.1}, "cannot draw by a seed"),
+        ({"ignore_eos": True, "stop_token_ids": (3,)}, "ignores stop_token_ids, too"),
+        ({"min_p": 0.1}, "sampling with seeds does not support it"),
     ],
 )
 def test_requests_that_are_refused(changes: dict[str, Any], message: str) -> None:
