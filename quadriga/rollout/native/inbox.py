@@ -140,7 +140,7 @@ class RunnerThread:
         self._turn: Future[None] | None = None
 
     def start(self, run: Callable[[], None]) -> None:
-        """Run a function in the thread, after the one before it, which has nothing left to do."""
+        """Run a function in the thread, after the function before it has returned."""
         if self._executor is None:
             # torch's number of threads is a setting of each thread.
             set_threads = partial(torch.set_num_threads, torch.get_num_threads())

@@ -568,7 +568,7 @@ class _Projection:
                 # Summed in float32, and rounded once.
                 product = self.group.add_up(product.float())
             return product.to(states.dtype)
-        # A rank's columns on a GPU.
+        # A rank's columns, without forms.
         if self.group is not None:
             (module,) = cast(Any, self.modules)
             bias = module.bias if self.group.is_leader else None

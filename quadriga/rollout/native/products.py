@@ -15,8 +15,9 @@ Bfloat16 units that are faster than those for float32 are AMX, and AVX-512 on AM
 if float32 takes too much memory, oneDNN's order serves many rows, too. Sums are float32, and a
 result is rounded once, as in training; only the order of summation differs.
 
-Several weights with the same input, such as those of query, key and value, form one product. D is
-the number of inputs, O that of outputs of all these weights. Each weight is [., D], each bias [.].
+Weights with the same input, such as those of query, key and value, are multiplied in one product.
+
+Legend: D inputs, O outputs of all weights of a product. Each weight is [., D], each bias [.].
 """
 
 import functools
