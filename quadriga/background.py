@@ -122,6 +122,13 @@ class Restarts(Generic[T]):
         for start in self._running.values():
             start.exception(timeout_s)
 
+    def stop(self) -> dict[int, Future[T]]:
+        """Begin no restart that is due later. Wait for those under way, and return them."""
+        # `ended` would begin them, and nobody would close what they start.
+        self._due.clear()
+        self.wait()
+        return self.ended()
+
     def _begin(self) -> None:
         now = time.monotonic()
         due_numbers = [number for number, due in self._due.items() if due <= now]

@@ -9,9 +9,9 @@
 Consumes: requests, from tasks of an event loop or as a batch. Waits for: the engine that serves the
 request. Unblocked by: its response or its error.
 
-A request that fails goes to the next engine. If that one serves it, the first is at fault, and gets
-no more requests. If every engine fails, the request is at fault, and the first error is raised. The
-choice of the engine does not change a response: a request has its own seed.
+A request that fails goes to the next engine. If that one serves it, the first engine is at fault,
+and gets no more requests. If every engine fails, the request is at fault, and the first error is
+raised. Responses do not depend on the choice of the engine, because each request has its own seed.
 """
 
 import logging
@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Condition
 from typing import Generic, TypeAlias, TypeVar
-
-import torch
 
 from quadriga.background import Restarts
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
@@ -37,7 +35,7 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.third_party import process_environment
 from quadriga.weight_sync.fingerprint import Fingerprint
-from quadriga.weight_sync.publish import name_some
+from quadriga.weight_sync.publish import NamedWeights, name_some
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +49,9 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
     """Make engines one after the other. If one does not start, those before it are closed.
 
     Args:
-        makers: make an engine each.
-        num_shares: number of engines that share this process's threads; their processes find their
-            share in `OMP_NUM_THREADS`. 0: as many as makers.
+        makers: functions that make an engine each.
+        num_shares: number of engines that share this process's threads. Processes of an engine get
+            its share as `OMP_NUM_THREADS`. 0: as many as makers.
 
     Returns:
         The engines, in order.
@@ -82,16 +80,15 @@ class Balancer(RolloutEngine):
 
     Args:
         engines: the engines.
-        description: what was chosen at the start, for people to read.
-        makers: make each engine again. A dead engine is restarted in the background, and gets
-            requests once it has loaded the next weights and has the fingerprints of the others.
-            Without makers it stays dead.
+        description: summary of the choices made at the start, for people to read.
+        makers: functions that make each engine again. A dead engine is restarted in the background,
+            and gets requests once it has loaded the next weights with the fingerprints of the other
+            engines. Without makers it stays dead.
 
     Attributes:
         engines: the engines by number.
-        in_flight: tokens of each engine's unfinished requests: of their prompts, and the most that
-            they may generate.
-        dead: why an engine gets no more requests, by its number.
+        in_flight: tokens of each engine's unfinished requests: prompts and longest responses.
+        dead: errors of the engines that get no more requests, by number.
     """
 
     name = "balancer"
@@ -115,8 +112,8 @@ class Balancer(RolloutEngine):
         self.dead: dict[int, Exception] = {}
         self._makers = list(makers)
         self._restarts = Restarts(self._make_again, "rollout engine")
-        # Dead engines that were restarted, and wait for weights.
-        self._is_new: set[int] = set()
+        # Numbers of dead engines that were restarted, and wait for weights.
+        self._restarted: set[int] = set()
         self.weight_version = engines[0].weight_version
 
     @property
@@ -126,19 +123,22 @@ class Balancer(RolloutEngine):
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether all engines have them that the next load reaches, restarted ones included."""
-        # A load asks this first, so this is where restarted engines are taken in.
+        """Whether each engine that the next load reaches has the weights below an adapter.
+
+        The sender asks before each load. Restarted engines are therefore taken in here, so that the
+        load reaches them, too.
+        """
         for number, restart in self._restarts.ended().items():
             error = restart.exception()
             if error is None:
                 self.engines[number] = restart.result()
-                self._is_new.add(number)
+                self._restarted.add(number)
             else:
                 logger.warning(
                     "engine %d of %d did not start again: %s", number, len(self.engines), error
                 )
                 self._restarts.request(number)
-        reached = {*self.alive, *self._is_new}
+        reached = {*self.alive, *self._restarted}
         return bool(reached) and all(self.engines[number].has_frozen_weights for number in reached)
 
     @property
@@ -150,6 +150,7 @@ class Balancer(RolloutEngine):
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
         self._require_ready([prompt], [sampling])
+        # The length of the response is not known, so its limit counts.
         tokens = len(prompt) + sampling.max_tokens
         failed: dict[int, Exception] = {}
         while usable := [number for number in self.alive if number not in failed]:
@@ -167,14 +168,14 @@ class Balancer(RolloutEngine):
                 return completion
             finally:
                 self.in_flight[number] -= tokens
-        raise self._none_left(failed)
+        raise self._all_failed(failed)
 
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        """Generate a response for each prompt, by all engines at the same time.
+        """Generate a response for each prompt, with all engines at the same time.
 
-        Samples of a prompt go to the same engine, unless that would delay the others.
+        Samples of a prompt go to the same engine, unless that would make its share too large.
 
         Args:
             prompts: token ids of each prompt.
@@ -188,12 +189,17 @@ class Balancer(RolloutEngine):
         row_images = images or [None] * len(prompts)
 
         def generate(number: int, rows: list[int]) -> list[Completion]:
-            self.engines[number].count_ended = self.count_ended
-            return self.engines[number].generate_batch(
-                [prompts[row] for row in rows],
-                [sampling[row] for row in rows],
-                [row_images[row] for row in rows],
-            )
+            engine = self.engines[number]
+            engine.count_ended = self.count_ended
+            try:
+                return engine.generate_batch(
+                    [prompts[row] for row in rows],
+                    [sampling[row] for row in rows],
+                    [row_images[row] for row in rows],
+                )
+            finally:
+                # Later responses are not of this batch.
+                engine.count_ended = None
 
         responses: dict[int, Completion] = {}
         failed: dict[int, Exception] = {}
@@ -202,11 +208,11 @@ class Balancer(RolloutEngine):
         while len(responses) < len(prompts):
             usable = [number for number in self.alive if number not in failed]
             if not usable:
-                raise self._none_left(failed)
+                raise self._all_failed(failed)
             unserved_rows = [row for row in range(len(prompts)) if row not in responses]
             shares = _shares(prompts, sampling, unserved_rows, len(usable))
             rows = {number: share for number, share in zip(usable, shares, strict=True) if share}
-            results, errors = self._on_each(rows, generate)
+            results, errors = self._run_concurrently(rows, generate)
             for number, completions in results.items():
                 self._restarts.lasts(number)
                 responses.update(zip(rows[number], completions, strict=True))
@@ -218,12 +224,12 @@ class Balancer(RolloutEngine):
 
     def abort(self) -> None:
         if self.alive:
-            self._by_each(lambda engine: engine.abort())
+            self._call_alive(lambda engine: engine.abort())
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load weights into all engines, each tensor into all before the next one is requested.
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
+        """Load weights into all engines, which read the stream in lockstep; see `SharedStream`.
 
-        An engine that fails is marked dead, unless all fail, or the weights are at fault.
+        An engine that fails is marked dead, unless all fail or the weights are at fault.
 
         Args:
             weights: names and tensors of the weights.
@@ -234,36 +240,39 @@ class Balancer(RolloutEngine):
         """
         self.weight_version = -1
         alive = self.alive
-        new = sorted(self._is_new)
-        stream = SharedStream(weights, len(alive) + len(new))
+        restarted = sorted(self._restarted)
+        stream = SharedStream(weights, len(alive) + len(restarted))
 
         def load(number: int, _: None) -> None:
             try:
-                # A restarted engine is awake, whatever the others are.
-                if number in new and self._state == "asleep":
+                # A restarted engine is awake, even if the others are asleep.
+                if number in restarted and self._state == "asleep":
                     self.engines[number].sleep()
                 self.engines[number].load_weights(stream.read(), version)
             finally:
                 # Also after an error, or the other readers would wait for this one.
                 stream.leave()
 
-        engines = dict.fromkeys([*alive, *new])
-        results, failed = self._on_each(engines, load, meanwhile=stream.lend)
+        engines = dict.fromkeys([*alive, *restarted])
+        results, failed = self._run_concurrently(engines, load, meanwhile=stream.lend)
         for number, error in failed.items():
             # A WeightSyncError with another error as its cause is about the engine itself.
             if number in alive and isinstance(error, WeightSyncError) and error.__cause__ is None:
                 raise error
-        if not results.keys() - new:
-            raise self._none_left(failed)
+        # A restarted engine is compared with the others, so at least one of them is needed.
+        if not results.keys() - restarted:
+            raise self._all_failed(failed)
         self._mark_dead(failed)
-        self._admit([number for number in new if number in results])
+        loaded = [number for number in restarted if number in results]
+        if loaded:
+            self._admit(loaded)
         self.weight_version = version
 
     def _admit(self, numbers: Sequence[int]) -> None:
         """Send requests to restarted engines that have loaded the same weights as the others."""
         expected = self.engines[self.alive[0]].fingerprint()
         for number in numbers:
-            self._is_new.discard(number)
+            self._restarted.discard(number)
             reason = self.dead.pop(number)
             names = expected.differences(self.engines[number].fingerprint())
             if names:
@@ -285,7 +294,7 @@ class Balancer(RolloutEngine):
         [engine] = start_engines([self._makers[number]], len(self.engines))
         return engine
 
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> NamedWeights:
         """The weights of the first engine that gets requests."""
         first = self.alive[0] if self.alive else 0
         return self.engines[first].named_weights()
@@ -296,7 +305,7 @@ class Balancer(RolloutEngine):
         Raises:
             WeightSyncError: the engines do not have the same weights.
         """
-        fingerprints = self._by_each(lambda engine: engine.fingerprint())
+        fingerprints = self._call_alive(lambda engine: engine.fingerprint())
         first = next(iter(fingerprints))
         for number, fingerprint in fingerprints.items():
             names = fingerprints[first].differences(fingerprint)
@@ -312,12 +321,12 @@ class Balancer(RolloutEngine):
     def sleep(self) -> None:
         """Put all engines to sleep. One that fails is marked dead, unless all fail."""
         super().sleep()
-        self._by_each(lambda engine: engine.sleep())
+        self._call_alive(lambda engine: engine.sleep())
 
     def wake(self) -> None:
         """Wake all engines. One that fails is marked dead, unless all fail."""
         super().wake()
-        self._by_each(lambda engine: engine.wake())
+        self._call_alive(lambda engine: engine.wake())
 
     def close(self) -> None:
         """Close all engines, after waiting for those that are being restarted.
@@ -325,19 +334,19 @@ class Balancer(RolloutEngine):
         If a dead engine cannot be closed, this is logged as a warning.
         """
         super().close()
-        self._restarts.wait()
-        for restart in self._restarts.ended().values():
+        for restart in self._restarts.stop().values():
             if restart.exception() is None:
                 restart.result().close()
-        for number in {*self.alive, *self._is_new}:
+        for number in {*self.alive, *self._restarted}:
             self.engines[number].close()
-        for number in self.dead.keys() - self._is_new:
+        for number in self.dead.keys() - self._restarted:
             self._close_dead(number)
 
     def _close_dead(self, number: int) -> None:
+        """Close a dead engine, which may fail: only a warning is logged then."""
         try:
             self.engines[number].close()
-        except Exception as error:  # whatever is left of it
+        except Exception as error:  # a dead engine may fail in any way
             logger.warning(
                 "engine %d of %d, which is dead, did not close: %s",
                 number,
@@ -346,12 +355,16 @@ class Balancer(RolloutEngine):
             )
 
     def _mark_dead(self, failed: Mapping[int, Exception]) -> None:
-        """Give no more requests to engines that failed where others succeeded."""
+        """Send no more requests to engines that failed where others succeeded, and restart them.
+
+        Args:
+            failed: errors by the engines' numbers.
+        """
         for number, error in failed.items():
-            # It may be dead already, by another request that failed at the same time.
-            if number not in self.dead or number in self._is_new:
+            # Another request that failed at the same time may have marked it already.
+            if number not in self.dead or number in self._restarted:
                 self.dead[number] = error
-                self._is_new.discard(number)
+                self._restarted.discard(number)
                 if self._makers:
                     self._restarts.request(number)
                 logger.warning(
@@ -362,8 +375,12 @@ class Balancer(RolloutEngine):
                     error,
                 )
 
-    def _none_left(self, failed: Mapping[int, Exception]) -> Exception:
-        """The error of a request that every engine failed, or of a balancer without engines."""
+    def _all_failed(self, failed: Mapping[int, Exception]) -> Exception:
+        """Return the error to raise if no engine could do what was requested.
+
+        Args:
+            failed: errors by the engines' numbers; empty if all engines were dead before.
+        """
         if failed:
             number, error = next(iter(failed.items()))
             if isinstance(error, QuadrigaError):
@@ -371,8 +388,8 @@ class Balancer(RolloutEngine):
             wrapped = RolloutError(
                 f"engine {number} of {len(self.engines)}",
                 got=f"{type(error).__name__}: {error}",
-                expected="a response, of this engine or another",
-                fix="No other engine could serve the request either: see this engine's message.",
+                expected="success of this engine or another",
+                fix="All other engines have failed, too: see this engine's message.",
             )
             wrapped.__cause__ = error
             return wrapped
@@ -384,22 +401,22 @@ class Balancer(RolloutEngine):
             fix="Look at the first reason, and start the run again.",
         )
 
-    def _by_each(self, work: Callable[[RolloutEngine], R]) -> dict[int, R]:
-        """Call a function with each engine that gets requests.
+    def _call_alive(self, work: Callable[[RolloutEngine], R]) -> dict[int, R]:
+        """Call a function with each engine that gets requests, concurrently.
 
-        One that fails is marked dead, unless all fail: then the first error is raised.
+        An engine that fails is marked dead. If all fail, the first error is raised.
 
         Returns:
             The results by the engines' numbers.
         """
         engines = {number: self.engines[number] for number in self.alive}
-        results, failed = self._on_each(engines, lambda _, engine: work(engine))
+        results, failed = self._run_concurrently(engines, lambda _, engine: work(engine))
         if not results:
-            raise self._none_left(failed)
+            raise self._all_failed(failed)
         self._mark_dead(failed)
         return results
 
-    def _on_each(
+    def _run_concurrently(
         self,
         shares: Mapping[int, T],
         work: Callable[[int, T], R],
@@ -425,7 +442,7 @@ class Balancer(RolloutEngine):
                 meanwhile()
                 wait(futures.values())
             except KeyboardInterrupt:
-                # The pool waits for its threads, so end what their engines do.
+                # Leaving the pool waits for its threads, so abort their responses.
                 self.abort()
                 raise
             for number, future in futures.items():
@@ -438,17 +455,21 @@ class Balancer(RolloutEngine):
 
 
 def _shares(
-    prompts: Prompts, sampling: Sampling, rows: Sequence[int], count: int
+    prompts: Prompts, sampling: Sampling, rows: Sequence[int], num_engines: int
 ) -> list[list[int]]:
-    """Rows for each of `count` engines, with about as many tokens each.
+    """Divide rows among engines, with about as many tokens for each.
 
-    The largest groups are assigned first, each to the engine with the fewest tokens.
+    The largest groups of equal prompts are assigned first, each to the engine with the fewest
+    tokens.
+
+    Returns:
+        The rows of each engine, sorted. An engine may get none.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         groups.setdefault(tuple(prompts[row]), []).append(row)
     row_cost = {row: len(prompts[row]) + sampling[row].max_tokens for row in rows}
-    fair_cost = sum(row_cost.values()) / count
+    fair_cost = sum(row_cost.values()) / num_engines
 
     def cost(piece: list[int]) -> int:
         return sum(row_cost[row] for row in piece)
@@ -460,7 +481,7 @@ def _shares(
             pieces.append(group)
         else:
             pieces += [[row] for row in group]
-    parts = BalancedParts([0] * count)
+    parts = BalancedParts([0] * num_engines)
     for piece in sorted(pieces, key=cost, reverse=True):
         parts.give(piece, cost(piece))
     return [sorted(share) for share in parts.items]
@@ -487,14 +508,14 @@ class SharedStream(Generic[T]):
         self._changed = Condition()
         self._num_reading = num_readers
         self._num_waiting = 0
-        # The item that readers wait for: None at the end, or the error of the source.
+        # The item that readers wait for, or None after the last one, or the error of the source.
         self._next: Future[T | None] = Future()
 
     def lend(self) -> None:
         """Lend one item after the other, until there are no more or all readers have left.
 
         Raises:
-            BaseException: the error of the source. The readers get it, too.
+            BaseException: any error of the source, which the readers get as well.
         """
         try:
             source = iter(self._source)
@@ -506,14 +527,15 @@ class SharedStream(Generic[T]):
                         break
                 item = next(source, None)
                 is_open = item is not None
-                # Readers that have this item must find the future of the next one.
+                # Replace the future before its result is set: a reader that has the item looks for
+                # the next future at once.
                 with self._changed:
                     current = self._next
                     self._next = Future()
                     self._num_waiting = 0
                     current.set_result(item)
-        # Readers wait in other threads, so they have to get any error.
         except BaseException as error:
+            # Without it the readers, in other threads, would wait forever.
             self._next.set_exception(error)
             raise
 

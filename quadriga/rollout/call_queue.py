@@ -5,13 +5,13 @@
                <── call 5: its completion ─── finished
                <── call 7: None ───────────── not taken, because the queue is closed
 
-An engine that generates continuously lets a call join what it computes. An engine that blocks takes
-all calls that have arrived as its next batch, in turn with the batches of training.
+An engine that generates continuously lets a call join the running batch. An engine that blocks
+takes all calls that have arrived as its next batch, in turn with the batches of training.
 
-exchange  consumes calls; waits up to `WAIT_S` for one that has finished, or up to `CLOSED_S` for the
-          queue to be opened; unblocked by it.
+exchange  consumes calls; waits up to `WAIT_S` for a call to finish, or up to `CLOSED_S` for the
+          queue to open; unblocked by either.
 a call    waits for the engine; unblocked by its completion, or by a cancellation.
-closing   waits for the calls in the engine.
+closing   waits for the calls that the engine computes.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class CallQueue:
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._thread = EventLoopThread("served calls")
-        self._alone = asyncio.Lock()
+        self._retry_lock = asyncio.Lock()
         # Calls that the engine computes; only the thread of the queue counts them.
         self._num_computing = 0
         # Guards everything below.
@@ -84,16 +84,19 @@ class CallQueue:
             cancelled: numbers of earlier calls that nobody waits for any more.
         """
         with self._changed:
-            for call in calls:
-                self._running[call.number] = self._thread.submit(self._answer(call))
-            futures = {call.number: self._running[call.number] for call in calls}
-            cancelled_futures = [self._running.pop(n) for n in cancelled if n in self._running]
-        # Without the lock: a callback may run here.
+            futures = {call.number: self._thread.submit(self._answer(call)) for call in calls}
+            self._running |= futures
+            cancelled_futures = []
+            for number in cancelled:
+                if number in self._running:
+                    cancelled_futures.append(self._running.pop(number))
+        # Without the lock, which a callback takes: it runs here if its future is done already.
         for number, future in futures.items():
             future.add_done_callback(lambda done, number=number: self._finish(number, done))
         for future in cancelled_futures:
             future.cancel()
         with self._changed:
+            # A closed and idle queue has nothing to report until it opens.
             if self._running or self._finished or self._is_open:
                 self._changed.wait_for(lambda: self._finished or not self._running, WAIT_S)
             else:
@@ -104,7 +107,7 @@ class CallQueue:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Context manager in which the engine answers calls. It ends when no call is computed."""
+        """Context manager: answer calls inside. On exit, wait for those that are computed."""
         self.accept()
         try:
             yield
@@ -118,7 +121,7 @@ class CallQueue:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give up all calls, and end the thread."""
+        """Cancel all calls, and end the thread."""
         with self._changed:
             futures = list(self._running.values())
             self._running.clear()
@@ -137,6 +140,7 @@ class CallQueue:
             await asyncio.sleep(WAIT_S / 10)
 
     async def _answer(self, call: ServedCall) -> Completion | None:
+        """Generate the response of a call; None if the queue is closed. Runs in the thread."""
         if not self._is_open:
             return None
         # An engine that blocks computes here, and each thread has its own number of threads.
@@ -148,8 +152,9 @@ class CallQueue:
             except EngineLostError:
                 raise
             except Exception:
-                # Another call of the same batch may be the one that cannot be answered.
-                async with self._alone:
+                # A batch fails as a whole, so the fault may be another call's. Each call of the
+                # batch is repeated by itself.
+                async with self._retry_lock:
                     return await self._engine.generate(call.prompt, call.sampling, call.images)
         finally:
             self._num_computing -= 1
@@ -165,7 +170,7 @@ class CallQueue:
             elif isinstance(error, QuadrigaError):
                 outcome = error
             else:
-                # Any error of a library: only ours are known to travel between processes.
+                # Errors of libraries may not survive pickling on their way to the server.
                 outcome = RolloutError(self._engine.name, got=f"{type(error).__name__}: {error}")
             self._finished.append((number, outcome))
             self._changed.notify_all()

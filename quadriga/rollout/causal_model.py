@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base class of engines on a causal model of transformers: weights, end-of-text tokens, limits."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from quadriga.rollout.interface import Prompts, RolloutEngine, Sampling
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
+from quadriga.weight_sync.publish import NamedWeights
 
 
 class CausalModelEngine(RolloutEngine):
@@ -49,7 +50,7 @@ class CausalModelEngine(RolloutEngine):
 
     @staticmethod
     def options_of(setup: EngineSetup, model: PreTrainedModel) -> dict[str, Any]:
-        """The keyword arguments from a configuration.
+        """Keyword arguments of this class, as a configuration sets them.
 
         Args:
             setup: the configuration and the tokenizer.
@@ -63,7 +64,7 @@ class CausalModelEngine(RolloutEngine):
         }
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Copy a complete set of weights into the model.
 
         Args:
@@ -76,13 +77,13 @@ class CausalModelEngine(RolloutEngine):
         self.weight_version = -1
         parameters = dict(self.named_weights())
         for name, tensor in Manifest.of(self.model).checked(weights):
-            # An engine on the trainer's own model gets that model's parameters.
+            # An engine on the trainer's own model gets its own parameters, which need no copy.
             if parameters[name].data_ptr() != tensor.data_ptr():
                 parameters[name].copy_(tensor)
         self.weight_version = version
 
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Parameters, under all names of each (a tied head has two), and buffers of the weights."""
+    def named_weights(self) -> NamedWeights:
+        """Parameters, under all of their names (a tied head has two), and untrained weights."""
         parameters = self.model.named_parameters(remove_duplicate=False)
         buffers = weight_buffers(self.model).items()
         return [(name, tensor.detach()) for name, tensor in (*parameters, *buffers)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout group: ranks that hold one engine together, each a shard of its weights and KV cache.
 
-    leader     tell(step) ── compute ── add_up, join ──┐    takes requests; says before each step
-    member     hear() ────── compute ── add_up, join ──┘    what changes, so that all step alike
+    leader     tell(step) ── compute ── add_up, join ──┐    The leader takes requests, and sends the
+    member     hear() ────── compute ── add_up, join ──┘    changes before each step to the members.
 
 Groups are formed of neighbouring ranks: with groups of 2, ranks 0 and 1, ranks 2 and 3, ...
 """
@@ -23,7 +23,8 @@ from quadriga.partition import part_of
 class RolloutGroup:
     """The ranks of one engine, seen from one of them.
 
-    All ranks of torch's default group have to make this object: it forms all groups, in order.
+    Every rank of torch's default group has to make this object at the same time, because it forms
+    all rollout groups.
 
     Args:
         rank: rank of this process in torch's default group.
@@ -62,7 +63,8 @@ class RolloutGroup:
         return self.rank == 0
 
     def tell(self, message: Any) -> None:
-        """Send a message to all members. None is cheapest: only its length is sent."""
+        """Send a message to all members. None is the cheapest one: only its length is sent."""
+        # A broadcast needs a size that all ranks know, so the length is sent first.
         content = bytearray()
         if message is not None:
             content += pickle.dumps(message)
@@ -75,7 +77,9 @@ class RolloutGroup:
     def hear(self, *, is_idle: bool = False) -> Any:
         """Receive the leader's next message.
 
-        An idle member may wait long for it, while conversations wait for tools.
+        Args:
+            is_idle: whether this rank has no requests. The wait may then be long, as while
+                conversations wait for tools, so it is reported.
         """
         length = torch.empty(1, dtype=torch.int64)
         wait = waiting(f"{self} for its leader") if is_idle else nullcontext()
@@ -97,13 +101,13 @@ class RolloutGroup:
         """Put the columns of all ranks side by side.
 
         Args:
-            part: [B, V'], this rank's columns, cut as by `part_of`.
+            part: [B, V'], this rank's columns, as `part_of` divides them.
             total: number of columns of all ranks together.
 
         Returns:
             [B, total].
         """
-        # All ranks send parts of the first rank's size, which is the largest.
+        # all_gather needs equal shapes, so all ranks pad to the first one's part, the largest.
         _, width = part_of(total, self.size, 0)
         padding = (0, width - part.shape[1])
         padded = torch.nn.functional.pad(part, padding).contiguous()

@@ -29,6 +29,7 @@ from quadriga.rollout.interface import (
 from quadriga.rollout.sampler import Draws, SamplingRules, StopStrings, require_tokenizer, sample
 from quadriga.rollout.setup import EngineSetup
 
+# Id that no token has.
 _NO_TOKEN = -1
 
 
@@ -68,7 +69,7 @@ class HFEngine(CausalModelEngine):
     ) -> list[Completion]:
         """Generate a response for each prompt.
 
-        Requests with the same limit and stop tokens are computed together.
+        Requests with the same `max_tokens` and stop tokens are computed together.
 
         Args:
             prompts: token ids of each prompt.
@@ -115,9 +116,12 @@ class HFEngine(CausalModelEngine):
         return [completions[row] for row in range(len(prompts))]
 
     def _media(self, row: int, images: Images | None) -> tuple[str, ...]:
-        """Names of a prompt's pixel inputs, for a model with one token for images and for videos.
+        """Names of a prompt's pixel inputs, for a model that has one token for images and videos.
 
-        transformers cannot tell such tokens apart if a batch has both.
+        transformers cannot tell the tokens apart if a batch has both, so such rows are separated.
+
+        Raises:
+            RolloutError: the prompt itself has both.
         """
         if images is None:
             return ()
@@ -137,16 +141,18 @@ class HFEngine(CausalModelEngine):
     def _generate(
         self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]
     ) -> list[Completion]:
-        """Responses to requests with the same stop tokens and limit, prompts padded on the left."""
+        """Generate responses to requests with the same stop tokens and `max_tokens`."""
         width = max(map(len, prompts))
         device = self.model.device
+        max_tokens = sampling[0].max_tokens
         stops = sampling[0].stops(self.eos_token_ids)
+        # Padded on the left, so that all rows continue in the same column.
         padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         chooser = _Chooser(sampling, device)
         strings = [StopStrings(params.stop, self.tokenizer) for params in sampling]
         config = GenerationConfig(
-            max_new_tokens=sampling[0].max_tokens,
+            max_new_tokens=max_tokens,
             do_sample=False,
             eos_token_id=sorted(stops) or [_NO_TOKEN],  # None would mean the model's own
             pad_token_id=0,
@@ -163,7 +169,7 @@ class HFEngine(CausalModelEngine):
         completions = []
         for row, tokens in enumerate(chooser.token_ids):
             # `generate` goes on until every row has ended, so cut the row at its first end.
-            ends = [end for end, token in enumerate(tokens, start=1) if token in stops][:1]
+            ends = [end for end, token in enumerate(tokens, start=1) if token in stops]
             string_end = strings[row].length(tokens)
             if string_end is not None:
                 ends.append(string_end)
@@ -171,7 +177,8 @@ class HFEngine(CausalModelEngine):
             reason: FinishReason = "length"
             if ends:
                 reason = "stop"
-            elif length < chooser.max_tokens:
+            elif length < max_tokens:
+                # Only `abort` ends a row before its limit and without a stop.
                 reason = "abort"
             completions.append(
                 Completion(
@@ -188,11 +195,18 @@ class HFEngine(CausalModelEngine):
 def _image_arguments(
     prompts: Prompts, images: Sequence[Images | None], width: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Images and positions of all rows, as arguments of the model; empty if no row has images."""
+    """Images and positions of all rows, as arguments of the model; empty if no row has images.
+
+    Args:
+        prompts: token ids of each row.
+        images: images of each row.
+        width: length of the rows with padding.
+        device: device of the model.
+    """
     with_images = [row_images for row_images in images if row_images is not None]
     if not with_images:
         return {}
-    # The position in the row, then along time, height and width; padding on the left.
+    # transformers takes the position in the row, then those along time, height and width.
     positions = torch.zeros(4, len(prompts), width, dtype=torch.int64)
     for row, (prompt, row_images) in enumerate(zip(prompts, images, strict=True)):
         text_positions = torch.arange(len(prompt))
@@ -216,7 +230,6 @@ class _Chooser(LogitsProcessor):
         self.token_ids: list[list[int]] = [[] for _ in sampling]
         self.log_probs: list[list[float]] = [[] for _ in sampling]
         self.sampling_log_probs: list[list[float]] = [[] for _ in sampling]
-        self.max_tokens = sampling[0].max_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[B, V] logits -> [B, V]: 0 for the chosen token, -inf for all others."""
@@ -230,7 +243,7 @@ class _Chooser(LogitsProcessor):
             self.log_probs[row].append(log_prob)
         for row, log_prob in enumerate(sampling_log_probs.tolist()):
             self.sampling_log_probs[row].append(log_prob)
-        # The likeliest token is taken, and only one is possible.
+        # `generate` takes the likeliest token, which can only be the chosen one.
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 

@@ -2,7 +2,7 @@
 """Generation by running servers with OpenAI's completions API, token ids and log-probabilities.
 
 A prompt with images is sent as a chat of one message with its text and its images. The server must
-accept a chat template with a request, and must make the same tokens of the chat as the data has.
+accept a chat template with a request, and must tokenize the chat as the data does.
 
 A request goes to the server with the fewest requests in flight. If a server does not respond, or
 reports an internal error, the request moves to the next server. When every server has failed
@@ -18,7 +18,7 @@ trained here.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -47,8 +47,10 @@ from quadriga.rollout.third_party import (
     SEED_BITS,
     LogProbsOf,
     data_urls,
+    results_of,
     split_log_probs,
 )
+from quadriga.weight_sync.publish import NamedWeights
 
 _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
@@ -64,8 +66,8 @@ _OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
 _SCORER_OPTIONS = ("model", "headers", "timeout_s", "num_tries", "max_num_seqs")
 
 # Time limit of a question to a server about itself.
-_TOLD_S = 30.0
-# Tokens, evenly over the vocabulary, on which a server's tokenizer must agree with that here.
+_QUESTION_S = 30.0
+# Number of tokens, spread evenly over the vocabulary, by which tokenizers are compared.
 _NUM_PROBED = 1000
 Read = TypeVar("Read")
 
@@ -137,7 +139,7 @@ class Servers:
         replies = []
         for client in self.clients:
             try:
-                replies.append(client.call(path, body, method=method, timeout_s=_TOLD_S))
+                replies.append(client.call(path, body, method=method, timeout_s=_QUESTION_S))
             except (ServerLostError, RolloutError) as error:
                 raise ConfigError(
                     client.where,
@@ -171,8 +173,8 @@ class Servers:
         failures: list[str] = []
         num_attempts: Counter[HTTPClient] = Counter()
 
-        # A server that was tried least for this request, and of these the least busy one.
         def load(client: HTTPClient) -> tuple[int, int]:
+            # First the servers that were tried least for this request, then the least busy one.
             return num_attempts[client], self._num_in_flight[client]
 
         async with self._slots:
@@ -180,13 +182,14 @@ class Servers:
                 client = min(self.clients, key=load)
                 num_attempts[client] += 1
                 self._num_in_flight[client] += 1
+                # A refusal is not caught: the other servers would refuse the request, too.
                 try:
                     return read(client, await client.call_async(path, body))
                 except ServerLostError as error:
                     failures.append(f"{client.url}: {error}")
                 finally:
                     self._num_in_flight[client] -= 1
-        # Rounds often fail alike.
+        # The rounds often fail with the same error.
         different_failures = dict.fromkeys(failures)
         raise RolloutError(
             f"{self.where}, {description}",
@@ -245,9 +248,9 @@ class HTTPEngine(RolloutEngine):
         options = dict(setup.options)
         urls = options.pop("urls", None)
         model = options.pop("model", None)
-        has_urls = isinstance(urls, list) and all(isinstance(url, str) for url in urls)
+        is_list = isinstance(urls, list) and urls and all(isinstance(url, str) for url in urls)
         unknown = options.keys() - set(_OPTIONS)
-        if not has_urls or not urls or not isinstance(model, str) or unknown:
+        if not is_list or not isinstance(model, str) or unknown:
             raise ConfigError(
                 _KWARGS,
                 got=f"{setup.rollout.engine_kwargs}",
@@ -300,12 +303,7 @@ class HTTPEngine(RolloutEngine):
         for prompt, params, prompt_images in zip(prompts, sampling, row_images, strict=True):
             futures.append(self._thread.submit(self._respond(prompt, params, prompt_images)))
         self._counted(futures)
-        try:
-            return [future.result() for future in futures]
-        # After an error the results of the other requests are not needed.
-        finally:
-            for future in futures:
-                future.cancel()
+        return results_of(futures)
 
     def abort(self) -> None:
         """End unfinished responses, without tokens: these stay with the server."""
@@ -317,7 +315,7 @@ class HTTPEngine(RolloutEngine):
 
         self._thread.submit(cancel_all()).result()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Accept version 0 as the servers' weights: nothing can be sent to them.
 
         Args:
@@ -328,7 +326,7 @@ class HTTPEngine(RolloutEngine):
             WeightSyncError: for any later version.
         """
         self._require_open("load_weights")
-        # Read to the end in any case: the sender may wait for that.
+        # Read to the end also if the version is refused: the sender may wait for that.
         self.note_arrival(weights, version)
         if version:
             self.weight_version = -1
@@ -350,7 +348,10 @@ class HTTPEngine(RolloutEngine):
     async def _respond(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> Completion:
-        """A response from the first server that gives it."""
+        """Generate one response, on the first server that replies.
+
+        Runs in the thread's event loop.
+        """
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_tokens,
@@ -359,8 +360,9 @@ class HTTPEngine(RolloutEngine):
             "stop": list(sampling.stop) or None,
             "include_stop_str_in_output": True,
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
-            # Our stop tokens include the model's, if these count.
+            # `stop_token_ids` includes the model's end-of-text tokens, unless they are ignored.
             "ignore_eos": True,
+            # The response is all tokens that were drawn, as with other engines.
             "skip_special_tokens": False,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -381,7 +383,7 @@ class HTTPEngine(RolloutEngine):
         try:
             return await self.servers.ask(path, body, read, f"{len(prompt)} prompt tokens")
         except asyncio.CancelledError:
-            # Cancelled by the caller, and not by `abort`.
+            # Only `abort` returns a completion. A caller that cancels does not wait for one.
             if task not in self._aborted:
                 raise
             return Completion([], [], "abort", self.weight_version)
@@ -390,7 +392,11 @@ class HTTPEngine(RolloutEngine):
             self._aborted.discard(task)
 
     def _chat(self, images: Images) -> dict[str, Any]:
-        """A message with the text and images of a prompt, and a template that writes both."""
+        """Fields of a chat request for a prompt with images.
+
+        The chat is one message with the text and the images, and comes with the template that
+        writes both in their order.
+        """
         tokenizer = self.tokenizer
         assert tokenizer is not None and self.image_token_id is not None, "images are refused"
 
@@ -430,10 +436,15 @@ class HTTPEngine(RolloutEngine):
         sampling: SamplingParams,
         prompt_ids: list[int],
     ) -> Completion:
-        """The first choice of a reply to a chat, if the server read the prompt as `prompt_ids`."""
+        """Make the completion of a reply to a chat.
+
+        Raises:
+            RolloutError: the server did not tokenize the prompt as `prompt_ids`.
+        """
         server_ids = content.get("prompt_token_ids")
         if server_ids != prompt_ids:
             got = "no `prompt_token_ids`"
+            # Training would see another prompt than the one that was answered.
             if server_ids:
                 got = f"{len(server_ids)} other tokens of a prompt with images"
             raise RolloutError(
@@ -443,7 +454,7 @@ class HTTPEngine(RolloutEngine):
                 fix="Use vLLM's server with the model's own tokenizer and the sizes of"
                 " data.mm_processor_kwargs.",
             )
-        # A chat lists one entry per token, where a completion has a list of each kind.
+        # A chat has a list of entries, one per token; a completion has a list for each field.
         choice = _first_choice(content)
         entries = (choice.get("logprobs") or {}).get("content") or []
         log_probs = {
@@ -455,7 +466,11 @@ class HTTPEngine(RolloutEngine):
     def _completion(
         self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams
     ) -> Completion:
-        """The first choice of a reply."""
+        """Make the completion of a reply's first choice.
+
+        Raises:
+            RolloutError: it lacks token ids or log-probabilities, or has an unknown finish reason.
+        """
         choice = _first_choice(content)
         numbers = choice.get("logprobs") or {}
         log_probs = numbers.get("token_logprobs") or []
@@ -465,6 +480,7 @@ class HTTPEngine(RolloutEngine):
         has_ids = tokens and all(str(token).startswith(_AS_TEXT) for token in tokens)
         if token_ids is None and has_ids:
             token_ids = [int(token.removeprefix(_AS_TEXT)) for token in tokens]
+
         reason = FINISH_REASONS.get(choice.get("finish_reason"))
         problem = ""
         if token_ids is None:
@@ -483,8 +499,8 @@ class HTTPEngine(RolloutEngine):
                 " with log-probabilities switched on.",
             )
         assert token_ids is not None and reason is not None, "else there is a problem"
-        before, drawn = split_log_probs(log_probs, sampling, self.logprobs_mode)
-        return Completion(token_ids, before, reason, self.weight_version, drawn)
+        log_probs, sampling_log_probs = split_log_probs(log_probs, sampling, self.logprobs_mode)
+        return Completion(token_ids, log_probs, reason, self.weight_version, sampling_log_probs)
 
 
 def _first_choice(content: dict[str, Any]) -> dict[str, Any]:
@@ -529,10 +545,11 @@ class ServedScorer:
         self.servers = Servers(
             urls, setting=f"{setting}.path", where=setting, fix=fix, **server_options
         )
-        served = [reply.get("data") or [{}] for reply in self.servers.told("v1/models")]
-        self.model = options.get("model") or served[0][0].get("id")
+        # The models of each server.
+        server_models = [reply.get("data") or [{}] for reply in self.servers.told("v1/models")]
+        self.model = options.get("model") or server_models[0][0].get("id")
         limits = []
-        for models in served:
+        for models in server_models:
             for model in models:
                 limit = model.get("max_model_len")
                 if model.get("id") == self.model and limit:
@@ -541,7 +558,7 @@ class ServedScorer:
         self._thread = EventLoopThread("scorer")
 
     def require_tokens_of(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
-        """Refuse servers with another tokenizer, or without room for the sequences.
+        """Refuse servers that have another tokenizer, or no room for the sequences.
 
         Args:
             tokenizer: the policy's tokenizer.
@@ -557,7 +574,7 @@ class ServedScorer:
                 expected=f"at least {max_tokens + 1}",
                 fix="Serve it with more.",
             )
-        # Equal tokens of a sample of the vocabulary, since tokenizers cannot be compared directly.
+        # A server does not report its vocabulary, so it tokenizes a text made of sampled tokens.
         probed = [len(tokenizer) * number // _NUM_PROBED for number in range(_NUM_PROBED)]
         text = tokenizer.decode(probed)
         expected_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -609,7 +626,7 @@ class ServedScorer:
         return scores
 
     async def _ask(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
-        """The result of `_read` for each sequence."""
+        """Request the log-probabilities of each sequence; see `_read`."""
         requests = []
         for tokens in sequences:
             body = {
@@ -624,35 +641,40 @@ class ServedScorer:
         return await asyncio.gather(*requests)
 
     def _read(self, client: HTTPClient, content: dict[str, Any], *, tokens: list[int]) -> list[Any]:
-        """The log-probability of each token, and the likeliest tokens with theirs.
+        """Read the log-probabilities of a sequence from a server's reply.
 
-        The first token has none. Raises a RolloutError if the server does not report them.
+        Returns:
+            For each token its log-probability, and the likeliest tokens there as pairs of id and
+            log-probability. None for the first token, which nothing predicts.
+
+        Raises:
+            RolloutError: the server does not report all of these numbers.
         """
         entries = _first_choice(content).get("prompt_logprobs") or []
         fix = (
-            "Use a server that tells them, as vLLM's does;"
+            "Use a server that reports them, as vLLM's does;"
             " it may limit their number (--max-logprobs)."
         )
         if len(entries) != len(tokens):
             raise RolloutError(
                 client.where,
-                got=f"those of {len(entries)}",
-                expected=f"`prompt_logprobs` of {len(tokens)} tokens",
+                got=f"`prompt_logprobs` of {len(entries)} tokens",
+                expected=f"those of {len(tokens)} tokens",
                 fix=fix,
             )
         num_top = self.top_k or 0
         scores: list[Any] = [None]
         for place in range(1, len(tokens)):
             entry = entries[place] or {}
-            values = {int(token): float(numbers["logprob"]) for token, numbers in entry.items()}
-            top = sorted(values.items(), key=lambda pair: -pair[1])[:num_top]
-            if tokens[place] not in values or len(top) < num_top:
+            log_probs = {int(token): float(numbers["logprob"]) for token, numbers in entry.items()}
+            top = sorted(log_probs.items(), key=lambda pair: -pair[1])[:num_top]
+            if tokens[place] not in log_probs or len(top) < num_top:
                 expected = "the token of the response"
                 if num_top:
                     expected += f" and the {num_top} likeliest"
-                got = f"{len(values)} tokens at place {place}"
+                got = f"{len(log_probs)} tokens at place {place}"
                 raise RolloutError(client.where, got=got, expected=expected, fix=fix)
-            scores.append((values[tokens[place]], top))
+            scores.append((log_probs[tokens[place]], top))
         return scores
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from quadriga.engine_traits import EngineTraits
 from quadriga.errors import RolloutError
 from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
-from quadriga.weight_sync.publish import WeightTarget
+from quadriga.weight_sync.publish import NamedWeights, WeightTarget
 from quadriga.weight_sync.reshard import Wanted
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -86,18 +86,26 @@ class SamplingParams:
 
     @property
     def drawing(self) -> dict[str, float]:
-        """Temperature and filters by vLLM's and SGLang's names; no filters for greedy sampling."""
+        """Temperature and filters, under the names that vLLM and SGLang share.
+
+        Greedy sampling has temperature 0 and no filters.
+        """
         if self.is_greedy:
             return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
+            # Both libraries mean all tokens by -1.
             "top_k": self.top_k or -1,
             "min_p": self.min_p,
         }
 
     def stops(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end the response. The response includes the one that ended it."""
+        """Tokens that end the response. The response includes the one that ended it.
+
+        Args:
+            eos_token_ids: end-of-text tokens of the model.
+        """
         if self.ignore_eos:
             return frozenset(self.stop_token_ids)
         return frozenset((*self.stop_token_ids, *eos_token_ids))
@@ -116,13 +124,13 @@ class Completion:
         weight_version: version of the weights that generated it.
         sampling_log_probs: log-probability of each token under the distribution that it was drawn
             from, after top-k, top-p and min-p; empty if the engine does not report it.
-        routes: int8 or int16 [tokens, L, k], the experts that each token of the prompt and the
-            response went through in each of L mixtures. The last token has none: nothing was
-            computed from it. None: they were not requested.
-        versions: version of the weights that drew each token; empty if the engine does not report
-            it: then all tokens have `weight_version`.
-        times: when the request came, when it was admitted to a batch (NaN: not known), and when its
-            last token was drawn, in seconds since 1970. None: the engine does not report them.
+        routes: int8 or int16 [tokens, L, k], the k experts that each token of the prompt and the
+            response was sent to in each of L mixture layers. The last token has none, because it
+            was not computed. None: they were not requested.
+        versions: version of the weights that drew each token. Empty if the engine does not report
+            it; all tokens then have `weight_version`.
+        times: when the request arrived, when it was admitted to a batch (NaN: unknown), and when
+            its last token was drawn, in seconds since 1970. None: the engine does not report them.
     """
 
     token_ids: list[int]
@@ -154,17 +162,16 @@ class Completion:
         least = 0 if self.finish_reason == "abort" else 1
         if not least <= length <= max_tokens or length != len(self.log_probs):
             got = f"{length} tokens with {len(self.log_probs)} log-probabilities"
-            raise RolloutError(
-                where, got=got, expected=f"{least} to {max_tokens} tokens, each with its own"
-            )
+            expected = f"{least} to {max_tokens} tokens, each with a log-probability"
+            raise RolloutError(where, got=got, expected=expected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images:
     """Images and videos of a prompt, in every form that an engine may need.
 
-    Samples of a prompt share one object. P is the length of the prompt as an engine gets it: with a
-    token for each embedding of an image or a video.
+    Samples of a prompt share one object. P is the length of the expanded prompt, which has a token
+    for each embedding of an image or a video.
 
     Attributes:
         pictures: `PIL.Image.Image`s, in the order of the prompt.
@@ -175,7 +182,7 @@ class Images:
             response continues the last column, one up with each token, in all three rows.
         short_prompt: the prompt with one token for each image and video, for engines that expand
             these themselves.
-        key: equal for equal `inputs`, and for nothing else.
+        key: identifies the content of `inputs`; equal exactly when they are.
         videos: frames [T, 3, H, W] uint8 of each video, resized, and its metadata as vLLM names
             them.
     """
@@ -188,10 +195,10 @@ class Images:
     videos: tuple[tuple[np.ndarray, Mapping[str, Any]], ...] = ()
 
     def followed_by(self, token_ids: Sequence[int]) -> "Images":
-        """The same images, with text behind the prompt, as in later turns of a conversation."""
+        """Return the same images for the prompt with text appended, as in a later turn."""
         last = self.position_ids[:, -1:]
-        following = last + torch.arange(1, len(token_ids) + 1, device=last.device)
-        positions = torch.cat((self.position_ids, following), -1)
+        text_positions = last + torch.arange(1, len(token_ids) + 1, device=last.device)
+        positions = torch.cat((self.position_ids, text_positions), -1)
         return replace(self, position_ids=positions, short_prompt=(*self.short_prompt, *token_ids))
 
 
@@ -232,22 +239,26 @@ class RolloutEngine(WeightTarget, ABC):
         cuts_images: whether the engine preprocesses images itself, by the model's files.
         needs_packed_rows: whether it only computes architectures whose rows training can pack.
         shares_weights: whether it computes with the actor's own parameters.
-        description: what was chosen at its start, for people to read.
-        is_load_stable: whether the sender leaves the tensors of a load unchanged until its end;
-            else each only until the next one.
+        description: summary of the choices made at its start, for people to read.
+        is_load_stable: whether the sender keeps all tensors of a load unchanged until the load
+            ends. Otherwise a tensor is valid only until the next one arrives.
         counts: events since they were last read, such as restarts, by the name of the metric.
         batch_lock: held while a batch of the base class is generated.
         num_steps: steps since the engine was made; 0 if it does not count them.
         before_step: called with `num_steps` before each step, if the engine is deterministic.
         take_weights: set on a group's members; called with the version that the leader has loaded.
-        count_ended: set while a batch is generated whose responses are counted; called from any
-            thread with the number of responses that have ended since the last call.
+        count_ended: callback that reports progress, set only while a batch is generated. It is
+            called from any thread, with the number of responses that have ended since the last
+            call.
     """
 
     name = "rollout"
     traits = EngineTraits()
-    takes_images = cuts_images = needs_packed_rows = False
-    shares_weights = is_load_stable = False
+    takes_images = False
+    cuts_images = False
+    needs_packed_rows = False
+    shares_weights = False
+    is_load_stable = False
     description = ""
     num_steps = 0
     before_step: Callable[[int], None] | None = None
@@ -257,7 +268,7 @@ class RolloutEngine(WeightTarget, ABC):
     def __init__(self) -> None:
         self.weight_version = 0
         self._state: Literal["awake", "asleep", "closed"] = "awake"
-        # Requests of each event loop: a server of this engine has one of its own.
+        # By event loop, because a server of this engine generates from a loop of its own.
         self._pending: dict[asyncio.AbstractEventLoop, list[_QueuedRequest]] = {}
         self._is_aborting = False
         self.batch_lock = threading.RLock()
@@ -271,12 +282,12 @@ class RolloutEngine(WeightTarget, ABC):
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether a load may omit the weights below an adapter: it has them from an earlier one."""
+        """Whether a load may omit the weights below an adapter, which an earlier load brought."""
         return False
 
     @property
     def has_dropped_weights(self) -> bool:
-        """Whether it dropped its weights while asleep, so that they have to be published again."""
+        """Whether the engine dropped its weights in its sleep, so that a load must bring them."""
         return False
 
     async def generate(
@@ -291,7 +302,7 @@ class RolloutEngine(WeightTarget, ABC):
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        # The first request schedules the batch; later ones join it.
+        # The first request schedules the batch. Those that follow before it begins join it.
         requests = self._pending.setdefault(loop, [])
         requests.append(_QueuedRequest(prompt, sampling, images, future))
         if len(requests) == 1:
@@ -319,11 +330,13 @@ class RolloutEngine(WeightTarget, ABC):
         """
 
     def abort(self) -> None:
-        """End every unfinished response. Its caller gets it so far, with finish reason "abort".
+        """End all unfinished responses. Callers get the tokens so far, with the reason "abort".
 
-        Called from another thread, it ends the batch that runs there.
+        May be called from another thread than the one that generates.
         """
         self._is_aborting = True
+        # A future may only get its result in the thread of its loop. The public
+        # `get_running_loop` raises an error in a thread without one.
         for loop in list(self._pending):
             if loop is asyncio._get_running_loop():
                 self._abort_pending(loop)
@@ -362,19 +375,20 @@ class RolloutEngine(WeightTarget, ABC):
 
         Args:
             work: the function.
-            keeps_cache: whether they go on with the KV cache of the older weights.
+            keeps_cache: whether unfinished responses go on with the KV cache of the older weights.
             recomputes: whether the KV cache is computed anew even if the weights stay the same.
 
         Returns:
-            The number of steps before it, or its error. Unfinished responses get the same error.
+            Future of the number of steps made before the function ran. If the function raises, the
+            future and all unfinished responses get the error.
         """
         raise NotImplementedError
 
     def unfinished(self) -> dict[Future[Completion], Completion]:
-        """The unfinished responses so far; only to be called between two steps.
+        """The unfinished responses so far, for engines whose responses another one can continue.
 
-        They are in the order in which they go on once the KV cache is computed anew. For engines
-        whose unfinished responses another engine can continue.
+        Only to be called between two steps. The order is that in which the responses go on after
+        the KV cache was computed anew.
         """
         raise NotImplementedError
 
@@ -385,11 +399,11 @@ class RolloutEngine(WeightTarget, ABC):
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Compute with these tensors from now on; for engines that take shards.
 
-        They are written to while the engine is at rest.
+        Later weights are written into the same tensors, while the engine is at rest.
 
         Args:
-            shards: tensors of the engine's own, or the trainer's. Those in `merged_shards` must be
-                the engine's own, because it changes them after they have arrived.
+            shards: tensors by name. They may be shared with the trainer, except those named in
+                `merged_shards`, which the engine changes after they have arrived.
         """
         raise NotImplementedError
 
@@ -420,20 +434,21 @@ class RolloutEngine(WeightTarget, ABC):
         """End the engine; it cannot be woken again."""
         self._state = "closed"
 
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The weights that it computes with; none if it repacks them, or has no model."""
+    def named_weights(self) -> NamedWeights:
+        """Weights that the engine computes with; none if it repacks them, or has no model."""
         return ()
 
     def fingerprint(self) -> Fingerprint:
         """Fingerprint of each weight of the last load; empty before the first one."""
         return self._arrived
 
-    def note_arrival(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take over a version without its weights; `load_weights` of an engine that has no model.
+    def note_arrival(self, weights: NamedWeights, version: int) -> None:
+        """Take over a version and the fingerprints of its weights, but not the weights.
+
+        This is `load_weights` for an engine without a model.
 
         Args:
-            weights: names and tensors of the weights. They are read to the end, as weight sync
-                expects, and only their fingerprints are kept.
+            weights: names and tensors of the weights, read to the end, as weight sync expects.
             version: their version.
         """
         self.weight_version = -1
@@ -441,8 +456,8 @@ class RolloutEngine(WeightTarget, ABC):
         self.weight_version = version
 
     def _take_pending(self, loop: asyncio.AbstractEventLoop) -> list[_QueuedRequest]:
-        """Requests of a loop that are not generated yet; they are not pending afterwards."""
-        # Callers may have been cancelled meanwhile.
+        """Remove and return the pending requests of a loop."""
+        # A caller that was cancelled meanwhile has a future that is done.
         return [request for request in self._pending.pop(loop, []) if not request.future.done()]
 
     def _abort_pending(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -455,19 +470,23 @@ class RolloutEngine(WeightTarget, ABC):
         requests = self._take_pending(loop)
         if not requests:
             return
-        prompts, sampling, images, futures = map(list, zip(*requests, strict=True))
         try:
             with self.batch_lock:
-                completions = self.generate_batch(prompts, sampling, images)
+                completions = self.generate_batch(
+                    [request.prompt for request in requests],
+                    [request.sampling for request in requests],
+                    [request.images for request in requests],
+                )
         except Exception as error:  # raised where the callers await
-            for future in futures:
-                future.set_exception(error)
+            for request in requests:
+                request.future.set_exception(error)
             return
-        for future, completion in zip(futures, completions, strict=True):
-            future.set_result(completion)
+        for request, completion in zip(requests, completions, strict=True):
+            request.future.set_result(completion)
 
     def _counted(self, futures: Sequence[Future[Any]]) -> None:
-        """Count the responses of a batch as their futures end, if they are counted."""
+        """Call `count_ended`, if it is set, whenever a future of the batch is done."""
+        # Bound now, because the attribute is unset when the batch is over.
         count_ended = self.count_ended
         if count_ended is not None:
             for future in futures:
@@ -501,9 +520,8 @@ class RolloutEngine(WeightTarget, ABC):
                 raise RolloutError(
                     where, got=f"prompt {row} without a token", expected="at least one token"
                 )
-        if not self.takes_images and any(
-            prompt_images is not None for prompt_images in images or ()
-        ):
+        has_images = any(prompt_images is not None for prompt_images in images or ())
+        if has_images and not self.takes_images:
             raise RolloutError(
                 where,
                 got="a prompt with images",
@@ -511,14 +529,23 @@ class RolloutEngine(WeightTarget, ABC):
                 fix="Set actor_rollout_ref.rollout.name=native, or leave out the rows with images.",
             )
 
-    def _require_length(self, prompts: Prompts, sampling: Sampling, limit: int, whose: str) -> None:
-        """Refuse a prompt that with its response may exceed a limit of tokens, that of `whose`."""
+    def _require_length(
+        self, prompts: Prompts, sampling: Sampling, limit: int, source: str
+    ) -> None:
+        """Refuse a prompt that may exceed a limit of tokens together with its response.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            limit: most tokens of a prompt and its response.
+            source: setting or property that the limit comes from, for the error.
+        """
         for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             if len(prompt) + params.max_tokens > limit:
                 raise RolloutError(
                     f"{self.name}.generate, prompt {row}",
                     got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
-                    expected=f"at most {limit} together ({whose})",
+                    expected=f"at most {limit} together ({source})",
                     fix="Lower data.max_prompt_length or data.max_response_length,"
                     " or raise the limit if it is a setting.",
                 )

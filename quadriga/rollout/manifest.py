@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names and shapes of the weights of a complete model, and the check that all of them arrived."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from quadriga.errors import WeightSyncError
 from quadriga.models.weight_names import weight_buffers
-from quadriga.weight_sync.publish import name_some
+from quadriga.weight_sync.publish import NamedWeights, name_some
 from quadriga.weight_sync.reshard import Box, Wanted
 
 
@@ -19,7 +19,8 @@ class Manifest:
 
     Attributes:
         shapes: shape of each weight, by every name that it has.
-        same: for each name, all names of the same weight. A tied weight may arrive under any.
+        same: for each name, all names of its weight. A tied weight has several, and may arrive
+            under any of them.
         buffers: dtypes of the weights that are not trained.
     """
 
@@ -43,9 +44,10 @@ class Manifest:
         )
 
     def full_weights(self, dtype: torch.dtype) -> Wanted:
-        """All of each weight, under the first of its names.
+        """Describe each weight as a full tensor, under the first of its names.
 
-        The dtypes are those of a trainer that computes in `dtype`.
+        Args:
+            dtype: dtype in which the trainer computes. Buffers keep theirs.
         """
         # A tied weight is needed once.
         weights: dict[str, tuple[Box, torch.dtype]] = {}
@@ -67,14 +69,14 @@ class Manifest:
         return Manifest(self.shapes | other.shapes, self.same | other.same, self.buffers)
 
     def checked(
-        self, weights: Iterable[tuple[str, torch.Tensor]], kept: Collection[str] = ()
+        self, weights: NamedWeights, kept: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass on a stream of weights, and check it.
+        """Pass on a stream of weights while checking it.
 
         Args:
             weights: names and tensors. A weight may arrive under several names.
             kept: names of weights that may be missing, because the model still has them. The stream
-                must have all or none of them.
+                must bring all or none of them.
 
         Yields:
             Each name and tensor.

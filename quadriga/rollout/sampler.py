@@ -3,9 +3,10 @@
 
 A token is drawn by halving: the vocabulary is cut in two, a uniform number decides for one half by
 the probability mass of each, and so on, first among blocks of the vocabulary, then in the block.
-This reads the logits four times and sorts nothing. Each decision has a number of its own: logits
-that differ by 1e-5 then choose another token in 3 of 1e5 draws. A single number, cut by the
-cumulative distribution, would meet a boundary of some token a hundred times as often.
+This reads the logits four times and sorts nothing. Each decision uses a new number, so that small
+errors of the logits rarely matter: logits that differ by 1e-5 choose another token in 3 of 1e5
+draws. A single number, looked up in the cumulative distribution, would be near the boundary of some
+token a hundred times as often.
 
 The numbers of a sequence come from a counter-based generator with the sequence's own seed. So other
 sequences in the batch, their number and their order do not change it.
@@ -31,12 +32,16 @@ NUM_DRAWS = 24
 _FIRST_TOP = 512
 # Tokens decoded before the longest stop string: a decoder may treat the first tokens differently.
 _SLACK = 8
-# Parameters that change nothing; its limit is not used.
+# Parameters without effect on the distribution. `max_tokens` is not read.
 _NEUTRAL = SamplingParams(max_tokens=1)
 
 
 class Draws:
-    """The uniform numbers of one sequence, token by token."""
+    """Generator of the uniform numbers of one sequence, token by token.
+
+    Args:
+        seed: seed of the sequence.
+    """
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.Generator(np.random.Philox(key=seed))
@@ -48,7 +53,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class SamplingRules:
-    """The sampling parameters of all rows as columns; None if a column would change no row.
+    """The sampling parameters of all rows, as columns. None stands for a column without effect.
 
     Attributes:
         temperature: [R, 1] float32.
@@ -68,7 +73,7 @@ class SamplingRules:
 
     @property
     def has_no_filters(self) -> bool:
-        """Whether any token may be drawn."""
+        """Whether every token may be drawn."""
         return self.top_p is None and self.top_k is None and self.min_p is None
 
     @classmethod
@@ -118,15 +123,17 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
     if rules.temperature is not None:
         logits.div_(rules.temperature)
     greedy_tokens = likeliest if rules.all_greedy else None
+    # The likeliest tokens spare another pass over the logits.
     highest = (
         logits.amax(-1, keepdim=True)
         if greedy_tokens is None
         else logits.gather(1, greedy_tokens[:, None])
     )
+    # Probabilities relative to the likeliest token's.
     odds = logits.sub_(highest).exp_()
     sums = _block_sums(odds)
 
-    # What is left after top-k, top-p and min-p.
+    # Odds and sums after top-k, top-p and min-p.
     threshold = _threshold(odds, rules)
     filtered = odds
     filtered_sums = sums
@@ -153,7 +160,7 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
 
 
 def _block_sums(odds: Tensor) -> Tensor:
-    """[R, V] -> [R, ceil(V / C)] float64"""
+    """Sum of each block of the vocabulary: [R, V] -> [R, ceil(V / C)] float64."""
     num_tokens = odds.shape[1]
     num_full = num_tokens - num_tokens % _BLOCK  # tokens in full blocks
     sums = odds[:, :0]
@@ -178,30 +185,32 @@ def _draw(odds: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     """
     last_token = odds.shape[1] - 1
     block, num_used = _descend(sums, uniforms)
+    # The last block may have fewer tokens. Its columns beyond the last token get no mass.
     columns = block * _BLOCK + torch.arange(_BLOCK, device=odds.device)
     inside = odds.gather(1, columns.clamp(max=last_token)).double()
     inside.masked_fill_(columns > last_token, 0.0)
     offset, _ = _descend(inside, uniforms[:, num_used:])
     tokens = (block * _BLOCK + offset)[:, 0]
-    # Beyond the last token only if the odds are NaN.
+    # The index exceeds the last token only if the odds are NaN.
     return tokens.clamp_(max=last_token)
 
 
 def _descend(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, int]:
     """Choose an entry of each row by halving, never one without mass.
 
-    A number below 1 times a sum, rounded, stays below the sum. So a half without mass is not taken.
+    A number below 1 times a sum, rounded, stays below the sum, so a half without mass is not taken.
 
     Args:
         masses: [R, X].
         uniforms: [R, at least log2 X].
 
     Returns:
-        The entries [R, 1], and how many numbers of each row were used.
+        Indices of the entries [R, 1], and how many numbers of each row were used.
     """
+    # Padded to a power of two by entries without mass, so that every level has two equal halves.
     depth = (masses.shape[1] - 1).bit_length()
     level = torch.nn.functional.pad(masses, (0, 2**depth - masses.shape[1]))
-    # From the entries up: whether each sum would choose its upper half.
+    # From the entries up to the total: whether each sum would choose its upper half.
     takes_upper = []
     for step in range(depth - 1, -1, -1):
         lower, upper = level.chunk(2, 1)
@@ -215,9 +224,9 @@ def _descend(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, int]:
 
 
 def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
-    """Odds below which a token is dropped by top-k, by top-p among the rest, or by min-p.
+    """Odds below which a token is dropped: by top-k, then by top-p among those left, or by min-p.
 
-    Tokens as likely as the last remaining one stay.
+    Tokens that are as likely as the last remaining one stay.
 
     Args:
         odds: [R, V]; the largest of each row is 1.
@@ -243,14 +252,14 @@ def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
     if rules.top_p is not None:
         mass = odds if top_k is None else odds.masked_fill(odds < threshold, 0.0)
         needed = mass.double().sum(-1, keepdim=True) * rules.top_p
-        is_off = rules.top_p >= 1
+        is_off = rules.top_p >= 1  # rows without top-p
         while True:
             # In float64: the sum of many small odds decides where the nucleus ends.
             reached = ranked.double().cumsum(-1)
             is_enough = (reached[:, -1:] >= needed) | is_off
             if ranked.shape[1] == num_tokens or bool(is_enough.all()):
                 break
-            # A flat distribution needs more of them.
+            # A flat distribution needs more than the largest ones so far.
             ranked = odds.topk(min(8 * ranked.shape[1], num_tokens)).values
         last = torch.searchsorted(reached, needed).clamp_(max=ranked.shape[1] - 1)
         nucleus = torch.where(is_off, torch.zeros_like(threshold), ranked.gather(1, last))
@@ -280,7 +289,7 @@ class StopStrings:
         return any(string in tail for string in self.strings)
 
     def length(self, token_ids: Sequence[int]) -> int | None:
-        """Number of tokens up to the one that completes the first string; None without any."""
+        """Number of tokens up to the one that completes the first stop string; None: no string."""
         if not self.strings:
             return None
         for end in range(1, len(token_ids) + 1):

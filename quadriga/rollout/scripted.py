@@ -13,11 +13,9 @@ is certain. If there are several processes, each begins with the first response.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
-
-import torch
 
 from quadriga.engine_traits.scripted import TRAITS
 from quadriga.errors import ConfigError, RolloutError
@@ -31,6 +29,7 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.sampler import StopStrings, require_tokenizer
 from quadriga.rollout.setup import EngineSetup
+from quadriga.weight_sync.publish import NamedWeights
 
 CannedResponse: TypeAlias = str | Sequence[int]
 Script: TypeAlias = (
@@ -43,14 +42,16 @@ Script: TypeAlias = (
 
 
 class ScriptedEngine(RolloutEngine):
-    """Gives canned responses. Several responses to one prompt are given in turn. Ignores images.
+    """Engine with canned responses. Several responses to one prompt are used in turn.
+
+    Images are ignored.
 
     Args:
         responses: a list; a mapping from a part of the prompt's text to a response or a list of
-            them, of which the longest matching part counts; a function of the prompt's token ids;
-            or the path of a JSONL file, each line with `response` and, in all lines or in none,
+            them (the longest part that matches is used); a function of the prompt's token ids; or
+            the path of a JSONL file, each line with `response` and, in all lines or in none,
             `prompt`.
-        tokenizer: needed for responses and prompts that are texts.
+        tokenizer: needed if responses or parts of prompts are texts.
 
     Raises:
         RolloutError: the file cannot be read, there is no response, or a text has no tokenizer.
@@ -76,7 +77,7 @@ class ScriptedEngine(RolloutEngine):
             self.by_prompt = {"": list(script)}
         if self.function is None and not any(self.by_prompt.values()):
             raise RolloutError("scripted", got="no responses", expected="at least one")
-        self._num_given: Counter[str] = Counter()
+        self._num_used: Counter[str] = Counter()
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "ScriptedEngine":
@@ -106,15 +107,15 @@ class ScriptedEngine(RolloutEngine):
             length = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
             reason: FinishReason = "stop" if length <= params.max_tokens else "length"
             token_ids = token_ids[: min(length, params.max_tokens)]
-            certain = [0.0] * len(token_ids)
+            log_probs = [0.0] * len(token_ids)
             completions.append(
-                Completion(token_ids, certain, reason, self.weight_version, list(certain))
+                Completion(token_ids, log_probs, reason, self.weight_version, list(log_probs))
             )
             if self.count_ended is not None:
                 self.count_ended(1)
         return completions
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over the version. Weights do not change the responses.
 
         Args:
@@ -152,11 +153,12 @@ class ScriptedEngine(RolloutEngine):
             # The longest part is the most specific one.
             part = max(parts, key=len)
         responses = self.by_prompt[part]
-        response = responses[self._num_given[part] % len(responses)]
-        self._num_given[part] += 1
+        response = responses[self._num_used[part] % len(responses)]
+        self._num_used[part] += 1
         return response
 
     def _require_tokenizer(self) -> Any:
+        """Return the tokenizer, or raise a RolloutError if there is none."""
         if self.tokenizer is None:
             fix = "Pass tokenizer=, or token ids."
             raise RolloutError("scripted", got="texts without a tokenizer", fix=fix)
@@ -164,7 +166,7 @@ class ScriptedEngine(RolloutEngine):
 
 
 def _read(path: Path) -> dict[str, list[CannedResponse]]:
-    """The responses of a JSONL file by prompt. Lines without a prompt count for an empty one."""
+    """Read a JSONL file into responses by prompt. Lines without a prompt are under ""."""
     script: dict[str, list[CannedResponse]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

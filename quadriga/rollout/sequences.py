@@ -81,7 +81,7 @@ def generate_sequences(
 def requests_of(
     prompts: DataProto, config: RolloutConfig, response_length: int, seed: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """The requests for a batch of prompts.
+    """Make the requests for a batch of prompts.
 
     Args:
         prompts: as for `generate_sequences`.
@@ -240,15 +240,23 @@ def with_responses(
 def _padded_routes(
     routes: Sequence[np.ndarray | None], attention_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Routes [B, P + T, L, k] at the tokens of the mask [B, P + T]; -1 where there are none."""
+    """Put the routes of each row at the tokens of its mask.
+
+    Args:
+        routes: [tokens, L, k] of each row, for its first tokens; None: the row has none.
+        attention_mask: [B, P + T].
+
+    Returns:
+        [B, P + T, L, k]; -1 where there are no routes.
+    """
     valid = attention_mask.bool().cpu()
     first = next(row_routes for row_routes in routes if row_routes is not None)
     dtype = torch.from_numpy(first).dtype
     column = torch.full((*valid.shape, *first.shape[1:]), -1, dtype=dtype)
     for row, row_routes in enumerate(routes):
         if row_routes is not None:
-            places = valid[row].nonzero()[: len(row_routes), 0]
-            column[row, places] = torch.from_numpy(row_routes)
+            positions = valid[row].nonzero()[: len(row_routes), 0]
+            column[row, positions] = torch.from_numpy(row_routes)
     return column.to(attention_mask.device)
 
 
@@ -278,10 +286,11 @@ def sampling_of(
 
 
 def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
-    """A seed for each row, from the run's seed, the step, the uid and the number of the sample.
+    """Derive a seed for each row from the run's seed, the step, the uid and the sample's number.
 
     Samples are numbered in the order of the rows with the same uid, unless `sample_index` numbers
-    them. Rows without a uid are distinguished by their place. Validation has seeds of its own.
+    them. Rows without a uid are distinguished by their row number. Validation has other seeds than
+    training.
 
     Args:
         prompts: as for `generate_sequences`.
@@ -325,7 +334,7 @@ def images_of(prompts: DataProto) -> list[Images | None]:
             images.append(None)
             continue
         short_prompt = tuple(columns["raw_prompt_ids"][row])
-        # Samples of a prompt share their inputs, and preparing images takes time.
+        # Samples of a prompt share the object of their inputs, and hashing pixels takes time.
         key = (id(inputs), short_prompt)
         if key not in cache:
             mask = prompts.batch["attention_mask"][row].bool()

@@ -49,19 +49,19 @@ class EngineSetup:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the buffer for weights of one engine, as part of this process's buffer."""
+        """Size in bytes of one engine's buffer for weights: its share of this process's."""
         # All engines of a process get weights at the same time.
         total = self.rollout.update_weights_bucket_megabytes << 20
         return total // self.rollout.data_parallel_size
 
     @property
     def can_sleep(self) -> bool:
-        """Whether an engine on a library releases its memory between phases; on a CPU none can."""
+        """Whether a third-party engine releases memory between phases, which none can on a CPU."""
         return self.rollout.free_cache_engine and self.device.type != "cpu"
 
     @property
     def cache_gigabytes(self) -> float | None:
-        """Size of the KV cache of an engine on a library, in GiB; None: as much as fits."""
+        """Size of a third-party engine's KV cache in GiB; None: as much as fits."""
         if self.rollout.cache_gigabytes is None and self.device.type == "cpu":
             return 1.0
         return self.rollout.cache_gigabytes
@@ -87,7 +87,7 @@ class EngineSetup:
         overrides = dict(section.override_config or {})
         has_file = (Path(section.path) / "config.json").is_file()
         if has_file and not load_config(**self._named_model).tie_word_embeddings:
-            # The file may say otherwise, against the weights.
+            # `load_config` reads the weights. config.json may claim a tie that they do not have.
             overrides["tie_word_embeddings"] = False
         return overrides
 
@@ -99,6 +99,7 @@ class EngineSetup:
 
     @property
     def _named_model(self) -> dict[str, Any]:
+        """Arguments that name the model, common to all functions that load it."""
         section = self.config.actor_rollout_ref.model
         return {
             "path": section.path,

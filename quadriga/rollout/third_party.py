@@ -6,7 +6,8 @@ import io
 import math
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from typing import Literal
 
@@ -25,6 +26,7 @@ from quadriga.models.experts import mixtures
 from quadriga.observe.probe import release_numbers
 from quadriga.rollout.interface import (
     BatchImages,
+    Completion,
     FinishReason,
     Images,
     Prompts,
@@ -37,13 +39,13 @@ from quadriga.weight_sync.fingerprint import Fingerprint
 from quadriga.weight_sync.publish import name_some
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-"""Our finish reason for each of the libraries' that is known."""
+"""Our finish reason, by the libraries' name. Other names are unknown."""
 _LOG = "Its own message is in the log above."
 SEED_BITS = 63
 """Bits of a seed: the libraries take signed numbers of 64 bits."""
 LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
-"""The distribution of reported log-probabilities, in vLLM's words: `processed_logprobs` after
-temperature and filters, from which tokens are drawn; `raw_logprobs` the model's, before both."""
+"""The distribution of reported log-probabilities, by vLLM's names. `processed_logprobs`: after
+temperature and filters, from which tokens are drawn. `raw_logprobs`: the model's, before both."""
 
 # Guards the environment, which all threads share: engines may be restarted at the same time.
 _ENVIRONMENT_LOCK = threading.RLock()
@@ -55,10 +57,11 @@ def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
 
     Args:
         num_processes: number of processes that share this one's threads; 0: do not limit them.
-        variables: further variables.
+        variables: other variables to set.
     """
     with _ENVIRONMENT_LOCK:
         if num_processes:
+            # OpenMP also allows a list with a number for each nested level, as in "4,2".
             setting = os.environ.get("OMP_NUM_THREADS", "")
             num_threads = int(setting) if setting.isdecimal() else torch.get_num_threads()
             variables["OMP_NUM_THREADS"] = str(max(1, num_threads // num_processes))
@@ -123,10 +126,11 @@ class ThirdPartyEngine(RolloutEngine):
 
     @contextmanager
     def _loading(self, version: int) -> Iterator[list[Mapping[str, str]]]:
-        """Context manager of a load, after which the engine has the version, or -1 and an error.
+        """Context manager of a load. It sets the version on success; after an error it is -1.
 
         Yields:
-            An empty list, for the fingerprints of what each process of the engine received.
+            An empty list, to which the block adds the fingerprints of the weights that each process
+            of the engine received.
 
         Raises:
             WeightSyncError: the library's error, or that the processes received different weights.
@@ -140,7 +144,7 @@ class ThirdPartyEngine(RolloutEngine):
         except Exception as error:  # failures of third-party engines have no class in common
             if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
                 raise
-            # A RolloutError is the library's refusal, in our words.
+            # A RolloutError has the library's message in `got`.
             reason = error.got if isinstance(error, RolloutError) else first_line(error)
             raise WeightSyncError(
                 where,
@@ -149,7 +153,7 @@ class ThirdPartyEngine(RolloutEngine):
                 fix=f"{_LOG} Unfinished responses have to end before weights are published:"
                 " wait for them, or call abort().",
             ) from error
-        # All processes of an engine must have received the same.
+        # All processes of an engine must have received the same weights.
         fingerprints = [Fingerprint(tensors) for tensors in received]
         for rank, fingerprint in enumerate(fingerprints[1:], start=1):
             names = fingerprints[0].differences(fingerprint)
@@ -188,6 +192,7 @@ def require_room(total: int, held: int, to_come: int, share: float) -> None:
     if to_come:
         moments = f"{to_come / gib:.1f} of it AdamW's moments from the first step on"
         training += f" ({moments})"
+    # Rounded down, so that the advice is possible.
     possible_share = int(max(0.0, 1 - trained / total) * 100) / 100
     raise ConfigError(
         "actor_rollout_ref.rollout.gpu_memory_utilization",
@@ -253,6 +258,25 @@ def require_release(title: str, version: str, least: str, *, where: str, fix: st
         raise RolloutError(where, got=f"{title} {version}", expected=f"{least} or newer", fix=fix)
 
 
+def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
+    """Wait for all completions. The first error cancels the other requests, and is raised.
+
+    Args:
+        futures: the completion of each request.
+
+    Returns:
+        The completions, in order.
+    """
+    try:
+        # The first error may be any request's, not that of the first one.
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
 def has_filters(sampling: SamplingParams) -> bool:
     """Whether some tokens cannot be drawn. The likeliest one always can."""
     if sampling.is_greedy:
@@ -278,6 +302,7 @@ def split_log_probs(
     unknown = [math.nan] * len(reported)
     if log_probs_of == "processed_logprobs":
         return unknown if is_filtered else reported, list(reported)
+    # The model's log-probabilities are those of training at temperature 1 only.
     if not sampling.is_greedy and sampling.temperature != 1:
         return unknown, []
     return reported, [] if is_filtered else list(reported)

@@ -41,7 +41,7 @@ SIZES: dict[str, int] = {
 # Short functions with one caller that are worth their name: "file:function" and why.
 SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/models/experts.py:RouteRecorder._record": "a hook of torch's modules",
-    "quadriga/rollout/native/generation.py:GenerationRequest._note_a_cancel": "a callback of a future",
+    "quadriga/rollout/native/generation.py:GenerationRequest._note_cancellation": "a callback of a future",
     "quadriga/engines/parallel/tensor.py:_gathered": "the forward of a module",
     "quadriga/data/rl_dataset.py:RLHFDataset.items_by_entry": "what a mixture asks of a data set, users' own too",
     "quadriga/data/loading.py:_begin_worker": "what torch calls in each process of a loader",

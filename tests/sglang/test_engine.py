@@ -87,7 +87,7 @@ def test_asleep(engine: SGLangEngine) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ignore_eos": True, "stop_token_ids": (5,)}, "leaves out both or neither"),
+        ({"ignore_eos": True, "stop_token_ids": (5,)}, "ignores stop_token_ids, too"),
         ({"max_tokens": 1000}, "at most 1000 together"),
     ],
 )

@@ -89,7 +89,7 @@ class PrefixCache:
 
     def keep(self, places: Sequence[int]) -> None:
         """Drop all prefixes except those at the indices `places`."""
-        # Usually all stay, and nothing has to be copied.
+        # Usually all prefixes stay, and nothing has to be copied.
         if list(places) == list(range(len(self.prefixes))):
             return
         self.prefixes = [self.prefixes[place] for place in places]
@@ -143,10 +143,11 @@ class ResponseCache:
         self.room = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        # The step's slots and tokens, tokens written before it, and places of the new ones.
+        # State of the current step: number of slots and length of what attention reads, tokens that
+        # each slot holds, and rows that the new tokens are written to.
         self._shape = (0, 0)
         self._written = torch.empty(0)
-        self._places: Tensor | None = None
+        self._rows: Tensor | None = None
 
     def resize(self, capacity: int, room: int, num_slots: int, length: int) -> None:
         """Move to memory of another size.
@@ -187,7 +188,7 @@ class ResponseCache:
         """
         self._shape = (len(written), length)
         self._written = written
-        self._places = None
+        self._rows = None
 
     def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """The memory of a layer, allocated on first use.
@@ -221,14 +222,14 @@ class ResponseCache:
         head_size = key.shape[3]
         keys, values = self.of_layer(layer, value)
         num_slots, length = self._shape
-        if self._places is None:
+        if self._rows is None:
             # Row of each slot and head in [C * K * T, D], the same for all layers of a step.
-            lines = torch.arange(num_slots * num_heads, device=key.device)
-            starts = lines.view(num_slots, num_heads) * self.room
-            self._places = (starts + self._written[:, None]).flatten()
+            heads = torch.arange(num_slots * num_heads, device=key.device)
+            starts = heads.view(num_slots, num_heads) * self.room
+            self._rows = (starts + self._written[:, None]).flatten()
         for states, new in ((keys, key), (values, value)):
-            rows = new.reshape(-1, head_size).to(states.dtype)
-            states.view(-1, head_size).index_copy_(0, self._places, rows)
+            new_rows = new.reshape(-1, head_size).to(states.dtype)
+            states.view(-1, head_size).index_copy_(0, self._rows, new_rows)
         return keys[:num_slots, :, :length], values[:num_slots, :, :length]
 
 
@@ -295,8 +296,9 @@ class PrefillPlan:
 class DecodePlan:
     """Attention of one new token per slot, by torch's operators.
 
-    A plan is valid until a slot of the batch starts or ends. Slots of one prefix are side by side
-    in cells, [P, n]. A cell without a slot repeats another one, and its result is not used.
+    A plan is valid until a slot of the batch starts or ends. For attention over the prefixes, slots
+    are arranged in a grid of cells [P, n], with a row for each prefix. A cell without a slot repeats
+    another slot, and its result is not used.
 
     Args:
         prefixes: KV cache of the prefixes.
@@ -321,7 +323,7 @@ class DecodePlan:
         self.first_positions = [next_positions[place] for place in places]
         self.prefix_mask = self._mask(self.lengths, max(self.lengths))
 
-        # State of the current step; `windows` has its masks by the width of the window.
+        # State of the current step. `windows` has the masks by the width of a sliding window.
         self.mask: Tensor | None = None
         self.written: Sequence[int] = ()
         self.windows: dict[int, tuple[Tensor, Tensor]] = {}
@@ -331,11 +333,11 @@ class DecodePlan:
         for slot, place in enumerate(places):
             self.members[place].append(slot)
         self.group_size = max(map(len, self.members))
-        # Slots in the order of the cells, as of equal groups side by side, need no copy.
-        grid, cells = self.cells(self.group_size)
-        self.is_even = grid == list(range(len(places)))
-        self.slot_of_cell = torch.tensor(grid, device=device)
-        self.cell_of_slot = torch.tensor(cells, device=device)
+        slot_of_cell, cell_of_slot = self.cells(self.group_size)
+        # Slots that are in the order of the cells, as in groups of equal size, need no copy.
+        self.is_even = slot_of_cell == list(range(len(places)))
+        self.slot_of_cell = torch.tensor(slot_of_cell, device=device)
+        self.cell_of_slot = torch.tensor(cell_of_slot, device=device)
 
     def cells(self, group_size: int) -> tuple[list[int], list[int]]:
         """The slot of each cell, and the cell of each slot, for `group_size` cells per prefix."""
@@ -352,7 +354,7 @@ class DecodePlan:
         """Begin a decode step.
 
         Args:
-            written: response tokens that each slot holds, which is the number of the new token.
+            written: response tokens that each slot holds, the new token not included.
 
         Returns:
             Position of each new token, [R, 1].
@@ -369,7 +371,8 @@ class DecodePlan:
     def on_buffers(self, state: Tensor) -> "DecodePlan":
         """A copy of the plan for a graph, with buffers in place of tensors that change.
 
-        The graph stays valid while the groups of slots at most double in size.
+        The group size is rounded up to a power of two, so that the graph also serves somewhat larger
+        groups.
 
         Args:
             state: [5, R], the graph's inputs; see `graphs.Graph`.
@@ -388,9 +391,9 @@ class DecodePlan:
             plan: the plan of the current slots.
             state: [5, R], the graph's inputs; not used by this kind of plan.
         """
-        slots, cells = plan.cells(self.group_size)
-        self.slot_of_cell.copy_(torch.tensor(slots))
-        self.cell_of_slot[: len(cells)].copy_(torch.tensor(cells))
+        slot_of_cell, cell_of_slot = plan.cells(self.group_size)
+        self.slot_of_cell.copy_(torch.tensor(slot_of_cell))
+        self.cell_of_slot[: len(cell_of_slot)].copy_(torch.tensor(cell_of_slot))
 
     def start_captured(self, written: Tensor) -> None:
         """Begin the step that a graph records: over all the room of the responses, masked."""
@@ -437,7 +440,8 @@ class DecodePlan:
         shared = self._by_slot(shared)
         shared_sums = self._by_slot(shared_sums)
 
-        # Over the responses, and both together: a sigmoid is a softmax of two log-sum-exps.
+        # Over the responses. The softmax of both log-sum-exps weights the two results; for two
+        # numbers it is a sigmoid of their difference.
         response, response_sums = attend_part(query, keys, values, mask, scale, options.softcap)
         share = torch.sigmoid(response_sums - shared_sums).unsqueeze(-1)
         mixed = torch.lerp(shared, response, share.to(response.dtype))
@@ -468,13 +472,14 @@ class DecodePlan:
         """
         if window is None:
             return self.prefix_mask, self.mask
+        # Positions of the new tokens in their sequences.
         lengths = [self.lengths[place] for place in self.places]
-        places = [length + count for length, count in zip(lengths, self.written, strict=True)]
-        # The window is still wider than all sequences.
-        if max(places) < window:
+        positions = [length + count for length, count in zip(lengths, self.written, strict=True)]
+        # Nothing is hidden while all sequences are shorter than the window.
+        if max(positions) < window:
             return self.prefix_mask, self.mask
         if window not in self.windows:
-            by_slot = self._window_mask(places, max(self.lengths), window)
+            by_slot = self._window_mask(positions, max(self.lengths), window)
             by_cell = by_slot[self.slot_of_cell].unflatten(0, (-1, self.group_size))
             prefix_mask = by_cell.repeat_interleave(group, 1)[:, None]
             if self.prefix_mask is not None:
@@ -485,11 +490,14 @@ class DecodePlan:
             self.windows[window] = (prefix_mask, mask)
         return self.windows[window]
 
-    def _window_mask(self, places: Sequence[int], width: int, window: int) -> Tensor:
-        """[R, width]: hides the keys that are `window` or more places before `places` [R]."""
+    def _window_mask(self, positions: Sequence[int], width: int, window: int) -> Tensor:
+        """Additive mask [R, width] that hides keys `window` or more tokens before `positions` [R].
+
+        Key and position count from the same token, the first of the prefix or of the response.
+        """
         columns = torch.arange(width, device=self.device)
-        distances = torch.tensor(places, device=self.device)[:, None] - columns
-        mask = torch.zeros(len(places), width, device=self.device)
+        distances = torch.tensor(positions, device=self.device)[:, None] - columns
+        mask = torch.zeros(len(positions), width, device=self.device)
         return mask.masked_fill_(distances >= window, HIDDEN)
 
     def _mask(self, lengths: Sequence[int], width: int) -> Tensor | None:
@@ -540,7 +548,7 @@ class CompiledPlan:
         self.responses = responses
         self.device = device
         lengths = prefixes.lengths
-        # The kernels get addresses: the memory must be what the lengths say.
+        # The kernels get addresses without sizes, so the memory must agree with the lengths.
         assert len(lengths) == len(prefixes.keys[0])
         assert max(lengths) == prefixes.keys[0].shape[2]
         next_positions = prefixes.next_positions
@@ -552,14 +560,14 @@ class CompiledPlan:
         """Begin a decode step.
 
         Args:
-            written: response tokens that each slot holds, which is the number of the new token.
+            written: response tokens that each slot holds, the new token not included.
 
         Returns:
             Position of each new token, [R, 1].
         """
         assert len(written) <= self.responses.capacity
         assert 0 <= min(written) <= max(written) < self.responses.room
-        # One transfer to the device in place of two.
+        # A single transfer to the device.
         numbers = torch.tensor([self.first_positions, written], device=self.device)
         first_positions, num_written = numbers
         self.places = self.places._replace(num_written=num_written)

@@ -6,8 +6,8 @@ import torch
 from quadriga.errors import RolloutError
 
 _GIBIBYTE = 2**30
-# Share of a GPU's free memory for the KV cache. The rest is for activations and logits, and for a
-# layer that is copied as the cache grows.
+# Share of a GPU's free memory for the KV cache. The rest is for activations and logits, and for the
+# copy of a layer when the cache grows.
 _FREE_SHARE = 0.7
 
 
@@ -20,7 +20,7 @@ class CacheMemory:
 
     Attributes:
         token_bytes: bytes that the cache takes for a token.
-        limit: configured most tokens of the cache. None: no limit is configured.
+        limit: most tokens in the cache, as configured; None: no limit is configured.
     """
 
     def __init__(self, token_bytes: int, gigabytes: float | None) -> None:

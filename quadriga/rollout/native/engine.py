@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native rollout engine: continuous batching in the trainer's process, on the trainer's module.
 
-A prompt is computed once for all of its responses (prefix sharing); the KV cache is written in
-place; a request that ends makes room at once. Norms, attention, softmax and logits are float32, so
-that the log-probabilities are those of training.
+A prompt is computed once for all of its responses (prefix sharing). The KV cache is written in
+place, and a request that ends makes room at once. Norms, attention, softmax and logits are float32,
+so that the log-probabilities are those of training.
 
     generate, generate_batch ──> inbox ──> one runner: takes the inbox, starts requests, ──> futures
     begin, between_steps                   steps (in the thread of generate_batch, or
@@ -13,13 +13,13 @@ Consumes: requests, and work to be done between two steps, from the inbox. Waits
 such as loading newer weights; without a request the runner ends. Unblocked by: the next request,
 which starts a new runner.
 
-In a rollout group the leader has the requests and the runner. Before each step it tells the members
-what changes (see `group_steps`). They do the same with the same seeds, so all ranks have the same
-tokens.
+In a rollout group the leader has the requests and the runner. Before each step it sends the changes
+to the members (see `group_steps`). They make the same step with the same seeds, so all ranks draw
+the same tokens.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +63,7 @@ from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.native.shards import GroupShards
 from quadriga.rollout.sampler import require_tokenizer
 from quadriga.rollout.setup import EngineSetup
+from quadriga.weight_sync.publish import NamedWeights
 from quadriga.weight_sync.reshard import Wanted
 
 
@@ -73,9 +74,10 @@ class NativeEngine(CausalModelEngine):
         model: any causal model of transformers that was loaded with our attention. It may be the
             trainer's. With a group it is on "meta" until `hold_shards`.
         max_num_batched_tokens: prompt tokens of one prefill. A single prompt may have more.
-        cache_gigabytes: memory of the KV cache of each rank, in GiB; None: as much as the responses
-            need, on a GPU up to 70 % of what is free when a batch begins. If it is full, the
-            requests that started last are preempted; they go on later, with the same tokens.
+        cache_gigabytes: memory of the KV cache of each rank, in GiB. None: as much as the responses
+            need, on a GPU up to 70 % of the memory that is free when a batch begins. If the cache
+            is full, the requests that started last are preempted; they go on later, with the same
+            tokens.
         group: the ranks that hold the model together.
         dtype: dtype of a group's shards.
         adapted: the model with the trainer's adapter, which a group merges into its shards.
@@ -146,7 +148,6 @@ class NativeEngine(CausalModelEngine):
         self._inbox = Inbox()
         self._thread = RunnerThread()
         self._is_between_steps = False
-        self.num_steps = 0
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "NativeEngine":
@@ -236,6 +237,7 @@ class NativeEngine(CausalModelEngine):
             The completion of each request.
         """
         requests = self._requests(prompts, sampling, images)
+        # Requests beyond the length of `earlier` are new.
         for request, response in zip(requests, earlier, strict=False):
             request.go_on_from(response)
         # All join at the same step, so one of them reports it.
@@ -253,11 +255,12 @@ class NativeEngine(CausalModelEngine):
 
         Args:
             work: the function.
-            keeps_cache: whether they go on with the KV cache of the older weights.
+            keeps_cache: whether unfinished responses go on with the KV cache of the older weights.
             recomputes: whether the KV cache is computed anew even if the weights stay the same.
 
         Returns:
-            The number of steps before it, or its error. Unfinished responses get the same error.
+            Future of the number of steps made before the function ran. If the function raises, the
+            future and all unfinished responses get the error.
         """
         done: Future[int] = Future()
         if self._inbox.put(work=[Work(work, keeps_cache, recomputes, done)]):
@@ -267,7 +270,7 @@ class NativeEngine(CausalModelEngine):
     def unfinished(self) -> dict[Future[Completion], Completion]:
         """The unfinished responses so far; only to be called between two steps.
 
-        They are in the order in which they go on once the KV cache is computed anew.
+        The order is that in which they go on after the KV cache was computed anew.
         """
         version = self.weight_version
         return {request.future: request.completion(version) for request in self._inbox.unfinished()}
@@ -279,7 +282,7 @@ class NativeEngine(CausalModelEngine):
     def _requests(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages
     ) -> list[GenerationRequest]:
-        """Check what a caller sent, and make requests of it."""
+        """Make the requests of a batch, after checking the caller's arguments."""
         self._require_ready(prompts, sampling, images)
         self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
@@ -345,7 +348,12 @@ class NativeEngine(CausalModelEngine):
         generation.advance([self._steps.requests[number] for number in step.given_up])
 
     def _follow_renewal(self, renewal: Renewal, generation: Generation | None = None) -> None:
-        """Go on with the weights that the leader has."""
+        """Take over the leader's weights.
+
+        Args:
+            renewal: the leader's message.
+            generation: the running generation, which goes on with them; None between two batches.
+        """
         assert self._steps is not None
         self._steps.count_tokens(_requests_of(generation))
         self._steps.require_same(renewal.checksum)
@@ -361,6 +369,7 @@ class NativeEngine(CausalModelEngine):
             return
         self.abort()
         self._thread.finish()
+        # After a failed step the members do not listen any more.
         if not self._steps.has_failed:
             self.group.tell(Over(self._steps.checksum))
         self._steps.reset()
@@ -373,18 +382,18 @@ class NativeEngine(CausalModelEngine):
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Compute with these tensors from now on.
 
-        They are written to while the engine is at rest.
+        Later weights are written into the same tensors, while the engine is at rest.
 
         Args:
-            shards: tensors of the engine's own, or the trainer's. Those in `merged_shards` must be
-                the engine's own, because it changes them after they have arrived.
+            shards: tensors by name. They may be shared with the trainer, except those named in
+                `merged_shards`, which the engine changes after they have arrived.
         """
         assert self._shards is not None
         self._shards.hold(shards)
 
     # ---- weights, sleep -------------------------------------------------------------------------
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         self._require_idle("load_weights")
         # A copy of the old weights is freed before the new ones arrive.
         self._network = None
@@ -427,6 +436,7 @@ class NativeEngine(CausalModelEngine):
             with self._computing(self.cache_memory.max_tokens(self.model.device)) as generation:
                 self._generate_all(generation)
         except BaseException as error:
+            # The callers wait for their futures, whatever thread this is, and get the error there.
             if self._steps is not None:
                 self._steps.has_failed = True
             self._inbox.fail(error)
@@ -445,6 +455,7 @@ class NativeEngine(CausalModelEngine):
                     request.joined(self.num_steps)
             if not goes_on:
                 break
+            # Without a request there may still be work, which the next round does.
             if scheduler.is_done:
                 continue
             # The members have to know before the leader computes: layers wait for all ranks.
@@ -464,14 +475,15 @@ class NativeEngine(CausalModelEngine):
                 generation.renew(generation.network, self.weight_version, keeps_cache=False)
 
     def _work_between_steps(self, generation: Generation) -> None:
-        """Do the submitted work; the generation goes on with the weights that this leaves."""
+        """Do the submitted work. The generation goes on with the weights that it has loaded."""
         while True:
+            # It may submit work, so it is called before each look for work.
             if self.before_step is not None:
                 self.before_step(self.num_steps)
             work = self._inbox.next_work(partial(_requests_of, generation))
             if work is None:
                 break
-            # Work need not change the weights: it may only save what is under way.
+            # Work need not load weights: it may only save the unfinished responses.
             version = self.weight_version
             try:
                 self._is_between_steps = True
@@ -487,7 +499,7 @@ class NativeEngine(CausalModelEngine):
             work.done.set_result(self.num_steps)
 
     def _renew(self, generation: Generation, *, keeps_cache: bool) -> None:
-        """Go on with the weights that were loaded, on all ranks."""
+        """Continue a generation with the loaded weights, on all ranks of a group."""
         steps = self._steps
         if steps is not None:
             steps.count_tokens(_requests_of(generation))
@@ -497,7 +509,14 @@ class NativeEngine(CausalModelEngine):
 
     @contextmanager
     def _computing(self, max_cache_tokens: int | None) -> Iterator[Generation]:
-        """A generation without dropout and gradient checkpointing, on the model's device."""
+        """Context manager of a generation, with the model in evaluation mode.
+
+        Evaluation mode switches off dropout and gradient checkpointing. The trainer's mode is
+        restored on exit.
+
+        Args:
+            max_cache_tokens: most tokens in the KV cache; None: any number.
+        """
         was_training = self.model.training
         try:
             self.model.eval()

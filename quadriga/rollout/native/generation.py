@@ -7,9 +7,9 @@
 
 Requests may come between any two steps. An engine without requests holds no KV cache.
 
-A *prefix* is what a request begins with: its prompt, and after a preemption the response so far.
-Text is a tuple of tokens. With images it is an `ImagePrefix`, which behaves like a tuple of tokens
-and compares the images, too.
+A *prefix* is the part of a sequence that is computed by a prefill: the prompt, and after a
+preemption also the response so far. For text it is a tuple of tokens. With images it is an
+`ImagePrefix`, which behaves like a tuple of tokens, but is only equal if the images are, too.
 
 Legend: R slots (rows of the batch), U different prefixes of the slots that start, N packed tokens
 of several prefixes, V vocabulary.
@@ -47,7 +47,7 @@ from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopString
 if HAS_TRITON:
     from quadriga.rollout.native.kernels_triton import draw
 
-# Tokens that a response gets room for at first, and when the KV cache is nearly full.
+# Tokens that a response gets room for at first, and that are added when the cache is nearly full.
 _FIRST_ROOM = 64
 _NEXT_ROOM = 16
 # Unused prefixes are dropped from the KV cache if at most this share is in use.
@@ -58,7 +58,12 @@ _KEPT_SHARE = 0.5
 class ImagePrefix:
     """A prompt with images, and the response so far.
 
-    Two are equal if their tokens and their `Images.key` are.
+    Prefixes are equal if their tokens and their `Images.key` are.
+
+    Attributes:
+        tokens: token ids of both.
+        key: `Images.key`.
+        images: images of the prompt.
     """
 
     tokens: tuple[int, ...]
@@ -147,9 +152,9 @@ class GenerationRequest:
 
     Attributes:
         routes: [tokens, L, k] experts of the prefix's tokens, then of one token each.
-        is_given_up: whether it was aborted, or its caller does not wait any more.
-        joined: called with the number of steps before it when the request joins a batch.
-        times: when it came and each time it was admitted, in seconds since 1970.
+        is_given_up: whether the request was aborted, or its caller does not wait any more.
+        joined: called when the request joins a batch, with the number of steps before that.
+        times: when the request arrived, and each time it was admitted, in seconds since 1970.
         future: gets the completion.
     """
 
@@ -176,14 +181,15 @@ class GenerationRequest:
         self.joined: Callable[[int], None] | None = None
         self.times = [time.time()]
         self.future: Future[Completion] = Future()
-        self.future.add_done_callback(self._note_a_cancel)
+        self.future.add_done_callback(self._note_cancellation)
         self.restart()
 
-    def _note_a_cancel(self, future: Future[Completion]) -> None:
+    def _note_cancellation(self, future: Future[Completion]) -> None:
+        """Give the request up if its caller has cancelled the future."""
         self.is_given_up |= future.cancelled()
 
     def restart(self) -> None:
-        """Make all tokens so far the prefix: the request has no KV cache, or lost it."""
+        """Make all tokens so far the prefix, because none of them is in the KV cache."""
         tokens = (*self.prompt, *self.token_ids)
         self.prefix: Prefix = tokens
         if self.images is not None:
@@ -191,13 +197,13 @@ class GenerationRequest:
 
     @property
     def num_left(self) -> int:
-        """Most tokens that it may add to the KV cache. The last token is never written."""
+        """Most tokens that may follow the prefix in the KV cache. The last one is never written."""
         num_in_prefix = len(self.prefix) - len(self.prompt)
         return max(1, self.sampling.max_tokens - 1 - num_in_prefix)
 
     @property
     def num_written(self) -> int:
-        """Tokens behind the prefix that are in the KV cache, once a token was sampled."""
+        """Tokens behind the prefix that are in the KV cache, all except the latest one."""
         num_tokens = len(self.prompt) + len(self.token_ids)
         return max(0, num_tokens - len(self.prefix) - 1)
 
@@ -225,18 +231,21 @@ class GenerationRequest:
         self.finish_reason = self.end.reason(self.token_ids)
 
     def go_on_from(self, earlier: Completion) -> None:
-        """Begin behind the tokens of a response that was aborted."""
+        """Continue a response that was aborted, with the same tokens as without the abort."""
         self.token_ids = list(earlier.token_ids)
         self.log_probs = list(earlier.log_probs)
         self.sampling_log_probs = list(earlier.sampling_log_probs)
         self.versions = list(earlier.versions)
-        # The next token gets the random numbers that it would have had without the abort.
+        # Skip the random numbers of the tokens that exist.
         for _ in self.token_ids:
             self.draws.next()
         self.restart()
 
     def completion(self, weight_version: int) -> Completion:
-        """The response so far; an unfinished one is reported as aborted."""
+        """The response so far. An unfinished one is reported as aborted."""
+        first_admitted_at = math.nan
+        if len(self.times) > 1:
+            first_admitted_at = self.times[1]
         return Completion(
             token_ids=list(self.token_ids),
             log_probs=list(self.log_probs),
@@ -245,11 +254,11 @@ class GenerationRequest:
             sampling_log_probs=list(self.sampling_log_probs),
             routes=np.concatenate(self.routes) if self.routes else None,
             versions=list(self.versions),
-            times=(self.times[0], self.times[1] if self.times[1:] else math.nan, time.time()),
+            times=(self.times[0], first_admitted_at, time.time()),
         )
 
     def close(self, weight_version: int) -> None:
-        """Give the caller its completion."""
+        """Give the caller its completion, unless it has cancelled the future."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(self.completion(weight_version))
 
@@ -265,8 +274,8 @@ class Generation:
         recorder: records the experts of each token, for the requests' `routes`.
 
     Attributes:
-        plan: attention of the current slots; None: it has to be made anew.
-        rules: sampling of the current slots; made together with `plan`.
+        plan: attention of the current slots; None: the slots have changed since the last step.
+        rules: sampling of the current slots, made together with `plan`.
         routes: experts of the tokens of each prefix in the KV cache.
     """
 
@@ -376,15 +385,21 @@ class Generation:
         admitted_at = time.time()
         for request in started:
             request.times.append(admitted_at)
+        # Tokens of the longest response that is in the KV cache already.
         length = max((request.num_written for request in running[:num_before]), default=0)
+        # Now that the slots are known: no response needs more room than the longest one may take.
         room = max(min(room, self._limit()), length)
         self.responses.resize(len(running), room, num_before, length)
 
+        # A prefix of running slots is in the cache already, and is not computed again.
         self._keep_prefixes()
         cached = set(self.prefixes.prefixes)
-        new = dict.fromkeys(request.prefix for request in started if request.prefix not in cached)
-        if new:
-            self.prefixes.extend(self._prefill(list(new)))
+        # A dictionary, because samples of a prompt have the same prefix.
+        new_prefixes = dict.fromkeys(
+            request.prefix for request in started if request.prefix not in cached
+        )
+        if new_prefixes:
+            self.prefixes.extend(self._prefill(list(new_prefixes)))
         self.plan = None
         # All samples of a prompt share its routes.
         if self.recorder is not None:
@@ -394,13 +409,14 @@ class Generation:
         # Logits are computed once for each prefix, and sampled for each slot that starts.
         places = self._places(started)
         unique_places = sorted(set(places))
-        order = {place: number for number, place in enumerate(unique_places)}
+        row_of_place = {place: row for row, place in enumerate(unique_places)}
         last_hidden = self.prefixes.last_hidden
         assert last_hidden is not None
         hidden = last_hidden[torch.tensor(unique_places, device=self.device)]
         logits = self.network.logits(hidden)  # [U, V]
-        rows = torch.tensor([order[place] for place in places], device=self.device)
+        rows = torch.tensor([row_of_place[place] for place in places], device=self.device)
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
+        # Indexing copies the logits, which the sampler overwrites.
         self._sample(logits[rows], rules, num_before)
 
     def _limit(self) -> int:
@@ -408,7 +424,7 @@ class Generation:
         return max(request.num_left for request in self.scheduler.running)
 
     def _keep_prefixes(self) -> None:
-        """Drop the prefixes of the cache that no slot has."""
+        """Drop all prefixes from the KV cache except those of the current slots."""
         needed = {request.prefix for request in self.scheduler.running}
         prefixes = self.prefixes.prefixes
         self.prefixes.keep([place for place, prefix in enumerate(prefixes) if prefix in needed])
@@ -418,14 +434,15 @@ class Generation:
         """KV cache of new prefixes, in rounds of at most `max_num_batched_tokens` tokens."""
         cache = PrefixCache(prefixes)
         last_hidden = []
+        # Buckets of tokens in place of bytes. Their items are indices of prefixes.
         rounds = buckets(
             range(len(prefixes)),
             num_bytes=cache.lengths.__getitem__,
             max_bytes=self.scheduler.max_num_batched_tokens,
-            put=lambda number, _: number,
+            put=lambda index, _: index,
         )
-        for numbers in rounds:
-            places = slice(numbers[0], numbers[-1] + 1)
+        for indices in rounds:
+            places = slice(indices[0], indices[-1] + 1)
             plan = PrefillPlan(cache, places, self.device)
             tokens, positions, images = self._packed(prefixes[places])
             hidden = self.network.hidden(tokens, positions, images, plan=plan)[0]
@@ -436,7 +453,8 @@ class Generation:
                 self.routes |= zip(prefixes[places], routes, strict=True)
         cache.last_hidden = torch.cat(last_hidden)
 
-        # Layers that never called our attention would silently lose their context.
+        # Layers that did not call our attention have no KV cache. Decode steps would silently be
+        # computed without their context.
         if len(cache.keys) != self.network.num_layers:
             raise RolloutError(
                 f"native.generate with {type(self.network.body).__name__}",
@@ -449,13 +467,14 @@ class Generation:
     def _packed(
         self, prefixes: Sequence[Prefix]
     ) -> tuple[torch.Tensor, torch.Tensor, PackedImages | None]:
-        """Prefixes as one row.
+        """Pack prefixes into one row.
 
         Returns:
-            Tokens [1, N]; their positions, [1, N], or [3, 1, N] if a prefix has images; the images.
+            Tokens [1, N]; their positions, [1, N], or [3, 1, N] if a prefix has images; and the
+            images, None if there are none.
         """
         tokens: list[int] = []
-        rows = []
+        axes_positions = []
         images = []
         for prefix in prefixes:
             if isinstance(prefix, ImagePrefix):
@@ -465,11 +484,11 @@ class Generation:
                 # The first tokens with their id stand for images; later ones were generated.
                 image_places, _ = image_tokens.places(np.array(prefix.tokens), inputs)
                 images.append((inputs, len(tokens) + image_places))
-                rows.append(prefix.positions())
+                axes_positions.append(prefix.positions())
             else:
-                rows.append(torch.arange(len(prefix)).expand(3, -1))
+                axes_positions.append(torch.arange(len(prefix)).expand(3, -1))
             tokens += prefix
-        positions = torch.cat(rows, 1)
+        positions = torch.cat(axes_positions, 1)
         positions = positions[:, None] if images else positions[:1]
         packed = torch.tensor([tokens], device=self.device)
         return packed, positions.to(self.device), packed_images(images, self.device)
@@ -486,7 +505,7 @@ class Generation:
             self._make_room(longest)
         requests = self.scheduler.running
         written = [request.num_written for request in requests]
-        # Plan and rules are valid until a slot starts or ends.
+        # Plan and rules stay valid until a slot starts or ends.
         if self.plan is None or self.rules is None:
             num_used = len({request.prefix for request in requests})
             if num_used <= _KEPT_SHARE * len(self.prefixes.prefixes):
@@ -518,11 +537,11 @@ class Generation:
         """
         running = self.scheduler.running
         limit = self._limit()
-        # Doubling keeps the number of copies small; near the end of the memory it is too much.
+        # Doubling keeps the number of copies small. If it does not fit, the room grows slowly.
         room = min(limit, 2 * longest)
         if not self.scheduler.fits(room):
             room = min(limit, longest + _NEXT_ROOM)
-        # The last request may exceed the limit: it has to be possible to finish it.
+        # A single request may exceed the limit, or it could never finish.
         while not self.scheduler.fits(room) and len(running) > 1:
             self.scheduler.preempt().restart()
             longest = max(request.num_written for request in running)
@@ -542,11 +561,11 @@ class Generation:
         running = self.scheduler.running
         requests = running[first:]
         is_cuda = self.device.type == "cuda"
-        drawn = torch.empty(len(requests), NUM_DRAWS, dtype=torch.float64, pin_memory=is_cuda)
-        for row, request in zip(drawn.numpy(), requests, strict=True):
+        # A copy from memory that is not pinned would wait for the logits.
+        draws = torch.empty(len(requests), NUM_DRAWS, dtype=torch.float64, pin_memory=is_cuda)
+        for row, request in zip(draws.numpy(), requests, strict=True):
             row[:] = request.draws.next()
-        # A blocking copy would wait for the logits.
-        uniforms = drawn.to(self.device, non_blocking=True)
+        uniforms = draws.to(self.device, non_blocking=True)
 
         # Token, log-prob and sampling log-prob, [slots, 3]. Float64 holds all three exactly, so the
         # host waits for the device only once.
@@ -559,7 +578,7 @@ class Generation:
             token, log_prob, sampling_log_prob = numbers
             request.add(int(token), log_prob, sampling_log_prob)
             request.versions.append(self.weight_version)
-        # From the last slot on, as in `advance`.
+        # From the last slot on: ending a request moves that of the last slot.
         for slot in reversed(range(first, len(running))):
             if running[slot].finish_reason is not None:
                 self._end(slot)

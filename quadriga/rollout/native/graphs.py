@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode steps as CUDA graphs: the host starts one graph in place of some 2,000 kernels.
 
-A graph reads and writes the same memory at each replay, so it is valid as long as the KV cache that
-it was captured on. Whatever changes from step to step is in buffers: tokens, positions and lengths
-of the rows, and which rows share a prefix. Graphs are for 1, 2, 4, 8 ... rows; rows without a
-request write to slots without one.
+A graph reads and writes the same memory at each replay, so it is valid as long as the memory of the
+KV cache on which it was captured. Everything that changes from step to step is in buffers: tokens,
+positions and lengths of the rows, and which rows share a prefix. There are graphs of 1, 2, 4, 8 ...
+rows. Rows without a request write to slots without one.
 
-Attention in half precision goes as far as each row does. In float32 it goes over all the room of
-the responses, behind a mask, where a step without a graph goes up to the longest response. Sampling
-is not part of the graph: it may copy to the host.
+Attention in half precision reads each row up to its length. In float32 it reads all the room of the
+responses, under a mask, where a step without a graph reads up to the longest response. Sampling is
+not part of the graph, because it may copy to the host.
 
 Legend: R rows of a graph, V vocabulary.
 """
@@ -39,7 +39,8 @@ class Graph:
     Attributes:
         state: [5, R] int64, inputs on the device: tokens, positions, tokens of the response in the
             cache; place and length of the prefix.
-        host: [3, R], pinned copy of the first three, which is written between two steps.
+        host: [3, R], pinned copy of the first three rows of `state`. It may be written once the
+            tokens of the step before are known, since its transfer has then ended.
         arranged: the plan whose slots are in the buffers.
         logits: [R, V], output of the last replay.
     """
@@ -77,7 +78,7 @@ class Graph:
 
         The step is computed once before, on what was loaded; the replay writes the same again.
         """
-        # What libraries set up at their first call must not be part of the capture.
+        # Libraries set themselves up at their first call, which must not be captured.
         warmup_stream = torch.cuda.Stream()
         stream = torch.cuda.current_stream()
         warmup_stream.wait_stream(stream)
@@ -115,8 +116,8 @@ class GraphedSteps:
     def can_capture(network: Network) -> bool:
         """Whether a step of this network neither waits for the device nor needs host work.
 
-        Experts count their tokens, which waits. What a sliding window hides in float32 is another
-        mask at each step, which the host makes.
+        A mixture of experts counts tokens on the host, so it waits. A sliding window in float32
+        needs a new mask at each step, which the host makes.
         """
         if not isinstance(network, PlainNetwork) or network.device.type != "cuda":
             return False
@@ -150,6 +151,7 @@ class GraphedSteps:
         responses = plan.responses
         caches = (*prefixes.keys, *prefixes.values, *responses.keys, *responses.values)
         addresses = [states.data_ptr() for states in caches]
+        # The sizes count, too: new memory of another shape may have the addresses of the old one.
         memory = (responses.room, *prefixes.lengths, *addresses)
         if memory != self.memory:
             self.graphs = []
@@ -165,7 +167,7 @@ class GraphedSteps:
     def _graph_for(
         self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]
     ) -> Graph:
-        """The smallest graph that fits the step, loaded; captured if it is new."""
+        """Find or capture the smallest graph that fits the step, and load the step's inputs."""
         # A larger graph would fit, too, but wastes rows as responses end.
         max_rows = min(1 << (len(tokens) - 1).bit_length(), plan.responses.capacity)
         fitting = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages by which all ranks of a rollout group make the same steps.
 
-Before each step the leader sends a message: which requests are added and which were aborted, or
-that newer weights are used from here on. All ranks number the requests alike. A checksum of their
-tokens is compared with each change of weights, and when the batch is over.
+Before each step the leader sends a message: the requests that are added and those that were
+aborted, or that newer weights are used from here on. All ranks number the requests alike. The ranks
+compare a checksum of their tokens at each change of weights, and when the batch is over.
 """
 
 import zlib
@@ -25,9 +25,14 @@ class NewRequest(NamedTuple):
 
 
 class StepMessage(NamedTuple):
-    """Make a step, after adding these requests and dropping the aborted ones, by number.
+    """Make a step, after adding some requests and dropping others.
 
-    A step without either is sent as None.
+    A step that changes no requests is sent as None.
+
+    Attributes:
+        added: new requests.
+        given_up: numbers of aborted requests.
+        max_cache_tokens: the leader's limit of the KV cache; None: any number.
     """
 
     added: Sequence[NewRequest] = ()
@@ -36,7 +41,13 @@ class StepMessage(NamedTuple):
 
 
 class Renewal(NamedTuple):
-    """Use the weights of this version, or compute the KV cache anew."""
+    """Go on with weights of this version, or with the same ones and a new KV cache.
+
+    Attributes:
+        checksum: the leader's checksum of tokens.
+        version: version of the weights.
+        keeps_cache: whether running requests keep the KV cache of the older weights.
+    """
 
     checksum: int
     version: int
@@ -44,7 +55,7 @@ class Renewal(NamedTuple):
 
 
 class Over(NamedTuple):
-    """The batch is over."""
+    """The batch is over; `checksum` is the leader's."""
 
     checksum: int
 
@@ -58,7 +69,7 @@ class GroupSteps:
     Attributes:
         requests: unfinished requests by number.
         checksum: checksum of the tokens of finished requests.
-        has_failed: on the leader, whether a step failed. It fails on all ranks, whose members then
+        has_failed: on the leader, whether a step failed. A step fails on all ranks, so the members
             do not wait for messages any more.
     """
 

@@ -6,7 +6,7 @@
     next_work    the runner        between two steps, until there is no work
 
 At most one runner exists. Whether it goes on is decided under the lock of the inbox, so a request
-that comes while a runner ends starts the next one.
+that arrives while a runner ends starts the next runner.
 """
 
 import threading
@@ -53,7 +53,7 @@ class Inbox:
             work: new work.
 
         Returns:
-            Whether the caller has to start a runner. Nobody else is told to.
+            Whether this caller, and nobody else, has to start a runner.
         """
         with self._lock:
             self._new += requests
@@ -85,12 +85,13 @@ class Inbox:
             return added, given_up, self._has_runner
 
     def next_work(self, requests: Callable[[], list[GenerationRequest]]) -> Work | None:
-        """Take the oldest work. None: there is none.
+        """Take the oldest work; None if there is none.
 
         Args:
-            requests: returns the runner's unfinished requests, which the work may ask for.
+            requests: returns the runner's unfinished requests. They become `open`, because the work
+                may call `unfinished`.
         """
-        # Nobody else takes work, so it needs no lock to see that there is none.
+        # Only the runner takes work, so seeing that there is none needs no lock.
         if not self._work:
             return None
         with self._lock:
@@ -101,10 +102,9 @@ class Inbox:
     def unfinished(self) -> list[GenerationRequest]:
         """Requests that are neither done nor aborted."""
         with self._lock:
-            requests = [*self.open, *self._new]
             return [
                 request
-                for request in requests
+                for request in (*self.open, *self._new)
                 if not (request.future.done() or request.is_given_up)
             ]
 
@@ -140,7 +140,7 @@ class RunnerThread:
         self._turn: Future[None] | None = None
 
     def start(self, run: Callable[[], None]) -> None:
-        """Run a function in the thread. The function before it has ended, or is about to."""
+        """Run a function in the thread, after the function before it has returned."""
         if self._executor is None:
             # torch's number of threads is a setting of each thread.
             set_threads = partial(torch.set_num_threads, torch.get_num_threads())

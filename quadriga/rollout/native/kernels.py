@@ -373,6 +373,7 @@ def about_kernels() -> str:
 
 @cache
 def _find() -> tuple[Kernels | None, str]:
+    """Load the loops, once per process; returns them, or None, with `about_kernels`."""
     try:
         loops = _load()
     except _UnavailableError as error:
@@ -415,7 +416,7 @@ def _load() -> Kernels:
     library = folder / f"kernels-{digest}.so"
     try:
         return Kernels(ctypes.CDLL(str(library)), version)
-    except OSError:
+    except OSError:  # it is missing or broken
         _compile(compiler, library)
     return Kernels(ctypes.CDLL(str(library)), version)
 
@@ -428,11 +429,13 @@ def _compile(compiler: str, library: Path) -> None:
         _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
         # Linked without -fopenmp: a second OpenMP library would compete with torch's threads.
         _run(compiler, "-shared", str(compiled), "-o", str(linked))
+        # A library that cannot be loaded must not get into the cache.
         ctypes.CDLL(str(linked))
         os.replace(linked, library)
 
 
 def _run(*command: str) -> str:
+    """Run a command, and return what it prints; raise an _UnavailableError if it fails."""
     done = subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", check=False
     )

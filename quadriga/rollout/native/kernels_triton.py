@@ -49,6 +49,10 @@ def _normalize_kernel(
     HAS_ADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Root-mean-square norm of one row [D], after `added` is added to it, if HAS_ADDED.
+
+    The sum is written to `added`.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     exists = columns < SIZE
@@ -77,6 +81,7 @@ def _rotate_kernel(
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Rotary positions of HEADS heads of one row, in place."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -108,6 +113,7 @@ def _rotate_kernel(
 
 @triton.jit
 def _gate_kernel(states, result, width, COLUMNS: tl.constexpr):
+    """silu(gate) * up of COLUMNS columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = columns < width
@@ -174,6 +180,11 @@ def _attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     QUERIES: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    """Attention of one row and key-value head over one of PARTS parts of the keys.
+
+    With one part, `result` [R, H, d] is the attention. With several it is that of each part,
+    [R, H, S, d], and `sums` [R, H, S] are their log-sum-exps.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -190,9 +201,10 @@ def _attention_kernel(
     written = tl.load(num_written + row)
     length = tl.load(prefix_length + row)
     end = length + written
-    begin = end * 0
+    begin = end * 0  # a zero of the type that the other branch has
     if HAS_WINDOW:
         begin = tl.maximum(end + 1 - window, 0)
+    # Tokens of a part, in whole tiles. The last parts may have none.
     share = (end - begin + PARTS * TOKENS - 1) // (PARTS * TOKENS) * TOKENS
     start = begin + part * share
     stop = tl.minimum(start + share, end)
@@ -279,6 +291,7 @@ def _combine_kernel(
     HAS_SINKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Combine the attention of all parts for one row and query head."""
     line = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     part_lines = line * PARTS + tl.arange(0, PARTS)
@@ -312,6 +325,7 @@ def _weigh_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Maximum, likeliest token and sum of each block, for one chunk of a row of logits."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
@@ -367,6 +381,7 @@ def _draw_kernel(
     CHUNKS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    """Draw the token of one row from the results of `_weigh_kernel`; see `draw` for `result`."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * num_tokens
     row_peaks = peaks + row * num_chunks
@@ -456,6 +471,7 @@ class TritonKernels:
     def _normalize(
         self, states: Tensor, added: Tensor | None, weight: Tensor, epsilon: float
     ) -> Tensor:
+        """The norm of `states`, or, if `added` is given, of the sum, which overwrites `added`."""
         result = torch.empty_like(states)
         size = states.shape[-1]
         columns = triton.next_power_of_2(size)

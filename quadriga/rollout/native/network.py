@@ -3,13 +3,12 @@
 
 The decoders in `PLAIN` are computed here, layer by layer, with the arithmetic of training and about
 half the operations: query, key and value come from one product, and so do gate and up. Other models
-compute by their own module, whose linear modules and experts take their products from here
-meanwhile. In a mixture of experts, tokens are sorted by expert, and each chosen expert computes its
-own tokens.
+are computed by their own module, whose linear modules and experts are replaced during the call. In
+a mixture of experts, tokens are sorted by expert, and each chosen expert computes its own tokens.
 
-On a CPU the weights are copied into the forms of `products`, on a GPU those of query, key and value
-side by side. `Network.state` identifies the parameters that were copied; after an update the engine
-makes a new network.
+On a CPU all weights are copied into the forms of `products`; on a GPU those of query, key and value
+are copied side by side. `Network.state` identifies the parameters that were copied. After an update
+the engine makes a new network.
 
 Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, F width of
 the MLP or of an expert, E experts of a layer, k of them for each token, V vocabulary.
@@ -50,7 +49,7 @@ PLAIN = (
     "Qwen3MoeForCausalLM",
 )
 
-# Attention classes without a window of their own: all layers have that of the configuration.
+# Attention classes without an attribute for the window: all layers have the configuration's.
 _WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention")
 
 State = tuple[tuple[int, int], ...]
@@ -133,7 +132,7 @@ class Network:
         state: identifies the parameters that the network was made from; see `state_of`.
         forms: forms of the weights on a CPU; None on other devices.
         exact_head: the head's weight in these forms, with logits in float32.
-        products: what computes the linear modules and experts in place of their own `forward`.
+        products: functions that replace `forward` of the linear modules and experts in a call.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -159,7 +158,7 @@ class Network:
         if forms.many is None:
             return
         for module in self.body.modules():
-            # Somebody else has replaced the module's `forward`.
+            # Leave a module alone whose `forward` somebody else has replaced.
             if "forward" in vars(module):
                 continue
             if type(module) is nn.Linear:
@@ -265,10 +264,10 @@ class PlainNetwork(Network):
         else:
             hidden = decoder_inputs(self.model, tokens, images)["inputs_embeds"]
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
-        # The kernels read them by address.
+        # The kernels read them by address, without strides.
         cos = cos.contiguous()
         sin = sin.contiguous()
-        # Each layer leaves its last sum to the next norm, which does both in one pass.
+        # Each layer leaves its last sum to the next norm, which computes both in one pass.
         added = None
         for layer in self.layers:
             hidden, added = layer(hidden, added, cos, sin, plan)
@@ -308,7 +307,15 @@ class _NormWeights(NamedTuple):
 
 
 class _Layer:
-    """A layer of a plain decoder, or a rank's share of it."""
+    """A layer of a plain decoder, or a rank's share of it.
+
+    Args:
+        layer: transformers' module of the layer.
+        number: number of the layer.
+        forms: forms of the weights on a CPU; None on other devices.
+        elementwise: norms, rotary positions and gates.
+        group: the ranks that share the layer; None: this process computes all of it.
+    """
 
     def __init__(
         self,
@@ -420,7 +427,7 @@ class _Mixture:
         mlp: Any,
         forms: Forms | None,
         elementwise: Elementwise,
-        group: RolloutGroup | None = None,
+        group: RolloutGroup | None,
     ) -> None:
         assert group is None, "the experts of a rollout group are not sharded"
         self.router = mlp.gate
@@ -443,9 +450,12 @@ class _Mixture:
 
 
 class _NativeExperts:
-    """The experts of a layer, called as transformers' module of experts.
+    """The experts of a layer, with the call of transformers' module of experts.
 
-    `gate` combines the two halves of what an expert's first product gives: [R, 2 F] -> [R, F].
+    Args:
+        experts: transformers' module.
+        forms: forms of the weights on a CPU.
+        gate: combines both halves of the first product of an expert: [R, 2 F] -> [R, F].
     """
 
     def __init__(self, experts: Any, forms: Forms, gate: Callable[[Tensor], Tensor]) -> None:
@@ -493,7 +503,7 @@ def _expert_weights(experts: Any, name: str, forms: Forms) -> list[Weight]:
 
 
 def _by_expert(weights: Sequence[Weight], states: Tensor, counts: Sequence[int]) -> Tensor:
-    """Products of rows that are sorted by expert, `counts` rows for each."""
+    """Products of rows that are sorted by expert, with `counts` rows for each expert."""
     products = []
     for weight, rows in zip(weights, states.split(counts), strict=True):
         # With few rows, many experts have no token.
@@ -503,10 +513,18 @@ def _by_expert(weights: Sequence[Weight], states: Tensor, counts: Sequence[int])
 
 
 class _Projection:
-    """Linear modules with one input, their outputs side by side.
+    """Linear modules with the same input, and their outputs side by side.
 
-    With a group, each rank has some columns of a single module, and the outputs are summed over
-    the ranks. With `packs` a GPU gets a copy of the weights side by side, for one product.
+    Args:
+        modules: the modules. Those that are not plain linear ones compute by themselves.
+        forms: forms of the weights on a CPU; None on other devices.
+        summed_over: ranks that have some columns of a single module each, and sum their outputs.
+            None: this process has all columns.
+        packs: whether a GPU copies the weights side by side, for one product.
+
+    Attributes:
+        weight: the weights in forms, on a CPU.
+        factors: weight and bias of each product on a GPU. Empty: the modules are called.
     """
 
     def __init__(
@@ -529,7 +547,7 @@ class _Projection:
         biases = [module.bias.detach() for module in linears if module.bias is not None]
         is_uniform = len(biases) in (0, len(linears))
         if forms is not None and is_uniform:
-            # A bias of a sum over ranks is added once.
+            # In a sum over ranks, only the leader adds the bias.
             has_bias = bool(biases) and (self.group is None or self.group.is_leader)
             is_sum = self.group is not None
             self.weight = forms.make(weights, biases if has_bias else None, is_sum=is_sum)
@@ -550,18 +568,21 @@ class _Projection:
                 # Summed in float32, and rounded once.
                 product = self.group.add_up(product.float())
             return product.to(states.dtype)
+        # A rank's columns, without forms.
         if self.group is not None:
             (module,) = cast(Any, self.modules)
             bias = module.bias if self.group.is_leader else None
             return self.group.add_up(linear(states, module.weight, bias))
+        # A copy of the weights side by side.
         if len(self.factors) == 1:
             weight, bias = self.factors[0]
             return linear(states, weight, bias)
+        # A single module, or modules of other kinds.
         if not self.factors:
             outputs = [module(states) for module in self.modules]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-        # Each product writes its columns of the result: no copy puts them side by side.
+        # Several weights without a copy: each product writes its columns of the result.
         rows = states.flatten(0, -2).detach()
         widths = [len(weight) for weight, _ in self.factors]
         result = rows.new_empty(len(rows), sum(widths))
@@ -611,7 +632,7 @@ def is_plain(model: PreTrainedModel) -> bool:
 
 
 def state_of(model: nn.Module) -> State:
-    """Address of each parameter, and how often it was written to in place, as torch counts."""
+    """Address of each parameter, and torch's count of the writes to it in place."""
     state = []
     for parameter in model.parameters():
         # Tensors made in inference mode are not counted.

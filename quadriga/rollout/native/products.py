@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products on a CPU, with weights in the form that is fastest for the number of rows.
 
-With few rows, as in a decode step, reading the weights takes the time; with many rows, the
-arithmetic does. Libraries reorder a weight before each product; here that is done once.
+With few rows, as in a decode step, most of the time is spent on reading the weights; with many
+rows, on arithmetic. Libraries reorder a weight before each product; here that is done once.
 
     model       this CPU has              few rows                       many rows
     bfloat16    AVX-512 and a compiler    the parameters, by `kernels`   float32, in MKL's order
@@ -11,11 +11,13 @@ arithmetic does. Libraries reorder a weight before each product; here that is do
     float16     MKL                       float32, in MKL's order        the same
     float32     MKL                       float32, in MKL's order        the same
 
-Fast bfloat16 units, which beat those for float32, are AMX, and AVX-512 on AMD. Without MKL, or if
-float32 takes too much memory, oneDNN's order serves many rows, too. Sums are float32, and a result
-is rounded once, as in training; only the order of summation differs.
+Bfloat16 units that are faster than those for float32 are AMX, and AVX-512 on AMD. Without MKL, or
+if float32 takes too much memory, oneDNN's order serves many rows, too. Sums are float32, and a
+result is rounded once, as in training; only the order of summation differs.
 
-Legend: D inputs, O outputs of all weights of a form together. Each weight is [., D], each bias [.].
+Weights with the same input, such as those of query, key and value, are multiplied in one product.
+
+Legend: D inputs, O outputs of all weights of a product. Each weight is [., D], each bias [.].
 """
 
 import functools
@@ -41,7 +43,7 @@ class OwnWeight:
     """The bfloat16 parameters themselves, multiplied by a loop compiled on this machine.
 
     Args:
-        weights: weights of one input.
+        weights: weights with the same input.
         biases: their biases, or None.
         dtype: dtype of the result, bfloat16 or float32.
     """
@@ -74,7 +76,7 @@ class PackedWeight:
     """A copy in bfloat16, in oneDNN's order.
 
     Args:
-        weights: weights of one input.
+        weights: weights with the same input.
         biases: their biases, or None.
     """
 
@@ -99,7 +101,7 @@ class WideWeight:
     """A copy in float32, in MKL's order if this build of torch has MKL.
 
     Args:
-        weights: weights of one input.
+        weights: weights with the same input.
         biases: their biases, or None.
     """
 
@@ -110,7 +112,7 @@ class WideWeight:
         self.narrows = weights[0].dtype == torch.bfloat16 and has_fast_bfloat16()
         if has_mkl() and not self.narrows:
             self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _WIDE_ROWS)
-            # MKL's product reads only the shape of the original, so its memory is freed.
+            # MKL's product reads only the shape of the original, so that can be a view of a number.
             self.weight = self.weight.new_empty(1).expand(self.weight.shape)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
@@ -124,7 +126,7 @@ class WideWeight:
 
 
 class Weight:
-    """Weights of one input, side by side, in the forms for few and for many rows.
+    """Weights with the same input, in the forms for few and for many rows.
 
     Args:
         few: the form for few rows; None: the one for many rows serves them, too.
@@ -160,7 +162,8 @@ class Forms:
     def __init__(self, dtype: torch.dtype, num_weights: int) -> None:
         self.few: type[OwnWeight | PackedWeight] | None = None
         self.many: type[WideWeight | PackedWeight] | None = None
-        widens = has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
+        fits_float32 = 4 * num_weights <= _MAX_WIDE_BYTES
+        widens = has_mkl() and fits_float32
         if widens and dtype in (torch.bfloat16, torch.float16, torch.float32):
             self.many = WideWeight
         if dtype == torch.bfloat16 and can_pack():
@@ -183,7 +186,7 @@ class Forms:
         is_head: bool = False,
         is_sum: bool = False,
     ) -> Weight | None:
-        """Bring the weights of modules with one input into the forms.
+        """Bring the weights of modules with the same input into the forms.
 
         Args:
             weights: [., D] each.

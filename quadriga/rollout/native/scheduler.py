@@ -23,8 +23,9 @@ class Scheduler(Generic[R]):
 
     Args:
         max_num_seqs: number of slots.
-        max_num_batched_tokens: prefix tokens that start in a round. A single prefix may have more.
-        max_cache_tokens: tokens that the KV cache may hold, padding included; None: any number.
+        max_num_batched_tokens: most prefix tokens that `admit` starts. A single prefix may have
+            more.
+        max_cache_tokens: most tokens in the KV cache, padding included; None: any number.
         refill_share: share of the slots that must be free before waiting requests start, unless
             there is a slot for each of them.
 
@@ -53,14 +54,18 @@ class Scheduler(Generic[R]):
         return not self.waiting and not self.running
 
     def add(self, requests: Iterable[R]) -> None:
-        """Queue requests in their order, but those with the same prefix next to each other."""
+        """Queue requests in order, except that those with the same prefix stand together."""
         groups: dict[Any, list[R]] = {}
         for request in (*self.waiting, *requests):
             groups.setdefault(request.prefix, []).append(request)
         self.waiting = [request for group in groups.values() for request in group]
 
     def finish(self, slot: int) -> int:
-        """Free a slot. Returns the slot whose request moved here, or `slot` if it was the last."""
+        """Free a slot, and move the request of the last slot to it.
+
+        Returns:
+            The slot that the moved request had, which is `slot` itself if that was the last one.
+        """
         last = len(self.running) - 1
         self.running[slot] = self.running[last]
         self.running.pop()
@@ -77,8 +82,8 @@ class Scheduler(Generic[R]):
         """
         # A prefill stops all running requests, so a few free slots are not worth it.
         num_free = self.max_num_seqs - len(self.running)
-        worthwhile = max(1, math.ceil(self.refill_share * self.max_num_seqs))
-        if self.running and num_free < min(worthwhile, len(self.waiting)):
+        min_free = max(1, math.ceil(self.refill_share * self.max_num_seqs))
+        if self.running and num_free < min(min_free, len(self.waiting)):
             return []
 
         prefixes = {request.prefix for request in self.running}
@@ -87,7 +92,7 @@ class Scheduler(Generic[R]):
         for request in self.waiting[:num_free]:
             if request.prefix not in prefixes:
                 num_tokens += len(request.prefix)
-            # One prefix may have more tokens than a round, and one request more than the cache.
+            # The first one starts in any case, or a request larger than a limit would never start.
             if started and num_tokens > self.max_num_batched_tokens:
                 break
             prefixes_with = prefixes | {request.prefix}

@@ -24,7 +24,7 @@ class GroupShards:
         adapted: the same model with the trainer's adapter, or `model` if there is none.
 
     Attributes:
-        merged: names of the shards that change after they have arrived, when the adapter is merged.
+        merged: names of the shards that the adapter is merged into after they have arrived.
     """
 
     def __init__(

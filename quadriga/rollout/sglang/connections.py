@@ -42,6 +42,7 @@ HEALTH_CHECK_EVERY_S = 10.0
 HOST = "quadriga.rollout.sglang.host"
 _END_S = 30.0
 _URL = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
+# Threads of a server's connection for requests other than for responses.
 _NUM_CONTROLS = 4
 
 
@@ -84,7 +85,8 @@ class SGLangProcess:
             environment.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
             environment["TORCH_COMPILE_DISABLE"] = "1"
         self._connection, host_connection = Pipe()
-        # Closed here at once, so that the end of the host process ends the connection.
+        # Our copy is closed at once, so that the end of the host process ends the connection. The
+        # new session makes a process group, by which all processes of SGLang are killed at the end.
         with host_connection:
             host_fd = host_connection.fileno()
             self.process = subprocess.Popen(
@@ -140,7 +142,7 @@ class SGLangProcess:
         return future
 
     def _read(self) -> None:
-        """Give the results to the futures until the connection ends; then fail the others."""
+        """Set the results of futures until the connection ends, then an error for the others."""
         while True:
             try:
                 number, is_done, result = self._connection.recv()
@@ -166,6 +168,7 @@ class SGLangProcess:
                 future.set_exception(died("sglang", "SGLang", "has ended"))
 
     def _check_health(self) -> None:
+        """Kill the process when it does not answer in time, so that its requests fail."""
         while not self._has_ended:
             time.sleep(HEALTH_CHECK_EVERY_S)
             try:
@@ -177,15 +180,15 @@ class SGLangProcess:
                 )
                 os.killpg(pid, signal.SIGKILL)
             except RolloutError:
-                return  # it has ended, which its requests report
+                return  # the process has ended, which its requests report
 
     def _end_process(self) -> None:
-        """Ask the host to end SGLang and itself, then kill its remaining processes."""
-        with suppress(OSError):  # it may have ended
+        """Ask the host to end SGLang and itself, then kill the remaining processes."""
+        with suppress(OSError):  # the host may have ended
             self._connection.send(None)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
-        with suppress(ProcessLookupError):  # all have ended
+        with suppress(ProcessLookupError):  # all processes may have ended
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._connection.close()
@@ -231,20 +234,20 @@ class SGLangServer:
         self._pool = ThreadPoolExecutor(max_num_seqs, "sglang")
         # Separate threads, because requests that abort others must not wait for them.
         self._controls = ThreadPoolExecutor(_NUM_CONTROLS, "sglang control")
-        facts = self._call("server_info", None, "GET") or {}
-        self.version = str(facts.get("version", ""))
-        self.has_seeds = bool(facts.get("enable_deterministic_inference"))
-        self.num_processes = int(facts.get("tp_size") or 1)
+        info = self._call("server_info", None, "GET") or {}
+        self.version = str(info.get("version", ""))
+        self.has_seeds = bool(info.get("enable_deterministic_inference"))
+        self.num_processes = int(info.get("tp_size") or 1)
         if release_numbers(self.version) < release_numbers(LEAST):
             got = f"SGLang {self.version or 'of no version'}"
             raise RolloutError(self._client.where, got=got, expected=f"{LEAST} or newer")
-        if LOADER not in (facts.get("custom_weight_loader") or ()):
+        if LOADER not in (info.get("custom_weight_loader") or ()):
             raise RolloutError(
                 self._client.where,
                 got="a server that does not say which weights reach it",
                 expected=f"--custom-weight-loader {LOADER}",
             )
-        context_length = int(facts.get("context_length") or 0)
+        context_length = int(info.get("context_length") or 0)
         if 0 < context_length <= max_model_len:
             raise RolloutError(
                 self._client.where,
@@ -275,6 +278,7 @@ class SGLangServer:
         return pool.submit(self._call, method, arguments)
 
     def _call(self, method: str, arguments: dict[str, Any] | None, kind: str = "POST") -> Any:
+        """Send a request over HTTP, and return the reply."""
         try:
             return self._client.call(method, arguments, method=kind, needs_object=False)
         except ServerLostError as error:

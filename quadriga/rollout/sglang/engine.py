@@ -12,7 +12,7 @@ import json
 import math
 import pickle
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -50,6 +50,7 @@ from quadriga.rollout.third_party import (
     require_known_experts,
 )
 from quadriga.weight_sync.buckets import num_bytes
+from quadriga.weight_sync.publish import NamedWeights
 
 _GIB = 1 << 30
 _ABORT_AGAIN_S = 0.2
@@ -72,7 +73,7 @@ class SGLangEngine(ThirdPartyEngine):
         eos_token_ids: end-of-text tokens of the model.
         bucket_bytes: memory for weights on their way.
         can_sleep: whether `sleep` releases memory; accelerators only.
-        description: what was chosen, for people to read.
+        description: summary of the choices made at the start, for people to read.
     """
 
     name = "sglang"
@@ -100,10 +101,12 @@ class SGLangEngine(ThirdPartyEngine):
         if not connection.has_seeds:
             self.description += f"; {_UNSEEDED}"
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
-        # By SGLang's name of the request: replies to come, and requests that `abort` has ended.
+        # Pending replies by SGLang's name of the request, and the requests that `abort` has ended.
         self._running: dict[str, Future[Any]] = {}
         self._aborted: set[str] = set()
         self._has_dropped_weights = False
+        # In a sleep: whether a load has mapped the memory of the weights again.
+        self._has_resumed_weights = False
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "SGLangEngine | Balancer":
@@ -158,13 +161,12 @@ class SGLangEngine(ThirdPartyEngine):
             self.connection.ask("abort_request", rid=request_id)
             raise
         finally:
-            self._running.pop(request_id, None)
-            self._aborted.discard(request_id)
+            self._forget(request_id)
 
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        """Generate a response for each prompt. The first failure aborts the other requests.
+        """Generate a response for each prompt. An error aborts the unfinished requests.
 
         Args:
             prompts: token ids of each prompt.
@@ -196,8 +198,7 @@ class SGLangEngine(ThirdPartyEngine):
             for request_id, future in started:
                 if not future.done():
                     self.connection.ask("abort_request", rid=request_id)
-                self._running.pop(request_id, None)
-                self._aborted.discard(request_id)
+                self._forget(request_id)
 
     def abort(self) -> None:
         """End unfinished responses, also those that begin meanwhile. Any thread may call this."""
@@ -232,7 +233,7 @@ class SGLangEngine(ThirdPartyEngine):
             super().close()
             self.connection.close()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load a complete set of weights in buckets, and drop the KV cache of the old ones.
 
         Args:
@@ -269,8 +270,8 @@ class SGLangEngine(ThirdPartyEngine):
                     )
                     num_sent += 1
             finally:
-                # Also after a stream that broke off, so that the next load and its fingerprints
-                # begin anew.
+                # Also after a stream that ended early, so that the next load and its fingerprints
+                # start from nothing.
                 self._call("end_weight_update")
                 if num_sent:
                     received += self._call("get_weights_by_name", name=FINGERPRINTS)
@@ -284,10 +285,15 @@ class SGLangEngine(ThirdPartyEngine):
         """Send a request and wait for its result."""
         return self.connection.ask(method, **arguments).result()
 
+    def _forget(self, request_id: str) -> None:
+        """Drop the state of a request that is over."""
+        self._running.pop(request_id, None)
+        self._aborted.discard(request_id)
+
     def _start(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> tuple[str, Future[Any]]:
-        """Send a request for a response; returns its name and SGLang's reply."""
+        """Send a request for a response; return its name and the future of SGLang's reply."""
         request_id = next(self._ids)
         sampling_params = {
             "max_new_tokens": sampling.max_tokens,
@@ -323,13 +329,11 @@ class SGLangEngine(ThirdPartyEngine):
             where = f"{self.name}.generate, prompt {row}"
             if params.ignore_eos and params.stop_token_ids:
                 got = "stop_token_ids together with ignore_eos"
-                raise RolloutError(
-                    where, got=got, expected="one of them: SGLang leaves out both or neither"
-                )
+                expected = "one of them: with ignore_eos SGLang ignores stop_token_ids, too"
+                raise RolloutError(where, got=got, expected=expected)
             if params.min_p > 0 and self.connection.has_seeds and not params.is_greedy:
-                raise RolloutError(
-                    where, got="min_p", expected="0: SGLang cannot draw by a seed with it"
-                )
+                expected = "0: SGLang's sampling with seeds does not support it"
+                raise RolloutError(where, got="min_p", expected=expected)
 
     def _completion(
         self, request_id: str, reply: dict[str, Any], prompt: Prompt, sampling: SamplingParams
@@ -337,6 +341,9 @@ class SGLangEngine(ThirdPartyEngine):
         """Make the completion of a reply.
 
         SGLang's log-probabilities are at the temperature and before filters.
+
+        Raises:
+            RolloutError: the reply cannot be used.
         """
         meta = reply["meta_info"]
         num_prompt_tokens = meta.get("prompt_tokens", len(prompt))
@@ -349,7 +356,7 @@ class SGLangEngine(ThirdPartyEngine):
             )
         tokens = list(reply.get("output_ids") or ())
         log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
-        finish = meta["finish_reason"] or {}
+        finish = meta.get("finish_reason") or {}
         reason = FINISH_REASONS.get(finish.get("type", ""))
         if reason == "abort":
             # The last token of an aborted response may lack its log-probability, or the reverse.
@@ -367,7 +374,7 @@ class SGLangEngine(ThirdPartyEngine):
             problem = "a log-probability that is not a number"
             problem += ": the weights hold NaN or infinite values, or overflow"
         else:
-            # After filters they are unknown.
+            # Log-probabilities after filters are unknown.
             sampling_log_probs = [] if has_filters(sampling) else list(log_probs)
             return Completion(tokens, log_probs, reason, self.weight_version, sampling_log_probs)
         raise RolloutError(
@@ -420,7 +427,7 @@ def _connect_engines(
 def _copy(weight: tuple[str, torch.Tensor], offset: int, device: str) -> tuple[str, torch.Tensor]:
     """Copy a weight to a device, without a gradient.
 
-    Without the copy, all of the memory that the tensor is a part of would be sent.
+    A view would be sent with all of the memory that it is a view of.
     """
     name, tensor = weight
     return name, tensor.detach().to(device, copy=True).contiguous()
@@ -435,7 +442,7 @@ def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, 
             `gpu_memory_utilization`.
 
     Returns:
-        Arguments by SGLang's names. Those of `engine_kwargs.sglang` win.
+        Arguments by SGLang's names. Those of `engine_kwargs.sglang` replace ours.
     """
     rollout = setup.rollout
     model = setup.config.actor_rollout_ref.model

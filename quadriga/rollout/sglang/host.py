@@ -36,6 +36,8 @@ _ENVIRONMENT = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
+# Fields of SGLang's reply that `SGLangEngine` reads. Only they are sent over the pipe.
+_REPLY_FIELDS = ("finish_reason", "output_token_logprobs", "prompt_tokens")
 # Requests about weights and memory, and SGLang's classes for them.
 _REQUESTS = {
     "begin_weight_update": "BeginWeightUpdateReqInput",
@@ -81,7 +83,7 @@ class SGLangLibrary:
             )
 
     async def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Do what SGLang's server does for a request.
+        """Answer a request as SGLang's server does.
 
         Args:
             method: name of the request.
@@ -93,10 +95,7 @@ class SGLangLibrary:
         if method == "generate":
             reply = await self.engine.async_generate(**arguments)
             meta = reply["meta_info"]
-            used = {
-                "finish_reason": meta.get("finish_reason"),
-                "output_token_logprobs": meta.get("output_token_logprobs"),
-            }
+            used = {name: meta[name] for name in _REPLY_FIELDS if name in meta}
             return {"output_ids": list(reply["output_ids"]), "meta_info": used}
         if method == "is_alive":
             return True
@@ -112,7 +111,8 @@ class SGLangLibrary:
 def main() -> None:
     """Serve the pipe whose file descriptor is the first argument of the program."""
     streams.install()
-    logging.captureWarnings(True)  # to the log, of which only errors are printed
+    # Warnings go to the log, of which only errors are printed.
+    logging.captureWarnings(True)
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     # SGLang's processes may outlive this one, whose end must end the connection.
     os.set_inheritable(connection.fileno(), False)

@@ -5,24 +5,24 @@ A server needs `--custom-weight-loader quadriga.rollout.sglang.receiver.load`, a
 environment.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
+from quadriga.weight_sync.publish import NamedWeights
 
 LOADER = "quadriga.rollout.sglang.receiver.load"
 FINGERPRINTS = "quadriga/fingerprints"
 _MARKS = "quadriga_marks"
 
 
-def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load(model: Any, weights: NamedWeights) -> None:
     """Load some weights of a set, and fingerprint the tensors that the model gets.
 
-    The model's weight named `FINGERPRINTS` is a list: for each process with the model, the
-    fingerprint of each weight that was loaded since the list was read last.
+    The fingerprints are read as if they were a weight of the model with the name `FINGERPRINTS`.
+    Its value is a list: for each process with the model, the fingerprints of the weights that were
+    loaded since the list was last read.
 
     Args:
         model: SGLang's model.

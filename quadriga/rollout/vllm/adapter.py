@@ -8,7 +8,7 @@
 vLLM reads adapters from folders. Its KV cache tells adapters apart by name.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from quadriga.models.adapter_files import is_factor, write_adapter_shape, write_
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.cores import Core
 from quadriga.rollout.vllm.library import WHERE, VLLMLibrary
-from quadriga.weight_sync.publish import name_some
+from quadriga.weight_sync.publish import NamedWeights, name_some
 
 _MERGE = "With actor_rollout_ref.model.lora_merge=true the adapter travels merged."
 # Ranks that vLLM can make room for. The last one is its trait `max_adapter_rank`.
@@ -54,9 +54,13 @@ class Adapter:
 class AdapterSlot:
     """The place of an adapter in an engine of vLLM.
 
+    Args:
+        adapter: description of the adapter.
+        library: the imported vLLM.
+        core: vLLM's engine.
+
     Attributes:
-        request: vLLM's `LoRARequest`, for each request for a response; None while there is no
-            adapter.
+        request: vLLM's `LoRARequest`, to be sent with each prompt; None while there is no adapter.
     """
 
     def __init__(self, adapter: Adapter, library: VLLMLibrary, core: Core) -> None:
@@ -78,6 +82,7 @@ class AdapterSlot:
         Raises:
             WeightSyncError: afterwards vLLM holds another adapter, or not all of this one.
         """
+        # No request may use a half-loaded adapter, so `request` is only set at the end.
         if self.request is not None:
             self.request = None
             self._core.ask("remove_lora", self._number)
@@ -112,7 +117,7 @@ class AdapterSlot:
 
 
 def separated(
-    weights: Iterable[tuple[str, torch.Tensor]], factors: dict[str, torch.Tensor]
+    weights: NamedWeights, factors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Take the matrices of an adapter out of a stream of weights.
 

@@ -28,26 +28,26 @@ def arguments_of(
         can_sleep: whether vLLM can release its memory.
 
     Returns:
-        Arguments by vLLM's names. Those of `engine_kwargs.vllm` win.
+        Arguments by vLLM's names. Those of `engine_kwargs.vllm` replace ours.
     """
     rollout = setup.rollout
     model = setup.config.actor_rollout_ref.model
     data = setup.config.data
     is_on_cpu = setup.device.type == "cpu"
-    # A pass has at least one token of each sequence. On a CPU it also holds a whole prompt: vLLM
-    # cannot cut a prompt with a seed there, because it cannot put the generator back.
     max_num_seqs = rollout.max_num_seqs
     if not is_on_cpu and "max_num_seqs" not in rollout.model_fields_set:
         # A GPU decodes more rows in about the same time. vLLM starts those that its cache holds.
         max_num_seqs = SEQUENCES_ON_GPU
+    # A pass has at least one token of each sequence. On a CPU it also holds a whole prompt: vLLM
+    # cannot divide a prompt with a seed there, because it cannot reset the generator.
     smallest_pass = max_num_seqs
     if is_on_cpu:
         smallest_pass = max(smallest_pass, setup.max_model_len)
     # Training needs log-probabilities before filters. vLLM reports those only at temperature 1,
     # which the checks of the configuration require.
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    # In asynchronous training one engine generates and, if there are prompts for it, another one
-    # validates.
+    # In asynchronous training one engine generates and, if there is validation data, another one
+    # validates. Both share the GPU's memory.
     has_two = setup.config.async_training.enable and bool(data.val_files)
     num_engines = rollout.data_parallel_size * (1 + has_two)
     arguments: dict[str, Any] = {
@@ -112,7 +112,7 @@ def sampling_of(
         max_tokens=params.max_tokens,
         **params.drawing,
         seed=params.seed % (1 << SEED_BITS) if has_seed else None,
-        # They include the model's end-of-text tokens, so vLLM must not add its own.
+        # `stops` includes the model's end-of-text tokens if they count, so vLLM must not add them.
         stop_token_ids=sorted(params.stops(eos_token_ids)),
         ignore_eos=True,
         stop=list(params.stop),

@@ -27,7 +27,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -64,17 +64,6 @@ class VLLMRequest(NamedTuple):
     expanded: Sequence[int] | None
 
 
-def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
-    """Wait for all completions. The first error cancels the others and is raised."""
-    try:
-        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-            future.result()
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
-
-
 @dataclass
 class Response:
     """A response so far.
@@ -88,7 +77,7 @@ class Response:
         log_probs: log-probability of each token, as vLLM reports it.
         reason: vLLM's finish reason; None if unfinished.
         begin_s: time of the request, in seconds since 1970.
-        end_s: time of the last output.
+        end_s: time of the last output, in seconds since 1970.
     """
 
     expanded: Sequence[int] | None = None
@@ -162,12 +151,14 @@ class Response:
             )
         log_probs, sampling_log_probs = split_log_probs(self.log_probs, sampling, log_probs_of)
         # Each version drew the tokens up to the first one of the next version.
+        num_tokens = len(self.token_ids)
         ends = [first for first, _ in self.versions[1:]]
-        ends.append(len(self.token_ids))
+        ends.append(num_tokens)
         versions: list[int] = []
+        # An engine in this process does not set `versions`: then there is nothing to repeat.
         for end, (_, version) in zip(ends, self.versions, strict=False):
             # With asynchronous scheduling vLLM may draw one token beyond the end of a response.
-            versions += [version] * (min(end, len(self.token_ids)) - len(versions))
+            versions += [version] * (min(end, num_tokens) - len(versions))
         return Completion(
             self.token_ids,
             log_probs,
@@ -247,12 +238,12 @@ class InProcessCore(Core):
         library: the imported vLLM.
         arguments: arguments of vLLM's engine.
         device: device of the model.
-        place: for a rank of a rollout group, see `group` of `executor`.
+        place: place of a rank of a rollout group, the argument `group` of `executor`.
     """
 
     is_in_process = True
-    # Engines of this process share vLLM's process groups. These end with the first engine that is
-    # shut down or collected as garbage, and so does torch's process group, whoever made it.
+    # Engines of this process share vLLM's process groups. The first engine that is shut down or
+    # collected as garbage ends them, and torch's process group as well, whoever made that.
     # Therefore closed engines are kept until the last one is closed.
     _open: ClassVar[set[int]] = set()
     _closed: ClassVar[list[Any]] = []
@@ -269,7 +260,7 @@ class InProcessCore(Core):
             InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
         self._ids = itertools.count(1)
         self._aborted = threading.Event()
-        # Steps run under the stance of the start, at which vLLM compiles and captures CUDA graphs.
+        # Steps need the stance of the start, when vLLM compiles and captures CUDA graphs.
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
         # With asynchronous scheduling a batch may be in flight when this process lets vLLM sleep.
         arguments = {"async_scheduling": False} | arguments
@@ -384,21 +375,21 @@ class ProcessCore(Core):
         """Run a coroutine on the thread's loop. Cancelling the future cancels it."""
         return self._thread.submit(work)
 
-    async def respond(self, ask: Callable[[], tuple[VLLMRequest, int]]) -> Response:
+    async def respond(self, make_request: Callable[[], tuple[VLLMRequest, int]]) -> Response:
         """Generate one response. This coroutine runs on the thread's loop.
 
         When it is cancelled, vLLM drops the request.
 
         Args:
-            ask: returns the request and the version of the current weights. It is called again if
-                newer weights are loaded before the first token.
+            make_request: returns the request and the version of the current weights. It is called
+                again if newer weights are loaded before the first token.
 
         Returns:
             The finished response.
         """
         while True:
             await self._is_open.wait()
-            request, version = ask()
+            request, version = make_request()
             request_id = str(next(self._ids))
             response = Response(request.expanded, [(0, version)])
             self._running[request_id] = response
@@ -434,6 +425,9 @@ class ProcessCore(Core):
             # vLLM appends a suffix to our names of requests.
             return {name.partition("-")[0]: number for name, number in num_tokens.items()}
 
+        num_tokens = self._submit(pause).result()
+        yield
+
         async def resume() -> None:
             void_ids = []
             for request_id, response in self._running.items():
@@ -441,21 +435,21 @@ class ProcessCore(Core):
                 if num_drawn:
                     response.versions.append((num_drawn, version))
                 else:
-                    # It has not begun, or is finished and not delivered: it is generated anew.
+                    # Not begun, or finished but not delivered. Either way it is generated anew.
                     response.is_void = True
+                # It may be void since an earlier load.
                 if response.is_void:
                     void_ids.append(request_id)
             await self.engine.abort(void_ids)
             await self.engine.resume_generation()
             self._is_open.set()
 
-        num_tokens = self._submit(pause).result()
-        yield
         self._submit(resume).result()
 
     def abort(self) -> None:
         """End all unfinished responses. Any thread may call this."""
-        self.ask("abort", sorted(self._running))
+        # On the loop, where `_running` changes.
+        self._submit(lambda: self.engine.abort(sorted(self._running))).result()
 
     def close(self) -> None:
         """End the engine."""
@@ -466,6 +460,7 @@ class ProcessCore(Core):
         self._thread.close(_END_S)
 
     async def _check_health(self) -> None:
+        """Kill vLLM's processes when they do not answer in time, so that their requests fail."""
         while not self.is_lost:
             await asyncio.sleep(HEALTH_CHECK_EVERY_S)
             processes = self.engine.engine_core.resources.engine_manager.processes

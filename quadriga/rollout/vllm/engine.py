@@ -8,7 +8,7 @@ load_weights -- tensors, or buckets in shared memory --> WorkerExtension.load_bu
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cached_property, partial
@@ -47,6 +47,7 @@ from quadriga.rollout.third_party import (
     refused,
     require_known_experts,
     require_release,
+    results_of,
 )
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
 from quadriga.rollout.vllm.arguments import arguments_of, sampling_of
@@ -55,7 +56,6 @@ from quadriga.rollout.vllm.cores import (
     ProcessCore,
     Response,
     VLLMRequest,
-    results_of,
 )
 from quadriga.rollout.vllm.group import GroupCore, sees_peers
 from quadriga.rollout.vllm.library import (
@@ -75,6 +75,7 @@ from quadriga.rollout.vllm.library import (
 from quadriga.rollout.vllm.memory import VLLMMemory
 from quadriga.weight_sync.buckets import pack, unpack
 from quadriga.weight_sync.fingerprint import PendingFingerprints, tensor_fingerprint
+from quadriga.weight_sync.publish import NamedWeights
 from quadriga.weight_sync.reshard import Wanted
 
 logger = logging.getLogger(__name__)
@@ -97,8 +98,8 @@ class VLLMEngine(ThirdPartyEngine):
         is_vision: whether the model takes images.
 
     Attributes:
-        rebuilt: most bytes of full tensors that a process of vLLM held at a time during a load, and
-            the module that it rebuilt from them.
+        rebuilt: most bytes of full tensors that a process of vLLM held at the same time during a
+            load, and the module that it rebuilt from them.
 
     Raises:
         RolloutError: vLLM is missing, too old, or refuses the model or the options.
@@ -210,6 +211,7 @@ class VLLMEngine(ThirdPartyEngine):
             future = self.core.start(self._complete(self.core, prompt, sampling, images))
             return await asyncio.wrap_future(future)
         if not isinstance(self.core, GroupCore):
+            # An engine in this process blocks, so requests are collected into batches.
             return await super().generate(prompt, sampling, images)
         [request] = self._requests([prompt], [sampling], [images])
         with self._explained():
@@ -221,12 +223,12 @@ class VLLMEngine(ThirdPartyEngine):
     ) -> Completion:
         """Generate one response, on the loop of the core's thread."""
 
-        def ask() -> tuple[VLLMRequest, int]:
+        def make_request() -> tuple[VLLMRequest, int]:
             [request] = self._requests([prompt], [sampling], [images])
             return request, self.weight_version
 
         with self._explained():
-            response = await core.respond(ask)
+            response = await core.respond(make_request)
         _, last_version = response.versions[-1]
         return response.completion(sampling, self.log_probs_of, last_version)
 
@@ -252,9 +254,10 @@ class VLLMEngine(ThirdPartyEngine):
         """
         assert isinstance(self.core, ProcessCore), "beside training vLLM has a process of its own"
         futures = []
-        prompt_images = images or [None] * len(prompts)
-        for request in zip(prompts, sampling, prompt_images, strict=True):
-            futures.append(self.core.start(self._complete(self.core, *request)))
+        row_images = images or [None] * len(prompts)
+        for prompt, params, prompt_images in zip(prompts, sampling, row_images, strict=True):
+            response = self._complete(self.core, prompt, params, prompt_images)
+            futures.append(self.core.start(response))
         return futures
 
     def between_steps(
@@ -265,10 +268,10 @@ class VLLMEngine(ThirdPartyEngine):
         Args:
             work: the function.
             keeps_cache: whether unfinished responses go on with the KV cache of the older weights.
-            recomputes: not read: `work` loads weights.
+            recomputes: ignored, because `work` loads weights.
 
         Returns:
-            `num_steps`, or the error of `work`.
+            Future of `num_steps`, or of the error of `work`.
         """
 
         def load() -> int:
@@ -304,10 +307,10 @@ class VLLMEngine(ThirdPartyEngine):
         ]
 
     def wanted_shards(self) -> Wanted:
-        """Weights that `load_weights` needs if the trainer does not gather them: full tensors."""
+        """Weights that `load_weights` needs: full tensors, also from a trainer with shards."""
         return self._manifest.full_weights(self.setup.dtype)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load a complete set of weights, and drop KV cache and image embeddings of the old ones.
 
         Between two steps the KV cache may stay. New requests then do not read what older weights
@@ -326,9 +329,8 @@ class VLLMEngine(ThirdPartyEngine):
         with self.core.renewed(version, keeps_cache=self._keeps_cache):
             self._load(weights, version, keeps_cache=self._keeps_cache)
 
-    def _load(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, keeps_cache: bool
-    ) -> None:
+    def _load(self, weights: NamedWeights, version: int, *, keeps_cache: bool) -> None:
+        """Load weights; see `load_weights`."""
         with self._loading(version) as received:
             self.memory.wake("weights")
             factors: dict[str, torch.Tensor] = {}
@@ -337,7 +339,8 @@ class VLLMEngine(ThirdPartyEngine):
                 model_weights = separated(model_weights, factors)
             try:
                 with closing(self._buckets(model_weights)) as stream:
-                    # There is no bucket if the adapter arrives alone.
+                    # There is no bucket if the adapter arrives alone. Otherwise the stream brings
+                    # all weights, and those of an earlier load do not count any more.
                     for bucket in stream:
                         self._frozen = {}
                         self.core.call("load_bucket", bucket)
@@ -356,7 +359,7 @@ class VLLMEngine(ThirdPartyEngine):
             self._frozen = {name: mark for name, mark in arrived.items() if not is_factor(name)}
 
     def _note_rebuilt(self) -> None:
-        """Log the largest module that vLLM has rebuilt, when there is a larger one."""
+        """Log the largest module that vLLM has rebuilt, if it is larger than before."""
         num_bytes, name = max(self.core.call("rebuilt_module"))
         if num_bytes > self.rebuilt[0]:
             self.rebuilt = (num_bytes, name)
@@ -368,7 +371,11 @@ class VLLMEngine(ThirdPartyEngine):
             )
 
     def _drop_caches(self, *, keeps_cache: bool) -> None:
-        """Drop the embeddings of images and, unless it is kept, the KV cache of the old weights."""
+        """Drop what vLLM computed with the old weights: embeddings of images, and its KV cache.
+
+        Args:
+            keeps_cache: whether the KV cache is kept.
+        """
         if not keeps_cache:
             if not self.core.ask("reset_prefix_cache"):
                 raise WeightSyncError(
@@ -385,9 +392,9 @@ class VLLMEngine(ThirdPartyEngine):
     def _buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Generator[Any, None, None]:
         """Yield buckets of weights for `load_bucket`.
 
-        In this process these are tensors, copied unless they stay unchanged during the load. For
-        other processes they are places in memory: of a GPU that vLLM uses too, or of shared memory.
-        The content of a bucket is valid until the next one.
+        In this process a bucket holds tensors, copied unless they stay unchanged during the load.
+        For other processes it is a place in memory: of a GPU that vLLM uses, too, or of shared
+        memory. The content of a bucket is valid until the next one.
         """
         if self.core.is_in_process:
 
@@ -402,7 +409,7 @@ class VLLMEngine(ThirdPartyEngine):
             yield from buckets(weights, lambda weight: weight[1].nbytes, self.bucket_bytes, hold)
             return
         if self.setup.device.type == "cuda":
-            # Handles exist only for memory of a GPU, and a copy from another process is on the host.
+            # Handles exist only for memory of a GPU. Tensors from another process are on the host.
             on_device = ((name, tensor.to(self.setup.device)) for name, tensor in weights)
             for entries, content in pack(on_device, self.bucket_bytes):
                 # The other process reads it in another stream.
@@ -458,6 +465,7 @@ class VLLMEngine(ThirdPartyEngine):
 
     def _make_core(self) -> InProcessCore | ProcessCore:
         rollout = self.setup.rollout
+        # Then requests and weights arrive while others are generated, which would block this process.
         is_beside = rollout.mode == "async" or self.setup.config.async_training.enable
         try:
             if self.setup.group is not None:
@@ -592,7 +600,7 @@ def own_parts(matrix: torch.Tensor, num_ranks: int, rank: int) -> list[torch.Ten
 
 
 class WorkerExtension:
-    """Our methods of vLLM's workers, the processes that hold the model.
+    """Methods that vLLM's workers, the processes that hold the model, get from us.
 
     vLLM adds this base class to its worker (`worker_extension_cls`). `Core.call` calls the methods.
 
@@ -617,11 +625,11 @@ class WorkerExtension:
     def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
         """Load a bucket of weights, as `VLLMEngine._buckets` yields them.
 
-        vLLM holds each tensor until the layer is complete. Fingerprints are of the tensors that it
-        gets.
+        vLLM holds each tensor until its layer is complete. Fingerprints are taken of the tensors
+        that vLLM gets.
         """
         if isinstance(bucket, list):
-            # Emptied, so that a tensor is freed when vLLM has it in its layer.
+            # The list is emptied, so that a tensor is freed once vLLM has copied it to its layer.
             weights = (bucket.pop(0) for _ in range(len(bucket)))
         else:
             device = torch.device("cpu")
@@ -666,7 +674,7 @@ class WorkerExtension:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _note_held(self, name: str, tensor: torch.Tensor) -> None:
-        """Count the bytes of a tensor and of those that vLLM still holds of incomplete modules."""
+        """Update `quadriga_rebuilt` by a new tensor and those that vLLM still holds."""
         self.quadriga_held = [
             (storage, size) for storage, size in self.quadriga_held if not storage.expired()
         ]
@@ -676,11 +684,11 @@ class WorkerExtension:
         self.quadriga_held.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
 
     def rebuilt_module(self) -> tuple[int, str]:
-        """Most bytes of full tensors at a time during the last load, and the module they are of."""
+        """Most bytes of full tensors held at once in the last load, and the last one's module."""
         return self.quadriga_rebuilt
 
     def end_weights(self) -> dict[str, str]:
-        """Complete the remaining layers, also after a stream that broke off.
+        """Complete the remaining layers, also after a stream that ended early.
 
         Returns:
             The fingerprint of each weight of the load.
@@ -713,7 +721,7 @@ class WorkerExtension:
         return num_tokens
 
     def clear_cache(self) -> None:
-        """Zero the KV cache. A NaN in a block would outlive the weights that made it."""
+        """Zero the KV cache, where a NaN would outlive the weights that computed it."""
         for tensor in cache_tensors(self):
             tensor.zero_()
 

@@ -82,7 +82,7 @@ class GroupCore(InProcessCore):
     ) -> None:
         self.group = group
         self._lock = threading.Lock()
-        # On the leader, both by name: requests before their first step, and those after it.
+        # Requests of the leader by name: those that wait for their first step, and running ones.
         self._inbox: dict[str, _PendingRequest] = {}
         self._calls: dict[str, _PendingRequest] = {}
         self._is_running = False
@@ -138,7 +138,7 @@ class GroupCore(InProcessCore):
                 message = self.group.hear(is_idle=not self.engine.has_unfinished_requests())
                 if isinstance(message, int):
                     break
-                self._take(message or StepChanges({}, []))
+                self._make_step(message or StepChanges({}, []))
         checksum = self._checksum
         self._checksum = 0
         require_same_tokens(self.group, "vllm", checksum=checksum, leader_checksum=message)
@@ -162,7 +162,7 @@ class GroupCore(InProcessCore):
         super().close()
 
     def _submit(self, calls: list[_PendingRequest]) -> bool:
-        """Put requests into the inbox; returns whether the caller must run them."""
+        """Put requests into the inbox; return whether the caller has to run them."""
         with self._lock:
             for call in calls:
                 self._inbox[str(next(self._ids))] = call
@@ -182,11 +182,11 @@ class GroupCore(InProcessCore):
                     outputs = []
                     if step.given_up:
                         outputs = unfinished_outputs(self.engine, step.given_up)
-                    outputs += self._take(step)
+                    outputs += self._make_step(step)
                     for output in outputs:
                         with self._lock:
                             call = self._calls.pop(output.request_id)
-                        self._end(call, output)
+                        self._finish(call, output)
         except BaseException as error:
             with self._lock:
                 failed = [*self._calls.values(), *self._inbox.values()]
@@ -194,7 +194,7 @@ class GroupCore(InProcessCore):
                 self._inbox = {}
                 self._is_running = False
                 self._has_failed = True
-            # Every caller gets the error where it waits.
+            # The callers get the error from their futures, whatever thread this is.
             for call in failed:
                 if call.future.set_running_or_notify_cancel():
                     call.future.set_exception(error)
@@ -202,7 +202,7 @@ class GroupCore(InProcessCore):
                 raise
 
     def _next_step(self) -> StepChanges | None:
-        """Take the requests of the inbox into the next step; None if there are no requests."""
+        """Move the requests of the inbox to the next step; return None without any request."""
         with self._lock:
             given_up = []
             for name, call in self._calls.items():
@@ -214,8 +214,8 @@ class GroupCore(InProcessCore):
             self._is_running = bool(self._calls)
         return StepChanges(added, given_up) if self._is_running else None
 
-    def _take(self, step: StepChanges) -> list[Any]:
-        """Make a step, as every rank does; returns vLLM's outputs of finished requests."""
+    def _make_step(self, step: StepChanges) -> list[Any]:
+        """Make a step, on every rank; return vLLM's outputs of finished requests."""
         if step.given_up:
             self.engine.abort_request(step.given_up)
         for name, request in step.added.items():
@@ -231,7 +231,7 @@ class GroupCore(InProcessCore):
         return outputs
 
     @staticmethod
-    def _end(call: _PendingRequest, output: Any) -> None:
+    def _finish(call: _PendingRequest, output: Any) -> None:
         """Give the caller its response, unless it was cancelled."""
         if call.future.set_running_or_notify_cancel():
             try:

@@ -69,7 +69,7 @@ def require_version(version: str) -> None:
 
 
 def warn_about_version(version: str) -> None:
-    """Warn about a vLLM that is newer than the newest one whose private parts are known."""
+    """Print a warning if vLLM is newer than the last version whose private parts are known."""
     if release_numbers(version)[:2] > release_numbers(NEWEST_READ)[:2]:
         print(
             f"warning: vLLM {version} is newer than {NEWEST_READ}, the newest version that Quadriga"
@@ -116,10 +116,10 @@ def started(num_processes: int = 0) -> AbstractContextManager[None]:
 
 
 def cache_folder() -> Path:
-    """Folder for what vLLM compiles, one per rank.
+    """Folder for the code that vLLM compiles, one per rank.
 
-    vLLM names its files by the rank within an engine. Engines with a GPU each would all write those
-    of rank 0 at the same time, and read files that are half written.
+    vLLM names its files by the rank within an engine. Several engines with one GPU each would write
+    those of rank 0 at the same time, and read files that are half written.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -255,8 +255,9 @@ def executor(device: torch.device, group: tuple[str, int] | None = None) -> type
 
     Args:
         device: device by the index that this process sees; vLLM itself takes the first one.
-        group: for a rank of a rollout group, the group's name, unique on the machine, after which
-            vLLM names shared memory, and the rank in torch's process group, which exists already.
+        group: name of the rollout group, and the rank in torch's process group, which exists
+            already. vLLM names shared memory after the group, so its name must be unique on the
+            machine. None: there is no group.
     """
     module = importlib.import_module("vllm.v1.executor.uniproc_executor")
     base: Any = module.UniProcExecutor if group is None else module.ExecutorWithExternalLauncher

@@ -288,6 +288,34 @@ def test_an_engine_that_died_is_made_again(caplog: pytest.LogCaptureFixture) -> 
     assert made[0].is_closed
 
 
+def test_close_starts_no_engine() -> None:
+    """A restart that is due would start an engine that nobody closes."""
+    num_started = 0
+
+    def fail() -> Engine:
+        nonlocal num_started
+        num_started += 1
+        raise ConnectionError("no memory")
+
+    balancer = Balancer([Engine(), Engine(lives=0)], makers=[fail, fail])
+    balancer.generate_batch([[1], [2]], params(2))
+    balancer._restarts.wait(10)
+    assert not balancer.has_frozen_weights  # takes the error, and requests another restart
+    balancer._restarts._due[1] = 0.0
+    balancer.close()
+    balancer._restarts.wait(10)
+    assert num_started == 1
+
+
+def test_progress_is_reported_during_a_batch_only() -> None:
+    counts: list[int] = []
+    balancer = Balancer([Engine(), Engine()])
+    balancer.count_ended = counts.append
+    balancer.generate_batch([[1], [2]], params(2))
+    asyncio.run(balancer.engines[0].generate([3], params(1)[0]))
+    assert counts == [1, 1]
+
+
 def test_an_engine_that_comes_back_with_other_weights_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

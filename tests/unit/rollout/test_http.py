@@ -164,6 +164,20 @@ def test_a_refusal_is_told_in_the_servers_words_and_not_tried_again(serve) -> No
     assert len(server.asked) == 1
 
 
+def test_a_refusal_waits_for_no_other_request(serve) -> None:
+    release = threading.Event()
+
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        if body["prompt"] == [2]:
+            return 400, {"error": {"message": "not this one"}}
+        release.wait(HANGS_S)
+        return _fine(body)
+
+    with pytest.raises(RolloutError, match="not this one"):
+        HTTPEngine([serve(reply).url], "small").generate_batch([[1], [2]], [PARAMS] * 2)
+    release.set()
+
+
 def test_requests_of_a_lost_server_move_to_another(serve) -> None:
     """One does not listen, one answers with errors, one with no JSON, one is well."""
     gone = serve(_fine)

@@ -21,6 +21,7 @@ from quadriga.rollout.interface import Images, SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
 from quadriga.rollout.sglang.engine import SGLangEngine
+from quadriga.rollout.sglang.host import SGLangLibrary
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, load
 from quadriga.weight_sync import CopiedWeights
 from tests.vision_folder import noise
@@ -203,8 +204,8 @@ def test_answers_that_are_none(answer: dict[str, Any], message: str) -> None:
     ("changes", "message"),
     [
         ({"max_tokens": 20}, "at most 20 together"),
-        ({"ignore_eos": True, "stop_token_ids": (3,)}, "leaves out both or neither"),
-        ({"min_p": 0.1}, "cannot draw by a seed"),
+        ({"ignore_eos": True, "stop_token_ids": (3,)}, "ignores stop_token_ids, too"),
+        ({"min_p": 0.1}, "sampling with seeds does not support it"),
     ],
 )
 def test_requests_that_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -230,6 +231,22 @@ def test_without_sglang() -> None:
         RolloutError, match=r"no SGLang in this environment.*scripts/install-sglang"
     ):
         SGLangProcess({})
+
+
+def test_the_host_passes_on_the_length_of_the_expanded_prompt() -> None:
+    """Else images that SGLang expands into other tokens than the data would go unnoticed."""
+
+    class SGLang:
+        async def async_generate(self) -> dict[str, Any]:
+            reply = _answer([2], [-1.0], "stop")
+            reply["meta_info"]["prompt_tokens"] = 3
+            return reply
+
+    library = SGLangLibrary.__new__(SGLangLibrary)
+    library.engine = SGLang()
+    engine, _ = _engine(asyncio.run(library.call("generate", {})))
+    with pytest.raises(RolloutError, match="a prompt of 3 tokens, expected 4"):
+        engine.generate_batch([[3, 4, 4, 4]], [SamplingParams(4)])
 
 
 def test_images_travel_beside_a_prompt_with_one_token_for_each() -> None:
