@@ -239,7 +239,7 @@ def _physical_bytes() -> int:
 
 
 def _field_bytes(path: Path, key: str, default: int) -> int:
-    """Value of a key that a file of the kernel gives in KiB, in bytes; `default` if it is missing."""
+    """Value in bytes of a key that a file of the kernel gives in KiB; `default` without the key."""
     field = _field(path, key)
     return int(field.split()[0]) * 1024 if field else default
 

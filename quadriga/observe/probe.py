@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probe of the optional packages: whether each is installed and works, and if not, why.
 
-An installed package may be too old, or fail to load because it needs another one. Packages that load
-quickly are imported, each in a separate process, where a crash or a hang does no harm. The others
-take seconds to load. Of them only the versions of their requirements are compared, and the report
-says that they were not tried.
+An installed package may be too old, or fail to load because it needs another one. Packages that
+load quickly are imported, each in a separate process, where a crash or a hang does no harm. The
+others take seconds to load. Of them only the versions of their requirements are compared, and the
+report says that they were not tried.
 """
 
 import importlib.util
@@ -113,7 +113,7 @@ def release_numbers(text: str) -> tuple[int, ...]:
 
 def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
     """Probe one package. With `is_tried` import it, else compare its requirements."""
-    # mlflow also comes as a smaller distribution with the same module, which is enough for tracking.
+    # mlflow also comes as a smaller distribution with the same module, which serves as well.
     distribution, found_version = installed(extra.package, f"{extra.package}-skinny")
     if not found_version:
         problem = f"not installed; pip install -e '{extra.install}'"
@@ -168,7 +168,7 @@ def installed(*packages: str) -> tuple[str, str]:
 
 
 def _requirement_problem(module: str, distribution: str) -> str:
-    """Problem that shows without an import: no module, or a requirement that is not met; else ""."""
+    """Problem that shows without an import: no module, or an unmet requirement; else ""."""
     if importlib.util.find_spec(module) is None:
         return f"{NOT_TRIED}: there is no module {module}"
     for line in requires(distribution) or ():

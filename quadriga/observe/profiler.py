@@ -106,7 +106,7 @@ class Recording:
                 return zlib.compress(path.read_bytes(), 1)
             self._trace.stop()
             self._trace.export_chrome_trace(str(path))
-            # Names of operators and threads may have control characters, or bytes that are no UTF-8.
+            # Names of operators and threads may have control characters and invalid UTF-8.
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
         lines = map(json.dumps, self._events(trace))
         return zlib.compress(",\n".join(lines).encode(), 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long work: a few numbers of each step, beside a bar on a terminal or as lines in a log.
+"""Progress of long work: a few numbers of each step, beside a bar or as lines in a log.
 
     step 12/30 ━━━───── reward 0.430  1 214 tok/s  8.1 s/step 2:24 left, ends 14:05 · generating 61/128
 
@@ -214,7 +214,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._activity = activity or str
         self._clock = clock
         self._widths: dict[str, int] = {}
-        # The last steps, each with the time at which it was done. The first entry is the start.
+        # The last steps, each with the time at which it was done; before them the start.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
         self._bar: RichProgress | None = None
         self._cell = Cell(total, initial) if self._console.is_jupyter else None

@@ -71,10 +71,7 @@ class _WaitingBlock:
             if seconds >= 120:
                 duration = f"{seconds // 60} min {seconds % 60:02d} s"
             try:
-                if self.detail:
-                    state = f": {self.detail()}"
-                else:
-                    state = place_of(sys._current_frames().get(self.thread))
+                state = f": {self.detail()}" if self.detail else self._place()
             except Exception as error:
                 # The wait matters more than its detail: report it, and why the detail is missing.
                 state = f" (its detail failed: {type(error).__name__}: {error})"
@@ -83,6 +80,9 @@ class _WaitingBlock:
                 self.emit(f"waiting {duration} for {self.subject}{state}")
         finally:
             self.reporting.release()
+
+    def _place(self) -> str:
+        return place_of(sys._current_frames().get(self.thread))
 
 
 class _Watch(threading.Thread):
