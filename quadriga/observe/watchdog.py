@@ -165,7 +165,7 @@ def waiting(
         thread=threading.get_ident(),
         start=start,
         due=start + period_s,
-        reports=threading.Lock(),
+        reporting=threading.Lock(),
     )
     # `setdefault` lets two threads that get here at once agree on one watch.
     watch = _watches.get(os.getpid()) or _watches.setdefault(os.getpid(), _Watch())
