@@ -19,8 +19,8 @@ COMPUTED = {
     *("reward", "not_computed", "trained_mask", "log_probs", "entropies", "ref_log_probs"),
     *("teacher_log_probs", "rollout_is_weights", "advantages", "returns", "values", RATIO),
 }
-"""Columns that each replay computes. A replay that grades computes scores too; all other columns are
-copied from the record."""
+"""Columns that each replay computes. A replay that grades computes scores too. The other columns
+are copied from the record."""
 _NOT_COMPARED = {"text", "replay", "time"}
 """Groups of columns that are inputs of a replay, that thinning removes, or that clocks measured."""
 _PLACES = {"position", "row_index", "rollout_id", "uid", "source_row"}
@@ -156,8 +156,8 @@ def _different_places(old: Any, new: Any) -> tuple[list[int | None], list[float]
     """Compare two numbers, or two lists of numbers.
 
     Returns:
-        Places in the list of values that differ, and the `distance` of each. The place is None for a
-        number, and for lists of different lengths.
+        Places in the list of values that differ, and the `distance` of each. The place is None for
+        a number, and for lists of different lengths.
     """
     old_values = np.atleast_1d(np.asarray(old))
     new_values = np.atleast_1d(np.asarray(new))
