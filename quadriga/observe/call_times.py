@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the calls of each rank, and how long a rank waited in them for the others.
+"""Duration of each rank's calls, and how long the rank waited for other ranks in them.
 
     each rank                                   driver, at the end of a step
       engine    `waits_counted` in a pass
@@ -52,13 +52,14 @@ RANK_WAITS = _RankWaits()
 
 
 def _awake_ns() -> int | None:
-    """Time that this thread has computed or was ready to; None if the kernel does not count it."""
+    """Nanoseconds in which this thread ran or was ready to run; None if the kernel hides them."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             running, ready, _ = file.read().split()
     except (OSError, ValueError):
         return None
-    # A thread that is ready waits for a core, which other programs may use: its rank is slow.
+    # A ready thread waits for a core that other programs use. That makes its own rank slow, so it
+    # does not count as waiting for another rank.
     return int(running) + int(ready)
 
 
@@ -66,11 +67,11 @@ def _awake_ns() -> int | None:
 def waits_counted(num_ranks: int, device_type: str) -> Iterator[None]:
     """Context manager: count the time that this thread sleeps as waiting for other ranks.
 
-    On a CPU a thread computes until a collective needs another rank. With an accelerator it also
-    waits for that, and ranks wait for each other within its kernels: nothing is counted.
+    On a CPU a thread sleeps only where a collective needs another rank. With an accelerator nothing
+    is counted: the thread also sleeps while kernels run, and ranks wait for each other inside them.
 
     Args:
-        num_ranks: ranks that meet in the block.
+        num_ranks: ranks that meet in collectives of the block.
         device_type: type of the device that computes.
     """
     awake_before = _awake_ns() if num_ranks > 1 and device_type == "cpu" else None
@@ -85,23 +86,27 @@ def waits_counted(num_ranks: int, device_type: str) -> Iterator[None]:
 
 
 def step_calls(calls: Sequence[CallTime], step_s: float, end_s: float) -> dict[str, Any]:
-    """Calls of a step, as the record has them.
+    """Group the calls of a step by method, in the form that the record of the step stores.
 
     Args:
-        calls: calls since those of the step before were taken.
+        calls: calls that have ended since the calls of the previous step were taken.
         step_s: duration of the step.
-        end_s: its end, in seconds since 1970.
+        end_s: end of the step, in seconds since 1970.
 
     Returns:
-        For each `role.method` a list of calls: rank, begin in seconds since the step's begin,
-        duration, and the part of it that was spent waiting. Calls that ended before the step are
-        left out.
+        For each `role.method` a list of calls `[rank, begin_s, seconds, waited_s]`, where `begin_s`
+        counts from the begin of the step. Calls that ended before the step began are left out.
     """
     begin_s = end_s - step_s
     rows: dict[str, list[list[float]]] = {}
     for call in calls:
-        if call.begin_s + call.seconds > begin_s:
-            times = (call.begin_s - begin_s, call.seconds, call.waited_s)
-            row = [call.rank, *(round(seconds, _DIGITS) for seconds in times)]
-            rows.setdefault(f"{call.role}.{call.method}", []).append(row)
+        if call.begin_s + call.seconds <= begin_s:
+            continue
+        row = [
+            call.rank,
+            round(call.begin_s - begin_s, _DIGITS),
+            round(call.seconds, _DIGITS),
+            round(call.waited_s, _DIGITS),
+        ]
+        rows.setdefault(f"{call.role}.{call.method}", []).append(row)
     return rows

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a machine with GPUs that make a run fail late, or slowly: one sentence each, early.
+"""Checks of a machine with GPUs before a run starts, for settings that would make it fail later.
 
-The checks read environment variables, limits of the process and /dev/shm. None touches a GPU.
+They read environment variables, limits of the process and /dev/shm. None touches a GPU.
 """
 
 import os
@@ -50,10 +50,10 @@ def visible_devices() -> list[str] | None:
 
 
 def require_visible_devices() -> None:
-    """Refuse a list of devices that has none, repeats one, or is of parts of one GPU.
+    """Check that CUDA_VISIBLE_DEVICES, if it is set, names GPUs that ranks can use together.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: it hides all GPUs, repeats one, or names several MIG parts.
     """
     devices = visible_devices()
     if devices is None:
@@ -76,7 +76,7 @@ def require_visible_devices() -> None:
 
 
 def require_machine(num_processes: int) -> None:
-    """Check the limits of a machine on which processes with a GPU each are about to start.
+    """Check that this machine has enough shared memory for processes with a GPU each.
 
     Args:
         num_processes: number of these processes on the machine.
@@ -84,6 +84,7 @@ def require_machine(num_processes: int) -> None:
     Raises:
         ConfigError: the processes would fail for lack of shared memory.
     """
+    # A single process exchanges nothing with others.
     if num_processes < 2 or not SHARED_MEMORY.is_dir():
         return
     size = shutil.disk_usage(SHARED_MEMORY).total
@@ -98,7 +99,7 @@ def require_machine(num_processes: int) -> None:
 
 
 def check_machine(device: str, num_processes: int, num_nodes: int) -> None:
-    """Check this machine before a run starts worker processes, and print warnings.
+    """Check this machine before a run starts worker processes, and print notices and warnings.
 
     Args:
         device: `trainer.device`.
@@ -110,7 +111,7 @@ def check_machine(device: str, num_processes: int, num_nodes: int) -> None:
     """
     uses_gpus = device.startswith("cuda")
     if device == "auto":
-        # No library is loaded to find out, because this is on the way to the first output.
+        # torch could tell, but loading it here would delay the first line of output.
         uses_gpus = DRIVER.exists() and visible_devices() != []
     if not uses_gpus:
         num_cores = len(os.sched_getaffinity(0))
@@ -128,7 +129,9 @@ def check_machine(device: str, num_processes: int, num_nodes: int) -> None:
 
 
 def warnings_of_machine(num_processes: int, num_nodes: int) -> Iterator[str]:
-    """Limits that may slow a run down or end it later, as sentences.
+    """Yield warnings about limits that may slow a run down or end it later.
+
+    As a side effect the limit of open files is raised, as far as the system allows that.
 
     Args:
         num_processes: number of processes with a GPU on this machine.
@@ -145,6 +148,7 @@ def warnings_of_machine(num_processes: int, num_nodes: int) -> Iterator[str]:
     least_files = LEAST_FILES_EACH * (num_processes + 1)
     if soft != resource.RLIM_INFINITY and soft < least_files:
         if hard == resource.RLIM_INFINITY or hard >= least_files:
+            # A process may raise its soft limit up to the hard one. Its children inherit it.
             resource.setrlimit(resource.RLIMIT_NOFILE, (least_files, hard))
         else:
             yield (
@@ -160,16 +164,16 @@ def warnings_of_machine(num_processes: int, num_nodes: int) -> Iterator[str]:
 
 
 def require_plain_segments(engine: str) -> None:
-    """Refuse expandable segments for weights that another process reads on the GPU.
+    """Refuse expandable segments of torch's allocator if another process reads weights on the GPU.
 
-    Memory of expandable segments is shared by file descriptors that the other process must take
-    from this one, which the default profile of Docker forbids.
+    To map memory of an expandable segment, the other process must take a file descriptor from this
+    one, which the default profile of Docker forbids.
 
     Args:
-        engine: name of the rollout engine.
+        engine: name of the rollout engine, which is the other process.
 
     Raises:
-        ConfigError: the allocator is configured so.
+        ConfigError: an environment variable turns expandable segments on.
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         value = os.environ.get(name, "")

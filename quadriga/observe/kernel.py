@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of the operating system's kernel, which tells processes of one machine from others."""
+"""Identity of the operating system's kernel: equal in all processes of one machine."""
 
 import socket
 from pathlib import Path
@@ -8,7 +8,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def kernel_identity() -> str:
-    """Identity of the running kernel, which the containers of a machine share."""
+    """Identity of the running kernel, which is the same in all containers of a machine.
+
+    Host names do not serve: each container has its own.
+    """
     if _BOOT_ID.is_file():
         return _BOOT_ID.read_text(encoding="ascii").strip()
     return socket.gethostname()

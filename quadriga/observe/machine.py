@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about this machine: cores, memory, and the data type that its hardware multiplies."""
+"""Facts about this machine: cores, memory, GPUs, and the dtype that its hardware multiplies."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,53 +46,62 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
     device = torch.device(device)
     if requested == "float32":
         return Choice(torch.float32, "float32: asked for")
-    # `fast` and `slow` say why the 16-bit type is fast or slow on the device.
-    fast = ""
-    if device.type == "cpu":
-        units = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
-        flags = (_field(_CPUINFO, "flags") or _field(_CPUINFO, "Features")).split()
-        unit = next((flag for flag in units if flag in flags), None)
-        limit = cpu_limit()
-        is_fast = unit is not None and not limit
-        fast = f"this CPU multiplies it in hardware ({unit})"
-        slow = limit or f"this CPU has none of {', '.join(units)}"
-    elif device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        # Emulated bfloat16 is slower than float32, so it does not count.
-        with torch.cuda.device(device):
-            is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        fast = f"{name} multiplies it in hardware"
-        slow = f"{name} has no bfloat16 units"
-    else:
-        is_fast = False
-        slow = f"nothing is known about bfloat16 on {device.type} devices"
+    if requested == "float16" and device.type != "cpu":
+        # Every accelerator multiplies float16; only a CPU may be slow at it.
+        return Choice(torch.float16, "float16: asked for")
+    units = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
+    is_fast, reason = _multiplies_16_bits(device, units)
+    if requested == "auto":
+        if is_fast:
+            return Choice(torch.bfloat16, f"bfloat16: {reason}")
+        return Choice(torch.float32, f"float32: {reason}")
+    warning = "" if is_fast else f" (slow here: float32: {reason})"
+    return Choice(getattr(torch, requested), f"{requested}: asked for{warning}")
 
-    warning = "" if is_fast else f" (slow here: float32: {slow})"
-    if requested == "float16":
-        # Only a CPU may lack units for float16.
-        if device.type != "cpu":
-            warning = ""
-        return Choice(torch.float16, f"float16: asked for{warning}")
-    if requested == "bfloat16":
-        return Choice(torch.bfloat16, f"bfloat16: asked for{warning}")
-    if is_fast:
-        return Choice(torch.bfloat16, f"bfloat16: {fast}")
-    return Choice(torch.float32, f"float32: {slow}")
+
+def _multiplies_16_bits(device: torch.device, cpu_flags: Sequence[str]) -> tuple[bool, str]:
+    """Whether a device multiplies a 16-bit dtype in hardware, and the reason.
+
+    Args:
+        device: the device. Of an accelerator the dtype is bfloat16.
+        cpu_flags: flags of the units that do it in a CPU.
+    """
+    if device.type == "cpu":
+        limit = cpu_limit()
+        if limit:
+            return False, limit
+        # x86 lists `flags`, Arm `Features`.
+        flags = (_field(_CPUINFO, "flags") or _field(_CPUINFO, "Features")).split()
+        for flag in cpu_flags:
+            if flag in flags:
+                return True, f"this CPU multiplies it in hardware ({flag})"
+        return False, f"this CPU has none of {', '.join(cpu_flags)}"
+    if device.type != "cuda":
+        return False, f"nothing is known about bfloat16 on {device.type} devices"
+    name = torch.cuda.get_device_name(device)
+    with torch.cuda.device(device):
+        # Emulated bfloat16 is slower than float32.
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return True, f"{name} multiplies it in hardware"
+    return False, f"{name} has no bfloat16 units"
 
 
 def cpu_limit() -> str:
-    """The setting that makes this CPU stand in for an older one; empty if there is none.
+    """The setting that hides newer instructions of this CPU, as text; "" if there is none.
 
     `ATEN_CPU_CAPABILITY` limits the instructions that torch's operators use. Everything else that
-    depends on instructions of the CPU asks this function.
+    depends on instructions of the CPU asks this function, so that it has the same limit.
     """
     capability = os.environ.get("ATEN_CPU_CAPABILITY", "")
     return f"ATEN_CPU_CAPABILITY={capability}" if capability in ("avx2", "default") else ""
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Memory of this process in RAM, and its maximum so far; without /proc (macOS) the maximum twice."""
-    # Linux counts in KiB, macOS in bytes.
+    """Memory that this process has in RAM, and its peak so far, in bytes.
+
+    Without /proc (macOS) both are the peak.
+    """
+    # `ru_maxrss` is in KiB on Linux, in bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     status = Path("/proc/self/status")
@@ -100,11 +109,11 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def release_free_memory() -> bool:
-    """Return memory that the C library (glibc) and torch's GPU allocator do not use to the system.
+    """Give memory that the C library (glibc) and torch's GPU allocator hold unused to the system.
 
-    Training and generation allocate in different patterns. Without this each would leave gaps that
-    the other cannot use, and the resident memory of a run would grow. An engine such as vLLM has
-    another GPU allocator, which cannot use memory that torch's allocator holds.
+    Training and generation allocate in different patterns. Each would leave gaps that the other
+    cannot use, and the resident memory of a run would grow. An engine such as vLLM has another GPU
+    allocator, which cannot use memory that torch's allocator holds.
 
     Returns:
         Whether the C library returned memory.
@@ -122,9 +131,10 @@ def num_usable_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     if not quota:
-        # Version 1 of the interface; a quota of -1 is none.
+        # Version 1 of the interface.
         quota = _read(_CGROUP / "cpu/cpu.cfs_quota_us")
         period = _read(_CGROUP / "cpu/cpu.cfs_period_us")
+    # Without a limit the quota is "max" or -1.
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
@@ -140,14 +150,17 @@ def available_bytes() -> int:
 
 
 def _memory_of_control_group() -> tuple[int | None, int | None]:
-    """Limit and use of the control group's memory, in bytes, by version 2 or 1 of the interface."""
-    files = [_CGROUP / "memory.max", _CGROUP / "memory.current"]
-    if not files[0].exists():
-        folder = _CGROUP / "memory"
-        files = [folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes"]
-    texts = [_read(file) for file in files]
-    limit, used = (int(text) if text.isdigit() else None for text in texts)
-    return limit, used
+    """Limit and use of the control group's memory, in bytes; None where there is none."""
+    limit = _read(_CGROUP / "memory.max")
+    used = _read(_CGROUP / "memory.current")
+    if not limit:
+        # Version 1 of the interface.
+        limit = _read(_CGROUP / "memory/memory.limit_in_bytes")
+        used = _read(_CGROUP / "memory/memory.usage_in_bytes")
+    return (
+        int(limit) if limit.isdigit() else None,
+        int(used) if used.isdigit() else None,
+    )
 
 
 def is_in_memory(folder: Path) -> bool:
@@ -155,28 +168,28 @@ def is_in_memory(folder: Path) -> bool:
 
     False if the system has no such list.
     """
-    place = folder.resolve()
+    folder = folder.resolve()
     longest = -1
-    kind = ""
+    folder_kind = ""
     for line in _read(Path("/proc/self/mounts")).splitlines():
-        _, mount_point, mounted_kind, *_ = line.split()
-        # The longest mount point counts; of two mounts at the same point the later one hides the first.
-        if place.is_relative_to(mount_point) and len(mount_point) >= longest:
+        _, mount_point, kind, *_ = line.split()
+        # The innermost mount holds the folder. Of two at the same point the later one hides the
+        # earlier one.
+        if folder.is_relative_to(mount_point) and len(mount_point) >= longest:
             longest = len(mount_point)
-            kind = mounted_kind
-    return kind in ("tmpfs", "ramfs")
+            folder_kind = kind
+    return folder_kind in ("tmpfs", "ramfs")
 
 
 def describe_machine() -> str:
     """A line for logs and reports: cores, memory, accelerators, system, versions."""
-    cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
     num_cores = num_usable_cores()
     num_bytes = _physical_bytes()
     limit, _ = _memory_of_control_group()
     if limit is not None:
         num_bytes = min(num_bytes, limit)
     parts = [
-        f"{num_cores} core{'s' if num_cores != 1 else ''} of {cpu} ({torch.backends.cpu.get_cpu_capability()})",
+        f"{num_cores} core{'s' if num_cores != 1 else ''} of {_describe_cpu()}",
         f"{num_bytes / GIB:.0f} GiB memory",
         describe_gpus(),
         f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}",
@@ -186,24 +199,26 @@ def describe_machine() -> str:
 
 def describe_numerics() -> str:
     """CPU, kernels, threads, accelerator and torch: what the last bits of results depend on."""
-    cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
-    capability = torch.backends.cpu.get_cpu_capability()
     threads = f"{torch.get_num_threads()} threads"
-    return f"{cpu} ({capability}), {threads}, {describe_gpus()}, torch {torch.__version__}"
+    return f"{_describe_cpu()}, {threads}, {describe_gpus()}, torch {torch.__version__}"
+
+
+def _describe_cpu() -> str:
+    """Name of the CPU, and the kernels that torch chooses for it."""
+    cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
+    return f"{cpu} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def describe_gpus() -> str:
-    """Number, name and memory of the visible GPUs.
-
-    A process that does not compute must not make a CUDA context, which takes half a gigabyte of the
-    first GPU, and fails on one that admits a single process. It asks the driver's program instead.
-    """
+    """Number, name and memory of the visible GPUs."""
     if not torch.cuda.is_available():
         return "no GPU"
     count = torch.cuda.device_count()
     if torch.cuda.is_initialized():
         properties = torch.cuda.get_device_properties(0)
         return f"{count} x {properties.name} with {properties.total_memory / GIB:.0f} GiB"
+    # torch would make a CUDA context, which takes half a gigabyte of the first GPU, and fails on a
+    # GPU that admits one process only. The driver's program needs none.
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(
@@ -224,13 +239,13 @@ def _physical_bytes() -> int:
 
 
 def _field_bytes(path: Path, key: str, default: int) -> int:
-    """A number of bytes in one of the kernel's files, which counts in KiB; `default` if there is none."""
+    """Value in bytes of a key that a file of the kernel gives in KiB; `default` without the key."""
     field = _field(path, key)
     return int(field.split()[0]) * 1024 if field else default
 
 
 def _field(path: Path, key: str) -> str:
-    """First value of a key in one of the kernel's files of `key: value` lines; "" if there is none."""
+    """First value of a key in a file of the kernel with lines `key: value`; "" if it is missing."""
     for line in _read(path).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
@@ -245,10 +260,10 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def taking_part(where: str) -> Iterator[None]:
-    """Context manager for collectives of several ranks.
+    """Context manager for collectives: raise a failure of one as the loss of another rank.
 
     Args:
-        where: the collectives, for the error message.
+        where: name of the collectives, for the error message.
 
     Raises:
         PeerLostError: a collective failed because another rank is gone.
@@ -256,6 +271,7 @@ def taking_part(where: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
+        # A RuntimeError too, but of this rank's own.
         raise
     except RuntimeError as error:
         raise PeerLostError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured numbers with the way in which they are combined.
+"""Measured numbers, each with the way in which it combines with others of its name.
 
-A worker with 40 tokens and a worker with 4000 must not count the same in a mean. So a metric has a reduction and a
-weight from the place where it is measured to the log.
+A worker with 40 tokens and a worker with 4000 must not count the same in a mean. So a metric has a
+reduction and a weight from the place where it is measured to the log.
 """
 
 import math
@@ -17,23 +17,30 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A measured number, and the way in which it combines with others of its name."""
+    """A measured number, and the way in which it combines with others of its name.
+
+    Attributes:
+        value: the number.
+        reduction: how values of the same name combine.
+        weight: number of tokens, sequences or steps behind the value, for a mean.
+    """
 
     value: float
     reduction: Reduction = "mean"
-    weight: float = 1.0  # for a mean: the number of tokens, sequences or steps
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ValueError(
                 f"Metric.reduction: got {self.reduction!r}, expected one of {', '.join(REDUCTIONS)}."
             )
-        # Zero-dimensional tensors and numpy numbers become plain floats here, so that a metric never keeps a graph
-        # or a device alive, and can be sent and written anywhere. item() also reads a loss with a graph. Numbers on
-        # a GPU, which may not be computed yet, are read later, all numbers of a step at once.
+        # Zero-dimensional tensors and numpy numbers become floats, so that a metric keeps no graph
+        # alive and can be sent and written anywhere.
         for name in ("value", "weight"):
             number = getattr(self, name)
             if getattr(number, "is_cuda", False):
+                # It may not be computed yet, and reading it would wait for the GPU. All numbers of
+                # a step are read at once later.
                 number = number.detach()
             elif hasattr(number, "item"):
                 number = float(number.item())
@@ -47,7 +54,7 @@ class Metric:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of several workers, micro-batches or mini-batches into one per name.
+    """Merge the metrics of several workers, micro-batches or mini-batches into one for each name.
 
     Merging in stages gives the same result as merging at once.
     """
@@ -59,10 +66,16 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def reduce_metrics(*parts: Mapping[str, Metric | Sequence[Metric]]) -> dict[str, float]:
-    """Combine metrics, and lists of metrics from concatenated results, to a float per name.
+    """Combine metrics to a float for each name.
 
-    A name with only empty lists was measured nowhere, and is left out.
+    Args:
+        parts: metrics by name, at least one mapping. A name may have a list of metrics, as it has
+            in concatenated results of workers.
+
+    Returns:
+        The values. A name that has only empty lists was measured nowhere, and is left out.
     """
+    # The metrics of one part stay as they are: combining a single one could round its value.
     collected: Mapping[str, Metric | Sequence[Metric]] = parts[0]
     if len(parts) > 1:
         lists = defaultdict[str, list[Metric]](list)
@@ -98,7 +111,7 @@ def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
     elif reduction == "last":
         value = values[-1]
     elif any(math.isnan(value) for value in values):
-        # max() and min() return a NaN or not, depending on its position; it must not get lost.
+        # Whether max() and min() return a NaN depends on its position, but it must not get lost.
         value = math.nan
     elif reduction == "max":
         value = max(values)
@@ -108,7 +121,7 @@ def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
 
 
 def _sum(values: Sequence[float]) -> float:
-    """Sum that does not depend on the order of finite values."""
+    """Sum of values; it does not depend on their order if they are finite."""
     if all(map(math.isfinite, values)):
         return math.fsum(values)
     # fsum raises for opposite infinities, whose sum is NaN.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probe of the optional packages: whether each is installed and works, and if not, why.
 
-A package that is installed may be too old, or fail to load because it needs another one. Packages that load quickly are
-imported, each in a separate process, where a crash or a hang does no harm. For the others, which take seconds, the
-versions of their requirements are compared, and the report says that they were not tried.
+An installed package may be too old, or fail to load because it needs another one. Packages that
+load quickly are imported, each in a separate process, where a crash or a hang does no harm. The
+others take seconds to load. Of them only the versions of their requirements are compared, and the
+report says that they were not tried.
 """
 
 import importlib.util
@@ -25,10 +26,10 @@ NOT_TRIED = "installed, not tried"
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """An optional package."""
+    """An optional package, and what it is needed for."""
 
     package: str  # name of the distribution
-    module: str
+    module: str  # name that is imported
     least: str  # oldest version that works
     purpose: str
     install: str  # argument of `pip install -e`
@@ -111,8 +112,8 @@ def release_numbers(text: str) -> tuple[int, ...]:
 
 
 def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
-    """Probe one package; with `is_tried` import it in a separate process."""
-    # mlflow also comes as a smaller distribution with the same module, which is enough for tracking.
+    """Probe one package. With `is_tried` import it, else compare its requirements."""
+    # mlflow also comes as a smaller distribution with the same module, which serves as well.
     distribution, found_version = installed(extra.package, f"{extra.package}-skinny")
     if not found_version:
         problem = f"not installed; pip install -e '{extra.install}'"
@@ -133,7 +134,7 @@ def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
 
 
 def _import_problem(module: str, timeout_s: float) -> str:
-    """Import a module in a separate process. Returns the problem, or "" if there is none."""
+    """Import a module in a separate process. Return the problem, or "" if there is none."""
     try:
         result = subprocess.run(
             [sys.executable, "-c", f"import {module}"],
@@ -147,14 +148,16 @@ def _import_problem(module: str, timeout_s: float) -> str:
         return f"its import took more than {timeout_s:.0f} s"
     if result.returncode == 0:
         return ""
+    # The last line of a traceback names the error.
     lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
     return f"does not import: {lines[-1]}"
 
 
 def installed(*packages: str) -> tuple[str, str]:
-    """The first of these distributions that is installed, and its version.
+    """Find the first of some distributions that is installed, without importing it.
 
-    If none is installed, the first of them and "". Nothing is imported.
+    Returns:
+        Its name and version. If none is installed, the name of the first, and "" as version.
     """
     for name in packages:
         try:
@@ -165,11 +168,12 @@ def installed(*packages: str) -> tuple[str, str]:
 
 
 def _requirement_problem(module: str, distribution: str) -> str:
-    """Problem that shows without an import, a missing module or requirement; "" if there is none."""
+    """Problem that shows without an import: no module, or an unmet requirement; else ""."""
     if importlib.util.find_spec(module) is None:
         return f"{NOT_TRIED}: there is no module {module}"
     for line in requires(distribution) or ():
         requirement = Requirement(line)
+        # Skip requirements of other systems, and of extras of the package.
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         name = requirement.name

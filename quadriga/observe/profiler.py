@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording of a training step in one process. `trainer/profiler.py` starts it in all processes and joins the parts.
+"""Recording of a training step in one process.
 
-torch         every operator of every thread, and the blocks that `PhaseTimer.mark` names: phases of the loop, calls
-              of workers
+`trainer/profiler.py` starts it in all processes and joins their parts.
+
+torch         every operator of every thread, and the blocks that `PhaseTimer.mark` names: phases of
+              the loop, calls of workers
 torch_memory  the history of a GPU's memory, for https://docs.pytorch.org/memory_viz
-nsys          a range that `nsys profile --capture-range=cudaProfilerApi` records, with the same blocks
+nsys          a range that `nsys profile --capture-range=cudaProfilerApi` records, with the same
+              blocks
 """
 
 import json
@@ -22,7 +25,7 @@ from quadriga.observe.timing import PhaseTimer
 
 # Allocations in a memory snapshot; a step of a large model makes some ten thousand.
 MEMORY_EVENTS = 1_000_000
-# Process numbers in the trace for each process: one for itself, and one for each of its devices.
+# Process numbers reserved in the joint trace for each process: itself, and each of its devices.
 NUM_PIDS = 1000
 
 
@@ -51,8 +54,8 @@ class Recording:
     Args:
         tool: `global_profiler.tool`.
         title: name of the process in the trace.
-        number: number of the process among all of them, from 0.
-        origin_ns: the time at which the trace begins, in nanoseconds since 1970.
+        number: number of the process among those of the run, from 0.
+        origin_ns: the time at which the joint trace begins, in nanoseconds since 1970.
     """
 
     # The recording in progress. A process has one profiler, even if it has several roles.
@@ -88,7 +91,7 @@ class Recording:
 
         Returns:
             The recording, compressed by zlib: events as JSON, separated by commas, or a memory
-            snapshot. Nothing for nsys, which writes a file itself.
+            snapshot. It is empty for nsys, which writes a file itself.
         """
         Recording.current = None
         PhaseTimer.mark = nullcontext
@@ -103,17 +106,21 @@ class Recording:
                 return zlib.compress(path.read_bytes(), 1)
             self._trace.stop()
             self._trace.export_chrome_trace(str(path))
+            # Names of operators and threads may have control characters and invalid UTF-8.
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
         lines = map(json.dumps, self._events(trace))
         return zlib.compress(",\n".join(lines).encode(), 1)
 
     def _events(self, trace: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events of a trace, with times and numbers that fit to those of other processes."""
+        """Change the events of this process's trace, so that those of all processes can be joined.
+
+        Times count from `origin_ns`, and process numbers and ids are unique among all processes.
+        """
         shift_us = (trace["baseTimeNanoseconds"] - self.origin_ns) / 1000
         pids: dict[int, int] = {}
         events = []
         for event in trace["traceEvents"]:
-            # Events whose process is a text are about the profiler itself.
+            # The profiler's events about itself have a text as process.
             if not isinstance(event["pid"], int):
                 continue
             event["pid"] = pids.setdefault(event["pid"], self.number * NUM_PIDS + len(pids))

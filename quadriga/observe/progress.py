@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long work: a few numbers of each step, beside a bar on a terminal or as lines in a log.
+"""Progress of long work: a few numbers of each step, beside a bar or as lines in a log.
 
     step 12/30 ━━━───── reward 0.430  1 214 tok/s  8.1 s/step 2:24 left, ends 14:05 · generating 61/128
 
-A run logs about a hundred metrics a step. A few of them are shown here; the files of the trackers have all of them.
+A run logs about a hundred metrics a step. The few that are shown here are its `HEADLINES`; the
+trackers record all of them.
 
-Who prints what: a `Progress` is the only printer of steps while it is open. The console tracker, given the same
-`Progress`, leaves the steps to it and adds what a bar cannot show (validation results, samples) through `message`,
-above the bar. Without a `Progress` the tracker prints the steps itself, in the same form.
+While a `Progress` is open, it alone prints the steps. The console tracker of the same run leaves
+them to it, and prints validation results and samples through `message`, above the bar. Without a
+`Progress` the tracker prints the steps itself, in the same form.
 """
 
 import math
@@ -29,22 +30,24 @@ from rich.text import Text
 
 from quadriga.errors import ConfigError
 
-# The time left follows the mean of the last steps: enough of them to be steady, few enough to notice a change of pace.
+# Steps whose mean duration predicts the time left: enough of them for a steady prediction, and few
+# enough to follow a change of pace.
 PACE_STEPS = 10
-# Fields beside the bar on a terminal, which has little room. Without any of them the bar shows all fields; a line of a
-# log always does.
+# Fields beside the bar on a terminal, which has little room. If a step has none of them, the bar
+# shows all its fields. Lines of a log always have all fields.
 BAR_FIELDS = ("reward", "tok/s", "s/step")
-# Columns of a terminal for these fields and the running phase, and for a longer bar besides.
+# Widths of a terminal in characters: from `MEDIUM` on it has room for all `BAR_FIELDS` and the
+# running phase, from `WIDE` on for a longer bar and components of the reward too.
 MEDIUM = 104
 WIDE = 120
 GAP = "  "
 VALIDATION_PREFIX = "val-core/"
-VALIDATION_PREFIXES = (VALIDATION_PREFIX, "val/")  # with that of supervised runs
+VALIDATION_PREFIXES = (VALIDATION_PREFIX, "val/")  # the second one in supervised runs
 NUM_SUMMARY_STEPS = 5
 COMPONENT_PREFIX = "reward/extra/"
-NUM_COMPONENTS = 4  # numbers that are shown of those that a grader returns beside the score
+NUM_COMPONENTS = 4  # shown numbers of those that a grader returns beside the score
 
-# The curves in a notebook, in pixels: the whole, and the margins around the axes.
+# Size of the curves in a notebook, and the margins around their axes, in pixels.
 WIDTH = 640
 HEIGHT = 220
 LEFT = 56
@@ -56,15 +59,21 @@ Points = Sequence[tuple[float, float]]
 
 
 class Headline(NamedTuple):
-    """A metric that is shown."""
+    """A field of a step that is shown.
+
+    Attributes:
+        label: name of the field.
+        sources: metrics that the value may come from; the first that was measured counts.
+        form: format of the value; or the format of small values, the limit from which a value is
+            large, and the format of large ones.
+    """
 
     label: str
-    sources: tuple[str, ...]  # metrics that it may come from; the first that was measured counts
-    # Format of its value; or a format for small values, their limit, and the format for the rest.
+    sources: tuple[str, ...]
     form: str | tuple[str, float, str]
 
 
-# The sources are the names of the trainer's metrics; a test of the trainer holds the two together.
+# The sources are names of the trainer's metrics. A test of the trainer checks that they exist.
 HEADLINES = (
     Headline(
         "reward", ("critic/rewards/mean", "critic/score/mean", "reward/mean"), (".3f", 1000, ".3g")
@@ -86,9 +95,10 @@ HEADLINES = (
 
 
 def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Fields of a step for `Progress.update`: label -> text, in a fixed order.
+    """Format the headlines of a step that were measured, for `Progress.update`.
 
-    Headlines that were not measured in the step are left out.
+    Returns:
+        Text by label, in a fixed order.
     """
     fields: dict[str, str] = {}
     for label, sources, form in HEADLINES:
@@ -101,10 +111,10 @@ def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
             continue
         if isinstance(form, tuple):
             small_form, limit, large_form = form
-            # Zero has no exponent: it is written like a large value.
+            # "0.0e+00" reads worse than "0.0000".
             is_plain_zero = value == 0 and small_form == ".1e"
             form = small_form if abs(value) < limit and not is_plain_zero else large_form
-        # A plain space between thousands: logs are also read by grep and on simple terminals.
+        # A plain space between thousands, since logs are also read by grep and on simple terminals.
         fields[label] = format(value, form).replace(",", " ")
     components = [name for name in metrics if name.startswith(COMPONENT_PREFIX)]
     for name in components[:NUM_COMPONENTS]:
@@ -113,7 +123,7 @@ def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def join_field(label: str, value: str) -> str:
-    """A field as text: the label before its value, a unit (a label with a slash) behind it."""
+    """Join a label and its value: "reward 0.43". A label with a slash is a unit: "8.1 s/step"."""
     return f"{value} {label}" if "/" in label else f"{label} {value}"
 
 
@@ -132,10 +142,10 @@ class ValidationResult(NamedTuple):
 
 
 def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
-    """The main validation metrics among `metrics`, in their order.
+    """Take the main validation metrics out of `metrics` and split their names.
 
-    The statistic begins at the last part with an "@" ("mean@8", "best@8/mean"), so that the name of
-    a data source may contain slashes.
+    The name of a data source may contain slashes. So the parts are counted from the end: the
+    statistic begins at the last part with an "@" ("mean@8", "best@8/mean").
     """
     results = []
     for name, value in metrics.items():
@@ -151,7 +161,11 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
 
 
 def summary_lines(metrics_of_steps: Mapping[int, Mapping[str, float]]) -> list[str]:
-    """The fields of the last steps, and the results of the last validation, as lines of text."""
+    """Describe the last steps of a run, and its last validation, in lines of text.
+
+    Args:
+        metrics_of_steps: metrics by step, in the order of the steps.
+    """
     fields_of_steps = {step: step_fields(metrics) for step, metrics in metrics_of_steps.items()}
     shown_steps = [step for step, fields in fields_of_steps.items() if fields]
     widths: dict[str, int] = {}
@@ -172,11 +186,12 @@ class Progress(AbstractContextManager["Progress"]):
     Args:
         total: number of steps. The attribute may change between updates.
         initial: steps done before this process, in a resumed run; they do not count for the pace.
-        description: name of a step.
-        console: console to print to, by default standard output. It decides between bar and lines.
+        description: word for a step, such as "step".
+        console: console to print to, by default standard output. Its kind (terminal, notebook,
+            other) decides what is shown.
         activity: returns the current activity, such as `timer.activity`, for the end of the bar.
-        quiet_s: seconds without a line after which a log gets one with the current activity; None:
-            lines come with steps and messages only.
+        quiet_s: seconds without a line after which a log gets a line with the current activity.
+            None: lines come with steps and messages only.
         clock: returns seconds, from any origin.
     """
 
@@ -199,11 +214,11 @@ class Progress(AbstractContextManager["Progress"]):
         self._activity = activity or str
         self._clock = clock
         self._widths: dict[str, int] = {}
-        # The last steps, and the times at which they were done.
+        # The last steps, each with the time at which it was done; before them the start.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
         self._bar: RichProgress | None = None
         self._cell = Cell(total, initial) if self._console.is_jupyter else None
-        # Time of work before the first step that is done again after the last one.
+        # Expected duration of the work after the last step, such as the last validation.
         self._closing_s = 0.0
         self._last_line_s = clock()
         self._is_closed = threading.Event()
@@ -244,22 +259,22 @@ class Progress(AbstractContextManager["Progress"]):
         text = ""
         left_s = self.left_s
         if left_s is not None:
-            # The time since the last step has passed already.
+            # `left_s` counts from the end of the last step.
             since_s = self._clock() - marked_s
             remaining_s = max(0.0, left_s - since_s)
             text = f"{clock_text(remaining_s)} left, {end_text(remaining_s, datetime.now())}"
         activity = self._activity()
         separator = " · " if text and activity else ""
-        # Of all columns only this one may be cut.
+        # If the terminal is too narrow, this column is cut and no other one.
         state = Text(text, style="cyan", no_wrap=True, overflow="ellipsis")
         return state.append(f"{separator}{activity}", style="dim")
 
     def begin(self, *, is_repeated: bool = False) -> None:
-        """Begin the first step now; work before it, such as a validation, does not affect the pace.
+        """Begin the first step now, so that the pace does not include a validation before it.
 
         Args:
-            is_repeated: whether the work before the first step is done once more after the last
-                one, and counts in the time left.
+            is_repeated: whether the same work follows the last step too. The time left then
+                includes it.
         """
         now = self._clock()
         if is_repeated:
@@ -271,17 +286,16 @@ class Progress(AbstractContextManager["Progress"]):
 
         Args:
             step: number of steps that are done.
-            fields: label -> text, from `step_fields`. A label with a slash is a unit, which stands
-                behind its value.
+            fields: text by label, from `step_fields`.
         """
         self._marks.append((step, self._clock()))
         if step >= self.total:
             self._closing_s = 0.0
         if len(self._marks) == 3 and self._marks[0][0] == self.initial:
-            # The first step takes longer, for example because kernels are compiled.
+            # Forget the start: the first step takes longer, for example to compile kernels.
             self._marks.popleft()
         if self._bar is not None and not self._console.is_terminal:
-            # Standard output has become a log, which gets lines and no last state of the bar.
+            # Standard output was redirected since: a log gets lines, and no last state of the bar.
             self._bar.live.transient = True
             self._bar.stop()
             self._bar = None
@@ -310,7 +324,7 @@ class Progress(AbstractContextManager["Progress"]):
                 wait_s = quiet_s
 
     def _activity_line(self, now: float) -> str:
-        """Line of a log for the time between two steps."""
+        """Format the line that a log gets when a step takes long."""
         step, marked_s = self._marks[-1]
         parts = [f"after {self._description} {step}/{self.total}: {now - marked_s:.0f} s"]
         activity = self._activity()
@@ -318,12 +332,12 @@ class Progress(AbstractContextManager["Progress"]):
             parts.append(activity)
         left_s = self.left_s
         if left_s:
-            # The time since the last step has passed already.
+            # `left_s` counts from the end of the last step.
             parts.append(f"{clock_text(max(0.0, left_s - (now - marked_s)))} left")
         return GAP.join(parts)
 
     def _bar_text(self, fields: Mapping[str, str]) -> str:
-        """The fields for which there is room beside the bar."""
+        """Join the fields for which there is room beside the bar."""
         labels = [label for label in BAR_FIELDS if label in fields] or list(fields)
         width = self._console.width
         if width < MEDIUM:
@@ -351,11 +365,11 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def aligned(fields: Mapping[str, str], widths: dict[str, int]) -> str:
-    """Line of a table in which fields of the same label stand below each other.
+    """Format fields as a line whose columns are aligned with those of earlier lines.
 
     Args:
-        fields: label -> text. The place of a label that is missing stays empty.
-        widths: widths of the columns, shared by all lines and updated here. A column grows when a
+        fields: text by label. A label of an earlier line that is missing here leaves a gap.
+        widths: width of each column, shared by all lines and updated here. A column grows when a
             value needs it, and never shrinks.
     """
     for label, value in fields.items():
@@ -368,7 +382,7 @@ def aligned(fields: Mapping[str, str], widths: dict[str, int]) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """A duration as text: "2:24", from an hour on "1:02:24", from two days on "3 d 04 h"."""
+    """Format a duration: "2:24", from an hour on "1:02:24", from two days on "3 d 04 h"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 48:
@@ -379,7 +393,7 @@ def clock_text(seconds: float) -> str:
 
 
 def end_text(seconds: float, now: datetime) -> str:
-    """The local time in so many seconds as text: "ends 14:05", on another day "ends Tue 14:05"."""
+    """Format the time `seconds` after `now`: "ends 14:05", on another day "ends Tue 14:05"."""
     end = now + timedelta(seconds=seconds)
     num_days = (end.date() - now.date()).days
     if num_days == 0:
@@ -390,7 +404,7 @@ def end_text(seconds: float, now: datetime) -> str:
 
 
 class Picture:
-    """Curves for a notebook, over one axis of values.
+    """Curves that share their axes, shown as SVG in a notebook.
 
     Args:
         curves: points `(step, value)` of each curve, by its name.
@@ -439,10 +453,10 @@ class Picture:
         """Write the curves to a file.
 
         Args:
-            path: its name ends in `.svg`, or in `.png`, for which matplotlib is needed.
+            path: the file, `.svg` or `.png`; the latter needs matplotlib.
 
         Raises:
-            ConfigError: it ends otherwise, or matplotlib is not installed.
+            ConfigError: the name ends otherwise, or matplotlib is not installed.
         """
         path = Path(path)
         suffix = path.suffix.lower()
@@ -478,7 +492,7 @@ class Picture:
 
 
 class Cell:
-    """Output of a notebook's cell: a bar, the numbers of the last step, and a curve of the first number.
+    """Output of a notebook's cell: a bar, the last step's fields, and a curve of their first one.
 
     Args:
         total: number of steps.
@@ -493,7 +507,8 @@ class Cell:
         self.update(initial, total, {})
 
     def update(self, step: int, total: int, fields: Mapping[str, str]) -> None:
-        """Show that `step` of `total` steps are done, and the numbers of the last one."""
+        """Show that `step` of `total` steps are done, and the fields of the last one."""
+        # The first field is the reward or the loss.
         for label, value in list(fields.items())[:1]:
             self._curves.setdefault(label, []).append((step, float(value.replace(" ", ""))))
         text = escape("  ".join(f"{label} {value}" for label, value in fields.items()))

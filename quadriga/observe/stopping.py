@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to stop a run, and the time at which a provider takes its machine back.
 
-The first SIGTERM is a request: the current step is finished and saved, and the run ends as an interrupted one. The
-second SIGTERM ends the process at once. Ctrl-C in a Python script ends it without a traceback.
+The first SIGTERM is a request: the current step is finished and saved, and the run ends as an
+interrupted one. The second SIGTERM ends the process at once. Ctrl-C ends a Python script without a
+traceback.
 """
 
 import math
@@ -25,11 +26,11 @@ EXPIRY_VARIABLES = (
 )
 
 STOP_NOTICE = "SIGTERM: the run ends after this step, with a checkpoint if it writes any; once more ends it at once."
-# Set: the training of this process ends after the current step.
+# While it is set, the training of this process ends after the current step.
 stop_requested = threading.Event()
 
-# Handlers of SIGTERM: the one from before, then those of open contexts. Contexts of trainers that
-# the garbage collector closes end in any order.
+# Handlers of SIGTERM: first the one that was there before, then one for each open context. It is a
+# list, because contexts that the garbage collector closes with their trainers end in any order.
 _handlers: list[Any] = []
 
 
@@ -40,8 +41,8 @@ def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
     Outside the main thread, which alone handles signals, it changes nothing.
 
     Args:
-        fallback: says which checkpoint remains if the process is killed before the step ends: a
-            step may take longer than the grace period.
+        fallback: returns a sentence for the notice that SIGTERM prints: which checkpoint remains if
+            the step takes longer than the grace period, and the process is killed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,6 +51,7 @@ def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
     process = os.getpid()
 
     def request(number: int, frame: FrameType | None) -> None:
+        # The second SIGTERM ends the process.
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != process:
             # A fork of this process, such as a data loader, ends as without this handler.
@@ -71,7 +73,7 @@ def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, _handlers[-1])
         if len(_handlers) == 1:
             _handlers.clear()
-        # Also while an abandoned context is open: the request was for this run.
+        # The request was for this run, even if the context of an abandoned one is still open.
         stop_requested.clear()
 
 
@@ -111,11 +113,12 @@ def quiet_interrupt(*, is_reported: bool = False) -> Iterator[None]:
     Interactive sessions get the usual KeyboardInterrupt.
 
     Args:
-        is_reported: whether the sentence has been printed when KeyboardInterrupt arrives.
+        is_reported: whether another part of the program prints a sentence about the interrupt.
     """
     try:
         yield
     except Interrupted:
+        # A context inside this one has printed the sentence.
         raise
     except KeyboardInterrupt:
         if hasattr(sys, "ps1"):

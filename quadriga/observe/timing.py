@@ -40,7 +40,8 @@ class PhaseTimer:
     belongs to one thread. Other threads (a watchdog, a progress bar) may read `current`.
     """
 
-    # Names a block in the profile of this process, if one is recorded.
+    # Makes a context manager that names its block in the profile of this process. Without a profile
+    # it does nothing.
     mark: ClassVar[Callable[[str], AbstractContextManager[Any]]] = nullcontext
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -51,12 +52,12 @@ class PhaseTimer:
     @property
     def current(self) -> str:
         """Name of the innermost open phase, or an empty string outside of all phases."""
-        # A slice, because the timer's thread may close the phase at any moment.
+        # A slice of the list cannot fail if the timer's thread closes the phase at this moment.
         return "".join(self._open[-1:])
 
     @property
     def activity(self) -> str:
-        """The innermost open phase in words, with the responses of the open `Tally`."""
+        """The innermost open phase in words, with the number of ended responses if it has one."""
         phase = self.current
         text = ACTIVITIES.get(phase, phase)
         if phase in COUNTED and Tally.current is not None:
@@ -79,10 +80,10 @@ class PhaseTimer:
 
 
 class Tally:
-    """Number of responses of the running phase that have ended, for the live line.
+    """Number of responses of the running phase that have ended, for the progress display.
 
-    The driver opens it. Engines in the driver's process add to it; in other processes none is open,
-    and `add` does nothing.
+    The driver opens a tally. Engines in the driver's process add to it. In other processes no tally
+    is open, and `add` does nothing.
 
     Args:
         total: number of responses of the phase.
@@ -95,7 +96,7 @@ class Tally:
         self.num_ended = 0
 
     def __str__(self) -> str:
-        # Without any, they may be counted in other processes.
+        # A count of 0 may mean that the engines are in other processes, so it is not shown.
         return f" {self.num_ended}/{self.total}" if self.num_ended else ""
 
     @classmethod
@@ -116,18 +117,18 @@ class Tally:
         """Add responses to the open tally; called from any thread."""
         tally = cls.current
         if tally is not None:
-            # Threads may lose a count; the end of the batch sets the exact number.
+            # Without a lock, threads may lose a count. The end of the batch sets the exact number.
             tally.num_ended = min(tally.num_ended + count, tally.total)
 
 
 @dataclass(slots=True)
 class _StartupPart:
-    """A part of a start-up; times in seconds from the origin."""
+    """A part of a start-up. Times are in seconds since the start-up began."""
 
     name: str
-    depth: int  # number of parts of the same thread around it
+    depth: int  # number of parts of the same thread around this one
     start_s: float
-    end_s: float | None = None  # None: the part goes on
+    end_s: float | None = None  # None: the part is in progress
 
 
 class Timeline:
@@ -159,15 +160,11 @@ class Timeline:
     def report(self) -> None:
         """Print every few seconds, until `close`, which parts are in progress."""
 
-        wait = waiting(
-            f"the {self._title}",
-            lambda: (
-                ", ".join(part.name for part in self._parts if part.end_s is None)
-                or "its next part"
-            ),
-            NOTICE_S,
-        )
-        self._reports.enter_context(wait)
+        def open_parts() -> str:
+            names = [part.name for part in self._parts if part.end_s is None]
+            return ", ".join(names) or "its next part"
+
+        self._reports.enter_context(waiting(f"the {self._title}", open_parts, NOTICE_S))
 
     def close(self) -> None:
         """End the reports; may be called twice."""
@@ -179,7 +176,7 @@ class Timeline:
 
         Args:
             name: name of the part.
-            since_origin: the part began with the start-up, before the block.
+            since_origin: whether the part began with the start-up, and not with the block.
         """
         depth = getattr(self._open, "depth", 0)
         start_s = 0.0 if since_origin else self._clock() - self._origin
@@ -196,14 +193,14 @@ class Timeline:
     def render(self) -> str:
         """The chart as text: a line for each part, with its seconds and a bar on a common axis."""
         now_s = self._clock() - self._origin
-        rows: list[tuple[str, float, float]] = []
+        rows: list[tuple[str, float, float]] = []  # name, start and end
         total_s = 0.0
-        covered_s = 0.0
+        covered_s = 0.0  # end of the last part so far
         for part in self._parts:
             end_s = now_s if part.end_s is None else part.end_s
             total_s = max(total_s, end_s)
             if part.depth == 0:
-                # A long time that no part covers gets a row.
+                # A long time that belongs to no part gets a row too.
                 if part.start_s - covered_s >= SHOWN_GAP_S:
                     rows.append(("  (other)", covered_s, part.start_s))
                 covered_s = max(covered_s, end_s)

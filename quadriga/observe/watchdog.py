@@ -4,9 +4,10 @@
     with waiting("reward of 128 samples", detail=lambda: f"{done} of 128 are graded"):
         ...
 
-prints "waiting 30 s for reward of 128 samples: 96 of 128 are graded" after half a minute, and again every half
-minute. A short wait prints nothing. Without a detail the report names the line of code that runs. Of nested waits the
-innermost that has lasted long enough reports; a wait that reports less often does not silence those around it.
+prints "waiting 30 s for reward of 128 samples: 96 of 128 are graded" after half a minute, and again
+every half minute. A short wait prints nothing. Without a detail the report names the line of code
+that runs. Of nested waits only the innermost that has lasted long enough reports, unless it reports
+less often than those around it.
 """
 
 import math
@@ -25,7 +26,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 EVERY_S = 30.0
 NOTICE_S = 4.0  # during a start-up and an end, which a person watches
-# The block's end waits at most so long for a report whose detail function hangs.
+# Seconds that the end of a block waits for a report in progress, whose detail function may hang.
 LAST_REPORT_S = 1.0
 _OURS = str(Path(__file__).resolve().parents[1])
 _LIBRARY_KINDS = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -37,23 +38,28 @@ LIBRARIES = tuple(
 
 @dataclass(eq=False, slots=True)
 class _WaitingBlock:
-    """A block that waits; times by `time.monotonic`, in seconds."""
+    """A block of `waiting`. Times are by `time.monotonic`, in seconds."""
 
     subject: str  # what the block waits for
     detail: Callable[[], str] | None
     period_s: float
     emit: Callable[[str], None]
-    thread: int
+    thread: int  # identity of the thread that executes the block
     start: float
     due: float  # time of the next report
-    reports: threading.Lock  # held from the start of a report to its end
+    reporting: threading.Lock  # held while a report is in progress
 
     def report(self, waits: dict["_WaitingBlock", None]) -> None:
-        """Print a report, unless the wait has ended or a wait inside it reports."""
+        """Print a report, unless the wait has ended or a wait inside it reports.
+
+        Args:
+            waits: all open waits of the process, those inside others after them. The caller has
+                acquired `reporting`, which is released here.
+        """
         try:
             open_waits = list(waits)
             now = time.monotonic()
-            # After the end of the block its detail function may fail.
+            # The detail function may fail after the end of the block.
             if self not in open_waits:
                 return
             for inner in open_waits[open_waits.index(self) + 1 :]:
@@ -65,11 +71,7 @@ class _WaitingBlock:
             if seconds >= 120:
                 duration = f"{seconds // 60} min {seconds % 60:02d} s"
             try:
-                state = (
-                    f": {self.detail()}"
-                    if self.detail
-                    else place_of(sys._current_frames().get(self.thread))
-                )
+                state = f": {self.detail()}" if self.detail else self._place()
             except Exception as error:
                 # The wait matters more than its detail: report it, and why the detail is missing.
                 state = f" (its detail failed: {type(error).__name__}: {error})"
@@ -77,15 +79,24 @@ class _WaitingBlock:
             if self in waits:
                 self.emit(f"waiting {duration} for {self.subject}{state}")
         finally:
-            self.reports.release()
+            self.reporting.release()
+
+    def _place(self) -> str:
+        return place_of(sys._current_frames().get(self.thread))
 
 
 class _Watch(threading.Thread):
-    """Thread that reports the long waits of a process."""
+    """Thread that reports the long waits of a process.
+
+    Attributes:
+        waits: the open waits as an ordered set; an inner one comes after those around it.
+        wake: wakes the thread before `wakes_at`.
+        wakes_at: time at which the thread looks at the waits again.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="waits", daemon=True)
-        self.waits: dict[_WaitingBlock, None] = {}  # inner ones after outer ones
+        self.waits: dict[_WaitingBlock, None] = {}
         self.wake = threading.Event()
         self.wakes_at = math.inf
         self.start()
@@ -93,7 +104,8 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         """Report each wait that is due, then sleep until the next one is."""
         while True:
-            # With `wakes_at` at infinity, a wait that begins from here on wakes this thread.
+            # While `wakes_at` is infinite, each wait that begins sets `wake`, so none is missed
+            # between the look at the waits and the sleep.
             self.wake.clear()
             self.wakes_at = math.inf
             now = time.monotonic()
@@ -106,18 +118,19 @@ class _Watch(threading.Thread):
 
     def _report(self, wait: _WaitingBlock) -> None:
         """Report a wait in a new thread, unless its last report is still in progress."""
-        if not wait.reports.acquire(blocking=False):
+        if not wait.reporting.acquire(blocking=False):
             return
         name = f"waiting for {wait.subject}"
         report = threading.Thread(target=wait.report, args=(self.waits,), name=name, daemon=True)
         try:
             report.start()
         except RuntimeError:
-            # The process cannot start threads. Here a slow detail function delays other reports.
+            # The process cannot start threads. In this one a slow detail function delays the
+            # reports of other waits.
             wait.report(self.waits)
 
 
-# By process number: a fork does not have the threads of its parent.
+# The thread of each process, by process number: a fork inherits this table, but no threads.
 _watches: dict[int, _Watch] = {}
 
 
@@ -152,8 +165,9 @@ def waiting(
         thread=threading.get_ident(),
         start=start,
         due=start + period_s,
-        reports=threading.Lock(),
+        reporting=threading.Lock(),
     )
+    # `setdefault` lets two threads that get here at once agree on one watch.
     watch = _watches.get(os.getpid()) or _watches.setdefault(os.getpid(), _Watch())
     watch.waits[wait] = None
     if wait.due < watch.wakes_at:
@@ -162,8 +176,9 @@ def waiting(
         yield
     finally:
         watch.waits.pop(wait, None)
-        if wait.reports.acquire(timeout=LAST_REPORT_S):
-            wait.reports.release()
+        # A report in progress is not printed into the output that follows the block.
+        if wait.reporting.acquire(timeout=LAST_REPORT_S):
+            wait.reporting.release()
 
 
 def watched(items: Iterable[Item], activity: str) -> Iterator[Item]:
@@ -180,14 +195,17 @@ def watched(items: Iterable[Item], activity: str) -> Iterator[Item]:
 
 
 def place_of(frame: FrameType | None, *, is_users: bool = False) -> str:
-    """Innermost line outside the libraries that a thread executes, as the end of a message.
+    """Name the line that a thread executes, as the end of a message.
+
+    Lines of libraries are skipped: it is the innermost line of Quadriga or of the user.
 
     Args:
-        frame: the thread's frame.
-        is_users: only a line of users' code counts, not one of Quadriga.
+        frame: the thread's innermost frame. None: the thread has ended.
+        is_users: whether to name a line of the user's code only.
 
     Returns:
-        ", at FILE:LINE in FUNCTION", or "" if there is no such line.
+        ", at FILE:LINE in FUNCTION", or "" if there is no such line. With `is_users` it is also ""
+        if the innermost line is one of Quadriga.
     """
     while frame is not None:
         code = frame.f_code

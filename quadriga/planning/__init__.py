@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions made before a run: how much memory its phases take."""
+"""Predictions made before a run: how much memory and time its phases take."""

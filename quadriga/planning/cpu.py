@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU of this machine as the device of a plan: its products and copies, measured."""
+"""The CPU of this machine as the device of a plan, with its speed measured."""
 
 import time
 
@@ -19,15 +19,19 @@ def measured_cpu(
     *,
     packs_narrow: bool,
 ) -> Devices:
-    """Measure products and copies with all cores, for four seconds.
+    """Measure matrix products and memory copies with all cores, for four seconds.
 
     Args:
-        count: ranks that share the cores and the memory.
+        count: number of ranks, which share the cores and the memory.
         dtype: dtype that computes.
-        available_bytes: memory that the ranks can get.
-        packs_narrow: whether the rollout's copy of the layers' weights is in `dtype`; else in
-            float32.
+        available_bytes: memory that all ranks together can get.
+        packs_narrow: whether the rollout's copy of the layers' weights is in `dtype`. Otherwise it
+            is in float32.
+
+    Returns:
+        The devices; each rank has its share of the figures.
     """
+    # The best of many measurements: other programs only make them slower.
     device = torch.device("cpu")
     flops = 0.0
     end = time.perf_counter() + _MEASURED_S

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices of a plan: accelerators by name, from accelerators.tsv.
 
-The table has figures of the makers' data sheets: dense bfloat16 products, bandwidth of the memory,
-and bandwidth between neighbours in one direction. Its memory is what CUDA reports.
+The table has figures from the makers' data sheets: dense bfloat16 products, bandwidth of the
+memory, and bandwidth between neighbours in one direction. The size of the memory is the one that
+CUDA reports, which is less than in the data sheet.
 """
 
 import csv
@@ -19,18 +20,18 @@ _SPECIFICATION = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<name>[^x].*)", re.IGN
 
 @dataclass(frozen=True)
 class Devices:
-    """Equal devices, one for each rank.
+    """Equal devices, one for each rank. All figures are those of a single device.
 
     Attributes:
         name: name in the table, or `cpu`.
         count: number of devices.
-        memory_bytes: memory of one.
+        memory_bytes: size of the memory.
         flops: operations per second of large products in the dtype that computes.
-        bytes_per_s: bandwidth of its memory.
-        link_bytes_per_s: bandwidth between two of them, in one direction.
+        bytes_per_s: bandwidth of the memory.
+        link_bytes_per_s: bandwidth between two devices, in one direction.
         source: where the figures come from.
-        process_bytes: memory of Python and its libraries in a rank's process, if it is that of the
-            device.
+        process_bytes: part of the device's memory that Python and its libraries take in a rank's
+            process; 0 for an accelerator.
         packed_itemsize: see `quadriga.planning.phases.RolePlan`.
     """
 
@@ -46,15 +47,15 @@ class Devices:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the ranks share the cores of this machine."""
+        """Whether the devices are shares of this machine's CPU."""
         return self.name == CPU
 
     @classmethod
     def parse(cls, text: str) -> "Devices":
-        """Accelerators that a command line names, such as `8xH100-80GB`.
+        """Look up the accelerators that a command line names.
 
         Args:
-            text: number and name.
+            text: number and name, such as `8xH100-80GB`.
 
         Raises:
             ConfigError: the table does not have the name.
@@ -83,7 +84,7 @@ class Devices:
 
 
 def count_and_name(text: str) -> tuple[int, str]:
-    """Number and name of devices such as `8xH100-80GB`; one without a number."""
+    """Split `8xH100-80GB` into number and name. Without a number it is 1."""
     match = _SPECIFICATION.fullmatch(text.strip())
     if match is None:
         return 1, text

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formula of the memory that an update takes on an accelerator, for a dense decoder with gated MLPs.
+"""Formulas of the memory that an update takes, for a dense decoder with gated MLPs.
+
+Bytes on an accelerator at the moments that may be the peak; each line adds to the first one:
 
     between updates       weights, float32 masters, AdamW's moments
-    end of forward        + what the backward pass of each layer needs
+    end of forward        + tensors that the backward pass of each layer needs
     head, backward        + a chunk of the logits' gradient, and the head's gradient twice
     layers, backward      + gradients of the MLP's activations
     optimizer step        + float32 gradients of all parameters
 
-The peak is the largest of these moments. Gradients count from the first micro-batch on, since
-later ones add to them. Terms were read off the code, and agree with the bytes of all live tensors
-on the stand-in for CUDA (tests/rehearsal/test_memory.py). On a CPU plain torch computes: the head
-has the logits of shorter chunks in float32, and attention keeps its results in float32.
+Gradients count from the first micro-batch on, since later ones add to them. The terms follow the
+code, and agree with the bytes of all live tensors on the stand-in for CUDA
+(tests/rehearsal/test_memory.py). On a CPU plain torch computes: the head has the logits of shorter
+chunks in float32, and attention keeps its results in float32.
 
 Legend: N packed tokens, M predicted tokens, D hidden size, F width of the MLP, Q and K numbers of a
 token's queries and keys, V vocabulary, r rank of an adapter.
@@ -23,11 +25,11 @@ from quadriga.planning.sizes import ModelSizes
 
 _CHUNK_TOKENS = 2048  # tokens whose logits' gradient is in memory at once
 _CPU_CHUNK_TOKENS = 512  # the same on a CPU
-_WIDE_TOKENS = 8192  # up to here a CPU keeps results of attention in float32
+_WIDE_TOKENS = 8192  # largest N for which a CPU keeps results of attention in float32
 _HEAD_BLOCK = 4096  # rows of the head that a CPU converts to float32 at a time
 _ROWS_PER_PART = 8192  # rows of the head with one set of statistics per token
-_COLUMN_BYTES = 170  # of a token in a packed batch of a pass without gradients
-# What most of the working memory is at each moment.
+_COLUMN_BYTES = 170  # bytes of a token in a packed batch of a pass without gradients
+# Names of the working memory at each moment, by its largest part.
 _OF_HEAD = "logits and gradients of the head and any gathered weights"
 _OF_LAYER = "gradients and any gathered weights of layers"
 _SUMMED = "gradients being summed"
@@ -40,7 +42,7 @@ class UpdateShape:
 
     Attributes:
         num_tokens: N of the largest micro-batch.
-        num_predicted: M of it.
+        num_predicted: M of the largest micro-batch.
         itemsize: bytes of a number of the dtype that computes.
         recomputes: whether activations are recomputed (gradient checkpointing).
         num_shards: ranks that shard the weights (FSDP).
@@ -66,14 +68,14 @@ class UpdateMemory:
     """Predicted bytes at the peak of an update on one rank.
 
     Attributes:
-        weights: weights that compute, and float32 masters where these are other tensors.
+        weights: weights that compute, and their float32 masters if these are other tensors.
         optimizer: AdamW's moments.
         gradients: float32 sums of gradients.
         activations: tensors that are kept for the backward pass.
-        working: tensors of the moment of the peak: gathered weights, gradients of activations, a
-            chunk of the logits' gradient.
-        moment: the moment of the peak.
-        working_name: what most of `working` is.
+        working: tensors that exist only at the moment of the peak: gathered weights, gradients of
+            activations, a chunk of the logits' gradient.
+        moment: name of the moment.
+        working_name: name of the largest part of `working`.
     """
 
     weights: float
@@ -92,7 +94,7 @@ class UpdateMemory:
 
 
 def layer_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
-    """Bytes that the backward pass of one layer needs, its input [N, D] included."""
+    """Bytes of activations that a layer keeps for its backward pass, with its input [N, D]."""
     # Input, first norm, sum and second norm of D; queries and result of Q; gate, up and product.
     numbers = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys + 3 * sizes.mlp
     # Norms keep a float32 scale per token, attention a log-sum-exp per head.
@@ -101,14 +103,14 @@ def layer_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
         numbers += sizes.queries + sizes.keys
         wide_numbers += (sizes.queries + sizes.keys) // sizes.head_size
     if shape.is_on_cpu and shape.itemsize < 4 and shape.num_tokens <= _WIDE_TOKENS:
-        # The result of attention before it was rounded.
+        # The result of attention before it is rounded to the narrow dtype.
         wide_numbers += sizes.queries
     numbers += _NUM_LINEAR * shape.adapter_rank
     return shape.num_tokens * (numbers * shape.itemsize + wide_numbers * 4)
 
 
 def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
-    """Predict the peak of an update.
+    """Predict the memory at the peak of an update.
 
     Args:
         sizes: the model.
@@ -125,15 +127,17 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
         mlp = 3 * (sizes.hidden + sizes.mlp)
         num_trained = sizes.num_layers * shape.adapter_rank * (attention + mlp)
     weights = 4.0 * num_trained / shape.num_shards
-    if shape.num_shards == 1:
-        # Narrow weights compute beside their float32 masters; sharded ones are gathered from them.
-        weights += (num_trained if shape.itemsize < 4 else 0) * shape.itemsize
+    if shape.num_shards == 1 and shape.itemsize < 4:
+        # Narrow copies of the float32 masters compute. With shards they are gathered when a layer
+        # needs them.
+        weights += num_trained * shape.itemsize
     weights += num_frozen * shape.itemsize / shape.num_shards
     optimizer = 8.0 * num_trained / shape.num_shards
     gradients = 4.0 * num_trained / shape.num_shards
 
     moments = _moments(sizes, shape)
     peak = max(moments, key=lambda moment: moment.activations + moment.working)
+    # Without earlier gradients those of the optimizer step do not exist at the other moments.
     if not shape.has_gradients and gradients > peak.activations + peak.working:
         peak = _Moment("the optimizer step", 0.0, gradients, "gradients")
     return UpdateMemory(
@@ -158,7 +162,7 @@ def forward_bytes(
     has_head: bool = True,
     is_on_cpu: bool = False,
 ) -> float:
-    """Bytes of a pass without gradients, beside the weights.
+    """Predict the memory of a pass without gradients, besides the weights.
 
     Args:
         sizes: the model.
@@ -169,6 +173,9 @@ def forward_bytes(
         has_adapter: whether linear modules have an adapter.
         has_head: whether a vocabulary head computes.
         is_on_cpu: whether a CPU computes.
+
+    Returns:
+        Bytes at the peak.
     """
     token_bytes = num_tokens * itemsize
     # Cosines and sines; columns of the packed batch, most of them int64.
@@ -188,15 +195,12 @@ def forward_bytes(
         head = states + _statistics_bytes(sizes, num_predicted, is_on_cpu=is_on_cpu)
         if is_on_cpu:
             head += _logits_bytes(sizes, num_predicted, itemsize)
-    gathered = 0.0
-    if num_shards > 1:
-        num_layers = min(2, sizes.num_layers)
-        gathered = (sizes.root_parameters + num_layers * sizes.layer_parameters) * itemsize
+    gathered = _gathered_bytes(sizes, itemsize) if num_shards > 1 else 0.0
     return positions + gathered + max(layer, head)
 
 
 class _Moment(NamedTuple):
-    """A moment that may be the peak of an update, with its bytes beside the state."""
+    """A moment that may be the peak of an update. See `UpdateMemory` for its fields."""
 
     name: str
     activations: float
@@ -204,9 +208,30 @@ class _Moment(NamedTuple):
     working_name: str
 
 
+def _outside_layers(sizes: ModelSizes) -> int:
+    """Parameters of the embedding, the head and the last norm."""
+    return sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
+
+
+def _root_parameters(sizes: ModelSizes) -> int:
+    """Parameters that FSDP gathers for a whole pass: an untied embedding is sharded on its own."""
+    return _outside_layers(sizes) - (0 if sizes.is_tied else sizes.table_parameters)
+
+
+def _gathered_bytes(sizes: ModelSizes, itemsize: int) -> float:
+    """Bytes of the gathered weights of sharded models, in the dtype that computes.
+
+    They are those of the root, of a layer, and of the next one, which is gathered meanwhile.
+    """
+    num_layers = min(2, sizes.num_layers)
+    return (_root_parameters(sizes) + num_layers * sizes.layer_parameters) * itemsize
+
+
 def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     """Moments of the forward and backward passes that may be the peak."""
     token_bytes = shape.num_tokens * shape.itemsize
+    # With recomputation a layer keeps its input. Its other activations exist during its own
+    # backward pass.
     per_layer = token_bytes * sizes.hidden
     recomputed = 0.0
     if shape.recomputes:
@@ -231,9 +256,7 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     gathered = 0.0
     moments = []
     if shape.num_shards > 1:
-        # The root, the layer, and the next one, which is gathered meanwhile.
-        num_layers = min(2, sizes.num_layers)
-        gathered = (sizes.root_parameters + num_layers * sizes.layer_parameters) * shape.itemsize
+        gathered = _gathered_bytes(sizes, shape.itemsize)
         if sizes.num_layers > 1:
             # The last layer's gradients are being summed over the ranks in float32.
             summed = sizes.layer_parameters * 4.0 * (1 + 1 / shape.num_shards)
@@ -246,8 +269,7 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
             )
         # The embedding and the head at the end: weights, gradients, and those of the one or the
         # other once more in float32.
-        outside_layers = sizes.num_parameters - sizes.num_layers * sizes.layer_parameters
-        ends = outside_layers * 2 * shape.itemsize + sizes.root_parameters * 4.0
+        ends = _outside_layers(sizes) * 2 * shape.itemsize + _root_parameters(sizes) * 4.0
         sums = 4.0 * sizes.num_parameters / shape.num_shards
         moments.append(
             _Moment("the end of the backward pass", positions + targets, ends + sums, _SUMMED)
@@ -262,19 +284,20 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
 
 
 def _head_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
-    """Bytes of the backward pass of the vocabulary head, beside the kept ones."""
+    """Bytes of the backward pass of the vocabulary head, besides kept activations."""
     num_predicted = shape.num_predicted
     if not shape.has_head:
+        # A value head has one output for each token; a float32 copy of its inputs is all.
         return num_predicted * sizes.hidden * 4.0
     statistics = _statistics_bytes(sizes, num_predicted, is_on_cpu=shape.is_on_cpu)
     gradient = num_predicted * sizes.hidden * shape.itemsize
     chunk: float = min(_CHUNK_TOKENS, num_predicted) * sizes.vocabulary * shape.itemsize
-    # Summed in float32 over the chunks, then rounded.
+    # The weight's gradient is summed over the chunks in float32, then rounded.
     gradient_itemsize = 4.0 + shape.itemsize
     if shape.is_on_cpu:
         chunk = _logits_bytes(sizes, num_predicted, shape.itemsize)
         if shape.itemsize < 4:
-            # The gradient, rounded for its products.
+            # The gradient of the logits, rounded for the products with it.
             chunk += min(_CPU_CHUNK_TOKENS, num_predicted) * sizes.vocabulary * shape.itemsize
         gradient_itemsize = shape.itemsize
     weight_gradient = 0.0
@@ -284,13 +307,13 @@ def _head_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
 
 
 def _statistics_bytes(sizes: ModelSizes, num_predicted: int, *, is_on_cpu: bool) -> float:
-    """Bytes of four float32 numbers of each token, for each part of the vocabulary."""
+    """Bytes of the head's statistics: four float32 numbers for each token and part of the rows."""
     num_parts = 1 if is_on_cpu else -(-sizes.vocabulary // _ROWS_PER_PART)
     return num_predicted * 4.0 * 4 * num_parts
 
 
 def _logits_bytes(sizes: ModelSizes, num_predicted: int, itemsize: int) -> float:
-    """Bytes of a chunk of float32 logits on a CPU, and of the rows of the head that make them."""
+    """Bytes of a chunk of float32 logits on a CPU, and of the float32 rows of the head."""
     num_bytes = 4.0 * min(_CPU_CHUNK_TOKENS, num_predicted) * sizes.vocabulary
     if itemsize < 4:
         num_bytes += 4.0 * min(_HEAD_BLOCK, sizes.vocabulary) * sizes.hidden

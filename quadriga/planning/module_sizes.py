@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a model that decide how much memory its updates take, from the model itself."""
+"""Sizes of a model that decide how much memory its updates take, from its modules.
+
+`sizes.py` has the same from the model's config.json alone.
+"""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +16,11 @@ from quadriga.planning.sizes import ModelSizes
 
 
 def module_sizes(model: PreTrainedModel) -> ModelSizes:
-    """Sizes of a model. Its parameters may be on "meta"; those of an adapter do not count."""
+    """Measure a model, without the factors of an adapter.
+
+    Args:
+        model: the model. Its parameters may be on "meta".
+    """
     text = model.config.get_text_config()
     num_heads = getattr(text, "num_attention_heads", 0) or 1
     head_size = getattr(text, "head_dim", None) or text.hidden_size // num_heads
@@ -40,6 +47,7 @@ def module_sizes(model: PreTrainedModel) -> ModelSizes:
 
 
 def _num_parameters(module: nn.Module) -> int:
+    """Number of parameters of a module, without the factors of an adapter."""
     num_parameters = 0
     for name, parameter in module.named_parameters():
         if not is_factor(name):
@@ -48,7 +56,7 @@ def _num_parameters(module: nn.Module) -> int:
 
 
 def _unknown_part(model: PreTrainedModel, layers: list[nn.Module]) -> str:
-    """The reason why the formulas do not hold for a model, or ""."""
+    """Name a part of a model that the formulas do not cover; "" if they cover all."""
     if is_vision(model.config):
         return "a vision encoder"
     if next(iter(mixtures(model)), None) is not None:
@@ -57,6 +65,7 @@ def _unknown_part(model: PreTrainedModel, layers: list[nn.Module]) -> str:
         modules = list(layer.modules())
         num_norms = sum(is_plain_norm(module) for module in modules)
         num_mlps = sum(is_gated_mlp(module) for module in modules)
+        # Two norms of the residual stream, and in some models those of queries and keys.
         if num_mlps != 1 or num_norms not in (2, 4):
             return "layers that are not a dense gated MLP with plain RMS norms"
     return "" if layers else "no list of layers"

@@ -4,7 +4,7 @@
     generation    training state that stays, weights of the rollout, KV cache, one pass of prefill
     log-probs     weights, moments unless they are offloaded, one pass without gradients
     update        see planning/memory.py
-    weight sync   the same state, weights of the rollout, a bucket, the largest tensor
+    weight sync   state as in log-probs, weights of the rollout, buckets, the largest tensor
 
 Each phase also includes the tensors that other roles on the same device hold between their phases,
 and on a CPU the memory of Python and its libraries (`Devices.process_bytes`).
@@ -40,7 +40,7 @@ LOG_PROBS = "log-probs"
 UPDATE = "update"
 WEIGHT_SYNC = "weight sync"
 
-_CACHE_SHARE = 0.7  # share of the free memory that the KV cache of `native` takes at most
+_CACHE_SHARE = 0.7  # largest share of the free memory that the KV cache of `native` takes
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class RolePlan:
         layout: arrangement of the ranks.
         itemsize: bytes of a number of the dtype that computes.
         recomputes: whether activations are recomputed.
-        packed_itemsize: bytes of a number in the rollout's copy of the layers' weights in another
-            order, which products on a CPU need; 0 on an accelerator.
+        packed_itemsize: bytes of a number in the copy of the layers' weights that the rollout packs
+            for products on a CPU; 0 on an accelerator.
     """
 
     sizes: ModelSizes
@@ -78,13 +78,13 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class Phase:
-    """Predicted bytes of a phase on one rank.
+    """Predicted memory of a phase on one rank.
 
     Attributes:
         role: key of the role's section.
         name: name of the phase.
-        parts: bytes by purpose, at the moment of the peak.
-        moment: the moment of the peak, if the phase has several.
+        parts: bytes by purpose, at the peak.
+        moment: moment of the peak in an update; else "".
     """
 
     role: str
@@ -98,7 +98,7 @@ class Phase:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """Name, size, and the parts that take at least a hundredth, in words."""
+        """Name, size, and the parts of at least a hundredth of it, as text."""
         sorted_parts = sorted(self.parts.items(), key=lambda part: -part[1])
         large_parts = []
         for name, num_bytes in sorted_parts:
@@ -109,7 +109,13 @@ class Phase:
 
 
 def micro_batch_tokens(config: Config, section: ActorConfig | CriticConfig, num_ranks: int) -> int:
-    """Tokens of the largest possible micro-batch of an update on one of `num_ranks` ranks."""
+    """Number of tokens in the largest possible micro-batch of an update.
+
+    Args:
+        config: the configuration.
+        section: section of the role.
+        num_ranks: number of ranks of the role.
+    """
     longest = config.data.max_prompt_length + config.data.max_response_length
     if section.ppo_micro_batch_size_per_gpu and not section.use_dynamic_bsz:
         return section.ppo_micro_batch_size_per_gpu * longest
@@ -127,23 +133,36 @@ def _is_single_turn(config: Config) -> bool:
 
 
 def _most_tokens(config: Config, num_prompts: int, num_ranks: int) -> int:
-    """Most tokens that a rank computes of some prompts with their responses, in one pass."""
+    """Largest number of tokens that a rank computes in a pass over prompts and their responses.
+
+    Args:
+        config: the configuration.
+        num_prompts: number of prompts.
+        num_ranks: number of ranks that share the work.
+    """
     rollout = config.actor_rollout_ref.rollout
     if not _is_single_turn(config):
-        # A rollout may have several sequences.
+        # A rollout may have several sequences, so there is no limit.
         return sys.maxsize
     num_sequences = -(-num_prompts * rollout.n // num_ranks)
-    num_shared = num_sequences
+    num_computed_prompts = num_sequences
     if config.actor_rollout_ref.actor.use_prefix_sharing:
-        num_shared = min(num_sequences, num_prompts)
+        num_computed_prompts = min(num_sequences, num_prompts)
     num_response_tokens = num_sequences * config.data.max_response_length
-    return num_shared * config.data.max_prompt_length + num_response_tokens
+    return num_computed_prompts * config.data.max_prompt_length + num_response_tokens
 
 
 def update_of(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
-    """Predict the peak of an update of a role; every token may be a predicted one."""
+    """Predict the peak of an update of a role.
+
+    Args:
+        config: the configuration.
+        role: key of the role's section.
+        plan: model and ranks of the role.
+    """
     section = _section(config, role)
     num_tokens = micro_batch_tokens(config, section, plan.layout.world_size)
+    # Prompts may be short, so all tokens may be predicted ones.
     shape = UpdateShape(
         num_tokens=num_tokens,
         num_predicted=num_tokens,
@@ -158,7 +177,13 @@ def update_of(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
 
 
 def describe_update(config: Config, role: str, plan: RolePlan) -> str:
-    """Predicted peaks of an update on an accelerator in bfloat16, in words."""
+    """Describe the predicted peaks of an update on an accelerator in bfloat16.
+
+    Args:
+        config: the configuration.
+        role: key of the role's section.
+        plan: model and ranks of the role.
+    """
     if plan.unknown_part:
         return f"the memory of an update is not predicted for {plan.unknown_part}"
     num_ranks = plan.layout.world_size
@@ -175,12 +200,12 @@ def describe_update(config: Config, role: str, plan: RolePlan) -> str:
 def phases(
     config: Config, plans: Mapping[str, RolePlan], role: str, device_bytes: float
 ) -> list[Phase]:
-    """Predict the phases of a role.
+    """Predict the phases of a trained role.
 
     Args:
         config: the configuration.
-        plans: roles whose ranks have the same devices, by the keys of their sections.
-        role: key of the section of the role, which is trained.
+        plans: all roles that share the devices, by the keys of their sections.
+        role: key of the section of the trained role.
         device_bytes: memory of the device.
 
     Returns:
@@ -189,6 +214,7 @@ def phases(
     plan = plans[role]
     update = update_of(config, role, plan)
     has_policy = ACTOR in plans and config.task == "rl"
+    # Tensors of other roles on the device.
     beside = {}
     for other_role, other_plan in plans.items():
         if other_role != role:
@@ -198,7 +224,7 @@ def phases(
         beside["reference"] = _reference_bytes(config, plans[ACTOR])
     beside_training = dict(beside)
     pools = role_pools(config.trainer, asked_roles(config))
-    # In a pool apart from the actor's, the rollout takes no memory of the actor's devices.
+    # In a pool of its own the rollout takes no memory of the actor's devices.
     generates = has_policy and pools.get("rollout") == pools.get("actor")
     if generates:
         beside_training["rollout"] = _sleeping_bytes(config, plans[ACTOR], device_bytes)
@@ -225,7 +251,7 @@ def phases(
     )
     awake = dict(state)
     if section.fsdp_config.optimizer_offload:
-        # Moments are loaded for updates alone.
+        # Moments are on the device during updates only.
         awake["optimizer"] = 0.0
     passes = {**awake, "activations": activations, **beside_training}
     if plan.is_on_cpu:
@@ -244,7 +270,7 @@ def phases(
         sync = {
             "training state": max(_resting_bytes(config, role, plan), sum(awake.values())),
             "weights of the rollout": _rollout_weights(config, plan),
-            # One is filled while the other is sent.
+            # One bucket is filled while the other is sent.
             "buckets": 2 * bucket,
             "largest tensor": float(plan.sizes.table_parameters * plan.itemsize),
             **beside,
@@ -254,15 +280,15 @@ def phases(
 
 
 def apart_phases(config: Config, device_bytes: float) -> list[Phase]:
-    """Predict the phases of devices that only generate.
+    """Predict the phases of devices on which no role trains.
 
     Args:
         config: the configuration.
         device_bytes: memory of the device.
 
     Returns:
-        The phase of generation, if the rollout has devices apart from the actor's and reserves a
-        share of their memory at its start; otherwise no phase.
+        The phase of generation, if the rollout has devices of its own and reserves a share of their
+        memory at its start; otherwise no phase.
     """
     pools = role_pools(config.trainer, asked_roles(config))
     has_own_devices = config.task == "rl" and pools.get("rollout") != pools.get("actor")
@@ -273,6 +299,7 @@ def apart_phases(config: Config, device_bytes: float) -> list[Phase]:
 
 
 def _section(config: Config, role: str) -> ActorConfig | CriticConfig:
+    """Section of a trained role, by its key."""
     return config.critic if role == CRITIC else config.actor_rollout_ref.actor
 
 
@@ -308,7 +335,7 @@ def _kept_gradients(config: Config, role: str, plan: RolePlan) -> float:
     """Bytes of the sums of gradients that a role keeps between updates."""
     frees_gradients = _section(config, role).fsdp_config.grad_offload
     if plan.is_on_cpu and plan.itemsize == 4:
-        # Parameters that are their own masters drop their gradients.
+        # In float32 the parameters are the masters, and their gradients are dropped.
         return 0.0
     if frees_gradients is None:
         frees_gradients = not plan.is_on_cpu
@@ -316,16 +343,18 @@ def _kept_gradients(config: Config, role: str, plan: RolePlan) -> float:
 
 
 def _reference_bytes(config: Config, plan: RolePlan) -> float:
-    """Bytes that the reference keeps on the device; by default it is offloaded."""
+    """Bytes that the reference keeps on the device."""
+    # With an adapter the reference is the actor without it.
     if not needs_reference(config) or config.actor_rollout_ref.model.has_adapter:
         return 0.0
+    # By default it is offloaded.
     if config.actor_rollout_ref.ref.fsdp_config.param_offload is not False:
         return 0.0
     return plan.sizes.num_parameters * plan.itemsize / plan.layout.fsdp
 
 
 def _rollout_weights(config: Config, plan: RolePlan) -> float:
-    """Bytes of the rollout's own weights; 0 if it computes with the actor's."""
+    """Bytes of the rollout's own weights on the device; 0 if it computes with the actor's."""
     rollout = config.actor_rollout_ref.rollout
     computes_in = rollout.traits.computes_in
     if computes_in == "servers" or (computes_in == "caller" and plan.layout.is_whole):
@@ -345,7 +374,7 @@ def _sleeping_bytes(config: Config, plan: RolePlan, device_bytes: float) -> floa
 
 
 def _reserves_memory(config: Config) -> bool:
-    """Whether the rollout takes a share of the device at its start."""
+    """Whether the rollout reserves a share of the device's memory at its start."""
     rollout = config.actor_rollout_ref.rollout
     reads_keys = rollout.traits.reads_keys
     return "gpu_memory_utilization" in reads_keys and rollout.traits.computes_in != "servers"
@@ -383,7 +412,7 @@ def _packed_bytes(config: Config, plan: RolePlan) -> float:
     """Bytes of the copies of weights that the rollout makes on a CPU while it generates."""
     if not plan.is_on_cpu or not config.actor_rollout_ref.rollout.traits.packs_weights:
         return 0.0
-    # The head makes logits in float32. Modules with an adapter compute by themselves.
+    # The head computes in float32. Layers with an adapter are not packed.
     num_bytes = 4.0 * plan.sizes.table_parameters
     if not _adapter_rank(config, ACTOR):
         num_bytes += float(plan.packed_itemsize) * plan.sizes.matrix_parameters
@@ -391,13 +420,14 @@ def _packed_bytes(config: Config, plan: RolePlan) -> float:
 
 
 def cached_token_bytes(plan: RolePlan) -> float:
-    """Bytes of a token in the KV cache, which is in float32 on a CPU."""
+    """Bytes of a token in the KV cache."""
+    # The cache is in float32 on a CPU.
     itemsize = 4 if plan.is_on_cpu else plan.itemsize
     return 2.0 * plan.sizes.num_layers * plan.sizes.keys * itemsize
 
 
 def cache_bytes(config: Config, plan: RolePlan) -> float:
-    """Bytes of the KV cache in which all sequences that run together have their full length."""
+    """Bytes of a KV cache in which all concurrent sequences have their full length."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.cache_gigabytes is not None:
         return rollout.cache_gigabytes * (1 << 30)
@@ -406,5 +436,6 @@ def cache_bytes(config: Config, plan: RolePlan) -> float:
     num_engines = max(1, num_ranks // rollout_group_size(config))
     num_sequences = min(rollout.max_num_seqs, -(-batch.num_sequences // num_engines))
     token_bytes = cached_token_bytes(plan)
+    # A group of ranks shares the cache by key-value heads.
     token_bytes /= min(rollout_group_size(config), plan.sizes.keys // plan.sizes.head_size)
     return num_sequences * batch.max_sequence_tokens * token_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan of a run: will it fit, and how long will a step take, from the models' config.json alone."""
+"""Plan of a run from its models' config.json: whether it fits, and how long a step takes."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from quadriga.planning.phases import LOG_PROBS, Phase, RolePlan, apart_phases, p
 from quadriga.planning.sizes import ModelSizes
 from quadriga.planning.time import Lengths, StepTime, step_time
 
-FITTING_SHARE = 0.95  # of a device's memory, below which a plan counts as fitting
-_MAX_PER_NODE = 8
-_BUDGET_UNIT = 1024  # tokens
+FITTING_SHARE = 0.95  # largest share of a device's memory that a fitting plan takes
+_MAX_PER_NODE = 8  # devices of a machine
+_BUDGET_UNIT = 1024  # tokens; budgets are multiples of it
 _LARGEST_BUDGET = 1 << 20
 _NUM_LAYOUTS = 5  # layouts that are printed
 _NUM_DEVICES = (2, 4, 8, 16, 32, 64)  # numbers of devices that are tried if nothing fits
-_TRAINED = {ACTOR: "actor_rollout_ref", CRITIC: "critic"}
+_TRAINED = {ACTOR: "actor_rollout_ref", CRITIC: "critic"}  # sections of their models
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Plan:
     """Prediction for a configuration on some devices.
 
     Attributes:
-        config: the configuration, with the devices' numbers of ranks.
+        config: the configuration, with a rank for each device.
         devices: the devices.
-        roles: the trained roles.
-        phases: memory of all phases of all trained roles, and of generation on other devices, on
-            each rank.
+        roles: the trained roles, by the keys of their sections.
+        phases: memory of each rank in the phases of the trained roles, and in generation on devices
+            of its own.
         time: time of a step.
     """
 
@@ -50,18 +50,18 @@ class Plan:
     @property
     def largest(self) -> Phase:
         """The phase of a trained role with the highest peak."""
-        # An engine on devices of its own takes its share of them, whatever that is.
+        # An engine on devices of its own takes the configured share of them, which always fits.
         trained = [phase for phase in self.phases if phase.role in self.roles]
         return max(trained, key=lambda phase: phase.total)
 
     @property
     def fits(self) -> bool:
-        """Whether the highest peak leaves some of a device's memory free."""
+        """Whether the highest peak takes at most `FITTING_SHARE` of a device's memory."""
         return self.largest.total <= FITTING_SHARE * self.devices.memory_bytes
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
-    """Copy a section of the configuration with another value for a dotted key below it."""
+    """Copy a section of the configuration with another value for a dotted key in it."""
     name, _, rest = key.partition(".")
     if rest:
         inner = getattr(section, name)
@@ -71,7 +71,11 @@ def with_value(section: Any, key: str, value: Any) -> Any:
 
 
 def on_devices(config: Config, devices: Devices) -> Config:
-    """The configuration with a rank for each device."""
+    """Copy a configuration with a rank for each device.
+
+    Raises:
+        ConfigError: machines of up to `_MAX_PER_NODE` devices cannot share them equally.
+    """
     num_nodes = -(-devices.count // _MAX_PER_NODE)
     if devices.count % num_nodes:
         raise ConfigError(
@@ -87,10 +91,14 @@ def on_devices(config: Config, devices: Devices) -> Config:
 
 
 def read_sizes(file: Path, override: dict[str, Any]) -> ModelSizes:
-    """Sizes of the model that a config.json describes, with some entries replaced.
+    """Read the sizes of a model from its config.json.
+
+    Args:
+        file: the config.json.
+        override: entries that replace those of the file.
 
     Raises:
-        ConfigError: there is no config.json, it is no JSON object, or it lacks sizes or the type.
+        ConfigError: there is no such file, it is no JSON object, or it lacks sizes or the type.
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -127,7 +135,7 @@ def make_plan(
         config: the configuration, with a rank for each device.
         devices: the devices.
         lengths: assumed mean lengths.
-        sizes: the models of the trained roles.
+        sizes: models of the trained roles, by the keys of their sections.
         itemsize: bytes of a number of the dtype that computes.
 
     Raises:
@@ -171,8 +179,19 @@ def make_plan(
 
 
 def chosen(plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int) -> Plan:
-    """The plan with `enable_gradient_checkpointing=auto` decided as a run decides it."""
+    """Decide `enable_gradient_checkpointing=auto` as a run decides it.
+
+    Args:
+        plan: the plan of the configuration, without recomputed activations where it says auto.
+        lengths: assumed mean lengths.
+        sizes: models of the trained roles, by the keys of their sections.
+        itemsize: bytes of a number of the dtype that computes.
+
+    Returns:
+        The same plan, or one that recomputes activations.
+    """
     config = plan.config
+    # A run recomputes activations on an accelerator if they take more than this share.
     if plan.devices.is_cpu or plan.largest.total <= 0.9 * plan.devices.memory_bytes:
         return plan
     for role in plan.roles:
@@ -186,7 +205,19 @@ def chosen(plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize:
 def largest_budget(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
 ) -> int | None:
-    """The largest `ppo_max_token_len_per_gpu` of all trained roles that fits; None if none does."""
+    """Find the largest `ppo_max_token_len_per_gpu` with which a plan fits.
+
+    All trained roles get the same value, a multiple of `_BUDGET_UNIT`.
+
+    Args:
+        plan: the plan.
+        lengths: assumed mean lengths.
+        sizes: models of the trained roles, by the keys of their sections.
+        itemsize: bytes of a number of the dtype that computes.
+
+    Returns:
+        The value; None if even that of a single sequence does not fit.
+    """
     longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
     low = -(-longest // _BUDGET_UNIT)
     high = _LARGEST_BUDGET // _BUDGET_UNIT
@@ -200,6 +231,7 @@ def largest_budget(
 
     if not fits(low):
         return None
+    # Bisection: `low` fits, and what is above `high` does not.
     while low < high:
         middle = (low + high + 1) // 2
         if fits(middle):
@@ -212,9 +244,19 @@ def largest_budget(
 def layouts(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
 ) -> list[tuple[str, Plan]]:
-    """Layouts of the devices by shards and recomputed activations, the fastest first."""
+    """Plan all numbers of shards, with activations kept and recomputed.
+
+    Args:
+        plan: the plan whose other settings stay.
+        lengths: assumed mean lengths.
+        sizes: models of the trained roles, by the keys of their sections.
+        itemsize: bytes of a number of the dtype that computes.
+
+    Returns:
+        Description and plan of each layout, the fastest first.
+    """
     candidates = []
-    # A role may have fewer ranks than there are devices.
+    # A role may have fewer ranks than there are devices. The shards must divide those of each.
     num_ranks = math.gcd(*(role.layout.world_size for role in plan.roles.values()))
     for num_shards in range(1, num_ranks + 1):
         if num_ranks % num_shards:
@@ -235,7 +277,17 @@ def layouts(
 def remedies(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
 ) -> Iterator[tuple[str, Plan]]:
-    """Single changes with which some layout fits, each with its fastest one."""
+    """Find single changes with which a layout fits.
+
+    Args:
+        plan: a plan of which no layout fits.
+        lengths: assumed mean lengths.
+        sizes: models of the trained roles, by the keys of their sections.
+        itemsize: bytes of a number of the dtype that computes.
+
+    Returns:
+        Description and plan of each change, with the fastest layout that fits.
+    """
     longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
     changes = []
     settings = [
@@ -261,7 +313,7 @@ def remedies(
             if candidate.fits:
                 yield f"{name}, {layout}", candidate
                 if devices != plan.devices:
-                    # Still more devices fit too.
+                    # The changes left have even more devices, which fit too.
                     return
                 break
 
@@ -269,7 +321,14 @@ def remedies(
 def lines(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
 ) -> Iterator[str]:
-    """The plan as text."""
+    """Describe a plan in lines of text.
+
+    Args:
+        plan: the plan.
+        lengths: assumed mean lengths.
+        sizes: models of the trained roles, by the keys of their sections.
+        itemsize: bytes of a number of the dtype that computes.
+    """
     devices = plan.devices
     yield (
         f"{devices.count} x {devices.name}: {devices.memory_bytes / 1e9:.3g} GB, "

@@ -11,7 +11,7 @@ from typing import Any
 from quadriga.errors import ConfigError
 
 _KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models that are a dense decoder with gated MLPs and plain RMS norms."""
+"""Values of `model_type` for dense decoders with gated MLPs and plain RMS norms."""
 _REQUIRED = (
     "hidden_size",
     "intermediate_size",
@@ -29,17 +29,17 @@ class ModelSizes:
     Attributes:
         hidden: D.
         mlp: F.
-        queries: numbers of a token's queries, over all heads.
-        keys: numbers of a token's keys, over all key-value heads.
-        num_heads: attention heads.
-        head_size: numbers of one head.
-        num_layers: decoder layers.
-        vocabulary: rows of the embedding and of the head.
-        num_parameters: all parameters, without an adapter.
-        layer_parameters: parameters of the largest layer.
+        queries: size of a token's queries, over all heads.
+        keys: size of a token's keys, over all key-value heads.
+        num_heads: number of attention heads.
+        head_size: size of a head.
+        num_layers: number of decoder layers.
+        vocabulary: number of rows of the embedding and of the head.
+        num_parameters: number of all parameters, without an adapter.
+        layer_parameters: number of parameters of the largest layer.
         is_tied: whether embedding and head are the same parameter.
-        norms_queries: whether queries and keys are normed before the rotation.
-        unknown_part: a part that the formulas do not cover; "" if they cover all.
+        norms_queries: whether queries and keys are normalized before the rotation.
+        unknown_part: a part of the model that the formulas do not cover; "" if they cover all.
     """
 
     hidden: int
@@ -58,28 +58,22 @@ class ModelSizes:
 
     @property
     def table_parameters(self) -> int:
-        """Parameters of the embedding, and as many of an untied head."""
+        """Number of parameters of the embedding. An untied head has as many."""
         return self.vocabulary * self.hidden
 
     @property
-    def root_parameters(self) -> int:
-        """Parameters that FSDP gathers for a whole pass: those outside layers and untied embedding."""
-        outside_layers = self.num_parameters - self.num_layers * self.layer_parameters
-        return outside_layers - (0 if self.is_tied else self.table_parameters)
-
-    @property
     def matrix_parameters(self) -> int:
-        """Parameters of the layers that multiply a token."""
+        """Number of parameters in the matrices of all layers."""
         attention = 2 * self.hidden * (self.queries + self.keys)
         return self.num_layers * (attention + 3 * self.hidden * self.mlp)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str) -> "ModelSizes":
-        """Sizes of the model that a config.json describes.
+        """Derive the sizes of a model from its config.json.
 
         Args:
             config: contents of the file.
-            where: place of the file, for errors.
+            where: path of the file, for errors.
 
         Raises:
             ConfigError: the file lacks sizes, or they are not whole numbers above 0.
@@ -92,18 +86,21 @@ class ModelSizes:
         num_kv_heads = num_heads
         if text.get("num_key_value_heads") is not None:
             num_kv_heads = _number(text, "num_key_value_heads", where)
-        # Heads of Qwen3 have 128 numbers whatever the hidden size is.
+        # The size of a head is 128 in Qwen3, whatever D is.
         head_size = 128 if model_type == "qwen3" else hidden // num_heads
         if text.get("head_dim") is not None:
             head_size = _number(text, "head_dim", where)
 
         queries = num_heads * head_size
         keys = num_kv_heads * head_size
+        # Matrices of attention and MLP, then two norms, norms of queries and keys, and biases.
         layer = 2 * hidden * (queries + keys) + 3 * hidden * numbers["intermediate_size"]
         layer += 2 * hidden
         norms_queries = model_type == "qwen3"
         if norms_queries:
             layer += 2 * head_size
+        # Qwen2 always has biases of queries, keys and values; other models if they say so, and
+        # then one of the output as well.
         has_bias = bool(text.get("attention_bias"))
         if has_bias or model_type == "qwen2":
             layer += queries + 2 * keys
@@ -132,6 +129,7 @@ class ModelSizes:
 
 
 def _number(config: Mapping[str, Any], name: str, where: str) -> int:
+    """Read a size. Raise a ConfigError if it is missing or no whole number above 0."""
     value = config.get(name)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -145,7 +143,7 @@ def _number(config: Mapping[str, Any], name: str, where: str) -> int:
 
 
 def _unknown_part(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """The reason why the formulas do not hold for a model, or ""."""
+    """Name a part of a model that the formulas do not cover; "" if they cover all."""
     if "vision_config" in config:
         return "a vision encoder"
     if any(text.get(name) for name in _EXPERTS):

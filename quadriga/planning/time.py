@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted time of each phase of a step.
 
-    generation   prefill, then steps of decoding: each reads all weights and the KV cache, and
-                 computes and samples one token of each sequence
-    passes       2 operations for each parameter and token, and attention
-    update       3 times a forward pass; 4 with recomputed activations; with an adapter 2 and 3
+    generation   prefill, then decode steps: each reads all weights and the KV cache, and computes
+                 and samples one token of each sequence
+    log-probs    2 operations for each parameter and token, and attention
+    update       3 times a forward pass, or 4 with recomputed activations; with an adapter 2 or 3
 
-Products reach a share of the peak that large matrices have, memory a share of its bandwidth. Both
-shares, and the time of a decode step's launches, are assumptions: `Efficiency` says from where.
-Grading, tools and environments are not predicted.
+Products reach a share of the peak of large matrices, memory a share of its bandwidth. These shares,
+and the time to launch a decode step, are assumptions, see `Efficiency`. Grading, tools and
+environments are not predicted.
 
 Legend: P prompt tokens, R response tokens, V vocabulary.
 """
@@ -23,19 +23,19 @@ from quadriga.planning.devices import Devices
 from quadriga.planning.phases import RolePlan, cached_token_bytes
 from quadriga.planning.sizes import ModelSizes
 
-_LONGEST_FACTOR = 2.0  # longest response of a step, in mean responses
-_SAMPLING_PASSES = 4  # times that sampling reads or writes a float32 logit
+_LONGEST_FACTOR = 2.0  # longest response of a step, relative to the mean
+_SAMPLING_PASSES = 4  # how often sampling reads or writes each float32 logit
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a device's peaks that phases reach.
+    """Shares of a device's peak performance that phases reach.
 
     Attributes:
-        products: share of the operations of large products, in updates and passes.
-        decoding: the same, for the products of a decode step.
-        memory: share of the memory's bandwidth.
-        decode_step_s: time of a decode step beside reading and computing.
+        products: share of `Devices.flops` in updates and passes for log-probs.
+        decoding: share of `Devices.flops` in decode steps.
+        memory: share of `Devices.bytes_per_s`.
+        decode_step_s: seconds of a decode step besides reading and computing.
         source: where the shares come from.
     """
 
@@ -77,7 +77,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of a step, by phase, with the reason that limits generation."""
+    """Predicted time of a step.
+
+    Attributes:
+        phases: seconds by name of the phase.
+        limit_of_generation: what takes most of the time of generation.
+        efficiency: the assumed shares.
+    """
 
     phases: Mapping[str, float]
     limit_of_generation: str
@@ -85,7 +91,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the phases together."""
+        """Seconds of all phases together."""
         return sum(self.phases.values())
 
 
@@ -96,16 +102,18 @@ def step_time(
 
     Args:
         config: the configuration.
-        plans: the trained roles.
-        devices: the devices of all of them.
+        plans: the trained roles, by the keys of their sections.
+        devices: the devices, which all roles share.
         lengths: assumed mean lengths.
     """
     efficiency = _ON_CPUS if devices.is_cpu else _ON_GPUS
     actor = plans[ACTOR]
     batch = BatchPlan(config)
+    # Work of one device.
     num_sequences = batch.num_sequences / devices.count
     num_prompts = batch.num_prompts / devices.count
     if not config.actor_rollout_ref.actor.use_prefix_sharing:
+        # Each sequence computes its prompt.
         num_prompts = num_sequences
     num_predicted = num_sequences * lengths.response
     num_tokens = num_prompts * lengths.prompt + num_predicted
@@ -125,6 +133,8 @@ def step_time(
     for role, plan in plans.items():
         if role not in (ACTOR, CRITIC):
             continue
+        # Forward and backward pass, in units of a forward pass. With an adapter the backward pass
+        # computes no gradients of the frozen weights.
         is_adapted = role == ACTOR and config.actor_rollout_ref.model.has_adapter
         num_passes = 2 if is_adapted else 3
         if plan.recomputes:
@@ -149,9 +159,9 @@ def forward_flops(
 
     Args:
         sizes: the model.
-        num_tokens: tokens of the layers.
-        num_predicted: tokens of the vocabulary head.
-        squares: sum of the squared lengths of the sequences.
+        num_tokens: number of tokens that the layers compute.
+        num_predicted: number of tokens that the vocabulary head computes.
+        squares: sum of the squared lengths of the sequences, for attention.
     """
     layers = 2.0 * sizes.matrix_parameters * num_tokens
     head = 2.0 * sizes.table_parameters * num_predicted
@@ -159,9 +169,10 @@ def forward_flops(
 
 
 def _exchange_s(plan: RolePlan, devices: Devices) -> float:
-    """Seconds in which ranks sum gradients and gather weights, if nothing overlaps."""
+    """Seconds in which ranks sum gradients and gather weights, without overlap."""
     if devices.count == 1:
         return 0.0
+    # Gradients are summed in float32.
     num_bytes = plan.sizes.num_parameters * 4.0
     if not plan.layout.is_whole:
         # Weights are gathered before the forward and before the backward pass.
@@ -172,7 +183,7 @@ def _exchange_s(plan: RolePlan, devices: Devices) -> float:
 def _generation_s(
     config: Config, plan: RolePlan, devices: Devices, lengths: Lengths, efficiency: Efficiency
 ) -> tuple[float, str]:
-    """Seconds of generation, and what takes most of a decode step."""
+    """Predict generation. Return its seconds, and what takes most of them in decode steps."""
     sizes = plan.sizes
     rollout = config.actor_rollout_ref.rollout
     group_size = rollout.tensor_model_parallel_size
@@ -181,6 +192,7 @@ def _generation_s(
     num_sequences = batch.num_sequences / num_engines
     num_prompts = batch.num_prompts / num_engines
     num_running = min(float(rollout.max_num_seqs), num_sequences)
+    # Steps until the longest response has ended, or until all sequences had their turn.
     longest = min(config.data.max_response_length, _LONGEST_FACTOR * lengths.response)
     num_steps = max(longest, num_sequences * lengths.response / num_running)
     num_new_tokens = num_sequences * lengths.response
@@ -192,6 +204,7 @@ def _generation_s(
         forward_flops(sizes, prompt_tokens, num_prompts, prompt_tokens * lengths.prompt) / rate
     )
     token_bytes = cached_token_bytes(plan)
+    # Mean over the tokens of a response of the sequence's length so far.
     mean_length = lengths.prompt + lengths.response / 2
     parts = {
         "weights": num_steps * sizes.num_parameters * plan.itemsize / bandwidth,

@@ -32,15 +32,15 @@ _JSON_COLUMNS = {
     "turn_scores": "turn_scores",
     "messages": "solution_messages",
 }
-"""Object column of the batch of each column of the record with JSON."""
+"""Columns of the record with JSON, and the object columns of the batch that they become."""
 
 
 class RecordedStep:
-    """The record of a step, from which its batch is made again.
+    """The record of a step, from which the batch of the step is made again.
 
     Args:
-        record: the record.
-        path: its file, for errors.
+        record: the record of the step.
+        path: the file of the record, for errors.
     """
 
     def __init__(self, record: StepRecord, path: Path) -> None:
@@ -50,12 +50,12 @@ class RecordedStep:
 
     @property
     def num_prompt_batches(self) -> int:
-        """Batches of prompts that the step took; several with dynamic sampling."""
+        """Number of prompt batches that the step took; more than 1 with dynamic sampling."""
         return int(self.record.facts["metrics"].get("filter_groups/num_batches", 1))
 
     @property
     def is_thinned(self) -> bool:
-        """Whether texts, and values of graders beside the score, are not in the record any more."""
+        """Whether texts, and what graders returned beside the score, were removed."""
         return bool(self.record.facts.get("is_thinned"))
 
     def batch(
@@ -71,32 +71,34 @@ class RecordedStep:
 
         Args:
             prompts: all prompts that the step took, with `uid`.
-            pad_token_id: fills prompts on the left and responses on the right.
-            has_own_prompts: whether agent loops write the prompts, so that they differ from those of
+            pad_token_id: token that fills prompts on the left and responses on the right.
+            has_own_prompts: whether agent loops write the prompts, which then differ from those of
                 the data.
             with_scores: whether to add the recorded scores, so that nothing is graded.
-            with_routes: whether the update repeats the recorded choices of experts.
+            with_routes: whether to add the recorded choices of experts, which the update repeats.
 
         Returns:
-            The columns of `generate_responses`, and of `grade` if requested.
+            The columns of `generate_responses`; with `with_scores` also those of `grade`.
 
         Raises:
-            DataError: the data have other prompts, or images of tools are missing.
+            DataError: the data have other prompts now, or the images of a row differ from those of
+                its data row.
         """
         rows = self._prompt_rows(prompts)
         num_prompt_tokens, num_response_tokens = self.record.facts["widths"]
         columns = self._prompt_columns(rows, num_prompt_tokens, pad_token_id, has_own_prompts)
-        values = [self._lists(name) for name in ("response_ids", "response_mask")]
-        responses = zip(*values, self._lists("rollout_log_probs"), strict=True)
-        routes: list[np.ndarray | None] = []
-        if with_routes:
-            routes = self._routes()
+        responses = zip(
+            self._values("response_ids"),
+            self._values("response_mask"),
+            self._values("rollout_log_probs"),
+            strict=True,
+        )
         tensors = with_responses(
             columns,
             list(responses),
             num_response_tokens,
             pad_token_id,
-            routes,
+            self._routes() if with_routes else [],
             self._optional("token_versions") or (),
         )
         echo_mask = self._optional("echo_mask")
@@ -105,29 +107,29 @@ class RecordedStep:
         baselines = self._optional("reward_baseline")
         if baselines:
             tensors["reward_baselines"] = torch.tensor(baselines)
-        objects = {ROLLOUT_ID: object_array(self._lists("rollout_id"))}
+        objects = {}
         for name in _OBJECT_COLUMNS:
-            values_of_rows = self._optional(name)
-            if values_of_rows:
-                objects[name] = object_array(values_of_rows)
+            values = self._optional(name)
+            if values:
+                objects[name] = object_array(values)
         for name, target in _JSON_COLUMNS.items():
             texts = self._optional(name)
             if texts:
                 objects[target] = object_array(json.loads(text or "null") for text in texts)
-        # Rows of one rollout are consecutive, so each row counts as a rollout of its prompt here.
-        rollout_ids = objects.pop(ROLLOUT_ID)
         batch = with_prompt_columns(rows, DataProto.from_dict(tensors, objects))
-        batch.non_tensor_batch[ROLLOUT_ID] = rollout_ids
+        # Added last: with these ids `with_prompt_columns` would expect one prompt for each rollout,
+        # and `rows` has one for each row.
+        batch.non_tensor_batch[ROLLOUT_ID] = object_array(self._values("rollout_id"))
         if with_scores:
-            batch.batch["token_level_scores"] = self._padded(
-                self._lists("token_scores"), torch.float32
-            )
-            batch.non_tensor_batch["reward_extra"] = self._graded()
+            scores = self._padded(self._values("token_scores"), torch.float32)
+            batch.batch["token_level_scores"] = scores
+            batch.non_tensor_batch["reward_extra"] = self._reward_extra()
         return batch
 
     # Columns
 
-    def _lists(self, name: str) -> list[Any]:
+    def _values(self, name: str) -> list[Any]:
+        """Values of a column, one for each row."""
         return self._rows.column(name).to_pylist()
 
     def _optional(self, name: str) -> list[Any] | None:
@@ -146,20 +148,21 @@ class RecordedStep:
         return padded
 
     def _routes(self) -> list[np.ndarray | None]:
-        """Experts of each row's tokens, [tokens, L, k]; None for a row without."""
+        """Experts of the tokens of each row, [tokens, L, k]; None for a row without them."""
         shape = self.record.facts.get("route_shape")
         routes: list[np.ndarray | None] = []
-        for content in self._lists(ROUTES):
+        for content in self._values(ROUTES):
             if content is None or shape is None:
                 routes.append(None)
             else:
+                # An array on bytes is read-only, so it is copied.
                 routes.append(np.frombuffer(content, np.int16).reshape(-1, *shape).copy())
         return routes
 
-    def _graded(self) -> np.ndarray:
-        """Values that graders returned beside each score, as far as the record holds them."""
+    def _reward_extra(self) -> np.ndarray:
+        """What graders returned beside the score of each row, as far as the record holds it."""
         extras = []
-        columns = [self._lists(name) for name in ("score", "reward_error", "reward_parts")]
+        columns = [self._values(name) for name in ("score", "reward_error", "reward_parts")]
         for score, error, parts in zip(*columns, strict=True):
             extra = {"reward_error": error or "", **json.loads(parts or "{}")}
             if score is None:
@@ -170,9 +173,13 @@ class RecordedStep:
     # Prompts
 
     def _prompt_rows(self, prompts: DataProto) -> DataProto:
-        """The prompt of each recorded row."""
+        """Select the prompt of each recorded row.
+
+        Raises:
+            DataError: a recorded prompt is not among them, or its data row is another one now.
+        """
         places = {str(uid): place for place, uid in enumerate(prompts.non_tensor_batch["uid"])}
-        uids = self._lists("uid")
+        uids = self._values("uid")
         unknown_uids = sorted({uid for uid in uids if uid not in places})
         if unknown_uids:
             raise DataError(
@@ -194,31 +201,44 @@ class RecordedStep:
     def _prompt_columns(
         self, rows: DataProto, width: int, pad_token_id: int, has_own_prompts: bool
     ) -> dict[str, torch.Tensor]:
-        """`input_ids`, `attention_mask` [B, P] and `position_ids` of the recorded prompts."""
-        prompt_ids = self._lists("prompt_ids")
+        """Make `input_ids`, `attention_mask` [B, P] and `position_ids` of the recorded prompts.
+
+        Args:
+            rows: the prompt of each recorded row, from the data.
+            width: P in the run.
+            pad_token_id: token that fills prompts on the left.
+            has_own_prompts: whether the prompts may differ from those of the data.
+
+        Raises:
+            DataError: a prompt or an image is not that of the data.
+        """
         input_ids = torch.full((len(rows), width), pad_token_id)
         mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(prompt_ids):
+        for row, ids in enumerate(self._values("prompt_ids")):
             start = width - len(ids)
             input_ids[row, start:] = torch.tensor(ids)
             mask[row, start:] = 1
-        is_equal = bool(((rows.batch["input_ids"] == input_ids) | (mask == 0)).all())
-        is_equal = is_equal and torch.equal(rows.batch["attention_mask"], mask)
-        if not is_equal and not has_own_prompts:
-            is_same = (rows.batch["attention_mask"] == mask).all(1)
-            is_same &= ((rows.batch["input_ids"] == input_ids) | (mask == 0)).all(1)
-            row = int(is_same.long().argmin())
-            uid = self._lists("uid")[row]
-            raise self._other_data(uid, "other tokens in its prompt", "the recorded ones")
+        if not has_own_prompts:
+            self._require_tokens(rows, input_ids, mask)
         positions = compute_position_id_with_mask(mask)
         if "multi_modal_inputs" in rows.non_tensor_batch:
             self._require_images(rows)
+            # Positions of images follow from their sizes, which the record does not have.
             positions = rows.batch["position_ids"]
         return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}
 
+    def _require_tokens(self, rows: DataProto, input_ids: torch.Tensor, mask: torch.Tensor) -> None:
+        """Refuse recorded prompts, [B, P], that have other tokens in the data now."""
+        is_equal = (rows.batch["attention_mask"] == mask).all(1)
+        is_equal &= ((rows.batch["input_ids"] == input_ids) | (mask == 0)).all(1)
+        if not is_equal.all():
+            first_row = int(is_equal.long().argmin())
+            uid = self._values("uid")[first_row]
+            raise self._other_data(uid, "other tokens in its prompt", "the recorded ones")
+
     def _require_images(self, rows: DataProto) -> None:
-        """Refuse rows whose images are not those of their data row."""
-        hashes = self._lists("image_hash")
+        """Refuse recorded rows whose images are not those of the data."""
+        hashes = self._values("image_hash")
         inputs_of_rows = rows.non_tensor_batch["multi_modal_inputs"]
         for row, (recorded_hash, inputs) in enumerate(zip(hashes, inputs_of_rows, strict=True)):
             if recorded_hash != (images_key(inputs) if inputs else None):
@@ -231,6 +251,7 @@ class RecordedStep:
                 )
 
     def _other_data(self, uid: str, got: str, recorded: str) -> DataError:
+        """Error for a prompt that is not as it was in the run."""
         return DataError(
             f"{self._where}, prompt {uid}",
             got=f"{got} in the data",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the recorded numbers of a step with those of its replay."""
+"""Comparison of the recorded numbers of a step with those of its replay."""
 
 import math
 from collections.abc import Mapping
@@ -12,20 +12,21 @@ import pyarrow as pa
 from quadriga.observe.records import COLUMNS
 
 TOLERANCE = 1e-5
-"""Largest difference, relative above 1, between layouts of ranks and between kinds of CPUs."""
+"""Largest `distance` that other layouts of ranks, or another kind of CPU, may cause."""
 RATIO = "ratio"
-"""Probability of a token under the trainer over that under the rollout, computed from two columns."""
+"""Compared besides the columns: probability under the trainer over that under the rollout."""
 COMPUTED = {
     *("reward", "not_computed", "trained_mask", "log_probs", "entropies", "ref_log_probs"),
     *("teacher_log_probs", "rollout_is_weights", "advantages", "returns", "values", RATIO),
 }
-"""Columns that a replay computes. The others come from the record, and scores if it grades again."""
+"""Columns that each replay computes. A replay that grades computes scores too. The other columns
+are copied from the record."""
 _NOT_COMPARED = {"text", "replay", "time"}
 """Groups of columns that are inputs of a replay, that thinning removes, or that clocks measured."""
-# The place of a row depends on the number of ranks, the ids of rows come from the record.
 _PLACES = {"position", "row_index", "rollout_id", "uid", "source_row"}
-# Measured by the clock, or made by generation and grading, which a replay leaves out.
-_CLOCK = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/", "memory/")
+"""Columns that depend on the number of ranks, or that name a row."""
+_MACHINE_METRICS = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/", "memory/")
+"""Prefixes of metrics that say how fast or how reliable the machine was."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class Comparison:
     Attributes:
         name: name of the column or metric.
         num_values: number of compared values.
-        num_different: values that are not equal bit for bit.
-        largest: largest difference, relative above 1; infinity where a value is missing.
-        first: first value that differs.
+        num_different: number of values that are not equal bit for bit.
+        largest: largest `distance` of two values; infinity if a value is missing or a text differs.
+        first: first value that differs; None if all are equal.
     """
 
     name: str
@@ -72,39 +73,39 @@ class Comparison:
 
 
 def compare_rows(recorded: pa.Table, replayed: pa.Table) -> list[Comparison]:
-    """Compare the columns of a step that both tables have.
+    """Compare the columns of a step.
 
     Args:
         recorded: rows of the record.
         replayed: rows of the replay, in the same order.
 
     Returns:
-        A comparison for each column with values in both tables, in the order of the record.
+        A comparison for each column with values in both tables, in the order of the record, and of
+        `RATIO`. Columns that cannot be equal are left out.
     """
     comparisons = []
+    rollout_ids = recorded.column("rollout_id").to_pylist()
     for name, column in COLUMNS.items():
         if column.group in _NOT_COMPARED or name in _PLACES:
             continue
         if _has_values(recorded, name) and _has_values(replayed, name):
-            pair = (recorded.column(name).to_pylist(), replayed.column(name).to_pylist())
-            comparisons.append(_compared(name, *pair, _rollout_ids(recorded)))
+            old_values = recorded.column(name).to_pylist()
+            new_values = replayed.column(name).to_pylist()
+            comparisons.append(_compare_values(name, old_values, new_values, rollout_ids))
     if {"log_probs", "rollout_log_probs"} <= {entry.name for entry in comparisons}:
         comparisons.append(
-            _compared(RATIO, _ratios(recorded), _ratios(replayed), _rollout_ids(recorded))
+            _compare_values(RATIO, _ratios(recorded), _ratios(replayed), rollout_ids)
         )
     return comparisons
 
 
 def _has_values(table: pa.Table, name: str) -> bool:
+    """Whether a table has a column that is not null in every row."""
     return name in table.column_names and table.column(name).null_count < len(table)
 
 
-def _rollout_ids(table: pa.Table) -> list[str]:
-    return table.column("rollout_id").to_pylist()
-
-
 def _ratios(table: pa.Table) -> list[np.ndarray | None]:
-    """Ratio of each token of each row; None for a row without log-probs of the trainer."""
+    """`RATIO` of the tokens of each row; None for a row without log-probs of the trainer."""
     ratios: list[np.ndarray | None] = []
     sampled_column = table.column("rollout_log_probs").to_pylist()
     for sampled, trained in zip(sampled_column, table.column("log_probs").to_pylist(), strict=True):
@@ -115,20 +116,28 @@ def _ratios(table: pa.Table) -> list[np.ndarray | None]:
     return ratios
 
 
-def _compared(
+def _compare_values(
     name: str, recorded: list[Any], replayed: list[Any], rollout_ids: list[str]
 ) -> Comparison:
-    """Compare the values of all rows; a value is a number, a text, or a list of numbers."""
+    """Compare the values of a column.
+
+    Args:
+        name: name of the column.
+        recorded: a number, a text, a list of numbers or None for each row.
+        replayed: the same of the replay.
+        rollout_ids: name of each row.
+    """
     num_values = 0
     num_different = 0
     largest = 0.0
     first = None
-    # Lengths may differ where a mask or a rejection does, so rows are compared one by one.
+    # Row by row, because a list may have another length in the replay.
     for row, (old, new) in enumerate(zip(recorded, replayed, strict=True)):
         if old is None or new is None or isinstance(old, str):
-            # One value of the row: at least one side has none, or it is a text.
+            # There is nothing to subtract: a value is missing, or it is a text.
             num_values += 1
-            places = [] if (old is None and new is None) or old == new else [None]
+            is_equal = (old is None and new is None) or old == new
+            places: list[int | None] = [] if is_equal else [None]
             distances = [math.inf] * len(places)
         else:
             num_values += np.size(old)
@@ -144,7 +153,12 @@ def _compared(
 
 
 def _different_places(old: Any, new: Any) -> tuple[list[int | None], list[float]]:
-    """Places of the values that differ, and their differences."""
+    """Compare two numbers, or two lists of numbers.
+
+    Returns:
+        Places in the list of values that differ, and the `distance` of each. The place is None for
+        a number, and for lists of different lengths.
+    """
     old_values = np.atleast_1d(np.asarray(old))
     new_values = np.atleast_1d(np.asarray(new))
     if old_values.shape != new_values.shape:
@@ -155,14 +169,18 @@ def _different_places(old: Any, new: Any) -> tuple[list[int | None], list[float]
     places: list[int | None] = np.flatnonzero(~is_equal).tolist()
     distances = [distance(float(old_values[place]), float(new_values[place])) for place in places]
     if np.ndim(old) == 0:
+        # A number is not a list of one.
         places = [None] * len(places)
     return places, distances
 
 
 def _value_at(value: Any, place: int | None) -> Any:
-    if place is None:
-        return value if not isinstance(value, list | np.ndarray) else f"{len(value)} values"
-    return value[place]
+    """Value at a place of `_different_places`; of a whole list its length, as text."""
+    if place is not None:
+        return value[place]
+    if isinstance(value, list | np.ndarray):
+        return f"{len(value)} values"
+    return value
 
 
 def distance(old: float, new: float) -> float:
@@ -182,13 +200,13 @@ def compare_metrics(
         replayed: metrics of the replay.
 
     Returns:
-        A comparison for each metric that both have, and the names of those recorded alone, such as
-        metrics of generation. Times and memory are in neither.
+        A comparison for each metric that both have, and the names of those that only the record
+        has, such as metrics of generation. Times and memory are in neither.
     """
     comparisons = []
     recorded_alone = []
     for name, old in sorted(recorded.items()):
-        if name.startswith(_CLOCK):
+        if name.startswith(_MACHINE_METRICS):
             continue
         new = replayed.get(name)
         if new is None:

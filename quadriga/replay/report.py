@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of a replay with its record, as text."""
+"""The result of a replay as text."""
 
 import json
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from quadriga.replay.run import Replayed, uid_of
 from quadriga.replay.trainer import REWARDS, UPDATE
 
 MAX_ROWS = 20
-"""Changed rows that are printed; the others are counted."""
-_MAX_CHARS = 100  # characters of a text
+"""Largest number of changed rows that are printed. More are counted."""
+_MAX_CHARS = 100  # largest length of a printed text
 
 
 def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
-    """Describe a replay.
+    """Describe the result of a replay.
 
     Args:
-        replayed: the replay.
-        uid: prompt whose rows are shown, or one of its rollouts; "": changed rows are shown if the
+        replayed: the result.
+        uid: prompt whose rows are shown, or one of its rollouts. "": changed rows are shown if the
             step was edited or graded again.
     """
     yield ""
@@ -38,16 +38,17 @@ def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
 
 
 def _columns(replayed: Replayed) -> Iterator[str]:
-    computed = []
+    """A line or two for each column that was computed or differs."""
+    shown_columns = []
     num_equal_inputs = 0
     for entry in replayed.columns:
-        # Of what comes from the record, only a difference is worth a line.
+        # A column that was copied from the record is worth a line only if it differs.
         if entry.name in COMPUTED or not entry.is_equal:
-            computed.append(entry)
+            shown_columns.append(entry)
         else:
             num_equal_inputs += 1
-    width = max((len(entry.name) for entry in computed), default=0)
-    for entry in computed:
+    width = max((len(entry.name) for entry in shown_columns), default=0)
+    for entry in shown_columns:
         yield f"  {entry.name:<{width}}  {_state(entry)}"
         if entry.first is not None:
             yield f"  {'':<{width}}  first: {_place(entry.first)}"
@@ -55,6 +56,7 @@ def _columns(replayed: Replayed) -> Iterator[str]:
 
 
 def _state(entry: Comparison) -> str:
+    """Whether a column is equal, with its number of values."""
     if entry.is_equal:
         return f"equal      {entry.num_values} values"
     count = f"{entry.num_different} of {entry.num_values} values"
@@ -62,6 +64,7 @@ def _state(entry: Comparison) -> str:
 
 
 def _place(first: Difference) -> str:
+    """Place of a difference, with both values."""
     place = ""
     if first.row is not None:
         place = f"row {first.row} ({first.rollout_id})"
@@ -76,6 +79,7 @@ def _text(value: Any) -> str:
 
 
 def _metrics(replayed: Replayed) -> Iterator[str]:
+    """A line on the metrics, and one for each that differs."""
     if not replayed.metrics:
         return
     different = [entry for entry in replayed.metrics if not entry.is_equal]
@@ -91,6 +95,7 @@ def _metrics(replayed: Replayed) -> Iterator[str]:
 
 
 def _verdict(replayed: Replayed) -> str:
+    """The last line: whether the step is equal, and how equal it can be expected to be."""
     step = f"step {replayed.start.step}"
     if replayed.until != UPDATE:
         step += f" up to its {replayed.until}"
@@ -115,27 +120,28 @@ def _verdict(replayed: Replayed) -> str:
 def _numbers(table: pa.Table) -> list[tuple[float | None, float | None, float | None]]:
     """Score, reward and mean advantage of each row; None for what a row does not have."""
     numbers = []
-    columns = [table.column(name).to_pylist() for name in ("score", "reward")]
-    masks = table.column("response_mask").to_pylist()
-    advantages_of_rows = table.column("advantages").to_pylist()
-    for score, reward, mask, advantages in zip(*columns, masks, advantages_of_rows, strict=True):
-        mean = None
-        if advantages is not None:
-            trained = [
-                value for value, is_trained in zip(advantages, mask, strict=True) if is_trained
-            ]
-            mean = sum(trained) / len(trained) if trained else 0.0
-        numbers.append((score, reward, mean))
+    for row in table.select(["score", "reward", "response_mask", "advantages"]).to_pylist():
+        mean_advantage = None
+        if row["advantages"] is not None:
+            # Only tokens that the model generated count.
+            pairs = zip(row["advantages"], row["response_mask"], strict=True)
+            advantages = [advantage for advantage, is_generated in pairs if is_generated]
+            mean_advantage = sum(advantages) / len(advantages) if advantages else 0.0
+        numbers.append((row["score"], row["reward"], mean_advantage))
     return numbers
 
 
 def _rows(replayed: Replayed) -> Iterator[str]:
-    """Rows whose rewards or advantages differ between the record and the replay."""
+    """Rows whose score or advantage differs between the record and the replay."""
     old_numbers = _numbers(replayed.recorded.rows)
     new_numbers = _numbers(replayed.rows)
     changed = []
     for row, (old, new) in enumerate(zip(old_numbers, new_numbers, strict=True)):
-        if old[0] != new[0] or (new[2] is not None and old[2] != new[2]):
+        old_score, _, old_advantage = old
+        new_score, _, new_advantage = new
+        # A replay that ends with the rewards has no advantages.
+        is_other_advantage = new_advantage is not None and old_advantage != new_advantage
+        if old_score != new_score or is_other_advantage:
             changed.append(row)
     yield f"{len(changed)} of {len(old_numbers)} rows change"
     if changed:
@@ -153,6 +159,7 @@ def _group(replayed: Replayed, uid: str) -> Iterator[str]:
 
 
 def _table(replayed: Replayed, rows: list[int], *, is_short: bool) -> Iterator[str]:
+    """Rows with their numbers and texts; with `is_short` the scores are their only numbers."""
     names = ("score",) if is_short else ("score", "reward", "advantage")
     old_numbers = _numbers(replayed.recorded.rows)
     new_numbers = _numbers(replayed.rows)
@@ -180,7 +187,7 @@ def _texts(replayed: Replayed, row: int) -> Iterator[tuple[str, str]]:
     prompt, response = texts
     yield "prompt", f"...{prompt[-_MAX_CHARS:]}" if len(prompt) > _MAX_CHARS else prompt
     if len(response) > _MAX_CHARS:
-        # Answers stand at the end.
+        # The answer of a response usually stands at its end.
         response = f"{response[: _MAX_CHARS // 2]} ... {response[-_MAX_CHARS // 2 :]}"
     yield "response", response
     truth = json.loads(rows.column("row")[row].as_py() or "{}").get("reward_model")
@@ -189,4 +196,5 @@ def _texts(replayed: Replayed, row: int) -> Iterator[tuple[str, str]]:
 
 
 def _line(text: str) -> str:
+    """A text on one line."""
     return " ".join(text.split())

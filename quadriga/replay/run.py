@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay, from its request to the comparison with the record."""
+"""A replay, from its request to its result."""
 
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -46,7 +46,7 @@ from quadriga.trainer.settings import RunSettings
 MAX_S = 300.0
 """Predicted seconds of a replay above which it must be confirmed."""
 _GRADING = ("custom_reward_function.", "reward_model.")
-"""Sections with keys that change rewards."""
+"""Prefixes of the keys that change rewards."""
 _REWARD = "custom_reward_function"
 _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
@@ -58,12 +58,13 @@ class ReplayRequest:
     Attributes:
         directory: the run's directory.
         step: step to replay.
-        until: phase after which it ends; "" chooses one.
-        debugs: whether the debugger starts at the first difference, or at the phase that `until`
-            names.
-        uid: prompt whose rows are asked for, or one of its rollouts; "": none.
+        until: phase after which the replay ends. "": advantages for an edited step whose loss is
+            not edited, else the update.
+        debugs: whether to start the debugger after the first phase with a difference, or after the
+            phase `until` in any case.
+        uid: prompt whose rows are asked for, or one of its rollouts. "": none.
         edits: changes of the replayed step: `reward=FILE`, `loss=NAME` and `key=value`.
-        is_confirmed: whether it may take longer than `MAX_S`.
+        is_confirmed: whether the replay may take longer than `MAX_S`.
     """
 
     directory: Path
@@ -77,20 +78,20 @@ class ReplayRequest:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replayed step beside its record.
+    """Result of a replay: the replayed step beside its record.
 
     Attributes:
-        start: where the replay started.
+        start: the state that the replay started from.
         until: phase after which it ended.
         is_edited: whether the step was computed with other settings than the run's.
-        obstacle: why they need not be equal bit for bit; "" if they should be.
+        obstacle: why its numbers need not be equal bit for bit; "" if they should be.
         recorded: the record of the step.
-        rows: its rows as replayed.
-        tokenizer: decodes their prompts and responses.
+        rows: rows of the step as replayed, with the columns of the record.
+        tokenizer: decodes prompts and responses.
         columns: comparison of the columns.
         metrics: comparison of the metrics.
-        recorded_alone: names of metrics that a replay does not compute.
-        earlier: first step before it that differs, and in which columns; "" if none does.
+        recorded_alone: names of metrics that the record has and the replay did not compute.
+        earlier: a sentence on the first earlier step that differs from its record; "" if none does.
     """
 
     start: ReplayStart
@@ -112,10 +113,11 @@ class Replayed:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the replay agrees with the record as far as it can.
+        """Whether the replay agrees with the record as well as can be expected.
 
-        That is bit for bit or, where there is an obstacle, within `TOLERANCE` for the first step
-        after a checkpoint. Differences of edited steps and of later steps are reported alone.
+        Without an obstacle all numbers are equal bit for bit. With one, those of the first step
+        after a checkpoint are equal within `TOLERANCE`. Nothing is expected of later steps with an
+        obstacle, in which differences grow, and of edited steps.
         """
         if self.is_edited:
             return True
@@ -131,14 +133,15 @@ def replay(request: ReplayRequest) -> Replayed:
         request: the replay.
 
     Raises:
-        DataError: something that the replay needs is missing.
+        DataError: something that the replay needs is missing, or it needs to be confirmed.
         ConfigError: the settings of the run, or edits of them, cannot be used.
     """
     start = find_start(request.directory, request.step)
     if request.uid:
-        # Refuses a prompt that the step does not have.
+        # Raises early if the step does not have the prompt.
         uid_of(start.record.read(start.step, columns=["uid", "rollout_id"]).rows, request.uid)
     overrides = _overrides(request.edits)
+    # The file of the configuration hides secrets. To give them is no edit.
     secrets = _secrets(overrides, start.settings)
     config = load_config(secrets, [start.configuration]).config
     edited = config
@@ -147,18 +150,19 @@ def replay(request: ReplayRequest) -> Replayed:
         edited = load_config(overrides, [start.configuration], for_training=True).config
     _require_replayable(config, start)
     until = request.until or UPDATE
-    # A loss changes the update alone.
-    changes_loss = any(word.startswith(f"{_LOSS}=") for word in overrides)
+    # Another loss shows only in the update, other edits already in the advantages.
+    changes_loss = any(override.startswith(f"{_LOSS}=") for override in overrides)
     if is_edited and not request.until and not changes_loss:
         until = ADVANTAGES
-    grades_again = until == REWARDS or any(word.startswith(_GRADING) for word in overrides)
+    changes_grading = any(override.startswith(_GRADING) for override in overrides)
+    grades_again = until == REWARDS or changes_grading
     if grades_again:
         _require_grader(edited)
     if until == REWARDS:
         print(f"replay: step {start.step} up to its rewards; its recorded responses are graded")
     else:
         _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
-    # The configuration is that of the run, so only files can have changed.
+    # The settings are those of the run, so only files that they name can have changed.
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
 
@@ -167,13 +171,13 @@ def replay(request: ReplayRequest) -> Replayed:
         final = in_one_process(edited, place / "replay", start.checkpoint)
         _require_effect(overrides, edited, final)
         if is_edited and not start.is_first and until != REWARDS:
-            # What the edits name is checked before the steps that are trained without them.
+            # Earlier steps are trained without the edits, and the edited step goes on from their
+            # checkpoint. That takes time, so errors in the edits are looked for first.
             check_before_start(final, Needs.of(final))
             if grades_again:
                 load_reward_manager(final, build_tokenizer(final)).close()
-            # The steps before are those of the run; the edited one goes on from their state.
-            trained = in_one_process(config, place / "before", start.checkpoint)
-            checkpoint = _train_before(trained, start)
+            unedited = in_one_process(config, place / "before", start.checkpoint)
+            checkpoint = _train_before(unedited, start)
             final = in_one_process(edited, place / "replay", checkpoint)
         trainer, run = _build(final, start, grades_again=grades_again)
         trainer.until = until
@@ -204,7 +208,7 @@ def replay(request: ReplayRequest) -> Replayed:
 
 
 def _overrides(edits: Sequence[str]) -> list[str]:
-    """Edits as words of a command line."""
+    """Translate edits into overrides `key=value` of the configuration."""
     overrides = []
     for edit in edits:
         name, separator, value = edit.partition("=")
@@ -229,7 +233,18 @@ def _overrides(edits: Sequence[str]) -> list[str]:
 
 
 def uid_of(recorded: pa.Table, name: str) -> str:
-    """The prompt that a name means: its own `uid`, or the id of one of its rollouts."""
+    """Find the prompt that a name means.
+
+    Args:
+        recorded: recorded rows of the step, with `uid` and `rollout_id`.
+        name: `uid` of the prompt, or `rollout_id` of one of its rollouts.
+
+    Returns:
+        The `uid`.
+
+    Raises:
+        DataError: the step has no such prompt.
+    """
     uids = recorded.column("uid").to_pylist()
     rollout_ids = recorded.column("rollout_id").to_pylist()
     if name in rollout_ids:
@@ -244,7 +259,7 @@ def uid_of(recorded: pa.Table, name: str) -> str:
 
 
 def _require_grader(config: Config) -> None:
-    """Refuse to grade responses again whose scores an environment gave."""
+    """Refuse to grade responses again if an environment gave their scores."""
     has_function = config.custom_reward_function.path is not None or config.reward_model.enable
     if config.env.name is not None and not has_function:
         raise DataError(
@@ -256,7 +271,7 @@ def _require_grader(config: Config) -> None:
 
 
 def _secrets(overrides: Sequence[str], settings: RunSettings) -> list[str]:
-    """The overrides that give values which the run's configuration file hides."""
+    """Select the overrides of keys whose values the run's configuration file hides."""
     hidden_keys = [name for name, value in settings.values.items() if HIDDEN in str(value)]
     secrets = []
     for override in overrides:
@@ -267,7 +282,13 @@ def _secrets(overrides: Sequence[str], settings: RunSettings) -> list[str]:
 
 
 def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> None:
-    """Refuse edits of keys that a replay sets itself."""
+    """Refuse edits of keys that a replay sets itself.
+
+    Args:
+        overrides: the edits as overrides.
+        edited: the edited configuration.
+        final: the same after `in_one_process`.
+    """
     for override in overrides:
         key, _ = parse_override(override)
         names = key.split(".")
@@ -281,7 +302,7 @@ def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> 
 
 
 def _require_replayable(config: Config, start: ReplayStart) -> None:
-    """Refuse a run whose steps do not follow from their checkpoint and their responses."""
+    """Refuse a run whose steps do not follow from a checkpoint and recorded responses alone."""
     if config.task != "rl":
         raise DataError(
             str(start.configuration),
@@ -299,7 +320,8 @@ def _require_replayable(config: Config, start: ReplayStart) -> None:
 
 
 def _confirm(start: ReplayStart, ranks: int, *, is_confirmed: bool) -> None:
-    """Print the predicted time of the steps, and refuse a long one that is not confirmed."""
+    """Print the predicted time of a replay, and refuse a long one that is not confirmed."""
+    # One process does the work of all ranks.
     seconds = start.recorded_s * ranks
     begin = "the start of the run" if start.checkpoint is None else start.checkpoint
     steps = f"step {start.step}"
@@ -319,9 +341,15 @@ def _confirm(start: ReplayStart, ranks: int, *, is_confirmed: bool) -> None:
 
 
 def _build(config: Config, start: ReplayStart, *, grades_again: bool) -> tuple[ReplayTrainer, Any]:
-    """Build the trainer of a replay and its run."""
+    """Build the trainer of a replay, and its run, which the caller closes.
+
+    Args:
+        config: the configuration from `in_one_process`.
+        start: the state to start from.
+        grades_again: whether the responses of the replayed step are graded.
+    """
     if not grades_again:
-        # Scores come from the record, those of a reward model too.
+        # Scores of a reward model come from the record too, so no model is loaded.
         reward_model = config.reward_model.model_copy(update={"enable": False})
         config = config.model_copy(update={"reward_model": reward_model})
     seed_generators(config.trainer.seed)
@@ -333,7 +361,7 @@ def _build(config: Config, start: ReplayStart, *, grades_again: bool) -> tuple[R
     run = build_run(config, Timeline(), parts)
     trainer = run.trainer
     assert isinstance(trainer, ReplayTrainer)
-    # Its advice names the replay's temporary folder.
+    # Leave out the warning on scores: its advice would name the temporary folder.
     trainer.warned.add("scores")
     trainer.recorded = start.record
     trainer.grades_again = grades_again
@@ -342,14 +370,14 @@ def _build(config: Config, start: ReplayStart, *, grades_again: bool) -> tuple[R
 
 
 def _train_before(config: Config, start: ReplayStart) -> Path:
-    """Train up to the step before the replayed one. Returns a checkpoint of it."""
-    # The choices of the start-up are printed once, for the step that is replayed.
+    """Train up to the step before the replayed one. Return a checkpoint of that step."""
+    # The start-up prints its choices once more for the replayed step.
     with redirect_stdout(StringIO()):
         trainer, run = _build(config, start, grades_again=False)
     try:
         for step in _steps(trainer):
             if step.number == start.step - 1:
-                # Not a checkpoint to resume from: its folder is removed.
+                # The message on the checkpoint would name the temporary folder.
                 with redirect_stdout(StringIO()):
                     trainer.save()
                 break
@@ -359,7 +387,7 @@ def _train_before(config: Config, start: ReplayStart) -> Path:
 
 
 def _replay_step(trainer: ReplayTrainer, number: int) -> tuple[pa.Table, dict[str, float]]:
-    """Train up to a step. Returns its rows as they are recorded, and its metrics."""
+    """Train up to a step. Return its rows with the columns of the record, and its metrics."""
     config = trainer.config
     try:
         for step in _steps(trainer):
@@ -367,13 +395,14 @@ def _replay_step(trainer: ReplayTrainer, number: int) -> tuple[pa.Table, dict[st
                 break
     except PhaseReachedError as end:
         return record_table(end.batch, config.data), end.metrics
+    # A replay records its own steps, in a thread.
     trainer.recorder.finish()
     replayed = RecordFolder(config.trainer.directory).read(number)
     return replayed.rows, replayed.facts["metrics"]
 
 
 def _earlier_difference(trainer: ReplayTrainer) -> str:
-    """The first step before the replayed one that differs; "" if none does."""
+    """Describe the first earlier step that differs from its record; "" if none does."""
     trainer.recorder.finish()
     replayed = RecordFolder(trainer.config.trainer.directory)
     for step in replayed.steps():
@@ -387,7 +416,11 @@ def _earlier_difference(trainer: ReplayTrainer) -> str:
 
 
 def _steps(trainer: ReplayTrainer) -> Any:
-    """Steps of a trainer, with an error for a damaged checkpoint that fits a replay."""
+    """Iterate over the steps of a trainer.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint is damaged; with advice that fits a replay.
+    """
     try:
         yield from trainer.steps()
     except DamagedCheckpointError as error:

@@ -18,17 +18,18 @@ _GENERATION = ("timing_s/gen", "timing_s/gen_max")
 
 @dataclass(frozen=True)
 class ReplayStart:
-    """The start of a replay.
+    """The state that a replay starts from, and the steps that it trains.
 
     Attributes:
-        record: the recorded rollouts.
+        record: the recorded rollouts of the run.
         step: the step that is replayed.
-        checkpoint: the checkpoint that the replay starts from; None: the run's start.
+        checkpoint: the checkpoint that the replay starts from. None: the start of the run.
         after_step: step of the checkpoint, or 0.
-        configuration: file with the configuration of the step.
-        settings: its settings.
-        skipped: least number of rows of each step in between that the run has skipped.
-        recorded_s: seconds that the steps took in the run, without generation.
+        configuration: file with the configuration of the replayed step.
+        settings: settings in that file.
+        skipped: steps since the checkpoint that the run has skipped, with the least number of data
+            rows that each takes.
+        recorded_s: seconds that the trained steps took in the run, without generation.
     """
 
     record: RecordFolder
@@ -42,19 +43,19 @@ class ReplayStart:
 
     @property
     def is_first(self) -> bool:
-        """Whether no other step is trained before the replayed one."""
+        """Whether the replayed step is the first one after the checkpoint."""
         return self.after_step == self.step - 1
 
 
 def find_start(directory: str | Path, step: int) -> ReplayStart:
-    """Find the newest checkpoint before a step, and check that the record has the steps after it.
+    """Find the newest checkpoint before a step, and check that the record has the steps since then.
 
     Args:
         directory: the run's directory.
         step: the step to replay.
 
     Raises:
-        DataError: it is no run, or something that the replay needs is missing.
+        DataError: the directory is no run, or something that the replay needs is missing.
     """
     folder = RunFolder(directory)
     record = folder.record
@@ -114,7 +115,14 @@ def find_start(directory: str | Path, step: int) -> ReplayStart:
 def _require_steps(
     record: RecordFolder, step: int, needed_steps: list[int], checkpoint_step: int | None
 ) -> None:
-    """Refuse a step whose record, or the record of a step before it, is missing."""
+    """Refuse a replay if a step that it trains is not recorded.
+
+    Args:
+        record: the recorded rollouts of the run.
+        step: the step that is replayed.
+        needed_steps: steps that are trained, the replayed one included.
+        checkpoint_step: step of the checkpoint. None: the replay starts with the run.
+    """
     recorded_steps = set(record.steps())
     missing_steps = [number for number in needed_steps if number not in recorded_steps]
     if not missing_steps:
@@ -135,22 +143,23 @@ def _require_steps(
 
 
 def num_ranks(config: Config) -> int:
-    """Ranks of the policy in the run."""
+    """Number of ranks that train the policy in a run."""
     trainer = config.trainer
     if trainer.backend == "local":
         return 1
     pools = role_pools(trainer)
+    # The name of the policy's role depends on what else it contains.
     pool = next(pools[role] for role in POLICIES if role in pools)
     return sum(trainer.processes_of(pool))
 
 
 def in_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Config:
-    """The configuration of a run, for a replay in this process that writes into a folder alone.
+    """Change the configuration of a run for a replay, which trains in this process.
 
     Args:
-        config: the run's configuration.
-        folder: the folder, empty.
-        checkpoint: the checkpoint to start from; None: the run's start.
+        config: the run's configuration, or an edited one.
+        folder: an empty folder, the only place that the replay writes into.
+        checkpoint: the checkpoint to start from. None: the start of the run.
     """
     policy = config.actor_rollout_ref
     reward_model = config.reward_model
@@ -169,6 +178,7 @@ def in_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Con
         n_gpus_per_node=1,
         placement="together",
         resource_pools={},
+        # Braces in this key are fields, unless they are doubled.
         default_local_dir=str(folder).replace("{", "{{").replace("}", "}}"),
         offload_dir=None,
         resume_mode="disable" if checkpoint is None else "resume_path",
@@ -200,11 +210,12 @@ def in_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Con
 
 
 def _changed(section: Any, **values: Any) -> Any:
+    """Copy a section with other values, which are not checked."""
     return section.model_copy(update=values)
 
 
 def _with_one_rank(section: Any) -> Any:
-    """A section whose role has one rank."""
+    """Copy the section of a role without parallelism within a data-parallel rank."""
     return _changed(
         section,
         ulysses_sequence_parallel_size=1,
@@ -215,5 +226,5 @@ def _with_one_rank(section: Any) -> Any:
 
 
 def _unsharded(section: Any) -> Any:
-    """A section whose weights are on one rank."""
+    """Copy the section of a role without a number of ranks that shard its weights."""
     return _changed(section, fsdp_config=_changed(section.fsdp_config, fsdp_size=-1))

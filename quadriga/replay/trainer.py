@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer and the policy worker of a replay: those of a run, with the record as their rollout.
+"""The trainer and the policy worker of a replay, which take responses from the record.
 
-record ─> batch ──> [grade again] ──> passes ──> advantages ──> update
-                          │                           │            │
-                       rewards                    advantages     update      phases: a replay
-                                                                             ends after one
+record ──> batch ──> [grade again] ──> log-probs ──> advantages ──> update
+                           │                             │             │
+                        rewards                      advantages     update      phases, after
+                                                                                one of which a
+                                                                                replay ends
 """
 
 import pdb
@@ -32,11 +33,11 @@ REWARDS = "rewards"
 ADVANTAGES = "advantages"
 UPDATE = "update"
 PHASES = (REWARDS, ADVANTAGES, UPDATE)
-"""Phases of a step after which a replay can end, in their order."""
+"""Phases of a step after which a replay can end, in order."""
 
 
 class PhaseReachedError(Exception):
-    """The replay has reached the phase that ends it, before the end of the step.
+    """Ends a replay in the middle of a step, after the phase `until`.
 
     Args:
         batch: rows of the step with everything that was computed for them.
@@ -56,12 +57,12 @@ class ReplayWorker(ActorRolloutRefWorker):
         self, config: Config, tokenizer: PreTrainedTokenizerBase, role: str, **options: Any
     ) -> None:
         super().__init__(config, tokenizer, role, **options)
-        # No memory for an engine, and none of its packages need be installed.
+        # An engine would take memory, and its package may not be installed here.
         self.parts = self.parts._replace(rollout=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
-        """Note the version. No engine needs the weights."""
+        """Set the version. There is no engine to send the weights to."""
         self.weight_version = version
 
 
@@ -70,11 +71,12 @@ class ReplayTrainer(RayPPOTrainer):
 
     Attributes:
         recorded: the recorded rollouts of all steps.
-        last_step: the step that is replayed. Steps before it are only trained.
-        until: phase of this step after which the replay ends.
-        grades_again: whether the responses of this step are graded.
-        debugs: whether the debugger starts at the first difference or at `debugged_phase`.
-        debugged_phase: phase after which the debugger starts in any case; "": none.
+        last_step: the step that is replayed. Earlier steps are only trained.
+        until: phase of the replayed step after which the replay ends.
+        grades_again: whether the responses of the replayed step are graded.
+        debugs: whether to start the debugger once in the replayed step, after the first phase with
+            a difference or after `debugged_phase`.
+        debugged_phase: phase after which the debugger starts without a difference too; "": none.
     """
 
     recorded: RecordFolder
@@ -85,19 +87,23 @@ class ReplayTrainer(RayPPOTrainer):
     debugged_phase: str = ""
 
     def train_step(self) -> DataProto:
-        """Take the next step. A replay of rewards leaves out the training of those before."""
+        """Train the next step. A replay of rewards leaves out the training of earlier steps."""
         while self.until == REWARDS and self.global_steps + 1 < self.last_step:
             if self.skips_next_step:
                 self.skip_step(self.rows_to_skip)
                 continue
-            # Grading needs the prompts of the step, which follow from what earlier ones took.
+            # Read the prompts that the step took, so that the data go on as in the run.
             with self.measured():
                 for batch in self.batches():
                     self.hand_back(batch)
         return super().train_step()
 
     def batches(self) -> Iterator[DataProto]:
-        """The recorded responses of the step, in the place of `generate` and `sample_groups`."""
+        """Yield the recorded responses of the step, instead of generating and grading them.
+
+        Raises:
+            DataError: the record lacks something that the step needs, or the data have changed.
+        """
         step = self.global_steps
         recorded = RecordedStep(self.recorded.read(step), self.recorded.path(step))
         if recorded.is_thinned and "reward_extra" in configured_estimator(self.config).fields:
@@ -127,29 +133,29 @@ class ReplayTrainer(RayPPOTrainer):
         yield batch
 
     def compute_advantages(self, batch: DataProto) -> None:
-        """Compute the advantages, and end the replay here if it ends with them."""
+        """Compute the advantages, and end the replay if it ends with them."""
         super().compute_advantages(batch)
         self.reach(ADVANTAGES, batch)
 
     def learn(self, batch: DataProto) -> DataProto:
-        """Go from responses to an update of the models, and look for differences afterwards."""
+        """Update the models from responses, and start the debugger if it is due."""
         learned = super().learn(batch)
         self.reach(UPDATE, learned)
         return learned
 
     def reach(self, phase: str, batch: DataProto) -> None:
-        """Debug the replayed step where that is due, and end the replay before its update.
+        """Start the debugger if it is due after a phase, and end the replay if that is its last.
 
         Args:
-            phase: the phase that has been reached.
+            phase: the phase that has ended.
             batch: rows of the step with everything that was computed for them.
 
         Raises:
-            PhaseReachedError: the replay ends here.
+            PhaseReachedError: the replay ends here. It is not raised after the update, which ends
+                the step by itself.
         """
         if self.global_steps != self.last_step:
             return
-        is_end = phase == self.until
         if self.debugs:
             recorded = self.recorded.read(self.last_step).rows
             rows = record_table(batch, self.config.data)
@@ -159,7 +165,8 @@ class ReplayTrainer(RayPPOTrainer):
                 # A bar would draw over the debugger's prompt.
                 self.progress.close()
                 debug(phase, batch, differences)
-        if is_end and phase != UPDATE:
+        if phase == self.until and phase != UPDATE:
+            # The metrics of a whole step are computed at its end.
             if phase == REWARDS:
                 metrics = reduce_metrics(batch.meta_info["metrics"])
             else:
@@ -171,7 +178,7 @@ def debug(phase: str, batch: DataProto, differences: list[Any]) -> None:
     """Start the debugger in the replayed step.
 
     Args:
-        phase: the phase that has been reached.
+        phase: the phase that has ended.
         batch: rows of the step with everything that was computed for them.
         differences: columns that differ from the record.
     """

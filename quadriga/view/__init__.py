@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page on runs, made from their files alone: `quadriga view`.
+"""A page that shows runs from their files alone: `quadriga view`.
 
 runs.py       the runs of some folders: state, configuration, metrics
 index.py      a row for each step and for each rollout, without tokens; kept in a cache folder
@@ -8,10 +8,10 @@ images.py     images of a rollout's data row
 health.py     what is wrong with a run, in words
 lanes.py      where the time of a step went
 ranks.py      times of the ranks
-data.py       what the page asks for, as JSON
+data.py       answers to the page's requests, as JSON
 page.py       the page as one file, and the export
-app.py        routes, and who may ask
+app.py        routes, and the check of callers
 server.py     the server
 
-Runs are only read. The index is the only thing that is written, outside of them.
+Runs are only read. The index, which is outside of them, is the only thing that is written.
 """

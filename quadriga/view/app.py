@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of the page, and who may ask: only with the token, and under a name of this server."""
+"""Routes of the page. Data are for callers that have the token and use a name of this server."""
 
 import asyncio
 from collections.abc import Collection
@@ -64,6 +64,7 @@ class ViewApp:
         require_caller(request.scope, request.headers, token, self._hosts)
 
     async def _file(self, request: Request) -> Response:
+        # The files hold no data of runs, and a browser asks for most of them without the token.
         self._require(request, "")
         name = request.path_params.get("name", "index.html")
         if name not in STATIC_FILES:
@@ -80,9 +81,12 @@ class ViewApp:
 
 
 def _refused(request: Request, error: Exception) -> Response:
+    """Response to a request that is not allowed, or for an address that does not exist."""
+    # A CallError has `status`, Starlette's own error `status_code`.
     status = getattr(error, "status", None) or getattr(error, "status_code", 404)
     return PlainTextResponse(f"{error}\n", status, headers=HEADERS)
 
 
 def _failed(request: Request, error: Exception) -> Response:
+    """Response with an error for the page to show, such as a file that cannot be read."""
     return JSONResponse({"error": sentence(error)}, 404, headers=HEADERS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to what the page asks for, as JSON."""
+"""Answers to the requests of the page, as JSON."""
 
 import json
 import math
@@ -25,20 +25,23 @@ ANSWERS = (
     *("runs", "summary", "configuration", "metrics", "steps", "progress", "prompts", "health"),
     *("rollouts", "search", "rollout", "images", "lanes", "ranks"),
 )
-"""Methods of `ViewData` that the page may ask, by the last part of their address."""
+"""Methods of `ViewData` that the page may call, by the last part of their address."""
 MAX_PROMPTS = 1000
-"""Prompts in the list of prompts."""
+"""Largest number of prompts in the list of prompts."""
 
 Query = Mapping[str, str]
 Answer = dict[str, Any]
 
 
 class ViewData:
-    """Answers of a page on some runs.
+    """Answers to the requests of a page that shows some runs.
+
+    The methods in `ANSWERS` take the query of a request and return a value for JSON. They may be
+    called from several threads.
 
     Args:
-        roots: runs, or folders that hold runs.
-        cache: folder of the indexes; None: that of the user.
+        roots: directories of runs, or folders that hold such directories.
+        cache: folder of the indexes. None: `index.cache_folder()`.
 
     Raises:
         DataError: there are no runs.
@@ -49,12 +52,20 @@ class ViewData:
         self._cache = cache
         self._indexes: dict[Path, RunIndex] = {}
         self._lock = threading.Lock()
-        self._num_asked = 0
+        # Indexes are built while no request is in progress.
+        self._num_requests = 0
         self._is_quiet = threading.Event()
         self._is_quiet.set()
 
     def answer(self, name: str, query: Query) -> bytes:
-        """Answer of a function as JSON.
+        """Answer a request.
+
+        Args:
+            name: one of `ANSWERS`.
+            query: parameters of the request.
+
+        Returns:
+            JSON, in UTF-8.
 
         Raises:
             DataError: the query names a run, a step or a row that does not exist.
@@ -62,16 +73,17 @@ class ViewData:
         if name not in ANSWERS:
             raise DataError("address", got=name, expected=f"one of {', '.join(ANSWERS)}")
         with self._lock:
-            self._num_asked += 1
+            self._num_requests += 1
             self._is_quiet.clear()
         try:
             answer = getattr(self, name)(query)
         finally:
             with self._lock:
-                self._num_asked -= 1
-                if not self._num_asked:
+                self._num_requests -= 1
+                if not self._num_requests:
                     self._is_quiet.set()
         text = json.dumps(_finite(answer), ensure_ascii=False, allow_nan=False)
+        # Texts of models may have lone surrogates, which UTF-8 cannot express.
         return text.encode(errors="replace")
 
     def names(self) -> list[str]:
@@ -87,7 +99,7 @@ class ViewData:
         return self._run(query).summary()
 
     def configuration(self, query: Query) -> Answer:
-        """Values of a run's configuration, now and at earlier starts."""
+        """Keys and values of a run's configuration, and of earlier ones by their first step."""
         run = self._run(query)
         values, _ = run.configuration()
         earlier = {}
@@ -96,7 +108,7 @@ class ViewData:
         return {"values": values, "earlier": earlier}
 
     def metrics(self, query: Query) -> Answer:
-        """Metrics of a run by step, a column for each name."""
+        """Metrics of a run as columns; a value is None in a step without it."""
         metrics = self._run(query).metrics()
         names = sorted({name for values in metrics.values() for name in values})
         columns = {}
@@ -106,7 +118,10 @@ class ViewData:
         return {"steps": list(metrics), "columns": columns}
 
     def steps(self, query: Query) -> Answer:
-        """Numbers of the index by step, as far as it is built."""
+        """Numbers of the index as columns, for each kind of steps.
+
+        A value is None in a step that is not indexed yet.
+        """
         run = self._run(query)
         index = self.index(run)
         answer = self.progress(query)
@@ -126,23 +141,26 @@ class ViewData:
         return answer
 
     def progress(self, query: Query) -> Answer:
-        """Number of indexed steps, and of all steps."""
+        """Number of indexed steps and of all steps of a run."""
         index = self.index(self._run(query))
         return {"indexed": len(index.steps), "total": index.total}
 
     def rollouts(self, query: Query) -> Answer:
+        """Rollouts of a step without their tokens."""
         run = self._run(query)
         step, kind = _step(query)
         rows = rollout_rows(run.record, step, kind, run.response_limit(), _tokens(run))
         return {"rows": rows}
 
     def search(self, query: Query) -> Answer:
+        """Rows of a step that contain a text."""
         run = self._run(query)
         step, kind = _step(query)
         text = query.get("text", "")
         return {"places": matching_rows(run.record, step, kind, text, _tokens(run))}
 
     def rollout(self, query: Query) -> Answer:
+        """A rollout with its tokens."""
         run = self._run(query)
         step, kind = _step(query)
         place = _integer(query, "place")
@@ -150,18 +168,21 @@ class ViewData:
         return rollout_details(run.record, step, kind, place, _tokens(run), start)
 
     def images(self, query: Query) -> Answer:
+        """Images in the data row of a rollout."""
         step, kind = _step(query)
         return row_images(self._run(query), step, kind, _integer(query, "place"))
 
     def prompts(self, query: Query) -> Answer:
-        """Prompts with their mean scores over the steps, those that improve least first."""
-        # Before the rows are taken: more may be indexed meanwhile.
+        """Prompts with their mean scores over the steps; first those that never improve."""
+        # Read before the rows, since more may be indexed meanwhile: the page asks again while the
+        # progress is incomplete.
         answer = {**self.progress(query), "prompts": []}
         index = self.index(self._run(query))
-        tables = [entry.rows for (kind, _), entry in list(index.steps.items()) if kind == STEP]
+        tables = [entry.rows for (kind, _), entry in index.steps.items() if kind == STEP]
         frame = pa.concat_tables([SCHEMA.empty_table(), *tables]).to_pandas()
         if frame.empty:
             return answer
+        # Mean over the responses to a prompt in a step.
         by_step = frame.groupby(["prompt", "step"])["score"].mean().reset_index()
         table = by_step.groupby("prompt").agg(
             seen=("step", "size"),
@@ -174,6 +195,8 @@ class ViewData:
         )
         table["text"] = frame.dropna(subset=["text"]).groupby("prompt")["text"].first()
         is_repeated = table["seen"] > 1
+        # The largest score is not known. A prompt that had the best mean score at once cannot
+        # improve, and is no problem.
         best_of_all = table["best"].max()
         is_solved = table["first"] >= best_of_all
         table["is_repeated"] = is_repeated
@@ -183,36 +206,42 @@ class ViewData:
         answer["num_prompts"] = len(table)
         answer["num_never_improving"] = int(table["never_improves"].sum())
         shown = table.head(MAX_PROMPTS)
-        of_shown = by_step[by_step["prompt"].isin(shown.index)]
-        lists = of_shown.groupby("prompt").agg(curve=("score", list), steps=("step", list))
-        records = shown.join(lists).reset_index().to_json(orient="records")
+        points = by_step[by_step["prompt"].isin(shown.index)]
+        curves = points.groupby("prompt").agg(curve=("score", list), steps=("step", list))
+        records = shown.join(curves).reset_index().to_json(orient="records")
         answer["prompts"] = json.loads(records)
         return answer
 
     def health(self, query: Query) -> Answer:
+        """Findings on a run's health, and problems of its files."""
         answer = self.progress(query)
         run = self._run(query)
-        entries = list(self.index(run).steps.items())
-        numbers = {step: entry.numbers for (kind, step), entry in entries if kind == STEP}
+        steps = self.index(run).steps
+        numbers = {step: entry.numbers for (kind, step), entry in steps.items() if kind == STEP}
         answer["findings"] = health(run.metrics(), numbers)
         answer["problems"] = run.problems()
         return answer
 
     def lanes(self, query: Query) -> Answer:
+        """Timelines of the conversations of a step, or of its responses without traces."""
         run = self._run(query)
         step, _ = _step(query)
         conversations = trace_lanes(run, step)
+        if conversations["lanes"]:
+            return conversations
         responses = life_lanes(run, step)
-        return responses if responses["lanes"] and not conversations["lanes"] else conversations
+        # The note of `conversations` says why there are no lanes.
+        return responses if responses["lanes"] else conversations
 
     def ranks(self, query: Query) -> Answer:
+        """Timelines of the ranks in a step."""
         return rank_lanes(self._run(query), _step(query)[0])
 
     def _run(self, query: Query) -> ViewedRun:
         return self._runs.run(query.get("run", ""))
 
     def index(self, run: ViewedRun) -> RunIndex:
-        """The index of a run, which reads what is new in a thread."""
+        """The index of a run. A thread starts to read files that are new or have changed."""
         with self._lock:
             index = self._indexes.get(run.directory)
             if index is None:
@@ -227,7 +256,7 @@ class ViewData:
 
 
 def _tokens(run: ViewedRun) -> TokenTable | None:
-    """Texts of the tokens; None if there are none, or they cannot be read, which the page says."""
+    """Texts of the tokens; None if the run has none, or their file is damaged."""
     try:
         return run.record.tokens
     except DataError:
@@ -235,6 +264,7 @@ def _tokens(run: ViewedRun) -> TokenTable | None:
 
 
 def _step(query: Query) -> tuple[int, str]:
+    """Step and kind of the rollouts that a query names."""
     kind = VALIDATION if query.get("kind") == VALIDATION else STEP
     return _integer(query, "step"), kind
 
@@ -248,7 +278,7 @@ def _integer(query: Query, name: str) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """A value with None for each number that JSON does not have."""
+    """Convert a value for JSON: NaN and the infinities to None, other objects to text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs of a run that goes wrong, in words, each with its metric and what people do about it."""
+"""Signs of a run that goes wrong: sentences, each with its metric and with advice."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,8 +18,11 @@ _WINDOW = 5
 _RANK_WINDOW = 20
 """Last steps in which ranks are compared."""
 _LEAST_STEPS = 3
+"""Steps from which on ranks are compared."""
 _SLOW_RATIO = 1.2
+"""Time of a rank, relative to the median of the others, from which on it is slow in a step."""
 _REGULAR_SHARE = 0.8
+"""Share of the steps in which a rank must be slow to be reported."""
 _LEAST_EXCESS = 0.02
 """Share of a step's time below which it does not matter that a rank takes longer."""
 _RANK_ADVICE = (
@@ -53,15 +56,17 @@ class Check:
 
 
 def _first(values: np.ndarray) -> float:
-    """Mean over the first steps, which a single step does not change much."""
+    """Mean over the first steps, which an outlier among them does not change much."""
     return float(values[:_WINDOW].mean())
 
 
 def _last(values: np.ndarray) -> float:
+    """Mean over the last steps."""
     return float(values[-_WINDOW:].mean())
 
 
 def _reward(values: np.ndarray) -> Verdict:
+    """Judge the mean score of each step: zeros, a constant, a decrease."""
     first = _first(values)
     last = _last(values)
     change = f"The mean score went from {first:.3g} to {last:.3g}"
@@ -71,12 +76,14 @@ def _reward(values: np.ndarray) -> Verdict:
         return BAD, f"All scores of the last {len(values[-_WINDOW:])} steps are 0."
     if len(values) >= _WINDOW and values.min() == values.max():
         return WARNING, f"The mean score is {last:.3g} at every step: it does not change."
+    # In a short run the first and the last steps overlap or are noise.
     if len(values) >= 4 * _WINDOW and last < first - 0.05 * abs(first):
         return WARNING, f"{change}: it falls."
     return GOOD, f"{change}."
 
 
 def _entropy(values: np.ndarray) -> Verdict:
+    """Judge the entropy of the policy: collapse, fast decrease, growth."""
     first = _first(values)
     last = _last(values)
     change = f"The entropy went from {first:.3g} to {last:.3g} nats per token"
@@ -89,18 +96,18 @@ def _entropy(values: np.ndarray) -> Verdict:
     return GOOD, f"{change}."
 
 
-def _share(what: str, warns_above: float, bad_above: float) -> Callable[[np.ndarray], Verdict]:
-    """Judge a share by its mean over the last steps.
+def _share(subject: str, warns_above: float, bad_above: float) -> Callable[[np.ndarray], Verdict]:
+    """Make a function that judges a share by its mean over the last steps.
 
     Args:
-        what: the thing whose share it is, as the subject of a sentence.
+        subject: the things that are counted, for the sentence.
         warns_above: share above which it is a warning.
         bad_above: share above which it is bad.
     """
 
     def judge(values: np.ndarray) -> Verdict:
         share = _last(values)
-        sentence = f"{what}: {share:.1%} over the last {len(values[-_WINDOW:])} steps."
+        sentence = f"{subject}: {share:.1%} over the last {len(values[-_WINDOW:])} steps."
         if share > bad_above:
             return BAD, sentence
         return (WARNING if share > warns_above else GOOD), sentence
@@ -109,6 +116,7 @@ def _share(what: str, warns_above: float, bad_above: float) -> Callable[[np.ndar
 
 
 def _mismatch(values: np.ndarray) -> Verdict:
+    """Judge the mean difference of log-probs between rollout and trainer."""
     first = _first(values)
     last = _last(values)
     change = f"Rollout and trainer differ by {last:.2g} nats per token, at first by {first:.2g}"
@@ -120,6 +128,7 @@ def _mismatch(values: np.ndarray) -> Verdict:
 
 
 def _unequal_work(values: np.ndarray) -> Verdict:
+    """Judge the largest work of a rank, relative to the mean."""
     last = _last(values)
     sentence = f"The rank with the most work has {last:.2f} times the mean of all ranks."
     if last > 2:
@@ -215,11 +224,11 @@ def health(
 
     Args:
         metrics: metrics by step.
-        rows: numbers of the index by step, for training steps.
+        rows: numbers of the index (`IndexedStep.numbers`) by training step.
 
     Returns:
-        A finding for each check: `title`, `state`, `sentence`, `metric`, `advice`, `step` (the step
-        to look at, or None). The worst come first.
+        A finding for each of `CHECKS` and each slow rank, the worst first: `title`, `state`,
+        `sentence`, `metric`, `advice`, and `step`, the step to look at or None.
     """
     findings = []
     for check in CHECKS:
@@ -265,13 +274,15 @@ def _slow_ranks(
             continue
         seconds = np.array([[rows[step][name] for name in names] for step in steps])
         step_s = np.array([metrics.get(step, {}).get("timing_s/step", 0.0) for step in steps])
+        # `seconds` is [steps, ranks].
         for place, name in enumerate(names):
-            median = np.median(np.delete(seconds, place, axis=1), axis=1)
-            excess = seconds[:, place] - median
-            is_slow = (excess > (_SLOW_RATIO - 1) * median) & (excess > _LEAST_EXCESS * step_s)
+            median_of_others = np.median(np.delete(seconds, place, axis=1), axis=1)
+            excess = seconds[:, place] - median_of_others
+            is_slow = excess > (_SLOW_RATIO - 1) * median_of_others
+            is_slow &= excess > _LEAST_EXCESS * step_s
             if is_slow.mean() < _REGULAR_SHARE:
                 continue
-            ratio = float(np.median(seconds[:, place] / np.maximum(median, 1e-9)))
+            ratio = float(np.median(seconds[:, place] / np.maximum(median_of_others, 1e-9)))
             rank = name.rpartition("/")[2]
             sentence = (
                 f"Rank {rank} of {role.removeprefix(RANK_SECONDS)} takes {ratio:.1f} times as long "
@@ -295,7 +306,7 @@ def _curve(
     metrics: Mapping[int, Mapping[str, float]],
     rows: Mapping[int, Mapping[str, float]],
 ) -> dict[int, float]:
-    """Finite values of a metric by step. Numbers of the index are shares of their groups."""
+    """Finite values of a metric by step. `rows/NAME` is a number of the index for each group."""
     curve = {}
     if name.startswith("rows/"):
         for step, numbers in sorted(rows.items()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of a rollout's data row, as addresses that a page shows without asking anyone."""
+"""Images in the data row of a rollout, as data URLs, which a page shows without a request."""
 
 import base64
 import re
@@ -16,23 +16,23 @@ MAX_BYTES = 4_000_000
 """Largest image file that is shown."""
 _ROW = re.compile(r"(.+\.parquet) row (\d+)")
 _FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
-"""Image types of browsers by the first bytes of a file."""
+"""Image types that browsers show, by the first bytes of a file."""
 
 
 def row_images(run: ViewedRun, step: int, kind: str, place: int) -> dict[str, Any]:
-    """Images of the data row of a rollout.
+    """Images in the data row of a rollout.
 
     Args:
         run: the run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
-        place: place of the row in its file.
+        place: number of the rollout in the file of the step.
 
     Returns:
-        `images`, addresses with the image in them; `note` says why there are none, or fewer.
+        `images`, a list of data URLs; `note`, a sentence on images that are missing, or "".
 
     Raises:
-        DataError: the step is not recorded, or its file is damaged.
+        DataError: the step is not recorded, or its file or the data file cannot be read.
     """
     sources = run.record.read(step, kind, ["source_row"]).rows["source_row"].to_pylist()
     source = sources[place] if 0 <= place < len(sources) else None
@@ -45,19 +45,22 @@ def row_images(run: ViewedRun, step: int, kind: str, place: int) -> dict[str, An
         entries = pq.read_table(path, columns=[key])[key][int(match[2])].as_py()
     except (OSError, pa.ArrowException, KeyError, IndexError) as error:
         raise DataError(str(path), got=f"no images of row {match[2]} ({error})") from error
-    images = []
+    # A row with one image may have it without a list.
     entries = entries if isinstance(entries, list) else [entries]
-    for entry in entries:
-        address = _address(entry, path.parent)
-        if address:
-            images.append(address)
-    num_left_out = len(entries) - len(images)
+    urls = [_data_url(entry, path.parent) for entry in entries]
+    images = [url for url in urls if url]
+    num_left_out = len(urls) - len(images)
     note = f"{num_left_out} images are not shown: their files are elsewhere or too large."
     return {"images": images, "note": note if num_left_out else ""}
 
 
-def _address(entry: Any, folder: Path) -> str:
-    """Address that holds an image; "" if it is no image file that a browser shows."""
+def _data_url(entry: Any, folder: Path) -> str:
+    """Data URL of an image; "" if it is too large, or no image file that browsers show.
+
+    Args:
+        entry: bytes of a file, its path, or a dictionary with `bytes` or `path`.
+        folder: folder that relative paths start from.
+    """
     content = entry
     if isinstance(entry, dict):
         content = entry.get("bytes") or entry.get("path")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index of a run's record: numbers of each step, and a row for each rollout without its tokens.
 
-    request                    thread "view index"
-      start it, take what        read the files that are new or have changed, newest step first;
-      is indexed so far          write the index into the cache folder at the end
+    request                         thread "view index"
+      start the thread, and use       read files that are new or have changed, the newest step
+      the steps indexed so far        first; write the index into the cache folder at the end
 
-Consumes: files of the record, which are complete. Waits for: before each file, for requests in
-progress, which share the interpreter with it. Unblocked by: their end, or `_PATIENCE_S`. A request
-takes the steps that are indexed.
+The thread consumes: files of the record, which are always complete. Waits for: the end of requests
+in progress, before each file, since they share the interpreter. Unblocked by: their end, or
+`_PATIENCE_S`.
 
 The cache folder is $XDG_CACHE_HOME/quadriga/view, by default ~/.cache/quadriga/view. If it cannot be
 written, the index is only in memory.
@@ -46,27 +46,29 @@ SCHEMA = pa.schema(
     [
         ("kind", pa.string()),
         ("step", pa.int32()),
-        ("place", pa.int32()),  # of the row in its file
-        ("prompt", pa.string()),  # the data row, or if it is not known the uid
+        ("place", pa.int32()),  # number of the rollout in the file of the step
+        ("prompt", pa.string()),  # see `prompt_names`
         ("score", pa.float32()),
-        ("text", pa.string()),  # end of the prompt, in the first row of each prompt of a step
+        ("text", pa.string()),  # end of the prompt; null but in the first row of a prompt
     ]
 )
 """Columns of the index, a row for each rollout."""
 _PREVIEW_TOKENS = 48
 _PREVIEW_CHARACTERS = 160
 _MAX_JSON_CHARACTERS = 20_000
+"""Longest text of a row's own columns that is searched for numbers."""
 _PATIENCE_S = 2.0
+"""Seconds that the thread waits for requests in progress."""
 
 
 @dataclass
 class IndexedStep:
-    """Numbers of a step of the record.
+    """Numbers and rows of a step of the record.
 
     Attributes:
-        stamp: size and time of the file when it was read.
+        stamp: `stamp_of` the file when it was read.
         numbers: means and counts by name.
-        reasons: number of rows that were not trained, by reason.
+        reasons: number of rows that the update did not compute, by reason.
         problem: why the file could not be read; "" if it was.
         rows: a row for each rollout.
     """
@@ -79,18 +81,22 @@ class IndexedStep:
 
 
 class RunIndex:
-    """The index of a run, which grows in a thread.
+    """The index of a run, which a thread fills.
 
     Args:
         run: the run.
-        cache: folder of the indexes; None: that of the user.
+        cache: folder of the indexes. None: `cache_folder()`.
         is_quiet: set while no request is in progress.
+
+    Attributes:
+        run: the run.
+        steps: indexed steps by kind and step. The dictionary is replaced, never changed.
+        total: number of files that are or will be indexed.
     """
 
     def __init__(self, run: ViewedRun, cache: Path | None, is_quiet: threading.Event) -> None:
         self.run = run
         self._is_quiet = is_quiet
-        # Replaced, never changed, once a thread has filled it.
         self.steps: dict[tuple[str, int], IndexedStep] = {}
         self.total = 0
         folder = cache or cache_folder()
@@ -100,12 +106,13 @@ class RunIndex:
         self._pending: Future[None] | None = None
 
     def refresh(self) -> None:
-        """Start to read files that are not indexed as they are, unless this goes on already."""
+        """Start a thread that reads new and changed files, if there are any and none runs yet."""
         if self._pending is not None:
             if not self._pending.done():
                 return
             ended = self._pending
             self._pending = None
+            # Raises the error of a thread that failed; the next call starts another one.
             ended.result()
         stamps = self._stamps()
         self.total = len(stamps)
@@ -115,11 +122,12 @@ class RunIndex:
         self._pending = in_background(lambda: self._build(stamps), "view index")
 
     def wait(self) -> None:
-        """Wait until everything is indexed that `refresh` has found."""
+        """Wait until the files that the last `refresh` found are indexed."""
         if self._pending is not None:
             self._pending.result()
 
     def _stamps(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Stamps of the files of the record, by kind and step."""
         stamps = {}
         record = self.run.record
         for kind in (STEP, VALIDATION):
@@ -127,40 +135,51 @@ class RunIndex:
                 try:
                     stamps[kind, step] = stamp_of(record.path(step, kind))
                 except FileNotFoundError:
-                    # The run has removed it meanwhile.
+                    # The run has thinned its record meanwhile.
                     continue
         return stamps
 
     def _build(self, stamps: dict[tuple[str, int], tuple[int, int]]) -> None:
+        """Bring the index up to date. Runs in a thread.
+
+        Args:
+            stamps: stamps of the files to index, by kind and step.
+        """
         if not self._is_loaded:
             self.steps = _load(self._path)
             self._is_loaded = True
-        steps = {key: self.steps[key] for key in stamps if key in self.steps}
-        missing = [key for key, stamp in stamps.items() if key not in steps]
-        missing += [key for key in steps if steps[key].stamp != stamps[key]]
-        self.steps = dict(steps)
+        # A changed file keeps its old entry until it is read.
+        self.steps = {key: self.steps[key] for key in stamps if key in self.steps}
+        outdated = []
+        for key, stamp in stamps.items():
+            if key not in self.steps or self.steps[key].stamp != stamp:
+                outdated.append(key)
         limit = self.run.response_limit()
         try:
             tokens = self.run.record.tokens
         except DataError:
+            # Texts are left out; the run's problems say so.
             tokens = None
-        # The newest steps are looked at first.
-        for kind, step in sorted(missing, key=lambda key: -key[1]):
+        # People look at the newest steps first.
+        for kind, step in sorted(outdated, key=lambda key: -key[1]):
             self._is_quiet.wait(_PATIENCE_S)
             entry = IndexedStep(stamps[kind, step])
             try:
                 record = self.run.record.read(step, kind, _READ_COLUMNS)
-                _fill(entry, record.rows, kind, step, limit, tokens)
+                entry.rows = _index_rows(record.rows, kind, step, tokens)
+                reasons = record.rows["not_computed"].drop_null().to_pylist()
+                entry.reasons = dict(Counter(reasons))
+                entry.numbers = _step_numbers(record.rows, limit)
                 entry.numbers |= computed_seconds(record.facts)
             except (DataError, ValueError, KeyError) as error:
                 entry.problem = sentence(error)
             self.steps = {**self.steps, (kind, step): entry}
-        if missing:
+        if outdated:
             _save(self._path, self.steps)
 
 
 def cache_folder() -> Path:
-    """Folder of the indexes."""
+    """The user's folder of indexes."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "quadriga" / "view"
 
@@ -172,11 +191,11 @@ def row_lengths(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def row_sums(column: pa.ChunkedArray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Sum of each list of a column, in float64.
+    """Sum of each list of a column, in float64; 0 where it is null.
 
     Args:
         column: lists of numbers or booleans.
-        weights: a factor for each value of all lists. None: 1.
+        weights: factors of the values, in the order of `flat_values(column)`. None: 1.
     """
     values = flat_values(column)
     if weights is not None:
@@ -185,14 +204,15 @@ def row_sums(column: pa.ChunkedArray, weights: np.ndarray | None = None) -> np.n
 
 
 def list_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Sum of each list, from the values of all lists one after the other."""
+    """Sum of each list, from the concatenated values of all lists and the length of each."""
+    # Differences of a running total: numpy's `reduceat` is wrong for empty lists.
     totals = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.cumsum(lengths)
     return totals[ends] - totals[ends - lengths]
 
 
 def flat_values(column: pa.ChunkedArray) -> np.ndarray:
-    """Values of all lists of a column, one list after the other, in float64."""
+    """Concatenated values of all lists of a column, in float64."""
     values = column.combine_chunks().flatten()
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
@@ -205,41 +225,38 @@ def has_values(column: pa.ChunkedArray) -> bool:
 
 
 def prompt_names(rows: pa.Table) -> list[str]:
-    """Name of each row's prompt: its data row, or if it is not known the uid."""
+    """Name of each row's prompt, the same in all steps: its data row, or the uid if unknown."""
     return pc.coalesce(rows["source_row"], rows["uid"]).to_pylist()
 
 
 def truncated_rows(rows: pa.Table, limit: int) -> np.ndarray:
-    """Whether each response ended at the length limit. An engine may give no reason for its end."""
+    """Whether each response was cut at the length limit, [rows].
+
+    Args:
+        rows: rows with `response_mask` and `finish_reason`.
+        limit: longest response in tokens; 0 if it is not known.
+    """
     is_at_limit = row_lengths(rows["response_mask"]) >= (limit or np.inf)
     reasons = rows["finish_reason"]
     is_named = pc.fill_null(pc.equal(reasons, "length"), False).to_numpy()
+    # Some engines give no reason. There the length decides.
     return is_named | (is_at_limit & reasons.is_null().to_numpy())
 
 
-def _fill(
-    entry: IndexedStep,
-    rows: pa.Table,
-    kind: str,
-    step: int,
-    limit: int,
-    tokens: TokenTable | None,
-) -> None:
-    """Fill the entry of a step from the rows of its file."""
+def _index_rows(rows: pa.Table, kind: str, step: int, tokens: TokenTable | None) -> pa.Table:
+    """Make the rows of the index, with the columns of `SCHEMA`, from the rows of a step."""
     num_rows = len(rows)
-    scores = rows["score"].to_numpy()
     prompts = prompt_names(rows)
-    first_places: dict[str, int] = {}
-    groups = defaultdict(list)
-    for place, (prompt, uid) in enumerate(zip(prompts, rows["uid"].to_pylist(), strict=True)):
-        first_places.setdefault(prompt, place)
-        groups[uid].append(scores[place])
     texts: list[str | None] = [None] * num_rows
-    for place in first_places.values():
-        # Slices of the list are read without converting all of it.
+    seen_prompts = set()
+    for place, prompt in enumerate(prompts):
+        if prompt in seen_prompts:
+            continue
+        seen_prompts.add(prompt)
+        # Only the slice of the list becomes Python numbers.
         ids = rows["prompt_ids"][place].values[-_PREVIEW_TOKENS:].to_pylist()
         texts[place] = preview(ids, tokens)
-    entry.rows = pa.table(
+    return pa.table(
         {
             "kind": pa.array([kind] * num_rows, pa.string()),
             "step": np.full(num_rows, step, np.int32),
@@ -250,44 +267,61 @@ def _fill(
         },
         schema=SCHEMA,
     )
+
+
+def _step_numbers(rows: pa.Table, limit: int) -> dict[str, float]:
+    """Counts and means over the rows of a step, by name.
+
+    Args:
+        rows: rows with `_READ_COLUMNS`.
+        limit: longest response in tokens; 0 if it is not known.
+    """
+    num_rows = len(rows)
+    groups = defaultdict(list)
+    for uid, score in zip(rows["uid"].to_pylist(), rows["score"].to_numpy(), strict=True):
+        groups[uid].append(score)
+    is_flat = [len(scores) > 1 and len(set(scores)) == 1 for scores in groups.values()]
     lengths = row_lengths(rows["response_mask"])
     trained = rows["trained_mask"] if has_values(rows["trained_mask"]) else rows["response_mask"]
     num_generated = float(row_sums(rows["response_mask"]).sum())
-    not_computed = rows["not_computed"].to_pylist()
-    entry.reasons = dict(Counter(reason for reason in not_computed if reason))
-    is_flat = [len(group) > 1 and len(set(group)) == 1 for group in groups.values()]
-    entry.numbers = {
+    numbers = {
         "rollouts": num_rows,
         "groups": len(groups),
         "groups_without_spread": sum(is_flat),
         "graded": num_rows - rows["score"].null_count,
         "grader_errors": num_rows - rows["reward_error"].null_count,
         "truncated": int(truncated_rows(rows, limit).sum()),
-        "not_computed": sum(entry.reasons.values()),
+        "not_computed": num_rows - rows["not_computed"].null_count,
         "generated_tokens": num_generated,
         "rejected_tokens": num_generated - float(row_sums(trained).sum()),
         "length": float(lengths.mean()) if num_rows else 0.0,
     }
     staleness = flat_values(rows["token_staleness"])
     if len(staleness):
-        entry.numbers["stale_tokens"] = int((staleness > 0).sum())
-    _add_means(entry.numbers, rows)
+        numbers["stale_tokens"] = int((staleness > 0).sum())
+    _add_means(numbers, rows)
+    return numbers
 
 
 def preview(ids: list[int], tokens: TokenTable | None) -> str:
-    """The end of a prompt as text, in which the question stands."""
+    """The end of a prompt as text, since its question usually stands there."""
     return text_of(ids, tokens, skips_special=True)[-_PREVIEW_CHARACTERS:]
 
 
 def text_of(ids: list[int], tokens: TokenTable | None, *, skips_special: bool = False) -> str:
-    """Text of some tokens; their ids if there are no texts."""
+    """Text of some tokens; their ids if there is no table of tokens."""
     if tokens is None:
         return " ".join(map(str, ids))
     return tokens.decode(ids, skips_special=skips_special)
 
 
 def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:
-    """Add means of scores by data source, and of numbers in the rows' own columns."""
+    """Add means of scores and rewards, and of numbers from graders and from the data rows.
+
+    Args:
+        numbers: numbers of the step, to which the means are added.
+        rows: rows with `_READ_COLUMNS`.
+    """
     values = defaultdict(list)
     scores = rows["score"].to_pylist()
     rewards = rows["reward"].to_pylist()
@@ -298,9 +332,8 @@ def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:
         if reward is not None:
             values["reward"].append(reward)
     for column, prefix in (("reward_parts", "part"), ("row", "row")):
-        # Responses to a prompt share their data row.
-        entries = rows[column].value_counts().to_pylist()
-        for entry in entries:
+        # Responses to a prompt share their data row, so each text is parsed once.
+        for entry in rows[column].value_counts().to_pylist():
             text = entry["values"]
             if text is None or len(text) > _MAX_JSON_CHARACTERS:
                 continue
@@ -311,7 +344,7 @@ def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:
 
 
 def number_leaves(value: Any, prefix: str = "") -> list[tuple[str, float]]:
-    """Numbers and truth values in nested objects, with dotted names."""
+    """Numbers and booleans in nested dictionaries, with dotted names. Lists are left out."""
     if isinstance(value, bool | int | float):
         return [(prefix, float(value))] if prefix else []
     leaves = []
@@ -330,6 +363,7 @@ def _load(path: Path) -> dict[tuple[str, int], IndexedStep]:
             return {}
         steps = {}
         start = 0
+        # In the order in which `_save` writes them.
         for kind, step, stamp, numbers, reasons, problem, num_rows in facts["steps"]:
             entry = IndexedStep((stamp[0], stamp[1]), numbers, reasons, problem)
             entry.rows = table.slice(start, num_rows).replace_schema_metadata()
@@ -337,16 +371,18 @@ def _load(path: Path) -> dict[tuple[str, int], IndexedStep]:
             steps[kind, step] = entry
         return steps
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
-        # It is made again.
+        # The index is built from the record instead.
         return {}
 
 
 def _save(path: Path, steps: dict[tuple[str, int], IndexedStep]) -> None:
-    """Write an index into the cache, if that can be written."""
+    """Write an index into the cache, if possible."""
     facts = []
     for (kind, step), entry in steps.items():
-        numbers = (entry.numbers, entry.reasons, entry.problem)
-        facts.append([kind, step, entry.stamp, *numbers, len(entry.rows)])
+        num_rows = len(entry.rows)
+        facts.append(
+            [kind, step, entry.stamp, entry.numbers, entry.reasons, entry.problem, num_rows]
+        )
     table = pa.concat_tables([SCHEMA.empty_table(), *(entry.rows for entry in steps.values())])
     metadata = {_METADATA: json.dumps({"version": _VERSION, "steps": facts}).encode()}
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -355,6 +391,6 @@ def _save(path: Path, steps: dict[tuple[str, int], IndexedStep]) -> None:
         pq.write_table(table.replace_schema_metadata(metadata), draft, compression="zstd")
         draft.replace(path)
     except OSError:
-        # The index in memory serves; the next start makes it again.
+        # The index in memory serves; the next start builds it again.
         with suppress(OSError):
             draft.unlink(missing_ok=True)

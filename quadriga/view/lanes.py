@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines of rollouts: conversations from the traces of `rollout.trace_dir`, others from the record."""
+"""Timelines of rollouts: conversations from their traces, single responses from the record."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from quadriga.protocol.columns import TIME_COLUMNS
 from quadriga.view.runs import ViewedRun
 
 MAX_LANES = 600
-"""Conversations or responses of a step that are read."""
+"""Largest number of conversations or responses of a step that are read."""
 _LIFE_COLUMNS = (*TIME_COLUMNS, "uid", "score", "token_versions")
 TRACE_KEY = "actor_rollout_ref.rollout.trace_dir"
 
@@ -29,6 +29,7 @@ def life_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
     if not run.record.path(step).is_file():
         return {"lanes": [], "note": ""}
     rows = run.record.read(step, columns=_LIFE_COLUMNS).rows
+    # Responses without times are turns of conversations, or from engines that do not measure them.
     rows = rows.filter(rows["generated_at"].is_valid())
     note = ""
     if len(rows) > MAX_LANES:
@@ -63,6 +64,7 @@ def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
     """
     folder = _trace_folder(run)
     if folder is None:
+        # The page shows this note only if `life_lanes` has none either.
         note = f"No lives of rollouts are recorded. {TRACE_KEY} does that for agent loops."
         return {"lanes": [], "note": note}
     lanes: list[dict[str, Any]] = []
@@ -74,7 +76,7 @@ def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 if not line.endswith("\n"):
-                    # The run is writing it.
+                    # The run has not finished this line.
                     break
                 if len(lanes) == MAX_LANES:
                     note = f"Only the first {MAX_LANES} conversations are shown."
@@ -89,10 +91,11 @@ def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
 
 
 def _trace_folder(run: ViewedRun) -> Path | None:
+    """Folder of the run's traces; None if it has none."""
     value = run.configuration()[0].get(TRACE_KEY)
     if not value:
         return None
-    # A run that was moved has its traces beside its other files.
+    # The configuration of a moved run names the old place.
     for folder in (Path(str(value)).expanduser(), run.directory / Path(str(value)).name):
         if folder.is_dir():
             return folder
@@ -100,6 +103,7 @@ def _trace_folder(run: ViewedRun) -> Path | None:
 
 
 def _lane(trace: dict[str, Any], process: str) -> dict[str, Any]:
+    """Lane of a conversation, from its line in a trace file."""
     turns = []
     for turn in trace["turns"]:
         calls = [call.get("name", "tool") for call in turn.get("calls", ())]

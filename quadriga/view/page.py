@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the page, the page as one file, and the export with the data of some runs."""
+"""Files of the page, and its export as one file with the data of some runs."""
 
 import base64
 import errno
@@ -34,8 +34,9 @@ _ROOM = 20_000
 _LEAST_ROOM = 2_000
 """Bytes below which no further answer is tried."""
 _NUM_BETWEEN = 20
+"""Steps between the first and the last one that are exported by default."""
 _NUM_IN_TURN = 16
-"""Rollouts of a step that are written before those of the next one."""
+"""Rollouts of a step that are written before the next step has its turn."""
 
 
 def read_static(name: str) -> bytes:
@@ -44,7 +45,7 @@ def read_static(name: str) -> bytes:
 
 
 def default_steps(steps: Sequence[int]) -> list[int]:
-    """The first step, the last one, and at most 20 between."""
+    """Choose the first step, the last one, and at most 20 between at even distances."""
     if len(steps) <= _NUM_BETWEEN + 2:
         return list(steps)
     last = len(steps) - 1
@@ -58,7 +59,7 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
     Args:
         data: answers to the page.
         path: the file.
-        steps: steps whose rollouts are written. None: the first, the last and 20 between of each run.
+        steps: steps whose rollouts are written. None: `default_steps` of each run.
 
     Returns:
         Sentences on what was left out.
@@ -80,15 +81,16 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
         if room < _LEAST_ROOM:
             num_left_out += 1
             continue
+        # The script of the page looks an answer up by this text.
         key = json.dumps([name, dict(sorted(query.items()))], separators=(",", ":"))
         try:
             text = data.answer(name, query).decode()
         except (DataError, OSError) as error:
             notes.append(str(error))
             continue
-        # The entry stands in a script element, which a text of a model must not end.
-        text = text.replace("<", "\\u003c")
+        text = _in_script(text)
         size = len(text.encode()) + len(key) + 8
+        # A smaller answer may still fit.
         if size > room:
             num_left_out += 1
             continue
@@ -100,10 +102,8 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
             "left out, most of them tokens of rollouts; --steps chooses fewer steps."
         )
     notes.append(_steps_note(data, steps))
-    entries = [
-        f"{json.dumps(key).replace('<', chr(92) + 'u003c')}:{text}" for key, text in answers.items()
-    ]
-    shown_notes = json.dumps(notes[:50]).replace("<", "\\u003c")
+    entries = [f"{_in_script(json.dumps(key))}:{text}" for key, text in answers.items()]
+    shown_notes = _in_script(json.dumps(notes[:50]))
     embedded = f'{{"notes":{shown_notes},"answers":{{{",".join(entries)}}}}}'
     draft = path.with_name(f".{path.name}.tmp")
     try:
@@ -121,17 +121,34 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
     return notes
 
 
+def _in_script(text: str) -> str:
+    """Escape JSON for a script element, which a "</script>" in a text of a model would end."""
+    return text.replace("<", "\\u003c")
+
+
+def _selected(recorded_steps: Sequence[int], steps: Sequence[int] | None) -> list[int]:
+    """Recorded steps that are exported: those in `steps`, or `default_steps` if it is None."""
+    if steps is None:
+        return default_steps(recorded_steps)
+    return sorted({*steps} & {*recorded_steps})
+
+
 def _steps_note(data: ViewData, steps: Sequence[int] | None) -> str:
-    num_recorded = sum(len(data.run(name).record.steps()) for name in data.names())
+    """Sentence on the number of exported training steps."""
+    num_recorded = 0
     num_written = 0
     for name in data.names():
-        recorded = data.run(name).record.steps()
-        num_written += len(default_steps(recorded) if steps is None else {*steps} & {*recorded})
+        recorded_steps = data.run(name).record.steps()
+        num_recorded += len(recorded_steps)
+        num_written += len(_selected(recorded_steps, steps))
     return f"Rollouts of {num_written} of {num_recorded} recorded steps are in this file."
 
 
 def _queries(data: ViewData, steps: Sequence[int] | None) -> Iterator[tuple[str, dict[str, str]]]:
-    """Questions whose answers the exported page has, the most important first.
+    """Requests whose answers the exported page holds, the most important first.
+
+    Returns:
+        Name and query of each request, see `ViewData.answer`.
 
     Raises:
         DataError: no run has one of the steps.
@@ -140,33 +157,34 @@ def _queries(data: ViewData, steps: Sequence[int] | None) -> Iterator[tuple[str,
     for name in names:
         data.index(data.run(name)).wait()
     yield "runs", {}
-    for question in ("summary", "configuration", "metrics", "steps", "health", "prompts"):
+    for request in ("summary", "configuration", "metrics", "steps", "health", "prompts"):
         for name in names:
-            yield question, {"run": name}
-    chosen = _chosen_steps(data, steps)
-    for query in chosen:
+            yield request, {"run": name}
+    step_queries = _step_queries(data, steps)
+    for query in step_queries:
         yield "rollouts", query
         if query["kind"] == STEP:
-            for question in ("lanes", "ranks"):
-                yield question, {"run": query["run"], "step": query["step"]}
-    sizes = []
-    for query in chosen:
+            for request in ("lanes", "ranks"):
+                yield request, {"run": query["run"], "step": query["step"]}
+    sized_queries = []
+    for query in step_queries:
         record = data.run(query["run"]).record
         try:
             rows = record.read(int(query["step"]), query["kind"], ["uid"]).rows
         except DataError:
-            # The answer before has said why.
+            # `export` has noted the same error of the request "rollouts".
             continue
-        sizes.append((query, len(rows)))
-    # The first rollouts of each step, then the next ones: all may be more than the file holds.
-    for first in range(0, max((num_rows for _, num_rows in sizes), default=0), _NUM_IN_TURN):
-        for query, num_rows in sizes:
+        sized_queries.append((query, len(rows)))
+    # All rollouts may be more than the file holds. So each step has some before one has more.
+    most_rows = max((num_rows for _, num_rows in sized_queries), default=0)
+    for first in range(0, most_rows, _NUM_IN_TURN):
+        for query, num_rows in sized_queries:
             for place in range(first, min(first + _NUM_IN_TURN, num_rows)):
                 yield "rollout", {**query, "place": str(place), "start": "0"}
 
 
-def _chosen_steps(data: ViewData, steps: Sequence[int] | None) -> list[dict[str, str]]:
-    """Queries of the steps whose rollouts are exported.
+def _step_queries(data: ViewData, steps: Sequence[int] | None) -> list[dict[str, str]]:
+    """Queries that name the steps whose rollouts are exported.
 
     Raises:
         DataError: no run has one of the steps.
@@ -174,9 +192,8 @@ def _chosen_steps(data: ViewData, steps: Sequence[int] | None) -> list[dict[str,
     queries = []
     for name in data.names():
         for kind in _KINDS:
-            recorded = data.run(name).record.steps(kind)
-            chosen = default_steps(recorded) if steps is None else sorted({*steps} & {*recorded})
-            queries += [{"run": name, "kind": kind, "step": str(step)} for step in chosen]
+            for step in _selected(data.run(name).record.steps(kind), steps):
+                queries.append({"run": name, "kind": kind, "step": str(step)})
     if steps and not queries:
         records = [data.run(name).record for name in data.names()]
         recorded = {step for record in records for kind in _KINDS for step in record.steps(kind)}
@@ -188,15 +205,16 @@ def _chosen_steps(data: ViewData, steps: Sequence[int] | None) -> list[dict[str,
 
 
 def _named(steps: Sequence[int]) -> str:
-    """Steps as a range, or if some between are missing as a list of a few."""
+    """Describe steps as a range, or as a list of some of them if the range has gaps."""
     if len(steps) > 1 and steps[-1] - steps[0] == len(steps) - 1:
         return f"{steps[0]} to {steps[-1]}"
     return ", ".join(map(str, default_steps(steps)))
 
 
 def _one_file(embedded: str) -> str:
-    """The page with its files and data inside, and a policy that allows nothing else."""
+    """The page with its scripts, styles and data inside, and a policy that allows nothing else."""
     page = read_static("index.html").decode()
+    # The policy names the scripts and styles by their hashes.
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, names in (("style", STYLES), ("script", SCRIPTS)):
         for name in names:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of the ranks of a run with several processes, from the facts of the rollout record.
 
-The entry `calls` has the calls of each `role.method`: rank, begin within the step, seconds, and the
-part of them in which the rank waited for others.
+The entry `calls` has the calls of each `role.method`, see `call_times.step_calls`.
 """
 
 from collections import defaultdict
@@ -13,9 +12,9 @@ from quadriga.observe.records import read_facts
 from quadriga.view.runs import ViewedRun
 
 RANK_SECONDS = "rank_s/"
-"""Beginning of the numbers `rank_s/ROLE/RANK` of the index: seconds that a rank computed."""
+"""Prefix of the numbers `rank_s/ROLE/RANK` of the index: seconds that a rank computed."""
 MAX_LANES = 300
-"""Lanes of ranks of a step that are shown."""
+"""Largest number of lanes of a step that are shown."""
 _COMPUTING = ("compute_", "generate_", "update_")
 """Beginnings of the names of methods in which ranks are compared."""
 
@@ -28,9 +27,9 @@ def rank_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
         step: the step.
 
     Returns:
-        `lanes`, each with role, rank, `computed` (seconds in the compared methods without waiting for
-        other ranks; None if there were none) and `calls` (method, begin, seconds, waited); `note` says
-        that some were left out. A run with one process has none.
+        `lanes`, each with role, rank, `computed` (see `computed_seconds`; None if the rank had no
+        such calls) and `calls` (method, begin, seconds, waited); `note`, which says that some were
+        left out. A run with one process has no lanes.
     """
     path = run.record.path(step)
     facts = read_facts(path) if path.is_file() else {}
@@ -59,7 +58,8 @@ def rank_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
 def computed_seconds(facts: Mapping[str, Any]) -> dict[str, float]:
     """Seconds that each rank computed in a step, as numbers `rank_s/ROLE/RANK`.
 
-    Calls that move weights or save are not counted, for ranks have different parts in them.
+    They do not include waiting for other ranks, nor calls that move weights or save, in which ranks
+    have different work.
 
     Args:
         facts: facts of the step's file.

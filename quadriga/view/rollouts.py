@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts of a step as rows without tokens, and one rollout with its tokens, as JSON."""
+"""Rollouts of a step as rows without their tokens, and a single rollout with its tokens."""
 
 import codecs
 import json
@@ -27,9 +27,9 @@ from quadriga.view.index import (
 from quadriga.view.runs import stamp_of
 
 MAX_TOKENS = 20_000
-"""Tokens of a response that are sent at once. A page asks for the others."""
+"""Tokens of a response that are sent at once. The page asks for more as it needs them."""
 MAX_TEXT = 200_000
-"""Characters of a text of the record that are sent."""
+"""Characters of a text of the record that are sent; the rest is cut."""
 _PREVIEW_TOKENS = 80
 _PREVIEW_CHARACTERS = 240
 _ERROR_CHARACTERS = 600
@@ -53,14 +53,18 @@ _TOKEN_COLUMNS = [
 def rollout_rows(
     record: RecordFolder, step: int, kind: str, limit: int, tokens: TokenTable | None
 ) -> list[dict[str, Any]]:
-    """Rows of a step without their tokens.
+    """Read the rollouts of a step without their tokens.
 
     Args:
         record: the record of a run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
         limit: longest response in tokens; 0 if it is not known.
-        tokens: texts of the tokens; None: ids are shown.
+        tokens: texts of the tokens. None: ids are shown.
+
+    Returns:
+        For each rollout its plain columns, lengths, means over its tokens, the end of its prompt,
+        the begin of its response, the ground truth, and numbers of the grader.
 
     Raises:
         DataError: the step is not recorded, or its file is damaged.
@@ -75,13 +79,14 @@ def rollout_rows(
         "prompt_length": row_lengths(rows["prompt_ids"]).tolist(),
         **_means(rows, num_tokens),
     }
+    # Responses to a prompt share its text and its data row.
     previews: dict[str, str] = {}
     truths: dict[str | None, Any] = {}
-    listed = []
     plain_rows = rows.select([*_PLAIN_COLUMNS, "reward_parts", "row"]).to_pylist()
     for place, row in enumerate(plain_rows):
         parts = json.loads(row.pop("reward_parts") or "{}")
-        row |= {name: values[place] for name, values in numbers.items()}
+        for name, values in numbers.items():
+            row[name] = values[place]
         row["place"] = place
         row["prompt"] = prompts[place]
         row["truncated"] = truncated[place]
@@ -89,6 +94,7 @@ def rollout_rows(
         # The end of a traceback names the error.
         row["reward_error"] = (row["reward_error"] or "")[-_ERROR_CHARACTERS:]
         if prompts[place] not in previews:
+            # Special tokens are not shown, so more are read than for the response.
             prompt_ids = rows["prompt_ids"][place].values[-2 * _PREVIEW_TOKENS :].to_pylist()
             previews[prompts[place]] = preview(prompt_ids, tokens)
         data_row = row.pop("row")
@@ -99,12 +105,20 @@ def rollout_rows(
         row["prompt_text"] = previews[prompts[place]]
         response_ids = rows["response_ids"][place].values[:_PREVIEW_TOKENS].to_pylist()
         row["text"] = text_of(response_ids, tokens)[:_PREVIEW_CHARACTERS]
-        listed.append(row)
-    return listed
+    return plain_rows
 
 
 def _means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float | None]]:
-    """Means over the tokens of each row that the model generated; None where they are not known."""
+    """Means over the generated tokens of each row, and their number.
+
+    Args:
+        rows: rows with `_LIST_COLUMNS`.
+        num_tokens: length of each response, [rows].
+
+    Returns:
+        A value for each row by name; None where it is not known.
+    """
+    # 1 for a generated token, 0 for one of a tool or a user; for all tokens of all rows.
     mask = flat_values(rows["response_mask"])
     num_generated = row_sums(rows["response_mask"])
     divisor = np.maximum(num_generated, 1)
@@ -114,18 +128,19 @@ def _means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float | Non
     for name, column in (("advantage", "advantages"), ("rollout_log_prob", "rollout_log_probs")):
         if rows[column].null_count == 0:
             means[name] = row_sums(rows[column], mask) / divisor
-    # Rows that the update did not compute have no values of the trainer.
+    # Rows that the update did not compute have no values of the trainer. `flat_values` leaves out
+    # their tokens, which `is_known_token` selects from columns that have all rows.
     is_known = ~rows["log_probs"].is_null().to_numpy()
-    of_known_rows = np.repeat(is_known, num_tokens)
+    is_known_token = np.repeat(is_known, num_tokens)
     if is_known.any():
         sampled = flat_values(rows["rollout_log_probs"])
         if len(sampled) == len(mask):
-            difference = np.abs(flat_values(rows["log_probs"]) - sampled[of_known_rows])
+            difference = np.abs(flat_values(rows["log_probs"]) - sampled[is_known_token])
             lengths = np.where(is_known, num_tokens, 0)
-            sums = list_sums(difference * mask[of_known_rows], lengths)
+            sums = list_sums(difference * mask[is_known_token], lengths)
             means["mismatch"] = np.where(is_known, sums / divisor, np.nan)
         if rows["entropies"].null_count == rows["log_probs"].null_count:
-            sums = row_sums(rows["entropies"], mask[of_known_rows])
+            sums = row_sums(rows["entropies"], mask[is_known_token])
             means["entropy"] = np.where(is_known, sums / divisor, np.nan)
     if has_values(rows["token_staleness"]):
         means["staleness"] = row_sums(rows["token_staleness"]) / divisor
@@ -141,44 +156,47 @@ def shortened(value: Any) -> str | None:
 
 
 def rounded(values: np.ndarray) -> list[float | None]:
-    """Numbers with six digits, for JSON; None for those that are not finite."""
+    """Round numbers to six significant digits, for short JSON; None if not finite."""
     is_finite = np.isfinite(values)
     numbers = np.where(is_finite, values, 0.0).astype(np.float64)
     sizes = np.where(numbers == 0.0, 1.0, np.abs(numbers))
     # Numbers beyond 1e300 are not rounded: their factor would overflow.
     factors = 10.0 ** np.clip(5 - np.floor(np.log10(sizes)), -300, 300)
-    shortened_numbers = (np.round(numbers * factors) / factors).tolist()
-    return [
-        number if known else None
-        for number, known in zip(shortened_numbers, is_finite.tolist(), strict=True)
-    ]
+    result = (np.round(numbers * factors) / factors).astype(object)
+    result[~is_finite] = None
+    return result.tolist()
 
 
 def matching_rows(
     record: RecordFolder, step: int, kind: str, text: str, tokens: TokenTable | None
 ) -> list[int]:
-    """Places of the rows whose prompt, response or messages have a text, in any case.
+    """Find the rollouts of a step that contain a text, whatever its case is.
+
+    Prompts, responses, messages, data rows and errors of graders are searched.
 
     Args:
         record: the record of a run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
         text: the text.
-        tokens: texts of the tokens; None: only messages and data rows are searched.
+        tokens: texts of the tokens. None: prompts and responses are not searched.
+
+    Returns:
+        Numbers of the rollouts in the file of the step.
 
     Raises:
         DataError: the step is not recorded, or its file is damaged.
     """
-    columns = ("prompt_ids", "response_ids", "messages", "row", "reward_error")
-    rows = record.read(step, kind, columns).rows
-    wanted = text.casefold()
+    text_columns = ("messages", "row", "reward_error")
+    id_columns = ("prompt_ids", "response_ids")
+    rows = record.read(step, kind, [*id_columns, *text_columns]).rows
+    text = text.casefold()
     places = []
     for place in range(len(rows)):
-        texts = [rows[name][place].as_py() or "" for name in columns[2:]]
+        texts = [rows[name][place].as_py() or "" for name in text_columns]
         if tokens is not None:
-            for name in columns[:2]:
-                texts.append(tokens.decode(rows[name][place].as_py()))
-        if any(wanted in candidate.casefold() for candidate in texts):
+            texts += [tokens.decode(rows[name][place].as_py()) for name in id_columns]
+        if any(text in candidate.casefold() for candidate in texts):
             places.append(place)
     return places
 
@@ -197,18 +215,21 @@ def rollout_details(
         record: the record of a run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
-        place: place of the row in its file.
-        tokens: texts of the tokens; None: ids are shown.
-        start: first token of the response that is sent, with at most `MAX_TOKENS`.
+        place: number of the rollout in the file of the step.
+        tokens: texts of the tokens. None: ids are shown.
+        start: first token of the response that is sent. At most `MAX_TOKENS` are.
 
     Returns:
-        The row; `prompt` and `response` with ids, texts and the columns of tokens; `turns`.
+        The plain columns and those of JSON; `prompt` and `response`, see `_token_texts`, with
+        `prompt_start` and `start`, the number of their first token; `length` of the response;
+        `columns`, numbers of the sent response tokens by name; `turns`.
 
     Raises:
         DataError: the step is not recorded, its file is damaged, or it has no such row.
     """
     path = record.path(step, kind)
-    rows = _detail_rows(record, step, kind, path.is_file() and stamp_of(path))
+    stamp = stamp_of(path) if path.is_file() else None
+    rows = _detail_rows(record, step, kind, stamp)
     if not 0 <= place < len(rows):
         got = f"row {place} of {len(rows)}"
         raise DataError(str(path), got=got, expected="a row of the step")
@@ -217,12 +238,14 @@ def rollout_details(
     details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]
     for name in _JSON_COLUMNS:
         text = row[name][0].as_py()
+        # `turn_spans` is needed whole below.
         if text is not None and len(text) > MAX_TEXT and name != "turn_spans":
             details[name] = f"{text[:MAX_TEXT]}... ({len(text):,} characters)"
         else:
             details[name] = None if text is None else json.loads(text)
     prompt_ids = row["prompt_ids"][0].values
     response_ids = row["response_ids"][0].values
+    # The end of a long prompt: the response goes on from there.
     prompt_start = max(0, len(prompt_ids) - MAX_TOKENS)
     shown_prompt = prompt_ids[prompt_start:].to_pylist()
     shown_response = response_ids[start : start + MAX_TOKENS].to_pylist()
@@ -243,16 +266,28 @@ def rollout_details(
 
 
 @lru_cache(maxsize=1)
-def _detail_rows(record: RecordFolder, step: int, kind: str, _: Any) -> pa.Table:
-    """Rows of a step. Those that were read last stay, until their file changes."""
+def _detail_rows(
+    record: RecordFolder, step: int, kind: str, _stamp: tuple[int, int] | None
+) -> pa.Table:
+    """Read the rows of a step.
+
+    People look at one rollout of a step after another, so the last step stays in memory. `_stamp`
+    is part of the cache's key: the rows are read again when the file has changed.
+    """
     names = [*_PLAIN_COLUMNS, *_JSON_COLUMNS, "prompt_ids", "response_ids", *_TOKEN_COLUMNS]
     return record.read(step, kind, names).rows
 
 
 def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any]:
-    """Ids, texts and special tokens of a sequence.
+    """Texts of the tokens of a sequence, for a page that shows each token by itself.
 
-    The text of a character stands at the last of the tokens that it consists of.
+    Args:
+        ids: token ids.
+        tokens: texts of the tokens. None: ids are shown.
+
+    Returns:
+        `ids`; `texts`, where a character of several tokens belongs to the last one of them; and
+        `special`, the places of special tokens.
     """
     if tokens is None:
         return {"ids": ids, "texts": [f"⟨{number}⟩" for number in ids], "special": []}
@@ -271,7 +306,12 @@ def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any
 
 
 def _turns(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Tokens of each turn of the model, with what it earned: its scores, and its mean advantage."""
+    """Tokens of each turn of the model, with the sum of its scores and its mean advantage.
+
+    Args:
+        row: a table of one row.
+        spans: begin and end of each turn in the response.
+    """
     turns = []
     for start, end in spans:
         turn: dict[str, Any] = {"start": start, "end": end}

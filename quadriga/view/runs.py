@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of some folders, as their files show them: state, configuration, metrics."""
+"""State, configuration and metrics of runs, from their files."""
 
 import math
 import re
@@ -19,10 +19,14 @@ CONFIGURATION = "config.yaml"
 HEADLINES = ("critic/score/mean", "critic/rewards/mean", "train/loss", "actor/pg_loss")
 """Metrics that sum up a run; the first that it has is shown."""
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
+"""Line of a configuration file with the steps that it holds for."""
 _EARLIER = re.compile(r"config_from_step_(\d+)\.yaml")
 _MAX_DEPTH = 4
+"""Depth at which runs are looked for below a folder."""
 _NUM_POINTS = 60
+"""Points of the small curves in the table of runs."""
 _SIGNS = (CONFIGURATION, METRICS_FILE, LOCK, "rollouts")
+"""Names of which the directory of a run has at least one."""
 
 
 class ViewedRun:
@@ -39,7 +43,7 @@ class ViewedRun:
         self.record = RecordFolder(directory)
         self._metrics: dict[int, dict[str, float]] = {}
         self._metrics_stamp: tuple[int, int] | None = None
-        self._metrics_problem = ""
+        self._metrics_problem = ""  # why the newest metrics cannot be read
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Metrics by step, read again if the file has changed."""
@@ -60,10 +64,14 @@ class ViewedRun:
         return self._metrics
 
     def configuration(self, path: Path | None = None) -> tuple[dict[str, Any], int]:
-        """Keys of a configuration by dotted name, and the last step it holds for (0: not known).
+        """Read a configuration of the run.
 
         Args:
-            path: the file; None: that of the newest steps.
+            path: the file. None: the one for the newest steps.
+
+        Returns:
+            Values by dotted key, none if there is no file; and the last step that the file holds
+            for, or 0 if that is not known.
 
         Raises:
             DataError: the file cannot be read.
@@ -89,7 +97,7 @@ class ViewedRun:
         return dict(sorted(paths.items()))
 
     def response_limit(self) -> int:
-        """Longest response of the newest configuration in tokens; 0 if it is not known."""
+        """Longest response that the newest configuration allows, in tokens; 0 if not known."""
         try:
             return int(self.configuration()[0].get("data.max_response_length") or 0)
         except (DataError, TypeError, ValueError):
@@ -99,7 +107,7 @@ class ViewedRun:
         """Sentences on what is missing or unusual in the run's files."""
         problems = []
         try:
-            # `glob` takes a folder that cannot be read for an empty one.
+            # To `glob` a folder that cannot be read looks empty, so try to list it.
             list(self.directory.iterdir())
             if self.record.folder.is_dir():
                 list(self.record.folder.iterdir())
@@ -134,7 +142,7 @@ class ViewedRun:
         return problems
 
     def summary(self) -> dict[str, Any]:
-        """A row of the table of runs."""
+        """The run's row in the table of runs."""
         metrics = self.metrics()
         problems = self.problems()
         values: dict[str, Any] = {}
@@ -142,7 +150,7 @@ class ViewedRun:
         try:
             values, last_step = self.configuration()
         except DataError:
-            # The problems have it.
+            # `problems` has the error.
             values = {}
         done_step = max([0, *metrics, *self.record.steps()])
         state = "stopped"
@@ -151,7 +159,7 @@ class ViewedRun:
         elif last_step and done_step >= last_step:
             state = "finished"
         headline, curve = headline_curve(metrics)
-        seconds = sum(values.get("timing_s/step", 0.0) for values in metrics.values())
+        seconds = sum(numbers.get("timing_s/step", 0.0) for numbers in metrics.values())
         return {
             "run": self.name,
             "state": state,
@@ -167,10 +175,8 @@ class ViewedRun:
         }
 
     def _changed(self) -> float:
-        """Time of the newest change, in seconds since 1970; 0 if no step is done.
-
-        The folder itself changes with any command that looks at it, even one that is refused.
-        """
+        """Time of the newest metrics or rollouts, in seconds since 1970; 0 without them."""
+        # The time of the folder does not serve: any command that looks at the run changes it.
         paths = [self.directory / METRICS_FILE]
         for kind in (STEP, VALIDATION):
             paths += [self.record.path(step, kind) for step in self.record.steps(kind)[-1:]]
@@ -178,7 +184,15 @@ class ViewedRun:
 
 
 def headline_curve(metrics: dict[int, dict[str, float]]) -> tuple[str, list[float]]:
-    """Name and values of the metric that sums up a run, thinned to some `_NUM_POINTS`."""
+    """Choose the metric that sums up a run.
+
+    Args:
+        metrics: metrics by step.
+
+    Returns:
+        Its name, and about `_NUM_POINTS` of its values, the last one included. Both are empty if
+        the run has none of `HEADLINES`.
+    """
     for name in HEADLINES:
         values = [numbers.get(name, math.nan) for numbers in metrics.values()]
         values = [value for value in values if math.isfinite(value)]
@@ -189,10 +203,10 @@ def headline_curve(metrics: dict[int, dict[str, float]]) -> tuple[str, list[floa
 
 
 class Runs:
-    """The runs below some folders, which may become more.
+    """The runs in some folders. New runs may appear while the page is open.
 
     Args:
-        roots: runs, or folders that hold runs.
+        roots: directories of runs, or folders that hold such directories.
 
     Raises:
         DataError: a folder does not exist, or none of them holds a run.
@@ -214,7 +228,7 @@ class Runs:
             )
 
     def find(self) -> dict[str, ViewedRun]:
-        """Look for runs. Returns them by name."""
+        """Look for runs. Return them by name."""
         names: dict[str, ViewedRun] = {}
         for root in self._roots:
             for directory in _run_folders(root, _MAX_DEPTH):
@@ -224,6 +238,7 @@ class Runs:
                     name = inner if inner != "." else root.resolve().name
                     run = ViewedRun(directory, name)
                     self._runs[directory] = run
+                # Runs of different roots may have the same name.
                 if names.get(run.name, run) is not run:
                     run.name = str(directory)
                 names[run.name] = run
@@ -242,14 +257,19 @@ class Runs:
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    """Runs in a folder, the folder itself included. Runs do not hold runs."""
+    """Find directories of runs, the folder itself included. Inside of a run none are looked for.
+
+    Args:
+        folder: the folder.
+        depth: levels below the folder to look at.
+    """
     try:
         if any((folder / name).exists() for name in _SIGNS):
             yield folder
             return
         inner_folders = sorted(path for path in folder.iterdir() if path.is_dir())
     except PermissionError:
-        # It may be a run of another user; its row says that it cannot be read.
+        # It may be a run of another user. `ViewedRun.problems` says that it cannot be read.
         yield folder
         return
     for inner in inner_folders if depth else ():
@@ -258,7 +278,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of nested sections by their dotted names."""
+    """Values of nested sections, with their dotted keys."""
     if not isinstance(value, dict) or not value:
         yield prefix, value
         return
@@ -267,13 +287,13 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
-    """Size and time of a file, which change when it is written again."""
+    """Size and modification time of a file. Both are the same only if it was not written since."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def sentence(error: Exception) -> str:
-    """An error as a sentence for the page."""
+    """Describe an error in a sentence for the page."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}."
     return str(error).strip() or type(error).__name__

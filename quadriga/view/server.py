@@ -10,7 +10,7 @@ from quadriga.view.data import ViewData
 
 
 class ViewServer:
-    """Serves the page on some runs.
+    """Serves the page from a thread.
 
     Args:
         data: answers to the page.
@@ -18,7 +18,8 @@ class ViewServer:
         port: port; 0: a free one.
 
     Attributes:
-        url: address of the page, with its token.
+        is_local: whether only this machine reaches the server.
+        url: address of the page, with the token that callers need.
 
     Raises:
         ConfigError: the port is in use, or the address is not this machine's.

@@ -5,10 +5,10 @@
       step_000012.parquet         rollouts of a training step
       validation_000012.parquet   rollouts of the validation after a step
       tokens.parquet              bytes of each token of the vocabulary
-      superseded_1/               record of another run that stood here
+      superseded_1/               record of an earlier run in the same directory
 
-A file has its name only after its last byte was written. Its metadata has the entry `quadriga`: a
-JSON object with the version of the format, the step, the widths of its batches, and the step's metrics.
+A file gets its name only after its last byte was written. Its metadata has the entry `quadriga`: a
+JSON object with the version of the format and facts about the step, see `StepRecord.facts`.
 """
 
 import json
@@ -43,11 +43,11 @@ class StepRecord:
     """Rollouts of a step or a validation.
 
     Attributes:
-        rows: the rollouts, with all columns of the schema.
-        facts: the entry `quadriga` of the file: `version`, `step`, `widths` of prompts and responses
-            with padding, `total_training_steps`, `metrics`, `machine` (what the last bits depend on),
-            `route_shape` (layers, and experts of a token), `is_thinned`; with several processes
-            `calls`, see `call_times.step_calls`.
+        rows: the rollouts, with the requested columns of the schema.
+        facts: the entry `quadriga` of the file: `version` of the format, `step`, `widths` (padded
+            lengths of prompts and responses), `total_training_steps`, `metrics`, `machine` (see
+            `describe_numerics`), `route_shape` (number of layers, experts of a token),
+            `is_thinned`; with several processes `calls`, see `call_times.step_calls`.
     """
 
     rows: pa.Table
@@ -70,9 +70,10 @@ class RecordFolder:
 
     def steps(self, kind: str = STEP) -> list[int]:
         """Steps whose rollouts are recorded, in ascending order."""
-        return sorted(step for step, path in self._files(kind))
+        return [step for step, _ in self._files(kind)]
 
     def _files(self, kind: str) -> list[tuple[int, Path]]:
+        """Steps and files of a kind, in ascending order."""
         files = []
         for path in self.folder.glob(f"{kind}_*.parquet"):
             match = _NAME.fullmatch(path.name)
@@ -83,14 +84,15 @@ class RecordFolder:
     # Writing
 
     def begin(self, after_step: float, *, is_continued: bool) -> None:
-        """Prepare the folder for the steps after a step.
+        """Prepare the folder for a run that records the steps after `after_step`.
 
         Args:
-            after_step: the step that the run resumes from, or 0. Later steps are removed.
-            is_continued: whether the record that exists belongs to this run. Otherwise it is moved to
-                a folder `superseded_N`.
+            after_step: the step that the run resumes from, or 0.
+            is_continued: whether an existing record belongs to this run, which keeps the steps up
+                to `after_step`. The record of another run is moved to a folder `superseded_N`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        # A killed process leaves drafts.
         for leftover in self.folder.glob(f"{_DRAFT}*"):
             leftover.unlink(missing_ok=True)
         recorded_files = [*self._files(STEP), *self._files(VALIDATION)]
@@ -100,8 +102,9 @@ class RecordFolder:
                     path.unlink(missing_ok=True)
         elif recorded_files:
             number = 1
-            while (aside := self.folder / f"{_SUPERSEDED}_{number}").exists():
+            while (self.folder / f"{_SUPERSEDED}_{number}").exists():
                 number += 1
+            aside = self.folder / f"{_SUPERSEDED}_{number}"
             aside.mkdir()
             paths = [path for _, path in recorded_files]
             for path in [*paths, *self.folder.glob(_TOKENS)]:
@@ -114,13 +117,13 @@ class RecordFolder:
             step: number of the step.
             kind: `STEP` or `VALIDATION`.
             rows: the rollouts, with the columns of the schema.
-            facts: further facts for the metadata.
+            facts: facts for the metadata, besides `version` and `step`.
 
         Returns:
-            The size of the file.
+            The size of the file, in bytes.
 
         Raises:
-            OSError: the file cannot be written; a file of that name is untouched.
+            OSError: the file cannot be written. An earlier file of the step stays as it was.
         """
         path = self.path(step, kind)
         self._write_rows(path, rows, {"version": VERSION, "step": step, **facts})
@@ -134,8 +137,10 @@ class RecordFolder:
             self._write(path, TokenTable(texts, special_ids).write)
 
     def _write_rows(self, path: Path, rows: pa.Table, facts: dict[str, Any]) -> None:
+        """Write the file of a step, with `facts` in its metadata."""
         metadata = {_METADATA: json.dumps(facts, allow_nan=True).encode()}
         rows = rows.replace_schema_metadata(metadata)
+        # Rows of a prompt share many texts. Lists of numbers hardly repeat.
         dictionaries = [field.name for field in SCHEMA if pa.types.is_string(field.type)]
 
         def write(draft: Path) -> None:
@@ -151,12 +156,13 @@ class RecordFolder:
         self._write(path, write)
 
     def _write(self, path: Path, write: Callable[[Path], None]) -> None:
+        """Write a file under another name, and rename it when it is complete."""
         draft = path.with_name(f"{_DRAFT}{path.name}")
         try:
             write(draft)
             draft.replace(path)
         except BaseException:
-            # The disk may be full, and the first error is the one to report.
+            # An error here would hide that of the writing, such as a full disk.
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise
@@ -164,50 +170,54 @@ class RecordFolder:
     # Thinning
 
     def num_bytes(self) -> int:
-        """Size of all files of the record."""
+        """Size of the files of all steps, in bytes."""
         files = [*self._files(STEP), *self._files(VALIDATION)]
         return sum(path.stat().st_size for _, path in files)
 
     def thin(self, max_bytes: float, max_steps: float, *, first_needed_step: float) -> int:
-        """Shrink the record: first texts go, from the oldest step on, then whole steps.
+        """Shrink the record. Texts are removed first, from the oldest step on, then whole steps.
 
         The newest step stays as it is.
 
         Args:
             max_bytes: size above which the record shrinks, to 90 % of it.
-            max_steps: number of newest steps that keep their texts; of older ones only those stay
-                that are needed.
-            first_needed_step: oldest step that a replay needs. It and later steps lose texts only.
+            max_steps: number of newest steps to keep; at least 1. Older steps are removed, or if a
+                replay needs them their texts.
+            first_needed_step: oldest step that a replay needs. It and later training steps may lose
+                their texts, but nothing else.
 
         Returns:
-            The size afterwards; above `max_bytes` if the needed steps take more.
+            The size afterwards, in bytes; above `max_bytes` if the needed steps take more.
         """
         entries = [(step, STEP, path) for step, path in self._files(STEP)]
         entries += [(step, VALIDATION, path) for step, path in self._files(VALIDATION)]
         entries.sort(key=itemgetter(0))
         steps = sorted({step for step, _, _ in entries})
-        first_full_step = steps[-int(max_steps)] if max_steps < len(steps) else 0
+        first_kept_step = steps[-int(max_steps)] if max_steps < len(steps) else 0
         num_bytes = self.num_bytes()
+        # Below the limit, so that not every later step rewrites files again.
         limit = 0.9 * max_bytes if num_bytes > max_bytes else max_bytes
 
-        remaining = []
-        for step, kind, path in entries[:-1]:
-            is_old = step < first_full_step
+        removable_paths = []
+        for step, kind, path in entries:
+            if step == steps[-1]:
+                break
+            is_old = step < first_kept_step
+            is_needed = kind == STEP and step >= first_needed_step
+            if is_old and not is_needed:
+                num_bytes -= _remove(path)
+                continue
             if is_old or num_bytes > limit:
                 num_bytes += self._remove_texts(path)
-            if kind == STEP and step >= first_needed_step:
-                continue
-            if is_old:
-                num_bytes -= _remove(path)
-            else:
-                remaining.append(path)
-        for path in remaining:
+            if not is_needed:
+                removable_paths.append(path)
+        for path in removable_paths:
             if num_bytes > limit:
                 num_bytes -= _remove(path)
         return num_bytes
 
     def _remove_texts(self, path: Path) -> int:
-        """Remove the texts of a step. Returns the change of the record's size, negative or 0."""
+        """Remove the texts of a step. Return the change of its size in bytes, negative or 0."""
         if read_facts(path).get("is_thinned"):
             return 0
         record = read_record(path)
@@ -276,11 +286,11 @@ def read_record(path: Path, columns: Sequence[str] | None = None) -> StepRecord:
 
 
 def _read_columns(path: Path, names: Sequence[str]) -> pa.Table:
-    """Read columns of a file. Those that an older version did not write are null."""
-    written = set(pq.read_schema(path).names)
-    rows = pq.read_table(path, columns=[name for name in names if name in written])
+    """Read columns of a file. Columns that an older version did not write are null."""
+    written_names = set(pq.read_schema(path).names)
+    rows = pq.read_table(path, columns=[name for name in names if name in written_names])
     for name in names:
-        if name not in written:
+        if name not in written_names:
             field = SCHEMA.field(name)
             rows = rows.append_column(field, pa.nulls(len(rows), field.type))
     return rows
@@ -308,13 +318,15 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def _remove(path: Path) -> int:
-    """Remove a file. Returns its size."""
+    """Remove a file. Return its size in bytes."""
     num_bytes = path.stat().st_size
     path.unlink()
     return num_bytes
 
 
 def _damage(path: Path, error: Exception) -> DataError:
+    """Error for a file that cannot be read."""
+    # Messages of Arrow may go on for many lines.
     reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
     return DataError(
         str(path),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded rollouts as people read them."""
+"""Recorded rollouts as people read them: with texts for token ids, and JSON parsed."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,6 +15,8 @@ from quadriga.observe.records.tokens import TokenTable
 
 _JSON_COLUMNS = (
     "turn_spans",
+    "turn_rewards",
+    "turn_states",
     "tool_rewards",
     "turn_scores",
     "messages",
@@ -30,7 +32,7 @@ ANSWER_LEFT_OUT = "answer_left_out"
 
 
 def samples_of(record: RecordFolder, step: int, kind: str = STEP) -> list[dict[str, Any]]:
-    """Rollouts of a step with texts, as `trainer.rollout_data_dir` has them.
+    """Read the rollouts of a step as texts, in the form of the files of `trainer.rollout_data_dir`.
 
     Args:
         record: the record of a run.
@@ -45,11 +47,11 @@ def samples_of(record: RecordFolder, step: int, kind: str = STEP) -> list[dict[s
 
 
 def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, Any]:
-    """A rollout with texts in the place of token ids.
+    """Convert a recorded rollout to a sample, with texts in the place of token ids.
 
     Args:
-        row: columns of the record, with JSON parsed.
-        tokens: texts of the tokens; None: texts say how many tokens there are.
+        row: `_SAMPLE_COLUMNS` of the record, with JSON parsed.
+        tokens: texts of the tokens. None: the sample says how many tokens there are.
     """
     data_row = dict(row["row"] or {})
     reward_model = data_row.pop("reward_model", None) or {}
@@ -65,7 +67,7 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
     for name in ("num_turns", "finish_reason"):
         if row[name] is not None:
             sample[name] = row[name]
-    # The answer of the last call is not among the messages, for it was not read.
+    # A tool's answer that left no room for another turn is not among the messages.
     messages = row.get("messages")
     if row["finish_reason"] == "length" and messages and messages[-1].get("tool_calls"):
         sample[ANSWER_LEFT_OUT] = True
@@ -73,7 +75,7 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
         sample["row"] = data_row
     parts = dict(row["reward_parts"] or {})
     parts["reward_error"] = row["reward_error"] or ""
-    # A grader may give any name to what it adds.
+    # A grader names its values itself, maybe like an entry of the sample.
     taken_names = set(sample)
     for name, value in parts.items():
         sample[f"reward/{name}" if name in taken_names else name] = value
@@ -81,13 +83,14 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
 
 
 def _text(ids: Any, tokens: TokenTable | None, *, skips_special: bool) -> str:
+    """Text of token ids, or a note on the missing table of tokens."""
     if tokens is None:
         return f"[{len(ids)} tokens; tokens.parquet is missing]"
     return tokens.decode(ids, skips_special=skips_special)
 
 
 def table_for_people(record: RecordFolder, step: int, kind: str = STEP) -> pd.DataFrame:
-    """All columns of the rollouts of a step, `prompt` and `response` as texts, `ratio` and `length`.
+    """Read the rollouts of a step as a table.
 
     Args:
         record: the record of a run.
@@ -95,8 +98,9 @@ def table_for_people(record: RecordFolder, step: int, kind: str = STEP) -> pd.Da
         kind: `STEP` or `VALIDATION`.
 
     Returns:
-        One row for each rollout. Columns of tokens have arrays. `ratio` [tokens] is the probability
-        under the trainer over that under the rollout.
+        One row for each rollout, with the texts `prompt` and `response`, all columns of the record,
+        `ratio` and `length` of the response. Columns of tokens have arrays. `ratio` [tokens] is the
+        probability under the trainer over that under the rollout.
 
     Raises:
         DataError: the step is not recorded, or its file is damaged.
@@ -125,7 +129,7 @@ def table_for_people(record: RecordFolder, step: int, kind: str = STEP) -> pd.Da
 
 
 def _rows(rows: pa.Table) -> Iterator[dict[str, Any]]:
-    """Rows with JSON parsed."""
+    """Convert rows to dictionaries, and parse their columns of JSON."""
     for row in rows.to_pylist():
         for name in _JSON_COLUMNS:
             if row.get(name) is not None:

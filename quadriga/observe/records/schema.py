@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of a recorded rollout. `columns.tsv` is the only table of them.
+"""Columns of a recorded rollout, as listed in `columns.tsv`.
 
-Groups of columns: `id` and `reward` (one value of a row), `token` (a list with one value per token),
-`text` (removed first when the record is thinned), `replay` (needed to train a step again), `time`
-(differs in every run).
+Groups of columns: `id` and `reward` (one value of a row), `token` (a list with a value for each
+token of the response; `prompt_ids` for each token of the prompt), `text` (removed first when the
+record is thinned), `replay` (needed to train a step again), `time` (differs in every run).
 
-A list of the group `token` has the length of the response, `prompt_ids` that of the prompt. A column
-that a run does not have is null in every row.
+A column that a run does not have is null in every row.
 """
 
 import csv

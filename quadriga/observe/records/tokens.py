@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token texts as bytes, and texts from token ids.
 
-A token of a byte-level tokenizer may be a part of a character, so its text is bytes. Those of
-several tokens in a row are joined before they are decoded.
+A token of a byte-level tokenizer may be a part of a character, so its text is bytes. The bytes of
+consecutive tokens are joined before they are decoded.
 """
 
 import json
@@ -21,9 +21,10 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte of each character in the tokens of a byte-level tokenizer.
+    """Map the characters in the vocabulary of a byte-level tokenizer to bytes.
 
-    Printable characters of Latin-1 stand for themselves, the other bytes for U+0100 and up.
+    Printable characters of Latin-1 stand for their own byte. Characters from U+0100 on stand for
+    the other bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -65,26 +66,34 @@ def token_bytes(tokenizer: Any) -> tuple[list[bytes], set[int]]:
 
 
 def _decoder_types(tokenizer: Any) -> set[str] | None:
-    """Types of a tokenizer's decoders; None if it is not one of the library `tokenizers`."""
+    """Types of a tokenizer's decoders; None if it is not from the library `tokenizers`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
         return None
+    # The state of a `Sequence` lists its decoders; that of another decoder is a single one.
     state = json.loads(decoder.__getstate__())
     return {part["type"] for part in state.get("decoders", [state])}
 
 
 def _bytes_of(token: str, decoders: set[str]) -> bytes:
-    """Bytes of a token in the vocabulary."""
+    """Bytes of a token, from its form in the vocabulary.
+
+    Args:
+        token: the token in the vocabulary.
+        decoders: types of the tokenizer's decoders.
+    """
     if "ByteLevel" in decoders:
-        numbers = [_ALPHABET.get(character) for character in token]
-        known_numbers = [number for number in numbers if number is not None]
-        return bytes(known_numbers) if len(known_numbers) == len(numbers) else token.encode()
+        if all(character in _ALPHABET for character in token):
+            return bytes(_ALPHABET[character] for character in token)
+        return token.encode()
     match = _BYTE_TOKEN.fullmatch(token)
     if match and "ByteFallback" in decoders:
         return bytes([int(match[1], 16)])
     if "WordPiece" in decoders:
-        return token.removeprefix("##").encode() if token.startswith("##") else f" {token}".encode()
+        # "##" marks a token that continues a word.
+        is_inner = token.startswith("##")
+        return token.removeprefix("##").encode() if is_inner else f" {token}".encode()
     return token.replace(_SPACE, " ").encode()
 
 
@@ -120,7 +129,12 @@ class TokenTable:
         pq.write_table(table, path, compression="zstd")
 
     def decode(self, ids: Iterable[int], *, skips_special: bool = False) -> str:
-        """Text of a sequence of tokens. An id without a token is shown as `<|ID|>`."""
+        """Text of a sequence of tokens. An id outside the table is shown as `<|ID|>`.
+
+        Args:
+            ids: token ids.
+            skips_special: whether to leave out special tokens.
+        """
         parts = []
         for number in ids:
             if skips_special and number in self.special_ids:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers of a run: a call of `Tracking` records metrics on the console, in files and at services."""
+"""Trackers of a run: `Tracking` records its metrics on the console, in files and at services."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,15 +27,15 @@ class ConsoleBackend(TrackingBackend):
     """Prints metrics and samples.
 
     Args:
-        progress: the run's bar, which shows the steps; other output is printed above it. None:
-            steps are printed too.
+        progress: the progress of the run, which shows the steps; everything else is printed above
+            it. None: steps are printed too.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._has_progress = progress is not None
         self._emit = partial(print, flush=True) if progress is None else progress.message
-        self._widths: dict[str, int] = {}  # of the fields, so that lines of steps are aligned
-        # The last value of each data source and column, and its step.
+        self._widths: dict[str, int] = {}  # widths of the fields, to align the lines of steps
+        # The last validation result of each data source and column, with its step.
         self._last: dict[tuple[str, str], tuple[float, int]] = {}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -45,9 +45,10 @@ class ConsoleBackend(TrackingBackend):
         results = validation_results(metrics)
         if not results:
             return
-        # A line for each data source, with a value and its change since the last validation per column.
+        # A line for each data source. Each column has a value and its change since the last one.
         columns = list(dict.fromkeys(result.column for result in results))
         cells: dict[str, list[str]] = {result.source: [] for result in results}
+        # All lines have their columns in the same order, that of the first data source.
         for result in sorted(results, key=lambda result: columns.index(result.column)):
             cell = f"{result.column} {result.value:.3f}"
             key = (result.source, result.column)
@@ -77,7 +78,7 @@ class ConsoleBackend(TrackingBackend):
                     half = SHOWN_CHARACTERS // 2
                     omission = f"... ({len(text) - 2 * half} characters) ..."
                     text = f"{text[:half]} {omission} {text[-half:]}"
-                # All lines of a text stand below its first line, right of the label.
+                # The lines of a text stand below each other, to the right of the label.
                 label = f"{INDENT * 2}{name.replace('_', ' '):<{width}}{INDENT}"
                 for line in text.splitlines() or [""]:
                     lines.append(f"{label}{line}".rstrip())
@@ -85,7 +86,7 @@ class ConsoleBackend(TrackingBackend):
         self._emit("\n".join(lines))
 
 
-# By their names in `trainer.logger`. The package of a service is imported when its backend is made.
+# Backends by their names in `trainer.logger`. Making one imports the package of its service.
 BACKENDS: dict[str, Callable[..., TrackingBackend]] = {
     "console": ConsoleBackend,
     "jsonl": JsonlBackend,
@@ -104,7 +105,7 @@ class Tracking(AbstractContextManager["Tracking"]):
     Args:
         backends: names of the backends.
         facts: facts about the run. Its directory is created if it does not exist.
-        progress: the bar of the run, to which the console leaves the steps.
+        progress: the progress of the run, which shows the steps instead of the console backend.
 
     Raises:
         ConfigError: the directory cannot be created, or the package of a backend is missing.
@@ -147,14 +148,18 @@ class Tracking(AbstractContextManager["Tracking"]):
             self._each(lambda backend: backend.log_samples(records, step))
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close the backends; with `has_failed` they mark the run as failed. May be called twice."""
+        """Close the backends. Later calls do nothing.
+
+        Args:
+            has_failed: whether to mark the run as failed.
+        """
         try:
             self._each(lambda backend: backend.close(has_failed=has_failed))
         finally:
             self._backends = []
 
     def _each(self, call: Callable[[TrackingBackend], None]) -> None:
-        """Call every backend, then raise the first error."""
+        """Call every backend, even if one fails, then raise the first error."""
         errors: list[Exception] = []
         for backend in self._backends:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of tracking backends, the facts about a run, and the steps that a service has recorded."""
+"""Base class of tracking backends, facts about a run, and the steps that a service has recorded."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-# The usual columns of a validation sample. A sample may have others, and need not have all of these.
+# The usual columns of a validation sample. A sample may lack some of them and have others.
 SAMPLE_COLUMNS = ("data_source", "input", "output", "ground_truth", "score")
 Sample = Mapping[str, Any]
 
@@ -17,7 +17,7 @@ Sample = Mapping[str, Any]
 class TrackingBackend:
     """Base class of tracking backends.
 
-    Steps arrive in order. After a resume they start again behind `resume_step`.
+    Steps arrive in order. In a resumed run they go on after `RunFacts.resume_step`.
     """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -25,7 +25,7 @@ class TrackingBackend:
         raise NotImplementedError
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Write validation samples, at least one, with columns of `SAMPLE_COLUMNS` or others."""
+        """Write validation samples, at least one."""
         raise NotImplementedError
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -34,21 +34,29 @@ class TrackingBackend:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The facts about the run that a backend records."""
+    """Facts about a run that backends record or need.
 
-    project_name: str  # the group of the experiment at tracking services
+    Attributes:
+        project_name: group of the experiment at tracking services.
+        experiment_name: name of the experiment.
+        config: the resolved configuration.
+        directory: the run's directory, in which backends write files. `Tracking` creates it.
+        resume_step: the step that this run continues from; 0 for a new run. Later steps that were
+            recorded before the run was interrupted are computed again.
+        is_restart: whether the run began in this process, and goes on from `resume_step` after the
+            loss of a worker.
+    """
+
+    project_name: str
     experiment_name: str
-    config: Mapping[str, Any]  # the resolved configuration
-    directory: Path  # folder of file-based backends; `Tracking` creates it
-    # The step that this run continues from; 0 for a new run. Later steps that were recorded before the
-    # run was interrupted are computed again.
+    config: Mapping[str, Any]
+    directory: Path
     resume_step: int = 0
-    # Whether the run began in this process, and goes on from this step after the loss of a worker.
     is_restart: bool = False
 
     @property
     def is_continued(self) -> bool:
-        """Whether the records that exist already belong to this run."""
+        """Whether records that exist in the directory belong to this run."""
         return self.resume_step > 0 or self.is_restart
 
     @property
@@ -57,22 +65,22 @@ class RunFacts:
         return self.resume_step + 1 if self.resume_step > 0 else 0
 
     def load_id(self, backend: str) -> str | None:
-        """Identity of a continued run at a tracking service; None if it has none yet."""
+        """Identity of the run at a tracking service; None for a run that is new there."""
         path = self.directory / f".{backend}_run_id"
         if self.is_continued and path.exists():
             return path.read_text(encoding="utf-8").strip()
         return None
 
     def save_id(self, backend: str, identity: str) -> None:
-        """Save the identity of the run at a service, for a process that may continue the run."""
+        """Save the identity of the run at a service, for a process that continues the run."""
         (self.directory / f".{backend}_run_id").write_text(f"{identity}\n", encoding="utf-8")
 
 
 class RecordedSteps:
     """Steps of a run that a service has recorded.
 
-    A service cannot delete records, so steps that are computed again are not sent again. The steps
-    are stored in a file of the run's directory, which survives a kill.
+    A service cannot delete records, so steps that are computed again are not sent again. The last
+    recorded steps are stored in a file of the run's directory, which survives a kill.
 
     Args:
         facts: facts about the run.
@@ -83,10 +91,10 @@ class RecordedSteps:
     def __init__(self, facts: RunFacts, backend: str, identity: str | None) -> None:
         self._path = facts.directory / f".{backend}_recorded"
         self._first = facts.first_step
-        self._last: dict[str, int] = {}  # the last step of each kind of record
+        self._last: dict[str, int] = {}  # last step of each kind of record, such as `log`
         if identity is not None and self._path.is_file():
             self._last = json.loads(self._path.read_text(encoding="utf-8"))
-        self._before = dict(self._last)  # the same, when this process began
+        self._before = dict(self._last)  # last steps from earlier processes
         last = max(self._before.values(), default=-1)
         if last >= self._first:
             file = self._path.with_name(f".{backend}_run_id")
@@ -96,20 +104,24 @@ class RecordedSteps:
             )
 
     def has(self, kind: str, step: int) -> bool:
-        """Whether the service has a kind of record of a step, from an earlier process."""
+        """Whether an earlier process has sent a kind of record of a step to the service."""
         return self._first <= step <= self._before.get(kind, -1)
 
     def add(self, kind: str, step: int) -> None:
         """Store that the service has a kind of record of a step."""
         self._last[kind] = max(step, self._last.get(kind, step))
-        # Written to another file and renamed: a kill leaves the old or the new file.
+        # A rename is atomic: a kill leaves the old or the new file.
         temporary = self._path.with_name(f"{self._path.name}.tmp")
         temporary.write_text(json.dumps(self._last), encoding="utf-8")
         os.replace(temporary, self._path)
 
 
 def once(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any, int], None]:
-    """Decorator for a method of a backend with `steps: RecordedSteps`: it records nothing twice."""
+    """Decorator that makes a backend's method skip steps that its service has recorded already.
+
+    The backend has an attribute `steps` of the class `RecordedSteps`. The name of the method is the
+    kind of record.
+    """
 
     @wraps(record)
     def recording(backend: Any, content: Any, step: int) -> None:
@@ -121,7 +133,7 @@ def once(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any, int], N
 
 
 def sample_columns(samples: Sequence[Sample]) -> list[str]:
-    """All columns of the samples: the usual ones first, then the others in their order."""
+    """All columns of the samples: the usual ones first, then others as they come."""
     names = dict.fromkeys(name for sample in samples for name in sample)
     columns = [name for name in SAMPLE_COLUMNS if name in names]
     columns += [name for name in names if name not in SAMPLE_COLUMNS]

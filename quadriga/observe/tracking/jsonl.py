@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jsonl backend: `metrics.jsonl` and `samples.jsonl` in the run's directory, one JSON object per line.
+"""The jsonl backend: `metrics.jsonl` and `samples.jsonl` in the run's directory.
 
-The files survive a kill at any moment: every line is written to the system at once, and when the run continues,
-a half-written last line is dropped. They have the exact value of each number. JSON cannot express NaN and
-the infinities; they are written as the strings "NaN", "Infinity" and "-Infinity", which `float` reads.
+Each line is a JSON object. The files survive a kill at any moment: every line is handed to the
+system at once, and when the run continues, a half-written last line is dropped. Numbers are exact.
+JSON cannot express NaN and the infinities; they are written as the strings "NaN", "Infinity" and
+"-Infinity", which `float` reads.
 """
 
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class JsonlBackend(TrackingBackend):
     """Appends to the two files.
 
     A continued run first removes the lines of steps that it computes again. A new run in the
-    directory of another one renames the files of the other.
+    directory of an earlier one first renames the files of the earlier one.
     """
 
     def __init__(self, facts: RunFacts) -> None:
@@ -66,7 +66,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 class _LineFile:
-    """File to which each line is appended completely or not at all; opened for the first line."""
+    """File to which each line is appended completely or not at all. The first line opens it."""
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
         self._path = path
@@ -74,8 +74,8 @@ class _LineFile:
         if not path.exists():
             return
         if facts.is_continued:
-            # Lines of earlier steps stay, byte for byte. They are written to another file, which is
-            # then renamed, so that a kill here loses nothing.
+            # Lines of earlier steps stay, byte for byte. They are written to another file that is
+            # then renamed, so that a kill at this moment loses nothing.
             earlier_lines = []
             for line, record in complete_lines(path):
                 if int(record["step"]) < facts.first_step:
@@ -87,8 +87,10 @@ class _LineFile:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         elif path.stat().st_size:
-            new_paths = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
-            path.rename(next(new_path for new_path in new_paths if not new_path.exists()))
+            number = 1
+            while path.with_name(f"{path.stem}.{number}{path.suffix}").exists():
+                number += 1
+            path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record as a line.
@@ -110,7 +112,7 @@ class _LineFile:
                 line = line[num_written:]
         except OSError as error:
             if self._descriptor is not None and size is not None:
-                # Remove a part of the line: the next line would be appended to it.
+                # Remove the written part of the line, to which the next line would be appended.
                 os.ftruncate(self._descriptor, size)
             raise QuadrigaError(
                 str(self._path),
@@ -120,13 +122,21 @@ class _LineFile:
             ) from error
 
     def close(self) -> None:
+        """Close the file. Later calls do nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line and the record in it, without a last line that was cut by a kill."""
+    """Iterate over the lines of a file, without a last line that was cut by a kill.
+
+    Returns:
+        Each line as it is, and the record in it.
+
+    Raises:
+        DataError: a line is not one that the backend writes.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -144,14 +154,14 @@ def complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def jsonable(value: Any, convert: Callable[[Any], Any] = str) -> Any:
-    """A value as JSON can express it.
+    """Convert a value to one that JSON can express.
 
     Args:
         value: any value. NaN and the infinities become "NaN", "Infinity" and "-Infinity".
         convert: makes a plainer value of an object without a JSON form, by default its text.
 
     Returns:
-        The value, of plain dicts, lists, texts, numbers and None.
+        The value as plain dicts, lists, texts, numbers and None.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()

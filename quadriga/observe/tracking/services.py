@@ -8,8 +8,8 @@
 | mlflow | MLFLOW_TRACKING_URI, or else the `mlruns` directory of the run |
 | swanlab | the service; with SWANLAB_MODE=offline the run's directory |
 
-Each package is imported when its backend is made. A run that continues another has its identity at the service. Steps
-that it computes again are recorded again only where the earlier record can be hidden (TensorBoard).
+Each package is imported when its backend is made. A resumed run keeps its identity at the service.
+Steps that it computes again are recorded again only in TensorBoard, which can hide earlier records.
 """
 
 import json
@@ -46,7 +46,11 @@ _MODULES = {
 
 
 def require(logger: str) -> ModuleType:
-    """Import the package of a backend; raise a `ConfigError` with the way to install it."""
+    """Import the package of a backend.
+
+    Raises:
+        ConfigError: it is not installed or does not import; says how to install it.
+    """
     module = _MODULES[logger]
     try:
         return import_module(module)
@@ -64,6 +68,9 @@ def check_services(names: Sequence[str]) -> None:
     """Import the packages of the services in `trainer.logger`, and log in where that is needed.
 
     Call it before anything is loaded, so that a run without its package or key ends early.
+
+    Args:
+        names: names in `trainer.logger`. Those that are no services are skipped.
 
     Raises:
         ConfigError: a package or a key is missing.
@@ -92,18 +99,18 @@ class TensorboardBackend(TrackingBackend):
 
     def __init__(self, facts: RunFacts) -> None:
         module = require("tensorboard")
-        # TensorBoard hides every event from purge_step on that an earlier process wrote.
+        # TensorBoard hides the events of earlier processes from `purge_step` on.
         log_dir = str(facts.directory / "tensorboard")
         self._writer = module.SummaryWriter(log_dir=log_dir, purge_step=facts.first_step)
         config = json.dumps(facts.config, indent=2, default=str)
-        # A Markdown code block with four spaces, because the text may contain fences.
+        # A Markdown code block by indentation: the text may contain fences.
         code = "\n".join(f"    {line}" for line in config.splitlines())
         self._writer.add_text("config", code, facts.resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        # A process that is killed cannot flush later.
+        # The process may be killed before the next step.
         self._writer.flush()
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -125,7 +132,7 @@ class TensorboardBackend(TrackingBackend):
 class WandbBackend(TrackingBackend):
     """Scalars over the training step, and samples as one table per validation.
 
-    The service has its own numbers of records. So the training step is a metric too, which the
+    The service numbers records by itself. So the training step is recorded as a metric, which the
     charts use as their axis.
     """
 
@@ -158,7 +165,7 @@ class WandbBackend(TrackingBackend):
             row = []
             for name in columns:
                 cell = sample.get(name)
-                # A table has numbers and text; everything else becomes its text.
+                # A table holds numbers and texts.
                 row.append(cell if isinstance(cell, plain_types) else str(cell))
             rows.append(row)
         self._run.log({"samples": self._wandb.Table(columns=columns, data=rows), STEP_AXIS: step})
@@ -177,7 +184,7 @@ class MlflowBackend(TrackingBackend):
         self._mlflow = require("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # MLflow writes plain files, which suit a run's directory, only with this consent.
+            # MLflow refuses to write plain files, as they suit a run's directory, without this.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (facts.directory / "mlruns").resolve().as_uri()
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
@@ -191,7 +198,7 @@ class MlflowBackend(TrackingBackend):
         )
 
     def _begin(self, facts: RunFacts) -> str:
-        """Create a run at the service, with the configuration as its parameters; return its id."""
+        """Create a run at the service, with the configuration as its parameters. Return its id."""
         experiment = self._client.get_experiment_by_name(facts.project_name)
         experiment_id = (
             experiment.experiment_id
@@ -200,8 +207,8 @@ class MlflowBackend(TrackingBackend):
         )
         run_id = self._client.create_run(experiment_id, run_name=facts.experiment_name).info.run_id
         facts.save_id("mlflow", run_id)
-        # Parameters cannot change within a run. A continued run keeps its first ones, and writes its
-        # configuration to another file.
+        # Parameters cannot change within a run. A continued run keeps those of its first process,
+        # and writes its configuration to a file of its own.
         params = []
         for name, value in flatten(facts.config):
             text = str(value)[:PARAM_CHARACTERS]
@@ -280,7 +287,7 @@ def metric_name(name: str) -> str:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a nested configuration as ("a.b.c", value)."""
+    """Iterate over the values of a nested configuration as ("a.b.c", value)."""
     for key, value in config.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping) and value:

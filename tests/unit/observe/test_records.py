@@ -16,6 +16,7 @@ from quadriga.observe.records import (
     RecordFolder,
     TokenTable,
     samples_of,
+    table_for_people,
     token_bytes,
 )
 from quadriga.observe.records.samples import sample_of
@@ -28,6 +29,7 @@ def rows(count: int = 4) -> pa.Table:
         "score": [float(number) for number in range(count)],
         "prompt_ids": [[0]] * count,
         "response_ids": [[1, 2]] * count,
+        "turn_rewards": ["[0.5]"] * count,
         "row": [f'{{"text": "{"".join(map(str, range(9000)))}"}}'] * count,
     }
     arrays = [
@@ -79,6 +81,17 @@ def test_thinning_takes_texts_first_and_needed_steps_last(record: RecordFolder) 
     assert record.steps() == [4, 5] and record.steps(VALIDATION) == []
     assert record.read(4).rows["score"].to_pylist() == [0.0, 1.0, 2.0, 3.0]
     assert record.read(4).facts["step"] == 4
+
+
+def test_columns_of_json_are_parsed_for_people(record: RecordFolder) -> None:
+    assert table_for_people(record, 1)["turn_rewards"].tolist() == [[0.5]] * 4
+
+
+def test_a_validation_does_not_take_the_texts_of_its_step(record: RecordFolder) -> None:
+    record.write(5, VALIDATION, rows(), {})
+    record.thin(0, 10, first_needed_step=5)
+    assert record.steps() == record.steps(VALIDATION) == [5]
+    assert record.read(5).rows["row"].null_count == 0
 
 
 def test_the_newest_steps_alone(record: RecordFolder) -> None:
