@@ -18,6 +18,8 @@ from quadriga.rollout.environments.adapters import LIBRARIES
 from quadriga.rollout.environments.interface import RANDOM
 from quadriga.rollout.environments.libraries import identifiers
 from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool
+from quadriga.trainer.checkpoint import model_folder
+from quadriga.trainer.evaluate import evaluate
 
 _SERVED = frozenset({"openenv"})  # a server has the names of its environments
 _MAX_SHOWN_CHARACTERS = 2000
@@ -49,6 +51,9 @@ def main(argv: Sequence[str]) -> int:
     options.overrides.append(f"env.name={options.name}")
     options.overrides.append(f"env.num_val_episodes={options.episodes}")
     if options.model is not None:
+        options.overrides.append(f"actor_rollout_ref.model.path={model_folder(options.model)}")
+        turns = f"actor_rollout_ref.rollout.multi_turn.max_assistant_turns={options.max_turns}"
+        options.overrides.append(turns)
         return play_with_model(options)
     return play_at_random(load_from(options), options.episodes, options.max_turns)
 
@@ -57,15 +62,8 @@ def play_with_model(options: argparse.Namespace) -> int:
     """Play episodes with a model; return 1 if one failed, else 0.
 
     Args:
-        options: arguments of the command; its overrides name the environment.
+        options: arguments of the command; its overrides name the model and the environment.
     """
-    # Loads torch, which a list and random actions do not need.
-    from quadriga.trainer.checkpoint import model_folder
-    from quadriga.trainer.evaluate import evaluate
-
-    options.overrides.append(f"actor_rollout_ref.model.path={model_folder(options.model)}")
-    turns = f"actor_rollout_ref.rollout.multi_turn.max_assistant_turns={options.max_turns}"
-    options.overrides.append(turns)
     status = 0
     with TemporaryDirectory(prefix="quadriga-") as folder:
         options.overrides.append(f"actor_rollout_ref.rollout.trace_dir={folder}")
