@@ -169,7 +169,6 @@ def _check_file(file: Path, version: str) -> int:
         got = f"'{file}': {getattr(error, 'strerror', None) or error}"
         raise ConfigError("--check-file", got=got, expected="JSON, one line each") from error
     for number, text in enumerate(texts, start=1):
-        name = number
         try:
             entry = json.loads(text)
             name = entry.get("id", number)

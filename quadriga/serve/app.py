@@ -92,23 +92,22 @@ class PolicyApp:
         self._counts = Counter[str]()
         # Seconds that each of the latest calls has spent in the server itself, not in the engine.
         self._own_s: deque[float] = deque(maxlen=_NUM_TIMED)
-        post = {"methods": ["POST"]}
-        get = {"methods": ["GET"]}
         chat = partial(chat_body, policy=policy)
+        # The method of a route is GET unless it names others.
         routes = [
-            Route("/health", self._route(self._health), **get),
-            Route("/metrics", self._route(self._metrics), **get),
-            Route("/v1/models", self._route(self._models), **get),
-            Route("/tokenize", self._route(self._tokenize), **post),
+            Route("/health", self._route(self._health)),
+            Route("/metrics", self._route(self._metrics)),
+            Route("/v1/models", self._route(self._models)),
+            Route("/tokenize", self._route(self._tokenize), methods=["POST"]),
             Route(
                 "/inference/v1/generate",
                 self._route(partial(self._generate, read=generate_call, write=generate_body)),
-                **post,
+                methods=["POST"],
             ),
             Route(
                 "/v1/chat/completions",
                 self._route(partial(self._generate, read=chat_call, write=chat)),
-                **post,
+                methods=["POST"],
             ),
         ]
         self._paths = ", ".join(route.path for route in routes)

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -106,12 +107,9 @@ def write_rows(
         row_columns = {"data_source": data_source, "ability": ability, **row.columns()}
         row_columns["extra_info"] = {"split": split, "index": index, **row.extra}
         rows.append(row_columns)
-    # Some rows may lack optional columns, such as `images`.
-    names: dict[str, None] = {}
-    for row_columns in rows:
-        names |= dict.fromkeys(row_columns)
     columns = {}
-    for name in names:
+    # Some rows may lack optional columns, such as `images`.
+    for name in dict.fromkeys(chain.from_iterable(rows)):
         values = [row_columns.get(name) for row_columns in rows]
         columns[name] = pa.array(values, _TYPES.get(name))
     with written_aside(target, where="prepare data") as draft:

@@ -7,7 +7,7 @@ from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga_verl.commands.entries import Entry
-from quadriga_verl.commands.hydra import MISSING, VERSIONS, Tree, defaults, known_keys
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, Tree, defaults
 
 
 def is_number(value: Any) -> bool:
@@ -80,8 +80,6 @@ class VerlKeys:
         """
         if key in self.default:
             return self._with_references(key, self.default[key])
-        if key not in known_keys():
-            return None
         # A user may also set keys of the Megatron trainers in a line of the others.
         for tree in (self.entry.tree, "ppo_megatron"):
             for version in reversed(VERSIONS):

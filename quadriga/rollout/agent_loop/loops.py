@@ -32,7 +32,7 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Turn
 from quadriga.rollout.agent_loop.interactions import Interactions, UserSimulator
-from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
+from quadriga.rollout.agent_loop.parsers import PARSERS, Parser, ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolResult, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_named
 from quadriga.rollout.environments.pool import EnvironmentPool
@@ -187,14 +187,7 @@ class ToolAgent(AgentLoop):
         if not self.config.enable:
             fix = "Set actor_rollout_ref.rollout.multi_turn.enable=True."
             raise RolloutError("tool_agent", got="multi_turn.enable=false", fix=fix)
-        if self.config.format not in PARSERS:
-            raise RolloutError(
-                "multi_turn.format",
-                got=repr(self.config.format),
-                expected=f"one of {', '.join(PARSERS)}",
-                fix="The file of agent.agent_loop_path adds its own to quadriga.rollout.agent_loop.parsers.PARSERS.",
-            )
-        self.parser = PARSERS[self.config.format]
+        self.parser = parser_of(self.config.format)
 
     async def run(self, chat: Conversation) -> None:
         """Lead a conversation with the tools and the user simulator of its sample."""
@@ -266,6 +259,22 @@ class ToolAgent(AgentLoop):
         chat.append([message], seconds=time.perf_counter() - started)
 
 
+def parser_of(name: str) -> Parser:
+    """Parser of the format `multi_turn.format`.
+
+    Raises:
+        RolloutError: there is no parser of that name.
+    """
+    if name not in PARSERS:
+        raise RolloutError(
+            "multi_turn.format",
+            got=repr(name),
+            expected=f"one of {', '.join(PARSERS)}",
+            fix="The file of agent.agent_loop_path adds its own to quadriga.rollout.agent_loop.parsers.PARSERS.",
+        )
+    return PARSERS[name]
+
+
 def tool_messages(chat: Conversation, responses: Sequence[ToolResult]) -> list[dict[str, Any]]:
     """Messages with the responses of tools.
 
@@ -280,11 +289,12 @@ def tool_messages(chat: Conversation, responses: Sequence[ToolResult]) -> list[d
     first_number = sum(len(earlier.tool_responses) for earlier in chat.turns)
     messages = []
     for number, response in enumerate(responses, first_number):
-        message = {
-            "role": "tool",
-            "name": response.name or "unknown",
-            "tool_call_id": f"call{number:05d}",
-            "content": response.content,
-        }
-        messages.append(message)
+        messages.append(
+            {
+                "role": "tool",
+                "name": response.name or "unknown",
+                "tool_call_id": f"call{number:05d}",
+                "content": response.content,
+            }
+        )
     return messages

@@ -77,6 +77,17 @@ MAX_FAILURES_IN_A_ROW = 64
 
 # Finish reasons are a column of the batch, so a longer message of an error is cut.
 _MAX_REASON_CHARACTERS = 2000
+# Columns of the batch that are attributes of `Conversation`, beside "num_turns".
+_CONVERSATION_COLUMNS = (
+    "finish_reason",
+    "tool_rewards",
+    "turn_scores",
+    "solution_messages",
+    "turn_spans",
+    "turn_states",
+    "turn_rewards",
+    "agent",
+)
 
 
 class AgentLoopManager:
@@ -562,17 +573,10 @@ def to_batch(
 
 def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray]:
     """Columns of objects [B] that describe the course of each conversation."""
-    return {
-        "num_turns": object_array(len(chat.turns) for chat in chats),
-        "finish_reason": object_array(chat.finish_reason for chat in chats),
-        "tool_rewards": object_array(chat.tool_rewards for chat in chats),
-        "turn_scores": object_array(chat.turn_scores for chat in chats),
-        "solution_messages": object_array(chat.solution_messages for chat in chats),
-        "turn_spans": object_array(chat.turn_spans for chat in chats),
-        "turn_states": object_array(chat.turn_states for chat in chats),
-        "turn_rewards": object_array(chat.turn_rewards for chat in chats),
-        "agent": object_array(chat.agent for chat in chats),
-    }
+    columns = {"num_turns": object_array(len(chat.turns) for chat in chats)}
+    for name in _CONVERSATION_COLUMNS:
+        columns[name] = object_array(getattr(chat, name) for chat in chats)
+    return columns
 
 
 def _prompt_columns(

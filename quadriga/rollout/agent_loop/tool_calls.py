@@ -151,9 +151,9 @@ class ToolThread(EventLoopThread):
                         continue
                     self._replace_thread()
                 # Otherwise another call on the same loop has replaced the thread already.
-                place = self._blocking_place
                 raise TimeoutError(
-                    f"a call blocked all others for {limit_s:g} s{place}; it should `await`"
+                    f"a call blocked all others for {limit_s:g} s{self._blocking_place}; "
+                    "it should `await`"
                 )
         finally:
             # If the conversation was cancelled, its tools are released next: none may still run.

@@ -134,11 +134,11 @@ class TextArenaEnvironment(TextEnvironment):
             if isinstance(reward, str):
                 # Some games swap the reward of an invalid move and its reason.
                 rewards[number] = float(str(reason).rpartition(": ")[2])
-        is_invalid = bool(agent_info.get("invalid_move", False))
         best = max(rewards.values(), default=0)
         # A winner has the reward 1. Some games pay less than that for an invalid move, which wins
         # nothing.
         wins = [number for number, reward in rewards.items() if reward == best >= 1]
+        is_invalid = bool(agent_info.get("invalid_move"))
         info = {"is_invalid": is_invalid, "reason": reason, "wins": wins}
         return Step(str(reason or ""), agent, rewards, is_done=True, info=info)
 

@@ -22,8 +22,14 @@ from quadriga.config.environment import EnvironmentConfig
 from quadriga.errors import RolloutError
 from quadriga.rewards.outcome import Outcome, failure
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Sample, Turn
-from quadriga.rollout.agent_loop.loops import AgentLoop, Services, register, tool_messages
-from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
+from quadriga.rollout.agent_loop.loops import (
+    AgentLoop,
+    Services,
+    parser_of,
+    register,
+    tool_messages,
+)
+from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolResult
 from quadriga.rollout.environments.interface import Step
 from quadriga.rollout.environments.players import (
@@ -53,12 +59,11 @@ class EnvironmentAgent(AgentLoop):
             raise RolloutError("agent loop environment", got="env.name=null", fix=fix)
         self._pool: EnvironmentPool = services.environments
         self._schemas = self._pool.description.schemas
-        parser_name = services.config.multi_turn.format
-        if self._schemas and parser_name not in PARSERS:
-            expected = f"one of {', '.join(PARSERS)}"
-            raise RolloutError("multi_turn.format", got=repr(parser_name), expected=expected)
+        if not self._schemas:
+            return
+        self._parser = parser_of(services.config.multi_turn.format)
         num_agents = self._pool.config.num_agents
-        if self._schemas and num_agents > 1:
+        if num_agents > 1:
             got = f"{num_agents} agents, of an environment whose actions are tools"
             raise RolloutError("env.agents", got=got, expected="one")
 
@@ -132,12 +137,13 @@ class EnvironmentAgent(AgentLoop):
         players: list[Player] = []
         for number, player in enumerate(names):
             name = f"agent {number}"
+            seed = seed_of(chat.sampling.seed, number)
             if number in plays.by_agent:
                 play = plays.by_agent[number]
                 players.append(PolicyPlayer(play.chat, self._prompt, play, name=name))
             elif player == "policy":
                 # Not `chat.another`: this agent is not trained, so its conversation is no row.
-                sampling = replace(chat.sampling, seed=seed_of(chat.sampling.seed, number))
+                sampling = replace(chat.sampling, seed=seed)
                 untrained = Conversation(
                     chat.engine, chat.encoder, chat.sample, sampling, chat.limits
                 )
@@ -145,7 +151,6 @@ class EnvironmentAgent(AgentLoop):
             elif player.startswith(("http://", "https://")):
                 players.append(ServerPlayer(player, chat, self._pool.config.system_prompt, name))
             else:
-                seed = seed_of(chat.sampling.seed, number)
                 players.append(ScriptedPlayer(episode, player, seed))
         return players
 
@@ -153,13 +158,12 @@ class EnvironmentAgent(AgentLoop):
         """Generate turns and make their calls of tools, until a turn has no call or the episode is over."""
         chat = play.chat
         config = self.services.config.multi_turn
-        parser = PARSERS[config.format]
         parameter_schemas = {}
         for schema in self._schemas:
             parameter_schemas[schema["function"]["name"]] = schema["function"]["parameters"]
         while not play.is_done:
             turn = await play.generate()
-            calls = parser(turn.text, parameter_schemas)
+            calls = self._parser(turn.text, parameter_schemas)
             if not calls:
                 return
             chat.activity = "in the environment"

@@ -32,6 +32,7 @@ from quadriga.rollout.agent_loop.tool_calls import ToolFailedError
 from quadriga.rollout.environments.interface import Action, Description, EnvironmentSpec, Step
 from quadriga.rollout.environments.process import RAISED, UNUSABLE, EnvironmentProcess
 
+_ENDING_S = 1.0  # for a process that has closed its connection, to end by itself
 _MAX_DEATHS = 3  # of a process in the same call, or before it has loaded the environment
 _COUNTS = ("restarts", "replayed_episodes", "raised", "timeouts", "died", "irreproducible")
 
@@ -257,7 +258,7 @@ class _Host:
                 self._stop()
                 raise self._unloaded(str(error)) from error
             except EOFError:
-                end = self._stop(is_ending=True)
+                end = self._stop(_ENDING_S)
         else:
             raise self._unloaded(f"{end}, {_MAX_DEATHS} times")
         if kind == UNUSABLE:
@@ -292,7 +293,7 @@ class _Host:
                 episode.generation = self._generation
                 step = self._ask(episode, method, arguments, where)
             except EOFError:
-                end = self._stop(is_ending=True)
+                end = self._stop(_ENDING_S)
                 continue
             episode.calls.append((method, arguments, _digest(step)))
             return step
@@ -370,18 +371,18 @@ class _Host:
         failure.kind = kind
         return failure
 
-    def _stop(self, *, is_ending: bool = False) -> str:
+    def _stop(self, patience_s: float = 0.0) -> str:
         """End the process.
 
         Args:
-            is_ending: whether it ends by itself, for which it then gets a second.
+            patience_s: time in which it may end by itself before it is killed, in seconds.
 
         Returns:
             How it ended, such as its exit status. "": there is no process.
         """
         process = self._process
         self._process = None
-        return "" if process is None else process.close(1.0 if is_ending else 0.0)
+        return "" if process is None else process.close(patience_s)
 
 
 def _digest(step: Step) -> str:
