@@ -122,6 +122,7 @@ class Engines:
                 )
                 if self._is_closed:
                     return
+                # The exchange itself takes place without the lock: it waits for the engine.
                 calls = self._take(line)
                 cancelled = line.cancelled
                 line.cancelled = []
@@ -160,7 +161,7 @@ class Engines:
             call = line.running.pop(number, None)
             if call is None:  # cancelled
                 continue
-            if outcome is None:  # given back
+            if outcome is None:  # given back; first in the queue, since it has waited longest
                 self._waiting.appendleft(call)
                 continue
             future = self._futures.pop(number)

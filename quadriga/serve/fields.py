@@ -8,6 +8,7 @@ from typing import Any
 
 from quadriga.serve.errors import CallError, shown
 
+# For Python True is an int, but it is no number in JSON.
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda value: isinstance(value, str),
     "a number": lambda value: type(value) in (int, float) and _is_finite(value),

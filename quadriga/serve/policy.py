@@ -64,6 +64,7 @@ class ServedPolicy:
         return cls(
             name=rollout.serve.model_name or str(config.actor_rollout_ref.model.path),
             encoder=TurnEncoder(deepcopy(tokenizer), template_kwargs, vocabulary_size),
+            # The model itself may take fewer tokens than the configuration allows.
             max_model_len=min(limit, positions or limit),
             vocabulary_size=vocabulary_size,
             defaults=sampling_of({}, rollout, max_tokens=limit),

@@ -74,6 +74,7 @@ class Seeds:
         self._calls.move_to_end(digest)
         if len(self._calls) > MAX_PROMPTS:
             self._calls.popitem(last=False)
+        # A repeated call cannot be told from another one, so the next call gets a lost number.
         if calls.lost:
             number = min(calls.lost)
             calls.lost.remove(number)

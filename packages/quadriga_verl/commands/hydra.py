@@ -236,7 +236,8 @@ class Tree:
             ConfigError: it cannot be resolved.
         """
         function, is_function, arguments = reference.partition(":")
-        target, has_default, default = (arguments if is_function else reference).partition(",")
+        inner = arguments if is_function else reference
+        target, has_default, default = inner.partition(",")
         target = target.strip()
         default = default.strip()
         if function == "oc.env" and (target in os.environ or has_default):
@@ -404,6 +405,7 @@ def _entry_leaves(
         for key, value in base[""].items():
             if key.startswith(prefix):
                 yield key, value
+    # `GROUP: null` selects no file.
     elif stem not in ("null", "None"):
         fix = "Write it beside this file, or name its folder in hydra.searchpath."
         expected = "a file that exists"

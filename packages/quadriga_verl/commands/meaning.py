@@ -52,6 +52,7 @@ def has_adapter(line: Line) -> bool:
 
 def _first_value(line: Line, keys: tuple[str, ...]) -> Any:
     """First value among keys that is set and not false. Keys that the user has set come first."""
+    # False sorts before True, and equal keys stay in their order.
     for key in sorted(keys, key=lambda key: key not in line.keys.from_user):
         value = line.get(key)
         if value:
@@ -266,6 +267,7 @@ def loss_agg_mode(line: Line, key: str, value: Any) -> None:
     if loss in ("sapo", "geo_mean") or (loss == "gspo" and is_before_0_9):
         line.note(line.sentence)
         value = "seq-mean-token-mean"
+        # Also a comment in the YAML file, where the value differs from that of the line.
         line.comments[key] = line.sentence
     elif value == "seq-mean-token-sum-norm" and is_before_0_9:
         line.note(
@@ -308,8 +310,11 @@ def rejection(line: Line, key: str, value: Any) -> None:
     thresholds = {}
     if level is None and "rs_threshold" in key:
         line.note("Read only with rollout_rs.")
+    # Thresholds are written LOWER_UPPER. Because the ratio is inverted, verl's upper bound becomes
+    # the lower one. By default verl's lower bound is 1 / upper.
     if level is not None:
         thresholds[_REJECTIONS[level]] = f"{1 / upper}_{1 / lower if lower else upper}"
+    # A veto rejects tokens that are much less likely in training than in rollout: one side is open.
     if veto is not None:
         thresholds["seq_max_k1"] = f"{MIN_RATIO}_{1 / veto}"
     line.set(f"{section}.rollout_rs", ",".join(thresholds))

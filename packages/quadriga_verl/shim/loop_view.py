@@ -109,6 +109,7 @@ def blocking(group: Any, loop: RayPPOTrainer) -> Any:
     """
     if group is None:
         return None
+    # A copy, because Quadriga's own code calls methods of the group without waiting.
     view = copy.copy(group)
     view.methods = {name: replace(method, blocking=True) for name, method in group.methods.items()}
     view = view.as_worker()

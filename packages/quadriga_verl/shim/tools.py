@@ -144,6 +144,7 @@ class BaseTool(Tool):
         if schema is not None:
             tool_schema = OpenAIFunctionToolSchema.model_validate(schema)
         tool = cls(settings, tool_schema)
+        # The model reads only what the author of the tool has written, no defaults of the classes.
         described = tool.tool_schema.model_dump(exclude_none=True, exclude_unset=True)
         no_parameters = {"type": "object", "properties": {}, "required": []}
         parameters = described["function"].setdefault("parameters", no_parameters)
@@ -170,6 +171,7 @@ class Instance(Tool):
         self.earned: list[float] = []
 
     async def create(self, **kwargs: Any) -> None:
+        # Tools of verl take the row's arguments by name, or all of them as `create_kwargs`.
         arguments = taken(self.tool.create, {**kwargs, "create_kwargs": kwargs})
         result = await _awaited(self.tool.create(**arguments))
         self.instance_id = result[0] if isinstance(result, tuple) else result
