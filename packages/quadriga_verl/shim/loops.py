@@ -786,9 +786,11 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _has_no_turns(self, data: AgentData) -> bool:
         """Whether a limit on turns is reached. None or 0 is no limit."""
-        if self.max_assistant_turns and data.assistant_turns >= self.max_assistant_turns:
-            return True
-        return bool(self.max_user_turns) and data.user_turns >= self.max_user_turns
+        counts_and_limits = (
+            (data.assistant_turns, self.max_assistant_turns),
+            (data.user_turns, self.max_user_turns),
+        )
+        return any(limit and count >= limit for count, limit in counts_and_limits)
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
         """Call the tools, and append their responses."""
