@@ -39,7 +39,7 @@ _COMPUTE_FLOATS = FLOATS | {"fp16": "float16", "float16": "float16"}
 
 
 def count_of(line: Line) -> int:
-    """Number of processes of the run. A setting that is not a number counts as 1."""
+    """Number of processes that a run has. A setting that is not a number counts as 1."""
     numbers = (line.get("trainer.n_gpus_per_node", 1), line.get("trainer.nnodes", 1))
     return prod(number for number in numbers if isinstance(number, int))
 
@@ -353,7 +353,7 @@ def set_by_the_run(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def warmup_steps(line: Line, key: str, value: Any) -> None:
-    """Set the steps of warm-up, or -1 if they are a share of the run.
+    """Set the steps of warm-up, or -1 if they are a share of all steps.
 
     0 means no warm-up for the RL trainers before verl 0.10. Otherwise it means, like -1, that the
     share is used.
