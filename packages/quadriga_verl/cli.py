@@ -25,12 +25,23 @@ RUNS = {
     "eval": "quadriga.cli.generate:score",
     "export": "quadriga.cli.export:main",
 }
-"""Function to call with the configuration, if any, and options; imported on demand."""
+"""Functions that run in place of verl's programs, imported on demand. Arguments: the configuration if
+there is one, and options."""
 _EPILOG = f"programs: {', '.join(entry.name for entry in ENTRIES)}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Translate a command line and run it, or print the translation."""
+    """Translate a command line of verl and run it, or print the translation.
+
+    Args:
+        argv: words after `quadriga verl`.
+
+    Returns:
+        The exit status: 2 if `--check` or `--check-file` finds something that is not supported.
+
+    Raises:
+        ConfigError: the command line cannot be run.
+    """
     parser = argparse.ArgumentParser(
         prog="quadriga verl", description=__doc__, epilog=_EPILOG, allow_abbrev=False
     )
@@ -48,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
         return _check_file(options.check_file, options.verl)
     if options.program is None:
         parser.error("name one of verl's programs")
+    # As in `quadriga verl torchrun --nproc_per_node=8 -m verl.trainer.main_ppo ...`.
     if options.program in LAUNCHERS:
         options.program, words = launched([options.program, *words]) or (options.program, words)
     translation = translated(options.program, words, options.verl)
@@ -76,20 +88,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_problems(title: str, problems: Sequence[ConfigError]) -> None:
+    """Print problems under a title, if there are any."""
     if problems:
         print(f"\n{title}:", *problems, sep="\n  ", file=sys.stderr)
 
 
 def translated(program: str, words: Sequence[str], version: str) -> Line:
-    """Translate the arguments of a program.
+    """Translate the arguments of a program of verl.
 
-    An unknown program or version is a problem; the arguments are then read as those of main_ppo, or
-    of the latest version, to find further problems.
+    If the program or the version is unknown, the translation has a problem. Further problems are
+    found by translating for main_ppo, or for the latest version.
 
     Args:
         program: name of the program.
         words: its arguments.
         version: version of verl, as `version_of` reads it.
+
+    Returns:
+        The translation, whose problems are not raised.
     """
     entry = find_entry("main_ppo")
     known_version = VERSIONS[-1]
@@ -136,7 +152,16 @@ def version_of(text: str) -> str:
 
 
 def _check_file(file: Path, version: str) -> int:
-    """Print a result for each line of a file. A line may name its version as `set`."""
+    """Check each line of a JSONL file, and print a result in JSON for each.
+
+    Args:
+        file: its lines have the program as "entry", the arguments as "args", and may have "id" and
+            the version as "set".
+        version: version of all lines. "": that of the line.
+
+    Returns:
+        The exit status: 0 if all lines are accepted, else 2.
+    """
     num_accepted = 0
     try:
         texts = file.read_text(encoding="utf-8").splitlines()
@@ -144,7 +169,6 @@ def _check_file(file: Path, version: str) -> int:
         got = f"'{file}': {getattr(error, 'strerror', None) or error}"
         raise ConfigError("--check-file", got=got, expected="JSON, one line each") from error
     for number, text in enumerate(texts, start=1):
-        name = number
         try:
             entry = json.loads(text)
             name = entry.get("id", number)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga config translate`: a command line of verl as a YAML file of this framework.
+"""`quadriga config translate`: convert a command line of verl to a YAML file of this framework.
 
-The command line stands in a shell script, in a YAML file, or behind `translate` itself.
+The command line is in a shell script or a YAML file, or follows `translate` itself.
 """
 
 import argparse
@@ -30,15 +30,25 @@ from quadriga_verl.commands.verl_keys import is_same
 
 _DESCRIPTION = "Convert verl's shell script, command line or YAML file to a commented YAML."
 _COMMANDS = {"generate": "generate MODEL --output FILE", "eval": "eval FILE", "export": "export"}
-"""Command line that reads the YAML, by what a program runs."""
+"""Command lines that read the YAML, by `Entry.run`. Training has others."""
 _ALWAYS_WRITTEN = frozenset({"trainer.save_freq", "actor_rollout_ref.rollout.n"})
-"""Keys for which a run chooses another value than the default where they are not given."""
+"""Keys that are written even with their default, because a run may replace a default by another value."""
 _WITHOUT_EFFECT = ("any", "note", "values", "stop")
 """Kinds of rules (`Rule.becomes`) whose keys set nothing here."""
 
 
 def translate(argv: Sequence[str]) -> int:
-    """Print the YAML. The exit status is 2 if something on the command line is not supported."""
+    """Print the YAML file.
+
+    Args:
+        argv: words after `quadriga config translate`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: there is no command line, or something in it is not supported.
+    """
     parser = argparse.ArgumentParser(
         prog="quadriga config translate", description=_DESCRIPTION, allow_abbrev=False
     )
@@ -68,9 +78,10 @@ def translate(argv: Sequence[str]) -> int:
     for name, value in translation.options.items():
         print(f"# {name}: {value}")
     changed = changed_keys(translation)
-    left_out = translation.keys.from_user & {
-        source for key, source in translation.sources.items() if key not in changed
-    }
+    left_out = set()
+    for key, source in translation.sources.items():
+        if key not in changed and source in translation.keys.from_user:
+            left_out.add(source)
     if left_out:
         print(f"# Left out, for they have the defaults: {', '.join(sorted(left_out))}")
     comments = {}
@@ -83,10 +94,13 @@ def translate(argv: Sequence[str]) -> int:
 
 
 def changed_keys(translation: Line) -> dict[str, Any]:
-    """The translated keys without those whose values are this package's defaults.
+    """Leave out the translated keys whose values are Quadriga's defaults.
 
     Args:
-        translation: a line that has a configuration, or arguments alone.
+        translation: the translation, without problems.
+
+    Returns:
+        The other keys with their values. They give the same configuration as all keys.
     """
     ours = translation.ours
     task = translation.entry.task
@@ -98,7 +112,8 @@ def changed_keys(translation: Line) -> dict[str, Any]:
         default = leaves[key].default
         if is_same(value, list(default) if isinstance(default, tuple) else default):
             left_out.add(key)
-    # The default of a key may follow another key: such keys are written after all.
+    # The default of a key may depend on another key. So keys are put back until the configuration
+    # without the others is the same.
     differing_keys = left_out
     while differing_keys and translation.config is not None:
         changed = {key: value for key, value in ours.items() if key not in left_out}
@@ -140,7 +155,7 @@ def verl_meanings(words: Sequence[str]) -> list[str]:
 
 @dataclass
 class _CommandLine:
-    """A command line of verl, and the place that it was read from."""
+    """A command line of verl, and where it was found."""
 
     place: str
     program: str
@@ -149,7 +164,15 @@ class _CommandLine:
 
 
 def _command_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
-    """Find the command line in a shell script or a YAML file, or on the command line itself."""
+    """Find the command line of verl.
+
+    Args:
+        options: options of `translate`; `source` is a script, a YAML file, or the first word.
+        words: further words, which are added to those of a script or file.
+
+    Raises:
+        ConfigError: the script cannot be read, or has no command of verl, or several.
+    """
     source = Path(options.source)
     if source.suffix in (".yaml", ".yml"):
         file_words = [f"--config-path={source.parent}", f"--config-name={source.stem}"]
@@ -162,7 +185,7 @@ def _command_line(options: argparse.Namespace, words: list[str]) -> _CommandLine
 
 
 def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
-    """Find the command of verl in a shell script."""
+    """Find the command of verl in a shell script; see `_command_line`."""
     try:
         text = Path(options.source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -188,12 +211,12 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
 
 
 def _check_words(command: Command, place: str, *, is_chosen: bool) -> None:
-    """Refuse a command whose words are not all known, or that may not be run.
+    """Raise a ConfigError if words of a command are unknown, or if it is not sure to be run.
 
     Args:
         command: the command.
-        place: its place in the script.
-        is_chosen: whether the user has chosen it, so that the conditions before it do not matter.
+        place: its place in the script, for the error.
+        is_chosen: whether the user has named its line, so that conditions before it do not matter.
     """
     problems = [text for text in command.problems if not (is_chosen and text == UNDECIDED)]
     if not problems:
@@ -212,6 +235,7 @@ def _check_words(command: Command, place: str, *, is_chosen: bool) -> None:
 
 
 def _is_known(program: str) -> bool:
+    """Whether `find_entry` finds a program."""
     try:
         find_entry(program)
     except ConfigError:
@@ -220,7 +244,14 @@ def _is_known(program: str) -> bool:
 
 
 def _lines(tree: Mapping[str, Any], comments: Mapping[str, str], above: str = "") -> Iterator[str]:
-    """Format a tree as YAML, with the comment of a key behind it."""
+    """Format a tree as lines of YAML.
+
+    Args:
+        tree: nested values.
+        comments: comments by dotted key, written after the value. A dictionary with a comment is
+            one value.
+        above: key of the section that `tree` is, with a dot at its end; "" for all of it.
+    """
     indent = "  " * above.count(".")
     for name, value in tree.items():
         key = f"{above}{name}"
@@ -228,6 +259,7 @@ def _lines(tree: Mapping[str, Any], comments: Mapping[str, str], above: str = ""
             yield f"{indent}{name}:"
             yield from _lines(value, comments, f"{key}.")
             continue
+        # Text with line breaks would become several lines of YAML, and a comment fits on one line.
         has_line_breaks = isinstance(value, str | dict) and "\n" in str(value)
         text = json.dumps(value) if has_line_breaks else to_yaml([value])[1:-2]
         comment = comments.get(key)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms under verl's function and argument names.
+"""The algorithms with verl's function and argument names.
 
-Each function calls the single implementation elsewhere in this package, which Quadriga's own code
-calls directly. Advantage functions take the arguments of the estimator in its order, with options
-by position too; the groups are called `index` [B].
+Each function calls the implementation in `quadriga.algorithms`. Advantage functions have the
+parameters of their estimator in the same order; options may also be passed by position, and the
+groups (`uid`) are called `index` [B].
 
 Shapes: B sequences, T response positions.
 """
@@ -46,12 +46,14 @@ from quadriga.errors import ConfigError
 def in_verls_form(
     estimator: Callable[..., tuple[Tensor, Tensor]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap an estimator: options may be passed by position, and `uid` is called `index`."""
-    # verl passes the groups as `index`, and its options may be positional.
+    """Give an estimator verl's parameters.
+
+    Options may be passed by position, `uid` is called `index`, and there is no `rollout_id`.
+    """
     original = signature(estimator)
     parameters = []
     for name, parameter in original.parameters.items():
-        # In verl every row is a rollout.
+        # In verl every row is a rollout of its own.
         if name == "rollout_id":
             continue
         verl_name = "index" if name == "uid" else name
@@ -93,16 +95,16 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Clipped policy loss of a batch (`losses.vanilla`), aggregated.
+    """Aggregated clipped policy loss of a batch; see `losses.vanilla`.
 
     Args:
-        old_log_prob: log-probabilities under the policy that the update starts from, [B, T].
+        old_log_prob: log-probabilities under the policy before the update, [B, T].
         log_prob: log-probabilities under the policy in training, [B, T].
         advantages: [B, T].
         response_mask: [B, T].
-        cliprange: clip of a side whose own clip is None.
-        cliprange_low: how far below 1 the ratio may pull.
-        cliprange_high: how far above 1 the ratio may pull.
+        cliprange: value of `cliprange_low` and `cliprange_high` where they are None.
+        cliprange_low: the ratio is clipped below 1 minus this.
+        cliprange_high: the ratio is clipped above 1 plus this.
         clip_ratio_c: bound of the dual clip.
         loss_agg_mode: see `agg_loss`.
 
@@ -112,7 +114,6 @@ def compute_policy_loss(
     Raises:
         ConfigError: a side has no clip.
     """
-    # As in verl, `cliprange` stands for a side that has no clip of its own.
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
@@ -142,14 +143,14 @@ def compute_value_loss(
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor]:
-    """Clipped value loss of a batch (`losses.value`), aggregated.
+    """Aggregated clipped value loss of a batch; see `losses.value`.
 
     Args:
         vpreds: predictions of the critic, with gradient, [B, T].
         returns: returns to predict, [B, T].
         values: predictions before the update, [B, T].
         response_mask: [B, T].
-        cliprange_value: how far a prediction may move from `values` and still lower the loss.
+        cliprange_value: predictions are clipped to `values` plus or minus this.
         loss_agg_mode: see `agg_loss`.
 
     Returns:

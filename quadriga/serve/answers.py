@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From completions to the bodies of answers.
+"""Make the bodies of answers from completions.
 
-The log-probabilities in an answer are those of the distribution that the tokens were sampled from,
-after temperature and filters.
+Log-probabilities in an answer are of the distribution from which the tokens were sampled, after
+temperature and filters.
 """
 
 import json
@@ -20,15 +20,23 @@ from quadriga.serve.requests import Call
 
 
 def sampled_log_probs(call: Call, completion: Completion) -> list[float] | None:
-    """Log-probability of each token under the distribution that it was sampled from.
+    """Log-probability of each token under the distribution from which it was sampled.
 
-    None if the engine does not report it, and the call does not ask for it. Engines with
-    programs of others may report only what training needs, and that in some cases as NaN.
+    Third-party engines may report only the unfiltered distribution that training needs, and NaN
+    where they do not know it.
+
+    Args:
+        call: the call.
+        completion: its completion.
+
+    Returns:
+        A value for each token. None: the engine does not report them, nor does the call ask.
 
     Raises:
-        CallError: the call asks for it, and the engine does not report it.
+        CallError: the call asks for them, and the engine does not report them.
     """
     log_probs = completion.sampling_log_probs or completion.log_probs
+    # A greedy choice has the probability 1.
     if call.sampling.is_greedy:
         return [0.0] * len(completion.token_ids)
     is_known = bool(completion.sampling_log_probs) or not has_filters(call.sampling)
@@ -48,12 +56,12 @@ def sampled_log_probs(call: Call, completion: Completion) -> list[float] | None:
 def generate_body(
     call: Call, completion: Completion, log_probs: Sequence[float] | None
 ) -> dict[str, Any]:
-    """Answer of `/inference/v1/generate`.
+    """Make the answer of `/inference/v1/generate`.
 
     Args:
         call: the call.
         completion: its completion.
-        log_probs: of the distribution that the tokens were sampled from.
+        log_probs: log-probabilities that `sampled_log_probs` returned.
     """
     choice: dict[str, Any] = {
         "index": 0,
@@ -72,17 +80,18 @@ def generate_body(
 def chat_body(
     call: Call, completion: Completion, log_probs: Sequence[float] | None, policy: ServedPolicy
 ) -> dict[str, Any]:
-    """Answer of `/v1/chat/completions`.
+    """Make the answer of `/v1/chat/completions`.
 
     Args:
         call: the call.
         completion: its completion.
-        log_probs: of the distribution that the tokens were sampled from.
+        log_probs: log-probabilities that `sampled_log_probs` returned.
         policy: the served policy.
     """
     with policy.lock:
         text = policy.encoder.text(completion.token_ids, with_special=call.keeps_special)
         if completion.finish_reason == "stop":
+            # The tokens include the stop string that ended them, the text does not.
             for stop in call.sampling.stop:
                 text = text.partition(stop)[0]
         message = _message(call, completion, text, policy)
@@ -120,11 +129,14 @@ def chat_body(
 
 
 def chat_events(body: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
-    """A finished answer as server-sent events: its beginning, its content, its end.
+    """Convert a finished answer to server-sent events: role, content, finish reason.
 
     Args:
         body: answer of `/v1/chat/completions`.
-        has_usage: whether the numbers of tokens come last.
+        has_usage: whether an event with the numbers of tokens follows.
+
+    Yields:
+        The events, each as the text to send.
     """
     choice = dict(body["choices"][0])
     message = choice.pop("message")
@@ -149,11 +161,12 @@ def chat_events(body: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
 
 
 def _event(value: dict[str, Any]) -> str:
+    """Format a server-sent event with JSON."""
     return f"data: {json.dumps(value)}\n\n"
 
 
 def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy) -> dict[str, Any]:
-    """The assistant's message, with the calls of tools if all of them can be read."""
+    """Make the message of the assistant. It has `tool_calls` if all calls can be read."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if not call.schemas:
         return message
@@ -161,9 +174,10 @@ def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy
     calls = policy.parser(with_special, call.schemas)
     if not calls or any(tool_call.problem for tool_call in calls):
         return message
-    before, has_tag, _ = text.partition("<tool_call>")
-    # Where special tokens begin a call, the text of the turn is all of the call.
-    message["content"] = (before.strip() if has_tag else "") or None
+    # The content is the text before the calls. In formats without this tag, special tokens begin
+    # a call, and it cannot be told where the text before it ends.
+    content, has_tag, _ = text.partition("<tool_call>")
+    message["content"] = (content.strip() if has_tag else "") or None
     message["tool_calls"] = [
         {
             "id": f"call_{uuid4().hex[:24]}",
@@ -178,7 +192,7 @@ def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy
 def _entries(
     call: Call, token_ids: Sequence[int], log_probs: Sequence[float], policy: ServedPolicy
 ) -> list[dict[str, Any]]:
-    """Tokens with their log-probabilities, as in OpenAI's API."""
+    """Make the entries of tokens with their log-probabilities, as in OpenAI's API."""
     entries = []
     for token, log_prob in zip(token_ids, log_probs, strict=True):
         text = policy.encoder.text([token], with_special=True)

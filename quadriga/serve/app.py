@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of the server: chat and generation, tokens, the model, health, metrics.
 
-a call    waits for its body, then for the engine; unblocked by the completion, by the end of its
-          connection (the engine gives it up), or by the time limit.
+A call waits for its body, and then for the engine until the completion is there, the client has
+disconnected, or the time limit has passed. In the last two cases the engine drops the call.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ from quadriga.serve.requests import Call, chat_call, generate_call, tokenized
 from quadriga.serve.seeds import Ask, Seeds
 
 MAX_CALLS = 256
-"""Calls in flight. Further ones are told to come again."""
+"""Most calls in flight. Further ones are refused, and clients send them again."""
 KEEP_ALIVE_S = 10.0
-"""A stream whose answer takes longer gets a comment, so that nobody on the way closes it."""
+"""Interval of comments in a stream that waits for its answer, in seconds. They keep proxies from closing it."""
 _INLINE_BYTES = 64 << 10
 _BYTES_PER_TOKEN = 4
 _MAX_SESSION_CHARACTERS = 256
@@ -50,20 +50,20 @@ Result = TypeVar("Result")
 
 
 class PolicyApp:
-    """The application behind the server.
+    """The server's application.
 
     Args:
         policy: the served policy.
-        engines: generate its responses.
+        engines: engines that generate its responses.
         seed: `trainer.seed`.
-        key: the key that callers must have; "" for none.
-        hosts: names under which the server is reached.
+        key: the key that callers must send; "": none.
+        hosts: names under which the server can be reached.
         timeout_s: time limit of a call, in seconds.
-        record_file: file to which each answered call is appended.
+        record_file: file to which each answered call is appended. None: none.
 
     Attributes:
-        asgi: the application, as uvicorn runs it.
-        is_closing: whether the server ends; calls are refused then.
+        asgi: the ASGI application.
+        is_closing: whether the server is shutting down, so that it refuses calls.
         timeout_s: time limit of a call, in seconds.
     """
 
@@ -90,25 +90,24 @@ class PolicyApp:
         self._calls: set[asyncio.Task[Completion]] = set()
         self._num_calls = 0
         self._counts = Counter[str]()
-        # Seconds of the latest calls without their time in the engine.
+        # Seconds that each of the latest calls has spent in the server itself, not in the engine.
         self._own_s: deque[float] = deque(maxlen=_NUM_TIMED)
-        post = {"methods": ["POST"]}
-        get = {"methods": ["GET"]}
         chat = partial(chat_body, policy=policy)
+        # The method of a route is GET unless it names others.
         routes = [
-            Route("/health", self._route(self._health), **get),
-            Route("/metrics", self._route(self._metrics), **get),
-            Route("/v1/models", self._route(self._models), **get),
-            Route("/tokenize", self._route(self._tokenize), **post),
+            Route("/health", self._route(self._health)),
+            Route("/metrics", self._route(self._metrics)),
+            Route("/v1/models", self._route(self._models)),
+            Route("/tokenize", self._route(self._tokenize), methods=["POST"]),
             Route(
                 "/inference/v1/generate",
                 self._route(partial(self._generate, read=generate_call, write=generate_body)),
-                **post,
+                methods=["POST"],
             ),
             Route(
                 "/v1/chat/completions",
                 self._route(partial(self._generate, read=chat_call, write=chat)),
-                **post,
+                methods=["POST"],
             ),
         ]
         self._paths = ", ".join(route.path for route in routes)
@@ -116,7 +115,7 @@ class PolicyApp:
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     def cancel_all(self) -> None:
-        """Refuse new calls, and end those that wait for the engine. Any thread may call this."""
+        """Refuse new calls, and cancel those that wait for the engine. Any thread may call this."""
         self.is_closing = True
         for task in list(self._calls):
             task.get_loop().call_soon_threadsafe(task.cancel)
@@ -124,7 +123,7 @@ class PolicyApp:
     def _route(
         self, handle: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """A route whose callers are checked, and whose errors are answered."""
+        """Wrap the handler of a route: check the caller, and answer errors."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -136,6 +135,7 @@ class PolicyApp:
         return answer
 
     def _error_response(self, error: QuadrigaError) -> Response:
+        """Make the answer of a call that raised an error, and count it."""
         refusal = error
         if not isinstance(refusal, CallError):
             is_lost = isinstance(error, EngineLostError | WorkerLostError)
@@ -146,17 +146,18 @@ class PolicyApp:
         return JSONResponse(refusal.body, refusal.status, headers)
 
     async def _no_route(self, request: Request, error: HTTPException) -> Response:
+        """Answer a call of an unknown path or method."""
         got = f"{request.method} {shown(request.url.path)}"
         expected = f"a method of one of {self._paths}"
         status = error.status_code
         return self._error_response(CallError("path", got=got, expected=expected, status=status))
 
     async def _unexpected(self, request: Request, error: Exception) -> Response:
-        """Answer of a call that raised an error of no kind of ours; the server prints it, too."""
+        """Answer a call that raised an unexpected error, which Starlette also logs."""
         got = f"{type(error).__name__}, which the server's log shows"
         return self._error_response(CallError("server", got=got, status=500))
 
-    # Facts
+    # Routes without completions
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "closing" if self.is_closing else "ok"})
@@ -187,9 +188,16 @@ class PolicyApp:
         content = {"count": len(ids), "max_model_len": self.policy.max_model_len, "tokens": ids}
         return JSONResponse(content)
 
-    # Completions
+    # Routes with completions
 
     async def _generate(self, request: Request, read: Reader, write: Writer) -> Response:
+        """Answer a call that needs a completion.
+
+        Args:
+            request: the call.
+            read: reads the body.
+            write: makes the body of the answer.
+        """
         started = time.perf_counter()
         session = request.headers.get("x-session-id", "")
         if len(session) > _MAX_SESSION_CHARACTERS:
@@ -202,12 +210,13 @@ class PolicyApp:
             call = await self._tokenizing(len(body), lambda: read(read_json(body), self.policy))
             if not call.is_streamed:
                 return JSONResponse(await self._answer(request, call, write, started))
-        # Made when the response is sent: nothing is left behind if it never is.
+        # The generator starts the call only when the response is sent. If it never is, nothing
+        # has to be cleaned up.
         events = self._events(call, lambda: self._answer(request, call, write, started))
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _body(self, request: Request) -> bytes:
-        """Body of a call.
+        """Receive the body of a call.
 
         Raises:
             CallError: it is refused, or does not arrive in time.
@@ -223,21 +232,22 @@ class PolicyApp:
         """Run work with the tokenizer: in a thread, unless it is too short to delay other calls.
 
         Args:
-            num_bytes: size of the text. A long conversation takes seconds, and so may an image of
-                any size.
+            num_bytes: size of the text.
             work: the work.
+
+        Returns:
+            Its result.
         """
+        # A long conversation takes seconds, and so may a small file with a large image.
         is_short = num_bytes < _INLINE_BYTES and self.policy.processor is None
         if is_short and not self.policy.lock.locked():
             return work()
         return await asyncio.to_thread(work)
 
     def _require_room(self) -> None:
-        """Refuse a call if the server ends, or has too many."""
+        """Raise a CallError if the server is shutting down, or has too many calls in flight."""
         if self.is_closing:
-            raise CallError(
-                "server", got="its shutdown", fix="Send the call again later.", status=503
-            )
+            raise _shutdown()
         if self._num_calls >= MAX_CALLS:
             got = f"{self._num_calls} calls in flight"
             expected = f"fewer than {MAX_CALLS}"
@@ -246,7 +256,22 @@ class PolicyApp:
     async def _answer(
         self, request: Request, call: Call, write: Writer, started: float
     ) -> dict[str, Any]:
-        """Body of the answer to a call. If there is none, the call gives its seed back."""
+        """Generate the answer to a call.
+
+        If this fails, the number of the call is given back, so that its repetition has its seed.
+
+        Args:
+            request: the call.
+            call: its body, after checks.
+            write: makes the body of the answer.
+            started: when the call arrived, by `time.perf_counter`.
+
+        Returns:
+            The body of the answer.
+
+        Raises:
+            QuadrigaError: there is no completion, or it cannot be recorded.
+        """
         session = request.headers.get("x-session-id", "")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         images_key = "" if call.images is None else call.images.key
@@ -272,7 +297,7 @@ class PolicyApp:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Context manager: a call is in flight."""
+        """Context manager that counts a call as in flight."""
         self._num_calls += 1
         try:
             yield
@@ -280,12 +305,19 @@ class PolicyApp:
             self._num_calls -= 1
 
     async def _completion(self, request: Request, call: Call, ask: Ask) -> Completion:
-        """Completion of a call, unless its client leaves before."""
+        """Complete the prompt of a call.
+
+        Raises:
+            CallError: the client has disconnected, the time limit has passed, the server is
+                shutting down, or the engine aborted the response.
+            QuadrigaError: the engine failed.
+        """
         sampling = call.sampling
         if not call.has_seed:
             sampling = replace(sampling, seed=ask.seed)
         work = asyncio.ensure_future(self.engines.generate(call.prompt, sampling, call.images))
         self._calls.add(work)
+        # `cancel_all` may have run before this call was in the set.
         if self.is_closing:
             work.cancel()
         # Starlette itself watches the connections of streams.
@@ -295,9 +327,7 @@ class PolicyApp:
         try:
             await asyncio.wait(waiting, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if work.cancelled():
-                raise CallError(
-                    "server", got="its shutdown", fix="Send the call again later.", status=503
-                )
+                raise _shutdown()
             if not work.done():
                 raise self._unanswered(waiting)
             completion = work.result()
@@ -311,7 +341,11 @@ class PolicyApp:
         return completion
 
     def _unanswered(self, waiting: Collection["asyncio.Future[Any]"]) -> CallError:
-        """The reason why a call has no completion: its client is gone, or it took too long."""
+        """Make the error of a call whose client has disconnected, or that took too long.
+
+        Args:
+            waiting: the call, which is not done, and the wait for its client to disconnect.
+        """
         if any(task.done() for task in waiting):
             self._counts["quadriga_serve_clients_gone_total"] += 1
             return CallError("call", got="a client that is gone", status=499)
@@ -322,14 +356,23 @@ class PolicyApp:
     async def _events(
         self, call: Call, answer: Callable[[], Awaitable[dict[str, Any]]]
     ) -> AsyncIterator[str]:
-        """Events of a streamed answer, made of the finished one; comments until it is there."""
+        """Yield the events of a streamed answer: comments until it is finished, then all of it.
+
+        Args:
+            call: the call.
+            answer: generates the body of the answer.
+        """
         task = asyncio.ensure_future(answer())
         try:
             with self._counted():
-                while not (await asyncio.wait({task}, timeout=KEEP_ALIVE_S))[0]:
+                while True:
+                    await asyncio.wait({task}, timeout=KEEP_ALIVE_S)
+                    if task.done():
+                        break
                     yield ": waiting\n\n"
                 body = task.result()
         except QuadrigaError as error:
+            # The status 200 has been sent already, so the error is an event.
             refusal = self._error_response(error)
             yield f"data: {bytes(refusal.body).decode()}\n\n"
             return
@@ -341,10 +384,10 @@ class PolicyApp:
     def _write_record(
         self, request: Request, call: Call, ask: Ask, completion: Completion, log_probs: LogProbs
     ) -> None:
-        """Append an answered call to the record.
+        """Append an answered call to the record, if there is one.
 
         Raises:
-            CallError: it cannot be written.
+            CallError: the file cannot be written.
         """
         if self._record_file is None:
             return
@@ -357,8 +400,7 @@ class PolicyApp:
             "seed": call.sampling.seed if call.has_seed else ask.seed,
             "prompt_ids": call.prompt,
             "token_ids": completion.token_ids,
-            # Of the distribution that was sampled from, and of the one before the filters; null if
-            # the engine does not report them.
+            # After the filters, and before them; null if the engine does not report them.
             "sampled_log_probs": log_probs,
             "log_probs": completion.log_probs if is_known else None,
             "versions": completion.token_versions,
@@ -370,6 +412,11 @@ class PolicyApp:
         except OSError as error:
             got = f"{self._record_file} ({error.strerror})"
             raise CallError("record of calls", got=got, status=500) from error
+
+
+def _shutdown() -> CallError:
+    """Make the error of a call that the server no longer answers."""
+    return CallError("server", got="its shutdown", fix="Send the call again later.", status=503)
 
 
 async def _disconnected(request: Request) -> None:

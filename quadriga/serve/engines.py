@@ -6,7 +6,7 @@
     a thread for each engine                              └─ exchange (`CallQueue`), again and again
                                                              while calls wait or are under way
 
-An engine whose queue is closed gives calls back; they wait for another one, or until it is open.
+An engine whose queue is closed gives calls back. They wait for another engine, or until the queue is open again.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from quadriga.rollout.interface import Completion, Images, SamplingParams
 
 Exchange: TypeAlias = Callable[[Sequence[ServedCall], Collection[int]], QueueReply]
 """`CallQueue.exchange` of an engine, perhaps in another process."""
-PAUSE_S = 1.0  # after an error of an engine, which may be starting again
+PAUSE_S = 1.0  # pause after an error of an engine, which may be restarting
 
 
 class EngineLine:
-    """State of an engine, as its thread and the server know it.
+    """State of an engine. The lock of `Engines` guards it.
 
     Args:
         exchange: exchanges calls with the engine.
 
     Attributes:
-        exchange: likewise.
-        is_open: whether it took calls in the last exchange.
+        exchange: as in the arguments.
+        is_open: whether the engine took calls in the last exchange.
         running: its unfinished calls, by number.
-        cancelled: numbers of calls that nobody waits for any more, for the next exchange.
+        cancelled: numbers of cancelled calls, of which the next exchange tells the engine.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -47,7 +47,7 @@ class EngineLine:
 
 
 class Engines:
-    """All engines of a policy, which share its calls evenly.
+    """All engines of the served policy. Each gets an equal share of the calls.
 
     Args:
         exchanges: `CallQueue.exchange` of each engine.
@@ -71,11 +71,11 @@ class Engines:
     async def generate(
         self, prompt: list[int], sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
-        """Completion of a prompt. Cancelling the caller cancels the call.
+        """Complete a prompt. Cancelling the awaiting task cancels the call.
 
         Args:
             prompt: token ids.
-            sampling: how it is sampled.
+            sampling: sampling parameters.
             images: images of the prompt.
 
         Raises:
@@ -102,7 +102,7 @@ class Engines:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _forget(self, call: ServedCall) -> None:
-        """Cancel a call, unless it has its outcome."""
+        """Remove a call that nobody awaits, unless it has its outcome already."""
         with self._changed:
             if self._futures.pop(call.number, None) is None:
                 return
@@ -114,7 +114,7 @@ class Engines:
             self._changed.notify_all()
 
     def _run(self, line: EngineLine) -> None:
-        """Exchange calls with an engine; its thread."""
+        """Main function of an engine's thread: exchange calls with it until `close` is called."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -122,12 +122,13 @@ class Engines:
                 )
                 if self._is_closed:
                     return
+                # The exchange itself takes place without the lock: it waits for the engine.
                 calls = self._take(line)
                 cancelled = line.cancelled
                 line.cancelled = []
             try:
                 reply = line.exchange(calls, cancelled)
-            except Exception as error:  # raised where the calls are awaited
+            except Exception as error:  # raised in `generate`, where the calls are awaited
                 if not isinstance(error, QuadrigaError):
                     error = RolloutError("engine", got=f"{type(error).__name__}: {error}")
                 reply = QueueReply(False, [(number, error) for number in list(line.running)])
@@ -137,24 +138,30 @@ class Engines:
                 self._deliver(line, reply.outcomes)
 
     def _take(self, line: EngineLine) -> list[ServedCall]:
-        """Give an open engine its share of the waiting calls. The caller holds the lock."""
+        """Give an open engine its share of the waiting calls. The caller holds the lock.
+
+        Returns:
+            The calls that the engine gets now; empty if its queue is closed.
+        """
         if not line.is_open:
             return []
         open_lines = [other for other in self._lines if other.is_open]
         num_calls = len(self._waiting) + sum(len(other.running) for other in open_lines)
-        share = -(-num_calls // len(open_lines)) - len(line.running)
-        calls = [self._waiting.popleft() for _ in range(min(share, len(self._waiting)))]
+        # Rounded up, so that the shares of all engines cover all calls.
+        share = -(-num_calls // len(open_lines))
+        num_taken = min(share - len(line.running), len(self._waiting))
+        calls = [self._waiting.popleft() for _ in range(num_taken)]
         for call in calls:
             line.running[call.number] = call
         return calls
 
     def _deliver(self, line: EngineLine, outcomes: Iterable[tuple[int, Outcome]]) -> None:
-        """Give calls their outcomes, in the loop of the server. The caller holds the lock."""
+        """Settle the futures of finished calls in the server's loop. The caller holds the lock."""
         for number, outcome in outcomes:
             call = line.running.pop(number, None)
-            if call is None:
+            if call is None:  # cancelled
                 continue
-            if outcome is None:
+            if outcome is None:  # given back; first in the queue, since it has waited longest
                 self._waiting.appendleft(call)
                 continue
             future = self._futures.pop(number)
@@ -163,7 +170,7 @@ class Engines:
 
 
 def _settle(future: "asyncio.Future[Completion]", outcome: Completion | QuadrigaError) -> None:
-    """Give a future its result or its error, unless its caller is gone."""
+    """Set the result or the error of a future, unless its caller was cancelled."""
     if future.done():
         return
     if isinstance(outcome, Completion):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a client of the server reads, each with a status of HTTP."""
+"""Errors that clients of the server receive, with their HTTP status."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from quadriga.errors import QuadrigaError
 
 
 class CallError(QuadrigaError):
-    """A call that gets no completion.
+    """Error that answers a call instead of a completion.
 
     Args:
-        where: the field or header.
-        got: what was there.
-        expected: what should be there.
-        fix: what to do about it, as a sentence.
-        status: status of HTTP. Clients repeat calls with 429 and from 500 on.
+        where: the field or header that is wrong, or the part of the server that failed.
+        got: its value, or what happened.
+        expected: what was expected instead.
+        fix: advice, as a sentence.
+        status: HTTP status. Clients repeat calls that were answered by 429, or 500 and above.
     """
 
     def __init__(
@@ -32,6 +32,6 @@ class CallError(QuadrigaError):
 
 
 def shown(value: Any) -> str:
-    """A JSON value for a message, cut to a length that can be read."""
+    """Format a JSON value for an error message, in at most 80 characters."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

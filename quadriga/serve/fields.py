@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading JSON from a client: every field is checked, and every refusal names it."""
+"""Checked access to JSON from clients. Every error names the field that is wrong."""
 
 import json
 import math
@@ -8,6 +8,7 @@ from typing import Any
 
 from quadriga.serve.errors import CallError, shown
 
+# For Python True is an int, but it is no number in JSON.
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda value: isinstance(value, str),
     "a number": lambda value: type(value) in (int, float) and _is_finite(value),
@@ -19,7 +20,9 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 class Fields:
-    """Fields of a JSON object.
+    """Fields of a JSON object, checked when they are read.
+
+    A kind of value is one of the keys of `_KINDS`, such as "a text", which error messages show.
 
     Args:
         values: the object.
@@ -36,11 +39,16 @@ class Fields:
         self._where = where
 
     def where(self, name: str) -> str:
-        """Place of a field in the body."""
+        """Place of a field in the body, for errors."""
         return f"{self._where}.{name}" if self._where else name
 
     def get(self, name: str, kind: str, default: Any = None) -> Any:
-        """Value of a field, or the default if it is missing or null.
+        """Value of an optional field.
+
+        Args:
+            name: name of the field.
+            kind: kind that the value must have.
+            default: value to return if the field is missing or null.
 
         Raises:
             CallError: it is of another kind.
@@ -52,7 +60,11 @@ class Fields:
         return value
 
     def need(self, name: str, kind: str) -> Any:
-        """Value of a field that must be there.
+        """Value of a required field.
+
+        Args:
+            name: name of the field.
+            kind: kind that the value must have.
 
         Raises:
             CallError: it is missing, null, or of another kind.
@@ -63,6 +75,11 @@ class Fields:
     def require(self, name: str, value: Any, kind: str) -> None:
         """Check the kind of a value.
 
+        Args:
+            name: name of the field that has the value.
+            value: the value.
+            kind: kind that it must have.
+
         Raises:
             CallError: it is of another kind.
         """
@@ -71,10 +88,10 @@ class Fields:
             raise CallError(self.where(name), got=got, expected=kind)
 
     def refuse(self, harmless: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-        """Refuse fields that would change the answer and are not supported.
+        """Refuse fields that are not supported, unless their values have no effect.
 
         Args:
-            harmless: for each field the values that change nothing, and what to do instead.
+            harmless: for each unsupported field the values without effect, and advice.
 
         Raises:
             CallError: a field has another value.
@@ -87,11 +104,11 @@ class Fields:
 
 
 def read_json(text: str | bytes, where: str = "body") -> Any:
-    """Value of a JSON text.
+    """Decode JSON.
 
     Args:
-        text: the text.
-        where: its place, for errors.
+        text: the JSON.
+        where: its place in the call, for errors.
 
     Raises:
         CallError: it is not JSON, or has a text that cannot be encoded, such as half of a surrogate
@@ -99,6 +116,7 @@ def read_json(text: str | bytes, where: str = "body") -> Any:
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
+        # Tokenizers and answers need texts that can be encoded.
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CallError(where, got=f"no JSON ({error})", expected="a JSON object") from error
@@ -106,11 +124,12 @@ def read_json(text: str | bytes, where: str = "body") -> Any:
 
 
 def _refuse_constant(name: str) -> None:
+    """Raise a ValueError for NaN or Infinity, which Python's decoder would take."""
     raise ValueError(f"{name} is no JSON")
 
 
 def _is_finite(value: float) -> bool:
-    """Whether a number fits into a float; an integer of JSON may have any length."""
+    """Whether a number fits into a float. An integer in JSON may have any number of digits."""
     try:
         return math.isfinite(value)
     except OverflowError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate before the server's routes: who may call, what a body may be, and how large."""
+"""Checks before a call reaches its route: the caller, and the size and encoding of the body."""
 
 import hmac
 import zlib
@@ -11,8 +11,10 @@ from quadriga.serve.errors import CallError, shown
 MAX_BODY_BYTES = 8 << 20
 """Largest body, also after decompression."""
 MAX_HEADER_BYTES = 16 << 10
+# A larger body is read and dropped up to here, so that its client sees the refusal.
 _DRAINED_BYTES = 256 << 20
 OPEN_PATH = "/health"
+"""Path that needs no key."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
@@ -21,23 +23,24 @@ Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 def require_caller(
     scope: Mapping[str, Any], headers: Mapping[str, str], key: str, hosts: Collection[str]
 ) -> None:
-    """Check where a call comes from.
+    """Check the headers of a call.
 
     Args:
-        scope: scope of ASGI.
+        scope: the call's scope in ASGI.
         headers: headers, by names in lower case.
-        key: the key that callers must have; "" for none.
-        hosts: names under which the server is reached.
+        key: the key that callers must send; "": none.
+        hosts: names under which the server can be reached.
 
     Raises:
-        CallError: the host is another one, the key is wrong, the headers are too large, or the body
-            is not JSON.
+        CallError: the headers are too large, name another host, have no right key, or have another
+            type of content than JSON.
     """
     header_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
     if header_bytes > MAX_HEADER_BYTES:
         expected = f"at most {MAX_HEADER_BYTES}"
         raise CallError("headers", got=f"{header_bytes} bytes", expected=expected, status=431)
-    # A page in a browser may reach a server on loopback under a name of its own.
+    # A web page can reach a server on loopback by a DNS name of its own ("DNS rebinding"). The
+    # header has that name.
     host = headers.get("host", "").lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if name not in {*hosts, scope["server"][0]}:
@@ -61,14 +64,14 @@ def require_caller(
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
-    """Body of a call, decompressed.
+    """Receive and decompress the body of a call.
 
     Args:
         receive: receives the next message of ASGI.
         headers: headers, by names in lower case.
 
     Raises:
-        CallError: it is too large, cannot be decompressed, or the client is gone.
+        CallError: it is too large, it cannot be decompressed, or the client has disconnected.
     """
     chunks = []
     size = 0
@@ -78,7 +81,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
             raise CallError("body", got="a client that is gone", status=499)
         chunk = message.get("body", b"")
         size += len(chunk)
-        # The rest is read and dropped: a client that still sends would not see the answer.
+        # A client that is still sending would not see the refusal, so its body is read anyway.
         if size <= MAX_BODY_BYTES:
             chunks.append(chunk)
         else:
@@ -95,7 +98,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
         expected = "gzip, deflate or nothing"
         raise CallError("Content-Encoding", got=shown(encoding), expected=expected, status=415)
     try:
-        # Both formats are recognized by their first bytes.
+        # Bit 32 of `wbits` makes zlib detect the format: gzip, or zlib ("deflate").
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
         body = decompressor.decompress(body, MAX_BODY_BYTES + 1)
     except zlib.error as error:
@@ -109,4 +112,5 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
 
 
 def _too_large(got: str) -> CallError:
+    """Make the error about a body that is too large."""
     return CallError("body", got=got, expected=f"at most {MAX_BODY_BYTES} bytes", status=413)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ASGI application behind a socket of this machine, in a thread."""
+"""Serve an ASGI application from a thread, and open the socket on which it listens."""
 
 import errno
 import socket
@@ -13,7 +13,8 @@ from quadriga.serve.gate import LOOPBACK, MAX_HEADER_BYTES
 
 _BACKLOG = 1024
 _MAX_PORT = 65535
-# Longer than the idle connections of clients last, which would otherwise use a closed one.
+# Longer than clients keep idle connections: otherwise one might send on a connection that the
+# server closes at this moment.
 _KEEP_ALIVE_S = 75
 
 
@@ -22,7 +23,7 @@ class ServerThread:
 
     Args:
         app: the application.
-        listener: the socket that it is served from.
+        listener: the socket that accepts connections.
     """
 
     def __init__(self, app: Any, listener: socket.socket) -> None:
@@ -45,23 +46,36 @@ class ServerThread:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End the server; calls in flight have a time limit."""
+        """End the server.
+
+        Args:
+            timeout_s: how long to wait for its thread, in seconds.
+        """
         self._server.should_exit = True
         self._thread.join(timeout_s)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket, after `stop`."""
         self._socket.close()
 
 
 def url_of(listener: socket.socket, host: str) -> str:
-    """Address of a server."""
+    """URL of a server.
+
+    Args:
+        listener: the server's socket, which knows the port.
+        host: the address on which it listens.
+    """
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listener.getsockname()[1]}"
 
 
 def host_names(host: str) -> set[str]:
-    """Names under which callers reach a server that listens on an address."""
+    """Names under which callers can reach a server.
+
+    Args:
+        host: the address on which it listens.
+    """
     names = set(LOOPBACK)
     if host not in LOOPBACK:
         names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
@@ -69,11 +83,11 @@ def host_names(host: str) -> set[str]:
 
 
 def listen(host: str, port: int, *, host_key: str, port_key: str) -> socket.socket:
-    """A socket that listens on an address.
+    """Open a socket that listens on an address.
 
     Args:
         host: the address.
-        port: the port; 0: a free one.
+        port: the port; 0: any free port.
         host_key: key or option that names the address, for errors.
         port_key: key or option that names the port, for errors.
 
@@ -87,7 +101,7 @@ def listen(host: str, port: int, *, host_key: str, port_key: str) -> socket.sock
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        # Two sockets may be bound to a port, but only one may listen.
+        # With SO_REUSEADDR, two sockets may bind the same port, but only one may listen on it.
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the messages and tools of a call to a prompt."""
+"""Render the messages and tools of a chat call to a prompt."""
 
 import base64
 import binascii
@@ -15,16 +15,16 @@ from quadriga.serve.fields import Fields, read_json
 from quadriga.serve.policy import ServedPolicy
 
 MAX_IMAGES = 32
-"""Images of a call. Each is decoded, to as many pixels as `quadriga.data.pictures` takes."""
+"""Most images of a call. `quadriga.data.pictures` limits the pixels of each."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 class RenderedPrompt(NamedTuple):
-    """A prompt as the engine takes it.
+    """A prompt for the engine.
 
     Attributes:
         token_ids: its tokens, with one for each embedding of an image.
-        schemas: JSON schema of the arguments of each tool, by its name.
+        schemas: JSON schemas of the arguments of tools, by name of the tool.
         images: the images; None if there are none.
     """
 
@@ -36,19 +36,24 @@ class RenderedPrompt(NamedTuple):
 def rendered_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     """Render the messages and tools of a call by the chat template.
 
+    Args:
+        fields: body of the call.
+        policy: the served policy.
+
     Raises:
         CallError: a field is wrong, the template refuses the messages, or an image cannot be read.
     """
     tools = _tools(fields)
     messages = []
-    names: dict[str, str] = {}  # of the functions, by the id of the call
+    names: dict[str, str] = {}  # names of the functions that were called, by id of the call
     for place, message in enumerate(fields.need("messages", "a list")):
         messages.append(_message(Fields(message, f"messages[{place}]"), names, policy))
     if not messages:
         raise CallError("messages", got="an empty list", expected="at least one message")
+    # The tools are checked in any case, but then the model must not read them.
     if fields.values.get("tool_choice") == "none":
         tools = []
-    # No text can hold a special token, and so end its turn.
+    # Special tokens in texts are broken up, so that no text can end its turn.
     messages, pictures = policy.encoder.plain_messages(messages)
     if len(pictures) > MAX_IMAGES:
         raise CallError("messages", got=f"{len(pictures)} images", expected=f"at most {MAX_IMAGES}")
@@ -68,7 +73,16 @@ def rendered_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
 def _with_images(
     token_ids: list[int], pictures: list[bytes], policy: ServedPolicy
 ) -> tuple[list[int], Images]:
-    """A prompt with one token for each image, as the engine takes it, and the images."""
+    """Convert a prompt with images to the one that the engine takes.
+
+    Args:
+        token_ids: tokens of the rendered prompt, with one for each image.
+        pictures: the images' files.
+        policy: the served policy, which has a processor.
+
+    Returns:
+        Token ids with one for each embedding of an image, and the images.
+    """
     prompt = policy.processor.conversation(
         token_ids, pictures, (), policy.encoder.encode, "messages"
     )
@@ -83,7 +97,13 @@ def _with_images(
 
 
 def _message(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> dict[str, Any]:
-    """A message for the chat template."""
+    """Convert a message of a call to one for the chat template.
+
+    Args:
+        fields: the message.
+        names: names of functions by id of the call; calls in this message are added.
+        policy: the served policy.
+    """
     role = fields.need("role", "a text")
     if role == "tool":
         call_id = fields.need("tool_call_id", "a text")
@@ -94,21 +114,23 @@ def _message(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> dic
     else:
         expected = f"one of {', '.join(_ROLES)}, tool"
         raise CallError(fields.where("role"), got=shown(role), expected=expected)
-    calls = fields.get("tool_calls", "a list", []) if role == "assistant" else []
-    if calls:
-        message["tool_calls"] = [
-            _tool_call(Fields(call, fields.where(f"tool_calls[{place}]")), names, policy)
-            for place, call in enumerate(calls)
-        ]
-    if role == "assistant" and fields.values.get("content") is None:
-        message["content"] = ""
-    else:
-        message["content"] = _content(fields, policy)
+    if role == "assistant":
+        calls = []
+        for place, call in enumerate(fields.get("tool_calls", "a list", [])):
+            call_fields = Fields(call, fields.where(f"tool_calls[{place}]"))
+            calls.append(_tool_call(call_fields, names, policy))
+        if calls:
+            message["tool_calls"] = calls
+        # A turn that only calls tools has no content.
+        if fields.values.get("content") is None:
+            message["content"] = ""
+            return message
+    message["content"] = _content(fields, policy)
     return message
 
 
 def _content(fields: Fields, policy: ServedPolicy) -> Any:
-    """Content of a message: a text, or parts that are texts and images."""
+    """Content of a message for the chat template: a text, or a list of parts if it has images."""
     content = fields.values.get("content")
     if not isinstance(content, list):
         return fields.need("content", "a text")
@@ -135,7 +157,7 @@ def _content(fields: Fields, policy: ServedPolicy) -> Any:
 
 
 def _image(part: Fields) -> bytes:
-    """Bytes of an image, which are in its URL: the server opens neither addresses nor files."""
+    """Decode an image from its `data:` URL. The server opens neither addresses nor files."""
     image = Fields(part.need("image_url", "an object"), part.where("image_url"))
     url = image.need("url", "a text")
     head, _, data = url.partition(",")
@@ -150,7 +172,13 @@ def _image(part: Fields) -> bytes:
 
 
 def _tool_call(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> dict[str, Any]:
-    """A call of a tool in an earlier turn, with its arguments as an object."""
+    """Convert a tool call of an earlier turn to the form that chat templates take.
+
+    Args:
+        fields: the call.
+        names: names of functions by id of the call, to which this one is added.
+        policy: the served policy.
+    """
     function = Fields(fields.need("function", "an object"), fields.where("function"))
     name = function.need("name", "a text")
     call_id = fields.get("id", "a text", "")
@@ -159,7 +187,7 @@ def _tool_call(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> d
     if isinstance(arguments, str):
         arguments = read_json(arguments or "{}", function.where("arguments"))
     arguments = Fields(arguments, function.where("arguments")).values
-    # The template writes them as text, which can hold a special token like that of a message.
+    # The template writes them as text, in which special tokens are broken up like in messages.
     plain = policy.encoder.plain(json.dumps(dict(arguments), ensure_ascii=False))
     return {
         "id": call_id,
@@ -169,7 +197,12 @@ def _tool_call(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> d
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]]:
-    """Schemas of the tools that a call offers."""
+    """Check the tools that a call offers.
+
+    Returns:
+        The tools as the client has sent them. Their schemas are checked as far as templates and
+        parsers read them.
+    """
     tools = fields.get("tools", "a list", [])
     for place, value in enumerate(tools):
         tool = Fields(value, f"tools[{place}]")

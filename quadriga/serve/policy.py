@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The served policy: facts about it that calls are checked against."""
+"""The served policy: its name, tokenizer and limits, which calls need."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,17 +15,17 @@ from quadriga.rollout.sequences import sampling_of
 
 @dataclass(frozen=True)
 class ServedPolicy:
-    """Facts about a policy.
+    """Properties of the served policy.
 
     Attributes:
         name: name of the model in calls.
         encoder: renders and tokenizes messages.
-        max_model_len: tokens of the longest prompt and response together.
-        vocabulary_size: token ids are below it.
-        defaults: sampling parameters of calls that do not name them.
-        parser: finds the calls of tools in a response.
-        processor: `quadriga.data.VisionProcessor` of a vision-language model; None: it reads text.
-        lock: held by the thread that uses the tokenizer, which is not safe for several at once.
+        max_model_len: most tokens of prompt and response together.
+        vocabulary_size: number of token ids, counted from 0.
+        defaults: sampling parameters of calls that do not set them.
+        parser: finds tool calls in a response.
+        processor: `quadriga.data.VisionProcessor` of a vision-language model. None: it reads text.
+        lock: held while a thread uses the tokenizer, which is not thread-safe.
     """
 
     name: str
@@ -47,13 +47,14 @@ class ServedPolicy:
         positions: int | None,
         processor: Any = None,
     ) -> "ServedPolicy":
-        """The policy of a configuration.
+        """Make the properties of a configuration's policy.
 
         Args:
             config: the resolved configuration.
-            tokenizer: tokenizer of the policy; training goes on using it, so it is copied.
+            tokenizer: tokenizer of the policy. It is copied, since training uses it at the same
+                time.
             vocabulary_size: rows of the model's embedding.
-            positions: positions of the model; None: any number.
+            positions: most tokens that the model can take; None: any number.
             processor: see the attribute.
         """
         rollout = config.actor_rollout_ref.rollout
@@ -63,6 +64,7 @@ class ServedPolicy:
         return cls(
             name=rollout.serve.model_name or str(config.actor_rollout_ref.model.path),
             encoder=TurnEncoder(deepcopy(tokenizer), template_kwargs, vocabulary_size),
+            # The model itself may take fewer tokens than the configuration allows.
             max_model_len=min(limit, positions or limit),
             vocabulary_size=vocabulary_size,
             defaults=sampling_of({}, rollout, max_tokens=limit),

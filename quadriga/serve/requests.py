@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the bodies of calls to token ids and sampling parameters."""
+"""Read the bodies of calls: check them, and convert them to token ids and sampling parameters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _ASK_AGAIN = "Send the call again: each call of a prompt has a seed of its own."
 _NO_STATE = "Send the whole conversation: the server keeps none."
 _NOT_SAMPLED = "Leave it out: the policy samples from its own distribution."
 _NO_FEATURES = "Send images in the messages of /v1/chat/completions."
-# Fields that would change the answer: values that change nothing, and what to do instead.
+# Fields that are not supported: their values without effect, and advice for the client.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), _ASK_AGAIN),
     "best_of": ((1,), _ASK_AGAIN),
@@ -63,19 +63,20 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """A call that was checked.
+    """A checked call.
 
     Attributes:
         prompt: token ids, with one for each embedding of an image.
         sampling: sampling parameters; the seed is the client's, or 0.
-        has_seed: whether the client gave a seed.
+        has_seed: whether the client has set a seed.
         with_log_probs: whether the answer has log-probabilities.
         with_token_ids: whether the answer has token ids.
-        names_tokens_by_id: whether tokens with log-probabilities are named by their ids.
+        names_tokens_by_id: whether entries of log-probabilities have the id of their token, such as
+            "token_id:7", instead of its text.
         keeps_special: whether special tokens are part of the text.
-        schemas: JSON schema of the arguments of each tool, by its name.
-        is_streamed: whether the answer comes as events.
-        has_usage: whether the events end with the numbers of tokens.
+        schemas: JSON schemas of the arguments of tools, by name of the tool.
+        is_streamed: whether the answer is sent as events.
+        has_usage: whether the last event has the numbers of tokens.
         images: images of the prompt; None if there are none.
     """
 
@@ -135,7 +136,7 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
         has_seed=fields.values.get("seed") is not None,
         with_log_probs=fields.get("logprobs", "true or false", False),
         with_token_ids=with_token_ids,
-        # Whoever asks for ids trains on them, and a text may stand for several tokens.
+        # A client that asks for ids trains on them, and the text of a token may not identify it.
         names_tokens_by_id=fields.get(
             "return_tokens_as_token_ids", "true or false", with_token_ids
         ),
@@ -148,7 +149,11 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
 
 
 def tokenized(body: Any, policy: ServedPolicy) -> list[int]:
-    """Token ids for a call of `/tokenize`: of `messages`, or of the text `prompt`.
+    """Token ids that answer a call of `/tokenize`.
+
+    Args:
+        body: the call, which has `messages` or the text `prompt`.
+        policy: the served policy.
 
     Raises:
         CallError: a field is wrong.
@@ -164,10 +169,10 @@ def tokenized(body: Any, policy: ServedPolicy) -> list[int]:
 
 
 def _token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int]:
-    """A field that is a list of token ids; empty if it is missing.
+    """Value of a field that is a list of token ids; empty if it is missing.
 
     Raises:
-        CallError: it is no list, or has something else than token ids of the policy.
+        CallError: it is no list, or an entry is no token id of the policy.
     """
     ids = fields.get(name, "a list", [])
     limit = policy.vocabulary_size
@@ -179,6 +184,7 @@ def _token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int]:
 
 
 def _require_model(fields: Fields, policy: ServedPolicy) -> None:
+    """Raise a CallError if the call names another model than the served one."""
     name = fields.get("model", "a text", policy.name)
     if name != policy.name:
         expected = f"{policy.name!r}, the model that is served"
@@ -188,7 +194,20 @@ def _require_model(fields: Fields, policy: ServedPolicy) -> None:
 def _sampling(
     fields: Fields, length_names: Sequence[str], prompt_length: int, policy: ServedPolicy
 ) -> SamplingParams:
-    """Sampling parameters, with a response that fits behind the prompt."""
+    """Read the sampling parameters of a call.
+
+    Args:
+        fields: the fields that have them.
+        length_names: fields with the most tokens of the response; the first that is set counts.
+        prompt_length: number of tokens in the prompt.
+        policy: the served policy.
+
+    Returns:
+        The parameters; `max_tokens` is at most what fits after the prompt.
+
+    Raises:
+        CallError: a field is wrong, or no response fits after the prompt.
+    """
     room = policy.max_model_len - prompt_length
     if not prompt_length or room < 1:
         expected = f"1 to {policy.max_model_len - 1}, one less than max_model_len"
@@ -196,7 +215,8 @@ def _sampling(
     settings = dict(policy.defaults)
     for name, kind in _SAMPLING.items():
         settings[name] = fields.get(name, kind, settings[name])
-    # 0 takes the likeliest token. The configuration may have a higher temperature than clients.
+    # 0 means the likeliest token, and needs no check. Only the client's temperature is checked: the
+    # one of the configuration may be higher.
     temperature = fields.values.get("temperature") or LEAST_TEMPERATURE
     if not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         expected = f"0, or {LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
@@ -222,7 +242,7 @@ def _sampling(
 
 
 def _stops(fields: Fields, stops: Any) -> tuple[str, ...]:
-    """Stop strings."""
+    """Check stop strings, and return them as a tuple."""
     fields.require("stop", stops, "a list")
     if len(stops) > MAX_STOPS:
         raise CallError("stop", got=f"{len(stops)} texts", expected=f"at most {MAX_STOPS}")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeds of calls.
 
-The seed of a call comes from the run's seed, the session, the tokens of the prompt, and the number
-of calls with these tokens before it in the session. So it does not depend on the order in which
-sessions or prompts arrive. A call that was never answered gives its number back: the call that
-repeats it has the same seed.
+The seed of a call is derived from the run's seed, the session, the prompt, and the number of earlier
+calls with this prompt in the session. Therefore it does not depend on the order in which sessions or
+prompts arrive. A call that was not answered gives its number back, so that the call that repeats it
+has the same seed.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_PROMPTS = 100_000
-"""Prompts whose number of calls is known. The ones that were asked longest ago are forgotten."""
+"""Most prompts whose calls are counted. Beyond it, those that were used longest ago are forgotten."""
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PromptCalls:
     """Calls of a prompt in a session."""
 
     count: int = 0  # calls so far
@@ -26,27 +26,27 @@ class _Asked:
 
 
 class Ask:
-    """A call with its seed.
+    """A call of a prompt, with the seed of its response.
 
     Args:
-        asked: calls of its prompt.
-        number: calls of its prompt before it.
+        calls: all calls of its prompt in the session.
+        number: number of calls of the prompt before it.
         seed: its seed.
     """
 
-    def __init__(self, asked: _Asked, number: int, seed: int) -> None:
-        self._asked = asked
+    def __init__(self, calls: _PromptCalls, number: int, seed: int) -> None:
+        self._calls = calls
         self.number = number
         self.seed = seed
 
     def lose(self) -> None:
-        """Give the number back: the call was not answered."""
-        if self.number not in self._asked.lost:
-            self._asked.lost.append(self.number)
+        """Give the number back, because the call was not answered."""
+        if self.number not in self._calls.lost:
+            self._calls.lost.append(self.number)
 
 
 class Seeds:
-    """Gives each call its seed.
+    """Derives the seeds of calls, and counts the calls of each prompt.
 
     Args:
         seed: `trainer.seed`.
@@ -54,7 +54,8 @@ class Seeds:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._asked: OrderedDict[bytes, _Asked] = OrderedDict()
+        # By hash of the session and the prompt; the most recently used one is last.
+        self._calls: OrderedDict[bytes, _PromptCalls] = OrderedDict()
 
     def ask(
         self, session: str, prompt: Sequence[int], images_key: str = "", *, is_retry: bool = False
@@ -69,19 +70,20 @@ class Seeds:
         """
         source = repr((self._seed, session, images_key)).encode() + array("q", prompt).tobytes()
         digest = hashlib.blake2b(source, digest_size=16).digest()
-        asked = self._asked.setdefault(digest, _Asked())
-        self._asked.move_to_end(digest)
-        if len(self._asked) > MAX_PROMPTS:
-            self._asked.popitem(last=False)
-        if asked.lost:
-            number = min(asked.lost)
-            asked.lost.remove(number)
-        elif is_retry and asked.count:
+        calls = self._calls.setdefault(digest, _PromptCalls())
+        self._calls.move_to_end(digest)
+        if len(self._calls) > MAX_PROMPTS:
+            self._calls.popitem(last=False)
+        # A repeated call cannot be told from another one, so the next call gets a lost number.
+        if calls.lost:
+            number = min(calls.lost)
+            calls.lost.remove(number)
+        elif is_retry and calls.count:
             # The answer was sent, but did not arrive.
-            number = asked.count - 1
+            number = calls.count - 1
         else:
-            number = asked.count
-            asked.count += 1
+            number = calls.count
+            calls.count += 1
         seed_source = digest + number.to_bytes(8, "big")
         seed = int.from_bytes(hashlib.blake2b(seed_source, digest_size=8).digest(), "big")
-        return Ask(asked, number, seed)
+        return Ask(calls, number, seed)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server, in a thread of its own.
+"""The HTTP server, in its own thread.
 
-start     returns when the server listens.
-close     calls in flight get an error, which tells clients to try again; waits up to `CLOSE_S`.
+A server listens as soon as it is constructed. `close` answers the calls in flight with an error that makes clients
+send them again, and waits up to `CLOSE_S` for the server to end.
 """
 
 import json
@@ -32,10 +32,10 @@ class PolicyServer:
         config: the resolved configuration.
         policy: the served policy.
         exchanges: `CallQueue.exchange` of each engine.
-        key: the key that callers must have; "" for none.
+        key: the key that callers must send; "": none.
 
     Attributes:
-        url: address of the server.
+        url: URL of the server.
 
     Raises:
         ConfigError: the port is in use, or the address is not this machine's.
@@ -61,7 +61,7 @@ class PolicyServer:
 
     @property
     def limits(self) -> str:
-        """Limits of the server, to be printed."""
+        """The server's limits, in words."""
         return (
             f"a body of {MAX_BODY_BYTES >> 20} MB, headers of {MAX_HEADER_BYTES >> 10} KB, "
             f"{MAX_CALLS} calls in flight, {self.app.timeout_s:g} s for each; "
@@ -69,7 +69,7 @@ class PolicyServer:
         )
 
     def close(self) -> None:
-        """End the calls in flight, and the server."""
+        """Cancel the calls in flight, and end the server and the engines' threads."""
         self.app.cancel_all()
         self._thread.stop(CLOSE_S)
         self._engines.close()
@@ -77,7 +77,10 @@ class PolicyServer:
 
 
 def require_address(config: Config) -> None:
-    """Check address and record of the configured server, before models are loaded.
+    """Check the address and the record file of the configured server, before models are loaded.
+
+    Args:
+        config: the resolved configuration.
 
     Raises:
         ConfigError: the port is in use, the address is not this machine's, callers from other
@@ -102,7 +105,7 @@ def require_address(config: Config) -> None:
 
 
 def write_address(server: PolicyServer, key: str, path: Path) -> None:
-    """Write address, model and key of a server to a file that only its owner can read.
+    """Write the URL, model and key of a server to a file that only its owner can read.
 
     Args:
         server: the server.
@@ -111,6 +114,7 @@ def write_address(server: PolicyServer, key: str, path: Path) -> None:
     """
     content = {"url": server.url, "model": server.app.policy.name, "key": key}
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A new file: an old one might be readable for others, or a link.
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -20,7 +20,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-# Value types of the metadata; those of fixed size with their format for `struct`.
+# Formats for `struct` of the metadata's value types that have a fixed size, by number of the type.
 _SCALARS = {
     0: "<B",
     1: "<b",
@@ -38,9 +38,9 @@ _STRING = 8
 _ARRAY = 9
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-_JOINED_ROWS = 8
+_JOINED_ROWS = 8  # rows that `_dequantize` joins to a longer one, at most
 
-# Values of config.json that are the same for all models, or where a file does not have them.
+# Values of config.json that are the same for all models, or defaults of optional metadata.
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -140,7 +140,7 @@ class LlamaModel:
     generation_config: dict[str, Any] = field(default_factory=dict)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the files that `LlamaForCausalLM.save_pretrained` writes."""
+        """Write the files that `LlamaForCausalLM.save_pretrained` would write."""
         _write_json(folder / "config.json", self.config)
         _write_json(folder / "generation_config.json", self.generation_config)
         save_file(self.weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -172,7 +172,7 @@ def read_llama(file: Path) -> LlamaModel | None:
     for key, name in (_CONFIG_FIELDS | _TOKEN_FIELDS).items():
         if key in metadata:
             config[name] = metadata[key]
-    # Slices of a plain array are faster than those of a memmap.
+    # Slicing a plain array is faster than slicing a memmap.
     content = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
     weights = {}
     for gguf_name, name in names.items():
@@ -181,20 +181,24 @@ def read_llama(file: Path) -> LlamaModel | None:
             weight = _pair_to_half_rotation(weight, config["num_attention_heads"])
         elif _KEY in name:
             weight = _pair_to_half_rotation(weight, config["num_key_value_heads"])
-        # Tensors that are float32 in the file are read-only views of it, which torch does not take.
+        # A tensor that is float32 in the file is a read-only view of it, which torch does not take.
         weights[name] = torch.from_numpy(np.require(weight, requirements=("C", "W")))
     return LlamaModel(config, weights)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write JSON as transformers does, with its version."""
     content = {**content, "transformers_version": transformers.__version__}
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _known_names(header: _Header) -> dict[str, str] | None:
-    """Names in transformers by GGUF name; None if the header has anything else than a plain Llama.
+    """Map the names of tensors in the file to those in transformers.
 
-    Other keys, for example those of experts or scaled rotations, would change the result.
+    Returns:
+        Names in transformers by GGUF name. None: this is not a plain Llama model, or its header has
+        unknown or missing keys or tensors. Keys of experts or scaled rotations, for example, would
+        change the conversion.
     """
     metadata = header.metadata
     if metadata.get("general.architecture") != "llama":
@@ -218,6 +222,11 @@ def _known_names(header: _Header) -> dict[str, str] | None:
 
 
 def _read_header(file: Path) -> _Header:
+    """Read the header of a GGUF file.
+
+    Raises:
+        ValueError: it is no GGUF file of a known version, or a damaged one.
+    """
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise ValueError("the file does not begin with GGUF")
@@ -239,12 +248,13 @@ def _read_header(file: Path) -> _Header:
             # GGML names the dimension that is contiguous in memory first, torch last.
             tensors[name] = _TensorInfo(shape[::-1], kind, offset)
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        # The data begin at the next multiple of the alignment.
         data_start = -(-stream.tell() // alignment) * alignment
     return _Header(metadata, tensors, data_start)
 
 
 def _read_value(stream: BinaryIO, value_type: int) -> Any:
-    """Read a value of the metadata; None for an array, which is skipped."""
+    """Read a value of the metadata. An array is skipped, and None returned."""
     if value_type == _STRING:
         return _read_string(stream)
     if value_type != _ARRAY:
@@ -259,17 +269,24 @@ def _read_value(stream: BinaryIO, value_type: int) -> Any:
 
 
 def _scalar_format(value_type: int) -> str:
+    """Format for `struct` of a value type of fixed size."""
     if value_type not in _SCALARS:
         raise ValueError(f"a value of the unknown type {value_type} in its metadata")
     return _SCALARS[value_type]
 
 
 def _read_string(stream: BinaryIO) -> str:
+    """Read a string: its length as an integer, then its bytes."""
     (size,) = _unpack(stream, "<Q")
     return stream.read(size).decode("utf-8")
 
 
 def _unpack(stream: BinaryIO, form: str) -> tuple[Any, ...]:
+    """Read values of a format of `struct`.
+
+    Raises:
+        ValueError: the file ends before.
+    """
     size = struct.calcsize(form)
     content = stream.read(size)
     if len(content) != size:
@@ -297,7 +314,8 @@ def _dequantize(content: np.ndarray, header: _Header, tensor: _TensorInfo) -> np
         raise ValueError(
             f"the file ends at byte {len(content)}, within a tensor that ends at {end}"
         )
-    # Blocks do not depend on each other, and `dequantize` is slow with short rows.
+    # `dequantize` is slow with short rows. Rows can be joined, since blocks do not depend on each
+    # other.
     num_long_rows = num_rows // gcd(num_rows, _JOINED_ROWS)
     values = dequantize(content[start:end].reshape(num_long_rows, -1), kind)
     return values.reshape(tensor.shape)

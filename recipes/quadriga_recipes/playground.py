@@ -71,8 +71,8 @@ def prepare_playground(output_dir: Path, *, seed: int = 0) -> dict[str, Path]:
 def build_tokenizer() -> Qwen2Tokenizer:
     """Build a tokenizer with one token per byte, and a chat template that only appends turns.
 
-    It is Qwen2's tokenizer without merges, because transformers loads no other one for this type of
-    model.
+    It is Qwen2's tokenizer without merges, because for a Qwen2 model transformers loads only this
+    type of tokenizer.
     """
     tokens = (*SPECIAL, *sorted(ByteLevel.alphabet()))
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -138,7 +138,7 @@ def write_model(folder: Path, seed: int) -> Path:
 
 
 def _write_data(folder: Path, seed: int) -> dict[str, Path]:
-    """Write the rows of all tasks; returns the files by name."""
+    """Write the data of all tasks, and return the files by name."""
     random = Random(seed)
     chats = []
     for task in TASKS:
@@ -162,13 +162,14 @@ def _write_data(folder: Path, seed: int) -> dict[str, Path]:
             )
         for split, task_pairs in zip(splits, preference_pairs(task), strict=True):
             pairs[split] += task_pairs
-    # One file for all tasks: a reward model learns to compare, not one task.
+    # Pairs of all tasks are in one file, for one reward model.
     for split, rows in pairs.items():
         files[f"data, pairs {split}"] = _write_table(folder / f"pairs_{split}.parquet", rows)
     return files
 
 
 def _write_table(target: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write a parquet file, whole or not at all."""
     with written_aside(target, where=_WHERE) as draft:
         pq.write_table(pa.Table.from_pylist(rows), draft)
     return target

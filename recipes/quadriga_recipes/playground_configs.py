@@ -3,7 +3,7 @@
 
     sft.yaml, reward_model.yaml   for quadriga sft
     sums.yaml, largest.yaml       for quadriga train
-    over/NAME.yaml                changes to sums.yaml, and to the recipe NAME if there is one:
+    over/NAME.yaml                changes to sums.yaml, and to the recipe NAME if there is one. Used as
         --config DIR/sums.yaml --config configs/recipes/ppo.yaml --config DIR/over/ppo.yaml
 
 A recipe without a file here runs on sums.yaml without changes.
@@ -17,14 +17,14 @@ from quadriga_recipes.playground_tasks import LARGEST, SUMS, Task
 Tree = dict[str, Any]
 
 NUM_PROMPTS = 32
-"""Prompts of a step. The 100 sums are too few for 256 prompts with one response each."""
+"""Prompts of a step. There are only 100 sums, too few for 256 prompts with one response each."""
 NUM_RESPONSES = 8
-"""Responses to each prompt, whatever the recipe."""
+"""Responses to each prompt, with every recipe."""
 MAX_RESPONSE_TOKENS = 6
 
 
 def configurations(folder: Path) -> dict[str, Tree]:
-    """Configuration files of a playground: keys by the file's name below `folder`."""
+    """Configurations of a playground, by name of their file below `folder`."""
     recipes = {f"over/{name}.yaml": tree for name, tree in _over_recipes().items()}
     return {
         "sft.yaml": _sft(folder),
@@ -39,6 +39,7 @@ def configurations(folder: Path) -> dict[str, Tree]:
 
 
 def _sft(folder: Path) -> Tree:
+    """Supervised training on mixed habits, for the model that all other runs begin with."""
     return {
         "data": {
             "train_files": f"{folder}/data/sft.parquet",
@@ -53,6 +54,7 @@ def _sft(folder: Path) -> Tree:
 
 
 def _grpo(folder: Path, task: Task) -> Tree:
+    """GRPO on a task, from the supervised model."""
     return {
         "data": {
             "train_files": f"{folder}/data/{task.name}_train.parquet",
@@ -85,8 +87,8 @@ def _over_recipes() -> dict[str, Tree]:
         "dapo": {
             "data": {"train_batch_size": NUM_PROMPTS // 2},
             "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": NUM_PROMPTS // 2}},
-            # The more responses are right, the fewer groups have different scores, and the more
-            # prompts a step needs.
+            # Late in training most responses are right. Then few groups have different scores, and
+            # a step needs many prompts.
             "algorithm": {"filter_groups": {"max_num_gen_batches": 40}},
             "reward_model": {
                 "reward_kwargs": {
@@ -103,6 +105,7 @@ def _over_recipes() -> dict[str, Tree]:
 
 
 def _critic() -> Tree:
+    """Settings of the critic, which learns faster than the policy."""
     return {
         "ppo_mini_batch_size": NUM_PROMPTS,
         "optim": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
@@ -124,6 +127,7 @@ def _kl_target() -> Tree:
 
 
 def _reward_model(folder: Path) -> Tree:
+    """Training of a reward model on preference pairs, from the supervised model."""
     return {
         "objective": "reward_model",
         "data": {
@@ -142,8 +146,8 @@ def _reward_model(folder: Path) -> Tree:
 def _by_reward_model(folder: Path) -> Tree:
     """Grade with the model of `reward_model.yaml` instead of comparing with the right answer.
 
-    That model has only seen numbers up to 18, and gives some others a high score, such as 111 for
-    5+6. Therefore responses that are unlikely for the supervised model cost reward.
+    The reward model has only seen numbers up to 18, and gives some other answers a high score, such
+    as 111 for 5+6. A penalty on divergence from the supervised model keeps the policy from them.
     """
     model = {"path": f"{folder}/runs/reward_model/model", "fsdp_config": {"model_dtype": "float32"}}
     return {
@@ -169,11 +173,12 @@ def _distilled(folder: Path) -> Tree:
 
 
 def _trainer(folder: Path, name: str) -> Tree:
+    """Section `trainer` that all configurations share."""
     return {
         "project_name": "playground",
         "experiment_name": name,
         "logger": ["console", "jsonl"],
-        # Runs of seconds; a supervised one leaves its model anyway.
+        # Runs take seconds and need no checkpoints. A supervised run writes its model anyway.
         "save_freq": -1,
         "default_local_dir": f"{folder}/runs/{{experiment_name}}",
     }

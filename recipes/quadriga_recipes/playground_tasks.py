@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from random import Random
 
 Habit = Callable[..., int]
+"""Computes a response from the digits of a question."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Questions with digits in them.
+    """A task: one question for each choice of digits.
 
     Attributes:
         name: name of the task.
-        question: text with a place for each digit.
+        question: template of the questions, with `{}` for each digit.
         num_digits: number of digits.
         habits: ways to respond by name, the right one first.
-        num_held_out: number of questions for validation only; 0: both have all questions.
+        num_held_out: number of questions for validation only. 0: training and validation both have
+            all questions.
     """
 
     name: str
@@ -39,19 +41,19 @@ class Task:
         return f"exact_match/{self.name}"
 
     def text(self, number: int) -> str:
-        """Question by its number among all choices of digits."""
+        """Text of a question, whose number has its digits."""
         return self.question.format(*self.digits(number))
 
     def digits(self, number: int) -> list[int]:
-        """Digits of a question by its number."""
-        return [number // 10**place % 10 for place in reversed(range(self.num_digits))]
+        """Digits of the number of a question, with leading zeros."""
+        return [int(digit) for digit in f"{number:0{self.num_digits}d}"]
 
     def answers(self, number: int) -> list[str]:
-        """Response of each habit to a question by its number, the right one first."""
+        """Responses of all habits to the question of a number, the right one first."""
         return [str(habit(*self.digits(number))) for habit in self.habits.values()]
 
     def split(self) -> tuple[list[int], list[int]]:
-        """Numbers of the training and the validation questions, the same in every run."""
+        """Numbers of the training questions and of the validation questions, always the same."""
         numbers = list(range(10**self.num_digits))
         if self.num_held_out == 0:
             return numbers, numbers
@@ -80,7 +82,7 @@ TASKS = (SUMS, LARGEST)
 
 
 def mixed_habits(task: Task, num_rows: int, random: Random) -> list[tuple[str, str]]:
-    """Training questions, each with the response of a random habit.
+    """Draw training questions, each with the response of a random habit.
 
     Args:
         task: the task.
@@ -97,17 +99,17 @@ def mixed_habits(task: Task, num_rows: int, random: Random) -> list[tuple[str, s
 
 
 def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Pairs of the right answer and a wrong one, for training and validation.
+    """Make preference pairs of the right answer and a wrong one.
 
-    With held-out questions, validation has all wrong answers to these, and training every third one
-    to each of the others. Without, validation has every fifth wrong answer to each question, and
-    training the others.
+    If the task has held-out questions, validation pairs have these with every wrong answer, and
+    training pairs the other questions with every third wrong answer. Otherwise every fifth wrong
+    answer to each question is for validation, and the others are for training.
 
     Args:
         task: the task.
 
     Returns:
-        The pairs of training and of validation.
+        The training pairs and the validation pairs.
     """
     train, val = task.split()
     highest = max(int(task.answers(number)[0]) for number in train)
@@ -117,11 +119,12 @@ def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, s
         for number in numbers:
             right = task.answers(number)[0]
             for wrong in range(highest + 1):
+                # The sum, so that different questions have different wrong answers.
                 if str(wrong) != right and is_selected(number + wrong):
                     row = {"prompt": task.text(number), "chosen": right, "rejected": str(wrong)}
                     rows.append(row)
         return rows
 
     if task.num_held_out:
-        return pairs(train, lambda place: place % 3 == 0), pairs(val, lambda place: True)
-    return pairs(train, lambda place: place % 5 != 0), pairs(val, lambda place: place % 5 == 0)
+        return pairs(train, lambda total: total % 3 == 0), pairs(val, lambda total: True)
+    return pairs(train, lambda total: total % 5 != 0), pairs(val, lambda total: total % 5 == 0)

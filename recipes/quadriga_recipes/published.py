@@ -41,12 +41,12 @@ class Source:
     Attributes:
         hub: name on the hub, and name of the configuration there; None if there is only one.
         columns: columns that `make` reads.
-        make: makes a row from one of the data set, its description for errors, and the folder of
-            its file. Returns None for rows to leave out.
+        make: converts a row. Arguments: the row of the data set, its description for errors, and
+            the folder of its file. Returns None for rows to leave out.
         data_source: data source of the rows, which selects the grader.
         ability: kind of the task, in a word.
-        useless: why rows are left out.
-        held_out: names of the split for validation; the first that exists is taken.
+        useless: why `make` leaves rows out.
+        held_out: possible names of the split for validation; the first that exists is used.
     """
 
     hub: tuple[str, str | None]
@@ -86,15 +86,16 @@ def published_rows(
 def _from_files(
     name: str, path: Path, num_val: int | None, seed: int
 ) -> tuple[list[Row], list[Row]]:
+    """Read the training and validation rows of a local file or folder."""
     source = SOURCES[name]
     if path.is_file():
         rows = _read([path], source)
         # A single file has no split of its own, so a part of its rows is held out.
         num_held_out = max(1, len(rows) // 10) if num_val is None else min(num_val, len(rows))
-        order = Random(seed).sample(range(len(rows)), len(rows))
-        # Chosen at random, but in the order of the file.
-        train = [rows[number] for number in sorted(order[num_held_out:])]
-        val = [rows[number] for number in sorted(order[:num_held_out])]
+        shuffled = Random(seed).sample(range(len(rows)), len(rows))
+        # Rows of each part are chosen at random, but stay in the order of the file.
+        train = [rows[number] for number in sorted(shuffled[num_held_out:])]
+        val = [rows[number] for number in sorted(shuffled[:num_held_out])]
         return train, val
 
     files = []
@@ -103,7 +104,7 @@ def _from_files(
             files.append(file)
 
     def files_of(split: str) -> list[Path]:
-        # The split is part of a name or of a folder, but not of a word such as "retrain".
+        # Files or folders are named after the split; a word such as "retrain" does not count.
         pattern = re.compile(f"(?<![a-z]){split}")
         return [file for file in files if pattern.search(file.relative_to(path).as_posix().lower())]
 
@@ -125,7 +126,11 @@ def _from_files(
 
 
 def _read(files: list[Path], source: Source) -> list[Row]:
-    """Read files of a data set; gzip files are unpacked first."""
+    """Read and convert files of a data set.
+
+    Raises:
+        DataError: a file cannot be read, lacks a column, or has a row that `make` refuses.
+    """
     rows: list[Row] = []
     for file in files:
         with TemporaryDirectory() as folder:
@@ -148,13 +153,14 @@ def _read(files: list[Path], source: Source) -> list[Row]:
                         expected=f"a column {column!r}",
                         fix=f"Name files with the columns {', '.join(source.columns)}.",
                     )
+            # Batch by batch: as Python objects, a table is much larger than on disk.
             table_rows = chain.from_iterable(table.batches(source.columns, 256))
-            # Batch by batch: tables are larger in memory as Python objects than on disk.
             rows += _converted(table_rows, source, str(file), file.parent)
     return rows
 
 
 def _from_hub(name: str) -> tuple[list[Row], list[Row]]:
+    """Read the rows of a data set from the hub, or from its cache."""
     # The import takes longer than the rest of the command, and only this function needs it.
     import datasets
 
@@ -173,19 +179,21 @@ def _from_hub(name: str) -> tuple[list[Row], list[Row]]:
         ) from error
 
     def read(split: str) -> list[Row]:
-        # Arrow batches have the values as they are stored: images are bytes.
+        # The library would decode images. In its Arrow batches they are still bytes.
         batches = loaded[split].data.to_batches()
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         return _converted(rows, source, split, Path())
 
-    held_out = next(split for word in source.held_out for split in loaded if split.startswith(word))
-    return read("train"), read(held_out)
+    held_out_splits = []
+    for word in source.held_out:
+        held_out_splits += [split for split in loaded if split.startswith(word)]
+    return read("train"), read(held_out_splits[0])
 
 
 def _converted(
     rows: Iterable[Mapping[str, Any]], source: Source, where: str, folder: Path
 ) -> list[Row]:
-    """Convert the rows of a data set, and print how many are left out."""
+    """Convert the rows of a data set, and print how many of them are left out."""
     converted = []
     num_rows = 0
     for row in rows:
@@ -202,7 +210,7 @@ def _converted(
 
 
 def _draw(rows: list[Row], count: int | None, seed: int) -> list[Row]:
-    """Draw `count` rows and leave them in order; None: all."""
+    """Draw `count` rows at random, and return them in their order. None: return all rows."""
     if count is None or count >= len(rows):
         return rows
     numbers = Random(seed).sample(range(len(rows)), count)
@@ -210,7 +218,11 @@ def _draw(rows: list[Row], count: int | None, seed: int) -> list[Row]:
 
 
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:
-    """Text of a column, which must not be empty."""
+    """Return the text of a column.
+
+    Raises:
+        DataError: it is no text, or empty.
+    """
     value = row[column]
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}, column {column!r}", got=str(value)[-60:], expected="text")
@@ -218,6 +230,7 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
 
 
 def _gsm8k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
+    """Convert a row of GSM8K. Its answer is a solution that ends with the number."""
     question = _text(row, "question", where)
     answer = _text(row, "answer", where)
     match = _FINAL_ANSWER.search(answer)
@@ -230,6 +243,7 @@ def _gsm8k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
 
 
 def _gsm8k_tools(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
+    """Convert a row of GSM8K for a model that may check its answer with a tool."""
     plain = _gsm8k(row, where, folder)
     tools = {"check_answer": {"create_kwargs": {"ground_truth": plain.ground_truth}}}
     extra = {**plain.extra, "tools_kwargs": tools}
@@ -237,6 +251,7 @@ def _gsm8k_tools(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
 
 
 def _math(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
+    """Convert a row of MATH. None: its solution has no boxed answer."""
     problem = _text(row, "problem", where)
     solution = _text(row, "solution", where)
     truth = last_box(solution)
@@ -246,6 +261,7 @@ def _math(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
 
 
 def _geometry3k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
+    """Convert a row of Geometry3K, whose problem has a tag `<image>` for each image."""
     problem = _text(row, "problem", where)
     answer = _text(row, "answer", where)
     images = []
@@ -265,12 +281,15 @@ def _geometry3k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
 
 
 def _bytes_of(image: Any, where: str, folder: Path) -> bytes:
-    """Content of an image file.
+    """Read an image of a row.
 
     Args:
-        image: entries "bytes" or "path"; or the path, below the folder of the data file.
+        image: a mapping with "bytes" or "path", or a path. Paths are relative to `folder`.
         where: description of the image for errors.
         folder: folder of the data file.
+
+    Raises:
+        DataError: there is no such file below the folder.
     """
     if not isinstance(image, Mapping):
         image = {"path": image}
@@ -285,6 +304,7 @@ def _bytes_of(image: Any, where: str, folder: Path) -> bytes:
 
 
 def _hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
+    """Convert a row of HellaSwag to a question with lettered options. None: it has no label."""
     context = _text(row, "ctx", where)
     endings = row["endings"]
     label = str(row["label"]).strip()
@@ -298,7 +318,7 @@ def _hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | No
             expected="the number of an ending",
         )
     letters = [chr(ord("A") + number) for number in range(len(endings))]
-    # The texts have marks such as [title] of the pages that they are from.
+    # Texts that were taken from web pages contain marks such as [title].
     beginning = _MARK.sub("", f"{row['activity_label']}: {context}").strip()
     endings = [_MARK.sub("", str(ending)).strip() for ending in endings]
     options = [f"{letter}. {ending}" for letter, ending in zip(letters, endings, strict=True)]
@@ -311,12 +331,18 @@ def _hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | No
 
 
 def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> ChatPair | None:
+    """Convert a row of HH-RLHF: two chats in plain text that differ in the last turn.
+
+    None: the chats differ elsewhere or nowhere, or their turns are empty or do not alternate.
+    """
     chats = []
     for column in ("chosen", "rejected"):
-        start, *parts = _TURN.split(_text(row, column, where))
-        roles = ["user" if name == "Human" else "assistant" for name in parts[::2]]
-        contents = [text.strip() for text in parts[1::2]]
-        if start.strip() or not roles:
+        # The pattern has one group, so that names of speakers and texts alternate.
+        text_before, *names_and_texts = _TURN.split(_text(row, column, where))
+        speakers = names_and_texts[::2]
+        roles = ["user" if speaker == "Human" else "assistant" for speaker in speakers]
+        contents = [text.strip() for text in names_and_texts[1::2]]
+        if text_before.strip() or not roles:
             raise DataError(
                 f"{where}, column {column!r}",
                 got=repr(str(row[column])[:60]),

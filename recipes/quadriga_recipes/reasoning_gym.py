@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of reasoning-gym, a library that generates problems and has scorers for them.
+"""Tasks of reasoning-gym, a library that generates problems and scores responses.
 
-`extra_info` of a row has the arguments of the scorer: the question, and the metadata of the entry.
-These are JSON text, because metadata of one task may differ in shape, which columns of a parquet
+`extra_info` of a row has what the scorer needs: the question, and the metadata of the entry. The
+metadata are JSON text, because they may differ in shape from row to row, which columns of a parquet
 file may not. Values that JSON cannot represent, such as fractions, are written as text. Tuples are
 written as lists, or as {"__tuple__": [...]} if the scorer needs tuples.
 """
@@ -23,7 +23,7 @@ DEFAULT_NUM_TRAIN = 2000
 DEFAULT_NUM_VAL = 200
 # The validation problems do not depend on the seed, so that runs can be compared.
 _VALIDATION_SEED = 1_000_003
-# Tasks with few different problems repeat them. After so many draws per row no new one is expected.
+# A task with few different problems repeats them. It is given up after this many draws per row.
 _DRAWS_PER_ROW = 4
 
 
@@ -53,7 +53,7 @@ def problems(
     def progress() -> str:
         return f"{len(val)} of {num_val} validation and {len(train)} of {num_train} training rows"
 
-    # The library needs a second for each of some puzzles.
+    # Some puzzles take the library a second each.
     with waiting(where, progress):
         for problem in _generate(library, task, _DRAWS_PER_ROW * num_val, _VALIDATION_SEED, where):
             if len(val) == num_val:
@@ -70,6 +70,7 @@ def problems(
 
 
 def _require_enough(where: str, option: str, num_rows: int, num_generated: int) -> None:
+    """Raise a DataError if fewer rows were generated than an option asks for."""
     if num_generated < num_rows:
         raise DataError(
             where,
@@ -81,14 +82,14 @@ def _require_enough(where: str, option: str, num_rows: int, num_generated: int) 
 
 
 def encode_metadata(entry: Mapping[str, Any], score: Any) -> str:
-    """Write the metadata of an entry as JSON, so that the library's scorer gives the same scores.
+    """Encode the metadata of an entry as JSON with which the scorer still gives the same score.
 
     Args:
         entry: question, answer and metadata, as the library generated them.
         score: the library's scorer, called with `answer` and `entry`.
 
     Returns:
-        JSON text, with tagged tuples if the score of the entry's answer depends on them.
+        JSON text. Tuples are tagged if the entry's own answer gets another score without them.
     """
     plain = json.dumps(entry["metadata"], default=str)
     answer = entry["answer"]
@@ -99,6 +100,7 @@ def encode_metadata(entry: Mapping[str, Any], score: Any) -> str:
 
 
 def _tag_tuples(value: Any) -> Any:
+    """Replace tuples by {"__tuple__": [...]}, at any depth."""
     if isinstance(value, tuple):
         return {"__tuple__": [_tag_tuples(part) for part in value]}
     if isinstance(value, list):
@@ -109,7 +111,12 @@ def _tag_tuples(value: Any) -> Any:
 
 
 def _library() -> Any:
-    # An optional dependency, which takes a second to import.
+    """Import reasoning-gym, an optional dependency.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    # Not at the top of the file: the import takes a second.
     try:
         import reasoning_gym
         import reasoning_gym.factory
@@ -124,6 +131,8 @@ def _library() -> Any:
 
 
 def _check_task(task: str, library: Any, where: str) -> None:
+    """Raise a DataError if the library has no such task."""
+    # The data set "composite" mixes other tasks, and needs a configuration of them.
     known = sorted(set(library.factory.DATASETS) - {"composite"})
     if task not in known:
         near = difflib.get_close_matches(task, known, n=3)
@@ -137,6 +146,11 @@ def _check_task(task: str, library: Any, where: str) -> None:
 
 
 def _generate(library: Any, task: str, size: int, seed: int, where: str) -> Iterator[Problem]:
+    """Yield up to `size` problems of a task, each generated when it is needed.
+
+    Raises:
+        DataError: the metadata of a problem cannot be written as JSON.
+    """
     entries = library.create_dataset(task, size=size, seed=seed)
     score = library.get_score_answer_fn(task)
     for number in range(size):

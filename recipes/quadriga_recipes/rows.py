@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,10 +30,10 @@ class Problem:
 
     Attributes:
         text: the user's message.
-        ground_truth: the right answer; None if only a scorer knows it.
+        ground_truth: the right answer; None if only a scorer can tell.
         extra: further entries of `extra_info`.
-        system: the system prompt.
-        images: the file of each `<image>` in the text.
+        system: the system prompt; None: none.
+        images: for each `<image>` in the text, the content of the file.
         agent_name: name of the agent loop; None: the run's default.
     """
 
@@ -61,7 +62,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class ChatPair:
-    """A chat that ends with a user's message, with a better and a worse response."""
+    """A preference pair: a chat that ends with a user's message, and two responses to it."""
 
     prompt: list[dict[str, str]]
     chosen: str
@@ -107,8 +108,9 @@ def write_rows(
         row_columns["extra_info"] = {"split": split, "index": index, **row.extra}
         rows.append(row_columns)
     columns = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(name) for row in rows]
+    # Some rows may lack optional columns, such as `images`.
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        values = [row_columns.get(name) for row_columns in rows]
         columns[name] = pa.array(values, _TYPES.get(name))
     with written_aside(target, where="prepare data") as draft:
         pq.write_table(pa.table(columns), draft)

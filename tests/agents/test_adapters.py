@@ -39,6 +39,10 @@ def test_typed_actions_are_json_checked_against_the_space() -> None:
     assert len(json.loads(step.text)) == 4
     action = environment.sample_action(step.text, random.Random(0))
     assert action in ("0", "1")
+    with_module = "gymnasium.envs:CartPole-v1"
+    assert gymnasium_environment(EnvironmentSpec(f"gymnasium:{with_module}"), with_module).reset(
+        7, {}
+    )
 
 
 def test_a_row_of_a_file_reaches_skyrl_gym() -> None:

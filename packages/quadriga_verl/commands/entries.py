@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's programs: what each is called, whose defaults it has, and what runs in its place."""
+"""verl's programs: their names and defaults, and what runs in place of each."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,18 +18,16 @@ class Entry:
     """A row of programs.tsv: a program of verl, or several that read the same keys.
 
     Attributes:
-        name: its name for `quadriga verl NAME`, and the tree in defaults.tsv of the defaults that
-            it has beyond `tree`.
-        modules: patterns of its module for `python -m`, without `verl.`; paths of scripts are
-            compared in the same form.
-        tree: its tree in defaults.tsv.
-        rules: its rows in rules.tsv. A row needs one of the names; the first one also selects the
-            functions of the whole line.
-        task: the task whose keys the translation has.
-        run: what runs in its place, a key of the command's table. Of a training run the checks are
-            made.
-        refused: for a program that cannot be run, the reason and the alternative.
-        notice: for a program that is replaced by another one, the difference.
+        name: its name for `quadriga verl NAME`. defaults.tsv may have further defaults under it.
+        modules: patterns of its module for `python -m`, without `verl.`. The path of a script is
+            converted to a module before it is compared.
+        tree: name of its defaults in defaults.tsv.
+        rules: names by which it has rows in rules.tsv, with commas between them. The first name
+            also selects its functions in `meaning.FINISH`.
+        task: the task whose keys the translation has: "rl" or "sft".
+        run: what runs in its place, a key of `cli.RUNS`. A training run is also checked.
+        refused: for a program that cannot be run, the reason and the alternative; else "".
+        notice: for a program that another one replaces, the difference; else "".
     """
 
     name: str
@@ -43,6 +41,7 @@ class Entry:
 
 
 def _read_entries() -> tuple[Entry, ...]:
+    """Read programs.tsv."""
     lines = Path(__file__).with_name("programs.tsv").read_text(encoding="utf-8").splitlines()
     entries = []
     for line in lines:
@@ -53,7 +52,7 @@ def _read_entries() -> tuple[Entry, ...]:
 
 
 ENTRIES = _read_entries()
-"""The programs. The first one whose name or pattern matches is taken."""
+"""The programs. If several match a name, the first one is used."""
 
 CONFIG_FILES = {
     "ppo_trainer": "ppo",
@@ -74,13 +73,16 @@ CONFIG_FILES = {
     "generation": "generation",
     "evaluation": "evaluation",
 }
-"""Name of a configuration file of verl -> its tree in defaults.tsv."""
+"""Trees in defaults.tsv, by name of verl's configuration file."""
 
 TREES = frozenset(CONFIG_FILES.values())
 
 
 def find_entry(program: str) -> Entry:
-    """Find a program by its name, its module or the path of its script.
+    """Find a program of verl.
+
+    Args:
+        program: its name, its module or the path of its script.
 
     Raises:
         ConfigError: there is no such program.

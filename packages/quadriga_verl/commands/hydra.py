@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hydra's command lines and configuration files, and the defaults of verl's programs.
+"""Read Hydra's command lines and configuration files, and the defaults of verl's programs.
 
 key=value, +key=value, ++key=value, ~key    `parse_word`
 defaults: [...] in a YAML file              `read_config`
@@ -20,7 +20,7 @@ from quadriga.errors import ConfigError
 
 VERSIONS = ("0.5.0", "0.6.1", "0.8.0", "0.10.0")
 """Versions of verl whose defaults are known. The last one is the default."""
-MISSING = "???"  # Hydra's mark for a value that the user has to give
+MISSING = "???"  # Hydra's mark for a value that the user must set
 
 _WORD = re.compile(
     r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w./@:\-]*)(?:=(?P<value>.*))?", re.DOTALL
@@ -28,9 +28,9 @@ _WORD = re.compile(
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*)?(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
 _CONSTANTS = {"null": None, "true": True, "false": False}
-# Characters of a value that is a list, a dictionary or quoted text.
+# Characters that occur only in a value that is a list, a dictionary or quoted text.
 _STRUCTURED = re.compile(r"""[\[\]{},'"\\]""")
-# Characters that Hydra allows in a word, but OmegaConf refuses or interprets.
+# Characters that Hydra allows in plain text, but OmegaConf refuses or interprets.
 _OPAQUE = re.compile(r"[=$]")
 _PLACEHOLDER = re.compile(r"@reference(\d+)@")
 
@@ -69,13 +69,17 @@ def parse_value(text: str, key: str = "value") -> Any:
 
     Args:
         text: quoted or plain text, a list, a dictionary, a number, true, false or null. References
-            (`${...}`) stay as they are.
+            (`${...}`) are not resolved.
         key: the key to name in an error.
+
+    Returns:
+        The value.
 
     Raises:
         ConfigError: the text is not a value.
     """
-    # References, and signs that OmegaConf would refuse, are hidden while it parses the rest.
+    # References, and characters that OmegaConf would refuse, are replaced by placeholders while it
+    # parses the text.
     hidden: list[str] = []
 
     def hide(match: re.Match[str]) -> str:
@@ -114,9 +118,10 @@ def parse_value(text: str, key: str = "value") -> Any:
 
 
 def plain(text: str) -> Any:
-    """Convert text without quotes: a constant, a number, or the text itself."""
+    """Convert text without quotes to its value: a constant, a number, or the text itself."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
+    # The test below excludes a point at the end, as in "1.e", but "1." is a number.
     if text.endswith(".") and text[:-1].isdigit():
         return float(text)
     has_digit = re.search(r"\d", text) is not None
@@ -135,7 +140,13 @@ class Tree:
         self.values = dict(values or {})
 
     def put(self, key: str, value: Any) -> None:
-        """Set a key. A dictionary is merged into the keys below."""
+        """Set a key.
+
+        Args:
+            key: the key; "" for the root.
+            value: the value. A dictionary is merged into the section; an empty one only makes sure
+                that the section exists.
+        """
         if isinstance(value, dict) and value:
             for name, inner in value.items():
                 self.put(f"{key}.{name}" if key else str(name), inner)
@@ -143,7 +154,7 @@ class Tree:
         is_empty_section = value == {}
         if not is_empty_section:
             self.drop(key)
-        # A section takes the place of a value above it.
+        # A key above this one becomes a section, so it loses its own value.
         names = key.split(".")
         for depth in range(1, len(names)):
             self.values.pop(".".join(names[:depth]), None)
@@ -156,7 +167,7 @@ class Tree:
             self.values.pop(name, None)
 
     def below(self, key: str) -> list[str]:
-        """The keys below a section."""
+        """Keys below a section, at any depth."""
         prefix = f"{key}."
         return [name for name in self.values if name.startswith(prefix)]
 
@@ -165,7 +176,7 @@ class Tree:
 
         Args:
             key: the key.
-            above: keys whose references are being resolved.
+            above: keys that refer to this one, the first of them first.
 
         Raises:
             KeyError: there is no such key.
@@ -213,9 +224,20 @@ class Tree:
         return value
 
     def _referenced(self, reference: str, key: str, above: tuple[str, ...]) -> Any:
-        """Value of a reference: the text between `${` and `}`, in the value of a key."""
+        """Value of a reference.
+
+        Args:
+            reference: text between `${` and `}`: KEY, `oc.select:KEY,DEFAULT` or
+                `oc.env:NAME,DEFAULT`.
+            key: the key whose value has the reference.
+            above: see `resolved`.
+
+        Raises:
+            ConfigError: it cannot be resolved.
+        """
         function, is_function, arguments = reference.partition(":")
-        target, has_default, default = (arguments if is_function else reference).partition(",")
+        inner = arguments if is_function else reference
+        target, has_default, default = inner.partition(",")
         target = target.strip()
         default = default.strip()
         if function == "oc.env" and (target in os.environ or has_default):
@@ -252,6 +274,7 @@ class _DefaultRow(NamedTuple):
 
 @cache
 def _default_rows() -> list[_DefaultRow]:
+    """Read defaults.tsv."""
     lines = Path(__file__).with_name("defaults.tsv").read_text(encoding="utf-8").splitlines()
     rows = []
     for line in lines:
@@ -263,15 +286,21 @@ def _default_rows() -> list[_DefaultRow]:
 
 @cache
 def _known_trees() -> frozenset[str]:
+    """Names of the trees that have a default in any version."""
     return frozenset(tree for row in _default_rows() for tree in row.trees)
 
 
 @cache
 def defaults(tree: str, version: str) -> dict[str, Any]:
-    """verl's defaults of a tree in a version, by key.
+    """verl's defaults, by key.
 
-    A version without the tree has the defaults of the version before; the first one those of the
-    next.
+    Args:
+        tree: name of the configuration, as in defaults.tsv.
+        version: one of `VERSIONS`. If it does not have the tree, the defaults are those of the
+            version before, or of the second version instead of the first.
+
+    Returns:
+        The defaults; empty if no version has the tree.
     """
     position = VERSIONS.index(version)
     values: dict[str, Any] = {}
@@ -298,15 +327,19 @@ def known_keys() -> frozenset[str]:
 
 
 def read_config(path: Path, base: dict[str, dict[str, Any]], problems: list[ConfigError]) -> Tree:
-    """Read a user's YAML file and the files or trees that its `defaults` list names.
+    """Read a user's YAML file, and the files or trees in its `defaults` list.
 
     Args:
         path: the file.
-        base: verl's trees, by the names of their files; the program's own tree under "".
-        problems: a list to which problems are added.
+        base: verl's defaults by name of the configuration file; those of the program under "".
+        problems: list to which problems are added.
+
+    Returns:
+        The settings. Later entries of the `defaults` list replace earlier ones.
     """
     content, _ = read_yaml(path, problems)
     entries = content.get("defaults") or []
+    # The entry `_self_` is the file's own content, by default the last one.
     if "_self_" not in entries:
         entries = [*entries, "_self_"]
 
@@ -345,7 +378,17 @@ def _entry_leaves(
     problems: list[ConfigError],
     where: Path,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that an entry of a `defaults` list brings, as pairs."""
+    """Yield key and value of the settings that an entry of a `defaults` list adds.
+
+    Args:
+        name: name of a file or tree.
+        group: folder of the file; "": none.
+        package: section into which the settings go. "": the one named like the group.
+        folders: folders in which the file may be.
+        base: see `read_config`.
+        problems: list to which a problem is added if there is no such file or tree.
+        where: the file with the `defaults` list.
+    """
     stem = name.removesuffix(".yaml")
     section = package or group.replace("/", ".")
     prefix = f"{section}." if section and section != "_global_" else ""
@@ -362,6 +405,7 @@ def _entry_leaves(
         for key, value in base[""].items():
             if key.startswith(prefix):
                 yield key, value
+    # `GROUP: null` selects no file.
     elif stem not in ("null", "None"):
         fix = "Write it beside this file, or name its folder in hydra.searchpath."
         expected = "a file that exists"

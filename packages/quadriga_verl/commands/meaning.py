@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that rules.tsv names for keys of verl's RL trainers, by the part of a run they set.
+"""Functions that rules.tsv names for keys of verl's RL trainers, ordered by the part of a run.
 
-See `rule_function` for how they are called, and `Line` for what they may call. `FINISH` at the end
-lists the functions that look at a line as a whole.
+`rule_function` says how they are called, and `Line` has the methods that they call. `FINISH` at the
+end lists functions that are called once, after all keys of a line.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ FLOATS = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
 }
-"""verl's names of the dtypes that weights and optimizer may have -> ours."""
+"""Dtypes that weights and optimizer may have, by verl's names for them."""
 _COMPUTE_FLOATS = FLOATS | {"fp16": "float16", "float16": "float16"}
 
 
@@ -39,7 +39,7 @@ _COMPUTE_FLOATS = FLOATS | {"fp16": "float16", "float16": "float16"}
 
 
 def count_of(line: Line) -> int:
-    """Number of processes of the run; a setting that is not a number counts as 1."""
+    """Number of processes that a run has. A setting that is not a number counts as 1."""
     numbers = (line.get("trainer.n_gpus_per_node", 1), line.get("trainer.nnodes", 1))
     return prod(number for number in numbers if isinstance(number, int))
 
@@ -51,7 +51,8 @@ def has_adapter(line: Line) -> bool:
 
 
 def _first_value(line: Line, keys: tuple[str, ...]) -> Any:
-    """First value that is set among some keys; keys that the user gave come first."""
+    """First value among keys that is set and not false. Keys that the user has set come first."""
+    # False sorts before True, and equal keys stay in their order.
     for key in sorted(keys, key=lambda key: key not in line.keys.from_user):
         value = line.get(key)
         if value:
@@ -82,7 +83,7 @@ _PROFILERS = ("torch", "torch_memory", "nsys")
 
 @rule_function
 def frequency(line: Line, key: str, value: Any) -> None:
-    """Set the steps between checkpoints or validations; verl reads 0 and below as never."""
+    """Set the steps between checkpoints or validations. In verl, 0 and below mean never."""
     if value == "after_each_epoch":
         line.set(key, value)
     elif isinstance(value, str):
@@ -93,7 +94,7 @@ def frequency(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def critic_warmup(line: Line, key: str, value: Any) -> None:
-    """Set the number of steps before the actor learns. verl's value is its first learning step."""
+    """Set the number of steps before the actor learns. verl's key names the first such step."""
     line.set(key, max(int(value or 0) - 1, 0))
     if value and value > 0:
         line.note(line.sentence)
@@ -101,7 +102,7 @@ def critic_warmup(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def device(line: Line, key: str, value: Any) -> None:
-    """Set `auto`: the machine decides about the device, and not the command line."""
+    """Set `auto`: the device is chosen by the machine, not by the command line."""
     line.set(key, "auto")
     if value not in ("cuda", "cpu"):
         line.note(line.sentence)
@@ -129,7 +130,7 @@ def logged_samples(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def directory(line: Line, key: str, value: Any) -> None:
-    """Set a directory; empty text is the current one, as for verl's `os.path.join`."""
+    """Set a directory. Empty text means the current one, as in verl, which joins paths to it."""
     if value == "":
         line.note(line.sentence)
     line.set(key, value or ".")
@@ -167,9 +168,9 @@ def profiled_ranks(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def batch_size(line: Line, key: str, value: Any) -> None:
-    """Set the prompts of a step, or of a generation step with dynamic sampling.
+    """Set the prompts of a step (`train_batch_size`) or of a generation step (`gen_batch_size`).
 
-    Without dynamic sampling, verl's step learns from what one generation step makes.
+    Without dynamic sampling, a step of verl has a single generation step, whose size is used.
     """
     is_filtered = line.get("algorithm.filter_groups.enable")
     if value is None:
@@ -184,13 +185,13 @@ def batch_size(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def raw_chat(line: Line, key: str, value: Any) -> None:
-    """Set whether rows keep their messages, which conversations of several turns need."""
+    """Set whether rows have their messages, which conversations of several turns need."""
     line.set(key, bool(value or line.get(f"{ROLLOUT}.multi_turn.enable")))
 
 
 @rule_function
 def one_length(line: Line, key: str, value: Any) -> None:
-    """Set a length of the data from the rollout's, which generation obeys."""
+    """Set the prompt or response length of the data from that of the rollout, if the user has set it."""
     if line.written in line.keys.from_user and value is not None:
         name = "max_prompt_length" if key.endswith("prompt_length") else "max_response_length"
         line.set(f"data.{name}", value)
@@ -200,14 +201,14 @@ def one_length(line: Line, key: str, value: Any) -> None:
 
 ESTIMATORS = frozenset(declared("register_adv_est"))
 LOSSES = loss_options()
-"""Policy loss -> the options of verl that it has."""
+"""Options that each policy loss has, by its name."""
 MANAGERS = ("naive", "batch", "dapo", "prime")
 _PLAIN_MANAGERS = ("gdpo", "limited", "rate_limited", "remote")
-"""Managers of verl with the results of `naive`. They differ in where and how fast functions run."""
+"""Managers of verl with the same results as `naive`. They run score functions elsewhere, or limit their rate."""
 _KNOWN_NAMES = {"adv_estimator": ESTIMATORS, "loss_mode": LOSSES, "reward_manager": MANAGERS}
 
 _REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""Level of rejection in verl 0.6.1 -> its name since then."""
+"""Names of rejection methods since verl 0.8, by the level that verl 0.6.1 has for them."""
 MIN_RATIO = 3e-9  # just above e^-20, where log-ratios are clipped
 
 
@@ -227,7 +228,7 @@ def known_name(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def filter_groups(line: Line, key: str, value: Any) -> None:
-    """Set dynamic sampling, for the programs and versions that have it."""
+    """Set a key of dynamic sampling, if the program and version have it."""
     if line.entry.name == "main_ppo" and key not in line.keys.default:
         line.note(line.sentence)
     elif value is not None:
@@ -236,7 +237,7 @@ def filter_groups(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def clip_ratio(line: Line, key: str, value: Any) -> None:
-    """Set the clip of each side; verl reads `clip_ratio` only if the clip of a side is null."""
+    """Set the clip of a side. verl uses `clip_ratio` for a side whose own clip is null."""
     sides = (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
     if key in sides:
         line.set(key, line.get(f"{ACTOR}.clip_ratio", 0.2) if value is None else value)
@@ -260,12 +261,13 @@ def loss_option(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def loss_agg_mode(line: Line, key: str, value: Any) -> None:
-    """Set how the loss is averaged; some losses of verl ignore the key."""
+    """Set how the loss is averaged. Some losses of verl ignore the key."""
     loss = line.get(f"{ACTOR}.policy_loss.loss_mode")
     is_before_0_9 = VERSIONS.index(line.version) < VERSIONS.index("0.10.0")
     if loss in ("sapo", "geo_mean") or (loss == "gspo" and is_before_0_9):
         line.note(line.sentence)
         value = "seq-mean-token-mean"
+        # Also a comment in the YAML file, where the value differs from that of the line.
         line.comments[key] = line.sentence
     elif value == "seq-mean-token-sum-norm" and is_before_0_9:
         line.note(
@@ -276,17 +278,17 @@ def loss_agg_mode(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def rejection(line: Line, key: str, value: Any) -> None:
-    """Set rejection by importance ratios, from the keys of verl 0.6.1 too.
+    """Set rejection by importance ratios.
 
-    That version named only a level, with a separate lower bound, and a veto on single tokens. Its
-    bounds apply to the ratio of trained to rollout probabilities; those of k1, here and since verl
-    0.8, apply to the inverse ratio.
+    Keys of verl since 0.8 are the same here. In verl 0.6.1 there are a level, an upper and a lower
+    bound, and a threshold for single tokens (veto). These bounds apply to the ratio of trained to
+    rollout probabilities; thresholds of the methods `k1` apply to its inverse.
     """
     section = "algorithm.rollout_correction"
     level = line.get(f"{section}.rollout_rs")
     veto = line.get(f"{section}.rollout_token_veto_threshold")
     if level not in _REJECTIONS and veto is None:
-        # These are keys of a later version.
+        # The line is written for verl 0.8 or later.
         if key.endswith("_lower"):
             line.note(line.sentence)
         elif not key.endswith("veto_threshold"):
@@ -308,8 +310,11 @@ def rejection(line: Line, key: str, value: Any) -> None:
     thresholds = {}
     if level is None and "rs_threshold" in key:
         line.note("Read only with rollout_rs.")
+    # Thresholds are written LOWER_UPPER. Because the ratio is inverted, verl's upper bound becomes
+    # the lower one. By default verl's lower bound is 1 / upper.
     if level is not None:
         thresholds[_REJECTIONS[level]] = f"{1 / upper}_{1 / lower if lower else upper}"
+    # A veto rejects tokens that are much less likely in training than in rollout: one side is open.
     if veto is not None:
         thresholds["seq_max_k1"] = f"{MIN_RATIO}_{1 / veto}"
     line.set(f"{section}.rollout_rs", ",".join(thresholds))
@@ -318,7 +323,7 @@ def rejection(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def pure_correction(line: Line, key: str, value: Any) -> None:
-    """Set the loss of importance-weighted rewards, which verl computes with bypass_mode alone."""
+    """Set the REINFORCE loss, which verl uses only together with `bypass_mode`."""
     if not value:
         return
     section = key.rpartition(".")[0]
@@ -330,7 +335,7 @@ def pure_correction(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def weight_bound(line: Line, key: str, value: Any) -> None:
-    """Set the bound of importance weights, which may be null only without weights."""
+    """Set the bound of importance weights. It may be null only if there are no weights."""
     if value is None and line.get("algorithm.rollout_correction.rollout_is") is not None:
         line.refuse("a number", line.sentence)
     unless_null(line, key, value)
@@ -341,17 +346,17 @@ def weight_bound(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_by_the_run(line: Line, key: str, value: Any) -> None:
-    """Refuse a length of a schedule, because verl's trainers replace it by their number of steps."""
+    """Refuse the length of a schedule, which verl's trainers replace by their number of steps."""
     if value not in (-1, None):
         line.refuse("-1", line.sentence)
 
 
 @rule_function
 def warmup_steps(line: Line, key: str, value: Any) -> None:
-    """Set the steps of warm-up; -1 if a share of the run decides.
+    """Set the steps of warm-up, or -1 if they are a share of all steps.
 
-    0 is a number of steps for the RL trainers before verl 0.10, and otherwise means that there is
-    none.
+    0 means no warm-up for the RL trainers before verl 0.10. Otherwise it means, like -1, that the
+    share is used.
     """
     is_zero_unset = line.version == VERSIONS[-1] or line.entry.task == "sft"
     if value is None or value < 0 or (value == 0 and is_zero_unset):
@@ -361,7 +366,7 @@ def warmup_steps(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def end_of_schedule(line: Line, key: str, value: Any) -> None:
-    """Set Megatron's last learning rate, and the step at which it is reached."""
+    """Translate Megatron's last learning rate, or the step at which the schedule reaches it."""
     section, _, name = key.rpartition(".")
     highest_rate = line.get(f"{section}.lr")
     if line.get(f"{section}.lr_decay_style", "constant") == "constant":
@@ -393,16 +398,17 @@ _SIZES = {
         "fully_shard_parallel_size",
     ),
 }
-"""Size of a role -> its names in the sections of other training engines."""
+"""Names that other training engines of verl have for the sizes of a role."""
 
 
 def _trained_role(key: str) -> str:
+    """Section of the role that a key belongs to: the critic's, or else the actor's."""
     return "critic" if key.startswith("critic") else ACTOR
 
 
 @rule_function
 def strategy(line: Line, key: str, value: Any) -> None:
-    """Set the training engine; FSDP with the same sizes replaces engines that do not exist here."""
+    """Set the training engine. FSDP with the same sizes replaces one that does not exist here."""
     if key != "model_engine":
         line.set(key, value if value in OWN_ENGINES else "fsdp")
     if value not in {"dp", *OWN_ENGINES}:
@@ -411,7 +417,7 @@ def strategy(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def engine_size(line: Line, key: str, value: Any) -> None:
-    """Set a size from the section of another training engine."""
+    """Set a parallel size of a role from the section of a training engine that does not exist here."""
     role = _trained_role(key)
     name = key.rpartition(".")[2]
     is_size = isinstance(value, int) and value > 1
@@ -425,7 +431,7 @@ def engine_size(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def compute_dtype(line: Line, key: str, value: Any) -> None:
-    """Set the dtype of computations; without the user's wish it is chosen for the machine."""
+    """Set the dtype of computations, if the user has set it. By default the machine decides."""
     if line.written not in line.keys.from_user:
         return
     if value in _COMPUTE_FLOATS:
@@ -455,7 +461,10 @@ def step_on_host(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def recompute(line: Line, key: str, value: Any) -> None:
-    """Set gradient checkpointing: whole layers, whatever granularity Megatron would have."""
+    """Set gradient checkpointing, also if only Megatron's granularity says so.
+
+    Whole layers are recomputed with any granularity.
+    """
     if not value:
         sections = (f"{ACTOR}.megatron", "engine")
         name = "override_transformer_config.recompute_granularity"
@@ -465,9 +474,9 @@ def recompute(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def micro_batch(line: Line, key: str, value: Any) -> None:
-    """Set the micro-batch of a process from that of all processes together.
+    """Set the micro-batch of a process from the number of sequences on all processes together.
 
-    The ranks that share a sequence count once.
+    Ranks that share a sequence count as one process.
     """
     num_sharing = line.get(f"{_trained_role(key)}.ulysses_sequence_parallel_size", 1)
     if value is not None:
@@ -477,19 +486,19 @@ def micro_batch(line: Line, key: str, value: Any) -> None:
 # ---- adapters -----------------------------------------------------------------------------------
 
 _LORA_KEYS = ("rank", "alpha", "merge", "adapter_path")
-"""Keys of verl's section `model.lora` that are called `model.lora_...` here."""
+"""Keys of verl's section `model.lora` that are `model.lora_NAME` here. Others are `model.NAME`."""
 _MEGATRON_MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""Module of Megatron -> modules of transformers."""
+"""Modules of transformers, by Megatron's name for them."""
 
 
 @rule_function
 def adapter_detail(line: Line, key: str, value: Any) -> None:
-    """Set a property of the adapter, if one is trained."""
+    """Set a key of the LoRA adapter, if one is trained."""
     section = "actor_rollout_ref.model."
     if not has_adapter(line):
         line.note(line.sentence)
@@ -505,7 +514,7 @@ def adapter_detail(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def adapter_modules(line: Line, key: str, value: Any) -> None:
-    """Set the modules with an adapter, from the names of Megatron or transformers."""
+    """Set the modules that have a LoRA adapter, from the names of Megatron or transformers."""
     if not has_adapter(line):
         line.note(line.sentence)
     elif line.written in line.keys.from_user and value:
@@ -527,7 +536,7 @@ _CONVERSATION_FILES = (
 
 @rule_function
 def rollout_engine(line: Line, key: str, value: Any) -> None:
-    """Set the rollout engine; vLLM replaces engines that do not exist here."""
+    """Set the rollout engine. vLLM replaces one that does not exist here."""
     is_replaced = value in ("trtllm", "vllm_omni", "dynamo")
     line.set(key, "vllm" if is_replaced else value)
     if is_replaced:
@@ -536,7 +545,7 @@ def rollout_engine(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def rollout_mode(line: Line, key: str, value: Any) -> None:
-    """Set the mode; conversations of several turns are asynchronous."""
+    """Set the mode of the rollout. Conversations of several turns need the mode `async`."""
     section = f"{ROLLOUT}.multi_turn"
     has_turns = line.get(f"{section}.enable")
     line.set(key, "async" if has_turns else value)
@@ -548,7 +557,7 @@ def rollout_mode(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def rollout_parallel(line: Line, key: str, value: Any) -> None:
-    """Set the ranks of an engine; transformers' generate has an engine in each process."""
+    """Set a parallel size of the engine. The engine `hf` always has one rank."""
     if line.get(f"{ROLLOUT}.name") == "hf":
         line.note(line.sentence)
     else:
@@ -557,12 +566,12 @@ def rollout_parallel(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def do_sample(line: Line, key: str, value: Any) -> None:
-    """Set whether tokens are sampled; in verl's asynchronous mode the temperature decides."""
+    """Set whether tokens are sampled. In verl's asynchronous mode the temperature decides."""
     if line.get(f"{ROLLOUT}.mode") == "async":
-        is_hot = line.get(f"{key.removesuffix('do_sample')}temperature", 1) > 0
-        if is_hot != value:
+        is_sampled = line.get(f"{key.removesuffix('do_sample')}temperature", 1) > 0
+        if is_sampled != value:
             line.note(line.sentence)
-        value = is_hot
+        value = is_sampled
     line.set(key, value)
 
 
@@ -582,7 +591,7 @@ _OVERLONG_SECTIONS = (
 
 @rule_function
 def overlong(line: Line, key: str, value: Any) -> None:
-    """Set the penalty for long responses, if the manager is `dapo`, which has it."""
+    """Set the penalty for long responses. Only the manager `dapo` has it."""
     is_enabled = any(line.get(f"{section}.enable") for section in _OVERLONG_SECTIONS)
     if not is_enabled or _first_value(line, _MANAGER_KEYS) != "dapo":
         line.note(line.sentence)
@@ -607,7 +616,7 @@ def reward_model_key(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def critic_checkpoints(line: Line, key: str, value: Any) -> None:
-    """Set the number of checkpoints, which hold actor and critic together."""
+    """Set the number of checkpoints to keep. Here a checkpoint contains both actor and critic."""
     if has_critic(line):
         line.set("trainer.max_ckpt_to_keep", value or None)
     else:
@@ -616,7 +625,7 @@ def critic_checkpoints(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def critic_key(line: Line, key: str, value: Any) -> None:
-    """Set a key of the critic, if verl builds one."""
+    """Set a key of the critic, if verl has one in this run."""
     if has_critic(line):
         line.take_ours(key, value)
     else:
@@ -625,7 +634,7 @@ def critic_key(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def critic_switch(line: Line, key: str, value: Any) -> None:
-    """Refuse a switch that contradicts the estimator, which decides whether there is a critic."""
+    """Refuse `critic.enable` if it contradicts the estimator, by which a critic is used here."""
     if value is not None and value != (line.get("algorithm.adv_estimator") == "gae"):
         line.refuse("null", line.sentence)
 
@@ -639,10 +648,11 @@ def processes(line: Line) -> None:
     for role in (ACTOR, "critic"):
         _fit_sequence_parallel(line, role, num_processes)
         programs.shards(line, role, num_processes)
+    # The line trains with Megatron, for which there are other rows.
     if line.rules != line.entry.rules:
         programs.share_sizes(line, ["critic"] if has_critic(line) else [])
     line.written = "trainer.n_gpus_per_node"
-    # A line that names a cluster runs on it, with one process too.
+    # A line that names a cluster runs on Ray, even with one process.
     if num_processes != 1 or "ray_kwargs.ray_init.address" in line.ours:
         line.set("trainer.backend", "ray")
     line.written = f"{ROLLOUT}.name"
@@ -653,7 +663,7 @@ def processes(line: Line) -> None:
 def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
     """Lower the sequence-parallel size if it is larger than the number of processes.
 
-    A size that does not fit for another reason is left for the checks of the configuration.
+    The checks of the configuration report a size that does not fit for another reason.
     """
     line.written = f"{role}.ulysses_sequence_parallel_size"
     size = line.ours.get(line.written, 1)
@@ -663,7 +673,7 @@ def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
     are_numbers = is_number(size) and all(map(is_number, model_sizes))
     if not are_numbers or size <= num_processes:
         return
-    # The processes that do not divide the model share its sequences.
+    # Processes are divided by the model sizes; all ranks that remain share a sequence.
     ranks_per_model = prod(model_sizes)
     if num_processes % ranks_per_model == 0:
         line.ours[line.written] = num_processes // ranks_per_model
@@ -675,8 +685,8 @@ def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
 def schedules(line: Line) -> None:
     """Set how learning-rate schedules count steps, and when they end.
 
-    verl counts from 0; its key in version 0.10 changes that for cosines only. A schedule ends at
-    the last step that is named, although the epochs may end before.
+    verl counts steps from 0, except for cosine schedules if version 0.10's key says so. A schedule
+    ends at `total_training_steps` if it is set, even if the epochs end before.
     """
     num_steps = line.ours.get("trainer.total_training_steps")
     for section in (spelled(f"{ACTOR}.optim", line.entry.task), "critic.optim"):
@@ -698,7 +708,7 @@ def schedules(line: Line) -> None:
 
 
 def reward_models(line: Line) -> None:
-    """Set the processes of a reward model, whose scores take the place of a reward function's."""
+    """Set the processes of a reward model, and drop the reward function that it replaces."""
     line.written = "reward.reward_model.enable"
     if not line.get(line.written):
         line.written = "reward_model.enable"
@@ -715,9 +725,10 @@ def reward_models(line: Line) -> None:
 
 
 def _drop_reward_function(line: Line) -> None:
-    """Leave out the reward function if there is a reward model, as verl's trainer does.
+    """Drop the reward function of a line with a reward model, because verl's trainer ignores it.
 
-    From 0.8 on, verl's reward loop calls the function, which may ask the served model.
+    Since 0.8 verl's reward loop calls the function, which may call the served reward model. A notice
+    says so.
     """
     path = "custom_reward_function.path"
     if not line.ours.get(path):
@@ -750,4 +761,4 @@ FINISH: dict[str, tuple[Callable[[Line], None], ...]] = {
     "fsdp_sft": (programs.supervised, schedules),
     "generation": (programs.generation,),
 }
-"""Rows of a program -> functions of the whole line, which are called after its keys."""
+"""Functions that are called after all keys of a line, by the first name of `Entry.rules`."""

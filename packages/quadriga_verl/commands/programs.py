@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that rules.tsv names for keys of single programs of verl, or of single features.
 
-Below are, in order: engine sizes, supervised training, distillation, asynchronous training, mixtures
-of experts, generation and grading, and the program that merges checkpoints.
+The sections are: engine sizes, supervised training, distillation, asynchronous training, mixtures of
+experts, generation and grading, and the program that merges checkpoints.
 """
 
 import argparse
@@ -43,15 +43,24 @@ _SIZES = (
 
 
 def _size(line: Line, key: str, otherwise: int = 1) -> int:
-    """A size of the translation; a value that is no integer is refused elsewhere."""
+    """A size in the translation, or `otherwise` if it is not set or no integer.
+
+    The checks of the configuration refuse a value that is no integer.
+    """
     size = line.ours.get(key)
     return size if isinstance(size, int) else otherwise
 
 
 def shards(line: Line, role: str, count: int) -> None:
-    """Fit the ranks that shard a copy of a role's weights to the number of processes.
+    """Adapt `fsdp_size`, the number of ranks that shard a copy of a role's weights.
 
-    Here they are a multiple of the ranks that share a sequence, and -1 for all ranks.
+    In Quadriga it must be a multiple of the sequence-parallel size, and is -1 if all ranks share one
+    copy.
+
+    Args:
+        line: the line.
+        role: section of the role.
+        count: number of processes.
     """
     key = f"{role}.fsdp_config.fsdp_size"
     sequence_size, tensor_size, pipeline_size = (_size(line, f"{role}.{name}") for name in _SIZES)
@@ -70,7 +79,7 @@ def shards(line: Line, role: str, count: int) -> None:
 
 
 def share_sizes(line: Line, roles: list[str]) -> None:
-    """Give roles on the actor's processes its sizes: Megatron has one set of sizes in a process.
+    """Give all roles on the actor's processes the actor's sizes, since Megatron requires that.
 
     Args:
         line: a line that trains with Megatron.
@@ -119,14 +128,14 @@ def engine(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def supervised_dtype(line: Line, key: str, value: Any) -> None:
-    """Set the dtype of computations, if the user changed it; else the machine decides."""
+    """Set the dtype of computations, if the user has changed it. By default the machine decides."""
     if line.keys.is_changed(key):
         line.set("engine.fsdp_config.model_dtype", value)
 
 
 @rule_function
 def cut(line: Line, key: str, value: Any) -> None:
-    """Set the tokens or the rows of a micro-batch, depending on data.use_dynamic_bsz."""
+    """Set the tokens or the rows of a micro-batch, whichever `data.use_dynamic_bsz` selects."""
     name = key.removeprefix("data.")
     counts_tokens = bool(line.get("data.use_dynamic_bsz", True))
     if counts_tokens == (name == "max_token_len_per_gpu"):
@@ -137,7 +146,7 @@ def cut(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def min_lr(line: Line, key: str, value: Any) -> None:
-    """Set the last learning rate as a share of the highest one."""
+    """Convert the last learning rate to a share of the highest one."""
     highest_rate = line.get("optim.lr")
     if is_number(value) and is_number(highest_rate) and highest_rate > 0:
         line.set("optim.min_lr_ratio", value / highest_rate)
@@ -147,7 +156,7 @@ def min_lr(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def column(line: Line, key: str, value: Any) -> None:
-    """Set a column, or the path of an entry inside it."""
+    """Set the name of a column, or the dotted path of an entry inside it."""
     inner_names = line.get(key.replace("_key", "_dict_keys"), [])
     names = value if isinstance(value, list) else [value]
     line.set(key, ".".join([*names, *inner_names]))
@@ -155,15 +164,16 @@ def column(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def multiturn(line: Line, key: str, value: Any) -> None:
-    """Set whether rows are chats, or a prompt and a response."""
+    """Set whether rows are chats, or pairs of a prompt and a response."""
     line.set("data.format", "messages" if value else "prompt_response")
 
 
 def supervised(line: Line) -> None:
-    """Set the processes of a supervised run, and validation, which verl begins after a step."""
+    """Set the processes of a supervised run, and no validation before its first step."""
     line.written = ""
     line.set("trainer.val_before_train", False)
-    # The launcher says how many processes there are; else as few as the sizes need.
+    # `launched` has converted torchrun's options to these keys. Without them, the run has as many
+    # processes as its parallel sizes need.
     launcher_keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
     is_launched = not line.keys.from_user.isdisjoint(launcher_keys)
     numbers = [line.get(key, 1) for key in launcher_keys if key in line.keys.from_user]
@@ -194,7 +204,7 @@ _TOP_K = "forward_kl_topk"
 
 @rule_function
 def teacher_key(line: Line, key: str, value: Any) -> None:
-    """Check a key of distillation; `distillation` translates them together."""
+    """Check a key of distillation. `distillation` translates all of them together."""
     if not line.get("distillation.enabled"):
         line.note(line.sentence)
         return
@@ -205,7 +215,7 @@ def teacher_key(line: Line, key: str, value: Any) -> None:
 
 
 def distillation(line: Line) -> None:
-    """Set the teachers, the processes that they have, and how the student learns from them."""
+    """Set the teachers, their processes, and how the student learns from them."""
     if not line.get("distillation.enabled"):
         return
     paths = {}
@@ -248,7 +258,7 @@ def distillation(line: Line) -> None:
 def _teacher_loss(line: Line) -> None:
     """Set the divergence from a teacher.
 
-    verl's divergence has a clipped loss of its own, and is the whole loss without task rewards.
+    In verl it is a loss of its own, with its own clips. Without task rewards it is the only loss.
     """
     has_rewards = line.get(f"{_LOSS}.use_task_rewards", True)
     is_gradient = line.get(f"{_LOSS}.use_policy_gradient", False)
@@ -276,7 +286,7 @@ def _teacher_loss(line: Line) -> None:
 
 
 def _teacher_clips(line: Line, *, has_rewards: bool) -> None:
-    """Set the clips of the divergence: those of the policy loss, which clips both."""
+    """Set the clips of the divergence, which are those of the policy loss here."""
     for name in ("clip_ratio_low", "clip_ratio_high"):
         line.written = f"{_LOSS}.{name}"
         clip = line.get(line.written, 0.2)
@@ -289,7 +299,7 @@ def _teacher_clips(line: Line, *, has_rewards: bool) -> None:
 
 
 def _drop_task_loss(line: Line, *, is_gradient: bool) -> None:
-    """Set to neutral values what belongs to the loss that verl leaves out."""
+    """Set keys of the policy loss to neutral values, because verl does not use this loss."""
     neutral_values = {
         f"{_ACTOR}.policy_loss.loss_mode": "vanilla",
         f"{_ACTOR}.entropy_coeff": 0.0,
@@ -315,7 +325,7 @@ _EXPERTS = "expert_parallel_size"
 
 @rule_function
 def async_key(line: Line, key: str, value: Any) -> None:
-    """Set how far generation may be ahead; other functions read the keys without a branch here."""
+    """Translate a key of `async_training`. Keys without a branch here are read by other functions."""
     mini_batch = line.get(f"{_ACTOR}.ppo_mini_batch_size")
     step_size = mini_batch * line.get(f"{_ASYNC}.require_batches", 1)
     match key.rpartition(".")[2]:
@@ -338,7 +348,7 @@ _V1 = "trainer.v1"
 
 @rule_function
 def trainer_mode(line: Line, key: str, value: Any) -> None:
-    """Check the trainer of verl 0.10 on; `trainer_modes` sets the asynchronous ones."""
+    """Check the mode of the trainer since verl 0.10. `trainer_modes` translates it."""
     if value == "colocate_async":
         line.note(line.sentence)
     elif value not in ("sync", "separate_async", None):
@@ -347,7 +357,7 @@ def trainer_mode(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def separate_key(line: Line, key: str, value: Any) -> None:
-    """Report a key of the trainer that generates beside training, if it has no effect."""
+    """Report a key of the mode `separate_async`, unless `trainer_modes` reads it."""
     is_read = key.endswith((".parameter_sync_step", "off_policy_threshold", "off_policy_strategy"))
     is_read = is_read or key.startswith(f"{_ROLLOUT}.")
     if not (is_read and _is_separate(line)):
@@ -355,6 +365,7 @@ def separate_key(line: Line, key: str, value: Any) -> None:
 
 
 def _is_separate(line: Line) -> bool:
+    """Whether the trainer of verl 0.10 generates on processes of its own (`separate_async`)."""
     is_v1 = line.get("trainer.use_v1", True)
     return bool(is_v1) and line.get(f"{_V1}.trainer_mode") == "separate_async"
 
@@ -362,7 +373,7 @@ def _is_separate(line: Line) -> bool:
 def trainer_modes(line: Line) -> None:
     """Set asynchronous training for `trainer_mode=separate_async`.
 
-    A step of that trainer is `parameter_sync_step` updates, and each update is a step here.
+    A step of that trainer has `parameter_sync_step` updates. Here each update is a step.
     """
     if not _is_separate(line):
         return
@@ -379,7 +390,8 @@ def trainer_modes(line: Line) -> None:
     line.written = threshold_key
     line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8))
     line.written = strategy_key
-    # Groups that are filtered have to be replaced, so the step waits for those that it began.
+    # Dropped groups would be replaced by new ones. With a filter, which also replaces groups, the
+    # step waits for those that it began.
     has_filter = line.ours.get("algorithm.filter_groups.enable")
     line.set(f"{_ASYNC}.on_stale", "wait" if has_filter else line.get(strategy_key, "drop"))
 
@@ -397,7 +409,7 @@ def trainer_modes(line: Line) -> None:
 
 
 def _generate_natively(line: Line, sentence: str) -> None:
-    """Replace the rollout engine by `native`, each of whose processes has the whole model."""
+    """Replace the rollout engine by `native`, in which each process has the whole model."""
     replaced = {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}
     for name, value in replaced.items():
         line.written = f"{_ROLLOUT}.{name}"
@@ -406,7 +418,7 @@ def _generate_natively(line: Line, sentence: str) -> None:
 
 
 def beside_training(line: Line) -> None:
-    """Set generation on processes of its own, while the policy is trained."""
+    """Set asynchronous training, with processes that only generate."""
     traits = ENGINES.get(line.ours.get(f"{_ROLLOUT}.name", ""))
     if traits is None or not traits.streams:
         _generate_natively(
@@ -420,7 +432,7 @@ def beside_training(line: Line) -> None:
     if not any(key.startswith("algorithm.rollout_correction.") for key in line.ours):
         line.set("algorithm.rollout_correction.preset", "disabled")
 
-    # Processes that the line gave to other roles, such as teachers, stay theirs.
+    # Other roles, such as teachers, keep the processes that they have in the line.
     placement = {}
     for role, pool in line.ours.get("trainer.placement", {}).items():
         if "rollout" not in role:
@@ -444,7 +456,7 @@ _ROUTER_REPLAY = {"disabled": "off", None: "off", "R2": "old_log_prob", "R3": "r
 
 @rule_function
 def rollout_experts(line: Line, key: str, value: Any) -> None:
-    """Set the ranks that divide the experts of an engine; verl also counts several engines."""
+    """Set the ranks that divide the experts of an engine. verl's number may span several engines."""
     if is_number(value) and value > 1:
         section = key.rpartition(".")[0]
         size = 1
@@ -458,7 +470,7 @@ def rollout_experts(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def router_replay(line: Line, key: str, value: Any) -> None:
-    """Set whose choice of experts the update repeats; R2 and R3 are named after their papers."""
+    """Set which choice of experts an update repeats: that of old log-probs (R2) or rollout (R3)."""
     if value not in _ROUTER_REPLAY:
         fix = "Routes travel with the batch: there is nothing to record, or to read."
         line.refuse("disabled, R2 or R3", fix)
@@ -467,7 +479,7 @@ def router_replay(line: Line, key: str, value: Any) -> None:
 
 
 def replayed_routes(line: Line) -> None:
-    """Set an engine that reports its choices of experts, if the update repeats them."""
+    """Replace the engine by one that reports its choices of experts, if the update repeats them."""
     traits = ENGINES.get(line.ours.get(f"{_ROLLOUT}.name", ""))
     repeats_choices = line.ours.get(f"{_ACTOR}.router_replay") == "rollout"
     if repeats_choices and traits is not None and not traits.reports_routes:
@@ -482,7 +494,7 @@ def replayed_routes(line: Line) -> None:
 
 @rule_function
 def expert_bias(line: Line, key: str, value: Any) -> None:
-    """Refuse biases of routers that Megatron would update with each step."""
+    """Refuse biases of routers if Megatron would update them in each step."""
     rate_key = f"{line.written.rpartition('.')[0]}.moe_router_bias_update_rate"
     if value and line.get(rate_key) != 0:
         line.refuse("moe_router_bias_update_rate=0 beside it", line.sentence)
@@ -494,7 +506,7 @@ def expert_bias(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def rollout_dtype(line: Line, key: str, value: Any) -> None:
-    """Check the dtype of generation, which is that of training."""
+    """Check the dtype of generation, which is the dtype of training here."""
     names = ("megatron.dtype", "fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
     trains_in_float16 = any(line.get(f"{_ACTOR}.{name}") in ("fp16", "float16") for name in names)
     is_possible = value in ("bfloat16", "float32", "auto", None)
@@ -504,7 +516,7 @@ def rollout_dtype(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def option(line: Line, key: str, value: Any) -> None:
-    """Set an argument of the command that runs in the program's place."""
+    """Set an option of the function that runs in place of the program (`cli.RUNS`)."""
     line.options[key.removeprefix("data.")] = value
 
 
@@ -555,14 +567,20 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
 def _merger_problems(
     options: argparse.Namespace, unknown_words: Sequence[str], folder: Path
 ) -> list[ConfigError]:
-    """Problems with the arguments of the merger, and with the checkpoint in `folder`."""
+    """Find problems with the arguments of the merger, and with the checkpoint.
+
+    Args:
+        options: the parsed arguments.
+        unknown_words: arguments that are not options of the merger.
+        folder: folder of the checkpoint.
+    """
     where = "model_merger"
     problems: list[ConfigError] = []
 
     def add(place: str, got: str, expected: str, fix: str = "") -> None:
         problems.append(ConfigError(place, got=got, expected=expected, fix=fix))
 
-    # Flags of verl's that change nothing here are accepted without a word.
+    # Flags that have no effect here are accepted without a notice.
     for word in unknown_words:
         if word not in _MERGER_FLAGS:
             add(where, f"'{word}'", "a word of its own")

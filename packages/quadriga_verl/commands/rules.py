@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of rules.tsv, which say what becomes of verl's keys, and the functions that they name."""
+"""Rows of rules.tsv, which say what becomes of verl's keys, and the functions that they name."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from quadriga.config.keys import leaf_of
 Function = TypeVar("Function", bound=Callable[..., None])
 
 FUNCTIONS: dict[str, Callable[..., None]] = {}
-"""Functions that a row names by `@ NAME`; see `rule_function`."""
+"""Functions that rows name by `@ NAME`; see `rule_function`."""
 
 SECTIONS = {
     "<engine>": r"(actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic(?:\.model)?|reward_model(?:\.model)?)",
@@ -21,7 +21,7 @@ SECTIONS = {
     "<rollout>": r"(actor_rollout_ref\.rollout)",
     "<model>": r"((?:actor_rollout_ref|critic)\.model)",
 }
-"""Names in angle brackets in the patterns of rules.tsv -> the sections that they stand for."""
+"""Regular expressions for names in angle brackets, which patterns in rules.tsv contain."""
 
 
 class Rule(NamedTuple):
@@ -45,7 +45,14 @@ def rule_function(function: Function) -> Function:
 
 @cache
 def rules_of(names: str) -> tuple[Rule, ...]:
-    """The rows for a list of names, in order."""
+    """Read the rows of a program.
+
+    Args:
+        names: `Entry.rules`. Rows that have none of these names are left out.
+
+    Returns:
+        The rows, in the order of the file.
+    """
     lines = Path(__file__).with_name("rules.tsv").read_text(encoding="utf-8").splitlines()
     own_names = set(names.split(","))
     rules = []
@@ -64,7 +71,7 @@ def rules_of(names: str) -> tuple[Rule, ...]:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    # All other characters stand for themselves.
+    """Compile a pattern of rules.tsv, whose special parts are `*` and names in angle brackets."""
     text = re.escape(pattern).replace(r"\*", "(.*)")
     for name, sections in SECTIONS.items():
         text = text.replace(re.escape(name), sections)
@@ -73,19 +80,20 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 @cache
 def find_rule(names: str, task: str, key: str) -> tuple[Rule, tuple[str, ...]] | None:
-    """Find the row of a key.
+    """Find the first row that matches a key.
 
     Args:
-        names: the rows that hold, as for `rules_of`.
-        task: the task whose keys are ours.
-        key: the key.
+        names: the program's names, as for `rules_of`.
+        task: the task of the translation.
+        key: the key of verl.
 
     Returns:
-        The row, and what its stars and names in angle brackets stand for; None without a row.
+        The row, and the text that matches each star and name in angle brackets. None: no row
+        matches.
     """
     is_ours = leaf_of(key, task) is not None
     for rule in rules_of(names):
-        # Rows that drop the keys of a pattern do not mean keys that exist here too.
+        # A row that drops all keys of a pattern does not apply to keys that exist here too.
         if rule.becomes == "unlike" or (is_ours and rule.becomes in ("any", "values")):
             continue
         match = rule.pattern.fullmatch(key)

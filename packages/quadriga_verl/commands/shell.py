@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of a shell script with their variables filled in. Nothing is run.
+"""Find the commands of a shell script, with their variables expanded. Nothing is run.
 
     text ──_statements──> statements ──_Shell.read, one by one──> commands with their words
 
-It reads what scripts that start a training are made of: variables and their defaults (`${X:-y}`),
-arrays, arithmetic, quotes, continued lines, `if [ a = b ]`, `case`, `export`, `$(pwd)`,
-`$(basename x)` and `$(date +x)`. Variables whose values the script does not determine come from the
-environment. A value that cannot be determined carries the reason, which is reported only if a
-command needs the value. So loops, functions and other programs do not prevent a script from being
-read.
+It understands what scripts that start a training usually contain: variables and their defaults
+(`${X:-y}`), arrays, arithmetic, quotes, continued lines, `if [ a = b ]`, `case`, `export`, `$(pwd)`,
+`$(basename x)` and `$(date +x)`. Variables that the script does not set are read from the
+environment. A variable whose value is unknown stores the reason (`_Unknown`), which is reported only
+if a command needs the value. Therefore a script may contain loops, functions and other programs.
 """
 
 import ast
@@ -35,9 +34,9 @@ _BLANK = re.compile(r"(?:[ \t\r]|\\\n|(?<![^\s;(])#.*)+")
 _SEPARATOR = re.compile(r"&&|\|\||;;|[\n;&|()]")
 _REDIRECTION = re.compile(r"(&>>?|\d*(?:<<<|<<-?|>>|>\||[<>])(?:&[\d-]+)?)[ \t]*")
 
-# Characters that no script contains mark places in a value:
-_GAP = "\0"  # between the words that one word of the script becomes
-_KEPT = "\1"  # before a word that stays although it is empty
+# Expanded values contain these marks, which are characters that no script contains.
+_GAP = "\0"  # between words, if a word of the script expands to several
+_KEPT = "\1"  # at the start of quoted text, so that a word is kept even if the text is empty
 
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -47,7 +46,7 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
 }
 UNDECIDED = "it is in a loop, a function or under a condition that is not decided here"
-"""Problem of a command that may be run."""
+"""Problem of a command that a shell may or may not run."""
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -71,9 +70,9 @@ class Command:
 
     Attributes:
         line: line in which it begins.
-        words: its words, without those that cannot be determined.
-        problems: why words cannot be determined, or whether the command is run.
-        notices: variables that have the environment's value in place of the script's.
+        words: its words, expanded. Words that cannot be expanded are left out.
+        problems: why words cannot be expanded, or why it is not known whether the command is run.
+        notices: notices about variables whose values are taken from the environment.
     """
 
     line: int
@@ -83,11 +82,13 @@ class Command:
 
 
 def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
-    """Read the commands that a shell would run. Conditions are decided if that is possible.
+    """Find the commands that a shell would run.
+
+    A command whose condition cannot be decided is included, with the problem `UNDECIDED`.
 
     Args:
         text: the script.
-        environment: values of variables whose values the script does not determine.
+        environment: values of variables for which the script has no value, or an unknown one.
 
     Raises:
         ConfigError: a quote or a bracket is not closed.
@@ -102,20 +103,20 @@ def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
 
 @dataclass
 class _Array:
-    """An assignment of an array: `NAME=` or `NAME+=`, and its elements."""
+    """An assignment of an array, `NAME=(...)` or `NAME+=(...)`."""
 
-    prefix: str
-    elements: list[Any]
+    prefix: str  # "NAME=" or "NAME+="
+    elements: list[Any]  # words between the brackets
 
 
 @dataclass
 class _Statement:
-    """A command as it is written.
+    """A command as it is written in the script.
 
     Attributes:
-        before: the separator before it.
+        before: the separator before it, such as "&&".
         line: line in which it begins.
-        words: its words, as text or `_Array`.
+        words: its words, unexpanded: texts, or `_Array`s.
     """
 
     before: str = "\n"
@@ -124,7 +125,11 @@ class _Statement:
 
 
 def _piece_end(text: str, start: int) -> int:
-    """Position after a piece of a word: a quoted part, an expansion, or one character."""
+    """Find the end of a piece of a word: a quoted part, an expansion, or one character.
+
+    Raises:
+        IndexError, ValueError: a quote or a bracket is not closed.
+    """
     sign = text[start]
     if sign in "'`":
         return text.index(sign, start + 1) + 1
@@ -132,6 +137,7 @@ def _piece_end(text: str, start: int) -> int:
     closing = {'"': '"', "${": "}", "$(": ")"}.get(opening)
     if closing is None:
         return start + (2 if sign == "\\" else 1)
+    # Pieces may be nested, so that the closing character is searched for piece by piece.
     position = start + len(opening)
     depth = 1
     while depth:
@@ -142,7 +148,7 @@ def _piece_end(text: str, start: int) -> int:
             depth += 1
             position += 1
         elif closing == '"' and text[position] == "'":
-            # Between double quotes, a single one is an ordinary character.
+            # Inside double quotes, a single quote is an ordinary character.
             position += 1
         else:
             position = _piece_end(text, position)
@@ -150,7 +156,7 @@ def _piece_end(text: str, start: int) -> int:
 
 
 def _word_end(text: str, start: int) -> int:
-    """Position after a word, at the first blank or operator outside of quotes and expansions."""
+    """Find the end of a word: the first blank or operator outside of quotes and expansions."""
     position = start
     try:
         while position < len(text) and text[position] not in " \t\r\n;&|<>()":
@@ -161,7 +167,7 @@ def _word_end(text: str, start: int) -> int:
 
 
 def _unclosed(text: str, start: int) -> ConfigError:
-    """The error of a quote or bracket that is not closed."""
+    """Make the error about a quote or bracket that is not closed."""
     where = f"line {text.count(chr(10), 0, start) + 1}"
     return ConfigError(where, got="a quote or bracket without its end", expected="both")
 
@@ -169,7 +175,7 @@ def _unclosed(text: str, start: int) -> ConfigError:
 def _statements(text: str) -> Iterator[_Statement]:
     """Split a script into statements. Redirections and the text of here-documents are left out."""
     statement = _Statement()
-    here_end = ""  # the line that ends a here-document, once its operator was read
+    here_end = ""  # line that ends a here-document, after its operator `<<` was read
     position = 0
     while position < len(text):
         blank = _BLANK.match(text, position)
@@ -187,7 +193,7 @@ def _statements(text: str) -> Iterator[_Statement]:
         elif separator:
             if statement.words:
                 yield statement
-            # After `)`, `&&` and the like the statement may begin on a later line.
+            # After `)` or `&&` there may be line breaks, which do not replace this separator.
             is_empty_line = separator[0] == "\n" and not statement.words
             before = statement.before if is_empty_line else separator[0]
             statement = _Statement(before)
@@ -207,18 +213,22 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _read_word(text: str, start: int) -> tuple[Any, int]:
-    """Read a word, or the assignment of an array; returns it and the position after it."""
+    """Read a word, or the assignment of an array.
+
+    Returns:
+        The word as text or `_Array`, and the position after it.
+    """
     end = _word_end(text, start)
     word = text[start:end]
     if text[end : end + 1] != "(" or not _ARRAY_ASSIGNMENT.fullmatch(word):
         return word, end
-    # The brackets of an array nest as those of `$(...)` do, so read it as such an expansion.
+    # The brackets of an array are nested like those of `$(...)`, for which there is a function.
     expansion = f"${text[end:]}"
     try:
         expansion_length = _piece_end(expansion, 0)
     except (IndexError, ValueError) as error:
         raise _unclosed(text, end) from error
-    # The script has no `$` here.
+    # The `$` that was added is not part of the script.
     array_end = end + expansion_length - 1
     elements = []
     for part in _statements(text[end + 1 : array_end - 1]):
@@ -231,14 +241,14 @@ def _read_word(text: str, start: int) -> tuple[Any, int]:
 
 @dataclass
 class _ShellBlock:
-    """An open block, such as `if` or `for`.
+    """A block that has begun and not ended, such as `if` or `for`.
 
     Attributes:
-        is_run: whether the commands that follow are run. None: not known.
+        is_run: whether the commands of the current branch are run. None: not known.
         is_done: whether this or an earlier branch is run, so that no later one is. None: not known.
-        subject: the word of `case`.
-        patterns: patterns of the next branch of `case` that were read so far. None: the script is
-            within a branch, or the block is not a `case`.
+        subject: the word of `case`, as a list of at most one.
+        patterns: patterns of the next branch of `case` that were read so far. None: a branch has
+            begun, or the block is not a `case`.
     """
 
     is_run: bool | None
@@ -247,14 +257,22 @@ class _ShellBlock:
     patterns: list[Any] | None = None
 
     def begin_branch(self, is_chosen: bool | None) -> None:
-        """Begin a branch that is run if it is chosen and no earlier one is."""
+        """Begin the next branch, which is run if no earlier one is.
+
+        Args:
+            is_chosen: whether the branch's own condition is true. None: not known.
+        """
         self.is_run = _all((is_chosen, _negated(self.is_done)))
-        # Done if either is true; unknown if either is unknown.
+        # By De Morgan's law: done if one of the two is true, else unknown if one is unknown.
         self.is_done = _negated(_all((_negated(self.is_done), _negated(is_chosen))))
 
 
 class _Shell:
-    """Variables, open blocks and exit status after each statement of a script."""
+    """State of the shell after each statement: variables, open blocks and exit status.
+
+    Args:
+        environment: environment variables.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -264,13 +282,14 @@ class _Shell:
         self._status: bool | None = True  # of the last command; None: not known
         self._line = 0
         self._end = ""  # why no later command is run, once the script has ended
-        self._is_condition = False  # whether a condition is read, before `then`
+        self._is_condition = False  # whether the statement is part of a condition, before `then`
 
     def read(self, statement: _Statement) -> Command | None:
-        """Update the state by a statement.
+        """Update the state by the next statement of the script.
 
         Returns:
-            The command that the statement runs or may run; None if it runs none.
+            The command that the statement runs, or may run. None: it is not a command, or is
+            certainly not run.
         """
         self._line = statement.line
         words = list(statement.words)
@@ -278,7 +297,7 @@ class _Shell:
             return None
         if not self._read_keywords(words) or not words:
             return None
-        # None if a block or the status before it is not known: the command may run.
+        # None: it depends on a condition or an exit status that is not known.
         is_run = _all(block.is_run for block in self._blocks)
         if statement.before == "&&":
             is_run = _all((is_run, self._status))
@@ -298,13 +317,14 @@ class _Shell:
         if words[0] in ("[", "[[", "test"):
             self._status = self._test(words)
             return None
-        # Nothing is executed here: other commands are taken to succeed.
+        # Commands are not executed, and assumed to succeed.
         self._status = True
         if words[0] in ("exit", "return") and is_run and not self._end:
             self._end = f"the script ends in line {self._line}, before this command"
         return self._command(words, is_run)
 
     def _command(self, words: list[Any], is_run: bool | None) -> Command:
+        """Make a command by expanding its words."""
         command = Command(self._line, notices=list(self._notices))
         for word in words:
             try:
@@ -353,7 +373,12 @@ class _Shell:
         return True
 
     def _open_branch(self, keyword: str, condition: list[Any]) -> None:
-        """Begin a branch of `if`, given the words of its condition."""
+        """Begin a branch of `if`.
+
+        Args:
+            keyword: "if" or "elif".
+            condition: words of its condition.
+        """
         result = self._test(condition)
         if keyword == "if" or not self._blocks:
             self._blocks.append(_ShellBlock(False, False))
@@ -361,10 +386,10 @@ class _Shell:
         self._is_condition = True
 
     def _read_pattern(self, statement: _Statement) -> bool:
-        """Collect the patterns of a branch of `case`, and begin the branch after their `)`.
+        """Collect the patterns before a branch of `case`, and begin the branch after their `)`.
 
         Returns:
-            Whether the statement consists of patterns, and so is not a command.
+            Whether the statement is a list of patterns instead of a command.
         """
         block = self._blocks[-1] if self._blocks else _ShellBlock(None, None)
         if statement.before == ";;":
@@ -383,7 +408,7 @@ class _Shell:
         return True
 
     def _matches(self, block: _ShellBlock) -> bool | None:
-        """Whether the word of `case` has one of the patterns read; None if it is not known."""
+        """Whether the word of a `case` matches one of the collected patterns. None: not known."""
         try:
             patterns = [self._text(pattern) for pattern in block.patterns or ()]
             if "*" in patterns:
@@ -394,7 +419,7 @@ class _Shell:
         return any(fnmatchcase(subject, pattern) for pattern in patterns)
 
     def _test(self, words: list[Any]) -> bool | None:
-        """Result of a condition between brackets; None if it is not decided."""
+        """Whether a condition in brackets is true. None: it cannot be decided."""
         try:
             operands = []
             for word in words:
@@ -417,6 +442,15 @@ class _Shell:
         return None
 
     def _assign(self, word: str | _Array, is_run: bool | None) -> None:
+        """Assign a variable.
+
+        If its value cannot be determined, the variable has the environment's value, or else the
+        reason.
+
+        Args:
+            word: the assignment, `NAME=VALUE` or `NAME+=VALUE`.
+            is_run: whether it is run. None: not known.
+        """
         prefix = word.prefix if isinstance(word, _Array) else word
         name, appends, text = _ASSIGNMENT.fullmatch(prefix).groups()  # type: ignore[union-attr]
         try:
@@ -440,7 +474,11 @@ class _Shell:
     # ---- values of words ----
 
     def _value(self, name: str) -> str:
-        """Value of a variable; the arguments of a script are empty."""
+        """Value of a variable. `$@` and `$*` are empty, since the script has no arguments.
+
+        Raises:
+            _Unknown: the variable is not set, or its value cannot be determined.
+        """
         value = "" if name in "@*" else self._variables.get(name)
         if value is None:
             raise _Unknown(f"{name} is not set (line {self._line})")
@@ -449,11 +487,11 @@ class _Shell:
         return value
 
     def _text(self, raw: str) -> str:
-        """Value of a word as one text, as in an assignment."""
+        """Expand a word to a single text, as in an assignment."""
         return self._expand(raw).replace(_GAP, " ").replace(_KEPT, "")
 
     def _fields(self, raw: str) -> list[str]:
-        """The words that a word of the script becomes."""
+        """Expand a word to any number of words, as in a command."""
         parts = self._expand(raw, splits=True).split(_GAP)
         return [part.replace(_KEPT, "") for part in parts if part]
 
@@ -462,8 +500,14 @@ class _Shell:
 
         Args:
             raw: the word as it is written.
-            is_quoted: whether it stands between double quotes.
+            is_quoted: whether it is inside double quotes.
             splits: whether blanks in expanded values separate words.
+
+        Returns:
+            The value, with the marks `_GAP` and `_KEPT`.
+
+        Raises:
+            _Unknown: a piece cannot be expanded.
         """
         if isinstance(raw, _Array):
             raise _Unknown(f"{raw.prefix}(...) is an argument of a command (line {self._line})")
@@ -471,7 +515,7 @@ class _Shell:
         position = 0
         while position < len(raw):
             start = position
-            # Between double quotes, a single one is an ordinary character.
+            # Inside double quotes, a single quote is an ordinary character.
             is_plain = is_quoted and raw[start] == "'"
             position = start + 1 if is_plain else _piece_end(raw, start)
             piece = raw[start:position]
@@ -494,7 +538,7 @@ class _Shell:
         return "".join(values)
 
     def _literal(self, piece: str, is_quoted: bool) -> str:
-        """Value of a piece that is no expansion: a quoted part, or a character."""
+        """Value of a piece that is not an expansion: a quoted part, or a character."""
         if piece.startswith("\\"):
             is_escape = not is_quoted or piece[1:] in '$`"\\\n'
             return piece[1:].strip("\n") if is_escape else piece
@@ -505,7 +549,11 @@ class _Shell:
         return _KEPT + self._expand(piece[1:-1], is_quoted=True)
 
     def _parameter(self, inner: str) -> str:
-        """Value of `${inner}`; the elements of an array have a `_GAP` between them."""
+        """Value of `${inner}`. Elements of an array are joined by `_GAP`.
+
+        Raises:
+            _Unknown: the value is not known, or `inner` has a form that is not supported.
+        """
         match = _PARAMETER.fullmatch(inner)
         if match is None:
             raise _Unknown(f"${{{inner}}} is more than is read here (line {self._line})")
@@ -530,7 +578,11 @@ class _Shell:
         return elements if all_elements or name in "@*" else elements.partition(_GAP)[0]
 
     def _arithmetic(self, inner: str) -> str:
-        """Value of `$((inner))`, of integers and a few operators."""
+        """Value of `$((inner))`, which may have integers, variables and the `_OPERATORS`.
+
+        Raises:
+            _Unknown: it has another form.
+        """
 
         def number(node: ast.expr) -> int:
             match node:
@@ -540,7 +592,7 @@ class _Shell:
                     return _OPERATORS[type(sign)](number(left), number(right))
             raise SyntaxError
 
-        # A variable needs no `$` there.
+        # In arithmetic, variables are written without `$`.
         filled = re.sub(rf"(?<!\$)(?<!\{{)\b{_NAME}\b", r"${\g<0>}", inner)
         try:
             return str(number(ast.parse(self._text(filled).strip(), mode="eval").body))
@@ -549,7 +601,11 @@ class _Shell:
             raise _Unknown(text) from error
 
     def _output(self, inner: str) -> str:
-        """Output of a command, for the few by which scripts make names."""
+        """Output of `$(inner)`, for the few commands with which scripts usually make names.
+
+        Raises:
+            _Unknown: it is another command.
+        """
         words = []
         for statement in _statements(inner):
             for raw in statement.words:
@@ -565,15 +621,17 @@ class _Shell:
 
 
 def _is_assignment(word: str | _Array) -> bool:
+    """Whether a word is an assignment of a variable."""
     return isinstance(word, _Array) or _ASSIGNMENT.fullmatch(word) is not None
 
 
 def _negated(state: bool | None) -> bool | None:
+    """Negate a state that may be unknown."""
     return None if state is None else not state
 
 
 def _all(states: Iterable[bool | None]) -> bool | None:
-    """Whether all states are true; None if that is not known."""
+    """Whether all states are true. None: that depends on unknown ones."""
     listed = list(states)
     if False in listed:
         return False
@@ -584,14 +642,15 @@ def _all(states: Iterable[bool | None]) -> bool | None:
 
 
 def launched(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """Find the program that a command line starts.
+    """Find the Python program that a command line starts.
 
     Args:
         words: the command line, such as `torchrun --nproc_per_node 8 -m MODULE key=value`.
 
     Returns:
-        The program, as a module or a script, and its arguments. The processes that torchrun starts
-        precede these, as `trainer.nnodes` and `trainer.n_gpus_per_node`. None: no program.
+        The program, as a module or a script, and its arguments. Before these, torchrun's numbers of
+        processes are added as `trainer.nnodes` and `trainer.n_gpus_per_node`. None: the command
+        line starts no Python program.
     """
     sizes: list[str] = []
     for number, word in enumerate(words):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's keys of a command line: defaults, with the user's values in their place."""
+"""verl's keys and their values, for a command line: defaults, replaced by the user's values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga_verl.commands.entries import Entry
-from quadriga_verl.commands.hydra import MISSING, VERSIONS, Tree, defaults, known_keys
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, Tree, defaults
 
 
 def is_number(value: Any) -> bool:
@@ -16,7 +16,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_same(value: Any, other_value: Any) -> bool:
-    """Whether two values are equal; 1 and True are not."""
+    """Whether two values are equal. Unlike in Python, 1 and True are different."""
     has_same_kind = isinstance(value, bool) == isinstance(other_value, bool)
     return value == other_value and has_same_kind
 
@@ -28,15 +28,15 @@ def is_among(value: Any, accepted: Sequence[Any]) -> bool:
 
 @dataclass
 class VerlKeys:
-    """verl's keys of a command line.
+    """verl's keys and their values, for a command line.
 
     Attributes:
         entry: the program.
         tree: all keys with their values.
         default: verl's defaults of this program and version.
         from_user: keys of `tree` that the command line or a user's file sets.
-        new: keys among them with Hydra's sign for a new key, or from a file. Hydra itself refuses
-            other keys that it does not know.
+        new: those of `from_user` that may be unknown to verl, because they have Hydra's sign for a
+            new key or are from a file. Hydra refuses any other unknown key.
     """
 
     entry: Entry
@@ -46,7 +46,12 @@ class VerlKeys:
     new: set[str] = field(default_factory=set)
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """Value of a key, or `otherwise` if the key is missing, null or not yet set."""
+        """Value of a key, with references resolved.
+
+        Args:
+            key: the key.
+            otherwise: value to return if the key is missing, null, or `MISSING`.
+        """
         try:
             value = self.tree.resolved(key)
         except (KeyError, ConfigError):
@@ -64,15 +69,18 @@ class VerlKeys:
         self.new.discard(key)
 
     def is_changed(self, key: str) -> bool:
-        """Whether the user gave a key another value than verl's default."""
+        """Whether the user has set a key to another value than verl's default."""
         return key in self.from_user and not is_same(self.get(key), self.default_of(key))
 
     def default_of(self, key: str) -> Any:
-        """verl's default of a key, of this version or of the nearest one that has the key."""
+        """verl's default of a key, with references resolved.
+
+        If this version does not have the key, it is the default of the latest version that has.
+        None: no version has the key.
+        """
         if key in self.default:
             return self._with_references(key, self.default[key])
-        if key not in known_keys():
-            return None
+        # A user may also set keys of the Megatron trainers in a line of the others.
         for tree in (self.entry.tree, "ppo_megatron"):
             for version in reversed(VERSIONS):
                 values = defaults(tree, version)
@@ -81,5 +89,5 @@ class VerlKeys:
         return None
 
     def _with_references(self, key: str, value: Any) -> Any:
-        """A value of a key with its references resolved."""
+        """Resolve the references of a value that a key would have."""
         return Tree(self.tree.values | {key: value}).resolved(key)

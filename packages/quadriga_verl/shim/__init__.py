@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's modules for files that import them: `QUADRIGA_VERL=1`, or `import quadriga.compat.verl` there.
+"""verl's modules for users' files that import them.
 
-    import verl.x.y ──> a row of table.tsv ──> a name of ours, or an adapter in this package
+    import verl.x.y ──> a row of table.tsv ──> a name of Quadriga, or an adapter in this package
 
-Importing this package installs the import hook. `QUADRIGA_VERL=0.6.1` selects a version: before 0.7
-policy losses return four scalars, since then a scalar and metrics; before 0.6
-`server_manager.generate` returns token ids alone.
+Importing this package installs the import hook. `QUADRIGA_VERL=1` does so in every process, and
+`import quadriga.compat.verl` in a user's file. `QUADRIGA_VERL=0.6.1` also selects a version: before
+0.7 policy losses return four scalars, since then a scalar and metrics; before 0.6
+`server_manager.generate` returns only token ids.
 
-Modules import a name when it is read, so a grading process loads no torch for
-`verl.utils.reward_score`. To offer one more name, add it to a row of table.tsv; if verl's arguments
-or results differ from ours, write an adapter in the module of its topic.
+A module imports a name when it is read, so that a grading process does not load torch for
+`verl.utils.reward_score`. To offer another name, add it to a row of table.tsv. If its arguments or
+results in verl differ from those here, write an adapter in the module of its topic.
 """
 
 import os
@@ -35,8 +36,8 @@ def read_table() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """Read table.tsv.
 
     Returns:
-        Names by module of verl, parent packages included: name -> `module:attribute` of ours; and
-        names that are missing here -> what to use.
+        For each module of verl, parent packages included, its names and `module:attribute` of what
+        they stand for; and advice by dotted name for what is missing here.
     """
     modules: dict[str, dict[str, str]] = {}
     missing: dict[str, str] = {}
@@ -58,7 +59,7 @@ MODULES, MISSING = read_table()
 
 
 def is_before(*version: int) -> bool:
-    """Whether `QUADRIGA_VERL` names a version before this one."""
+    """Whether `QUADRIGA_VERL` names an earlier version than this one, such as `is_before(0, 7)`."""
     numbers = os.environ.get(VARIABLE, "1").split(".")
     is_version = len(numbers) > 1
     return is_version and tuple(map(int, numbers[: len(version)])) < version
@@ -124,7 +125,10 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
     ) -> ModuleSpec | None:
-        """Find a module of verl; None for modules of other packages.
+        """Find a module of verl.
+
+        Returns:
+            Its spec. None: the module is of another package.
 
         Raises:
             ModuleNotFoundError: the table does not have the module.
@@ -145,7 +149,7 @@ class Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Install the hook in this process and those that it starts; no effect if it is installed."""
+    """Install the import hook, unless it is installed. Child processes install it too."""
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
     os.environ[VARIABLE] = os.environ.get(VARIABLE) or "1"
@@ -153,7 +157,7 @@ def install() -> None:
         os.environ[_WAS_REPORTED] = "1"
         setting = f"{VARIABLE}={os.environ[VARIABLE]}"
         print(f"verl is installed; with {setting} `import verl` takes quadriga's names instead.")
-    # Modules of an installed verl would be found before the hook is asked.
+    # Modules of an installed verl that are loaded already would be used without asking the hook.
     for name in list(sys.modules):
         if name.partition(".")[0] == "verl":
             del sys.modules[name]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's contracts of advantage estimators and policy losses, in both directions.
+"""Adapters between verl's interfaces of estimators and policy losses and those of Quadriga.
 
-    a user's estimator   (token_level_rewards, response_mask, index, config, **kwargs)
-                             -> (advantages, returns)
-    a user's loss        (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)
-                             -> (scalar, metrics ...)
+    verl's estimator   (token_level_rewards, response_mask, index, config, **kwargs)
+                           -> (advantages, returns)
+    verl's loss        (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)
+                           -> (scalar, metrics ...)
 
-A user's function that is registered becomes a function of our contract (`our_estimator`,
-`our_loss`). Ours appear under verl's names with verl's arguments (`verl_estimator`, `verl_loss`).
+`our_estimator` and `our_loss` adapt users' functions that are written for verl, when they are
+registered. `verl_estimator` and `verl_loss` adapt the functions here for users who look them up.
 
 Shapes: B sequences, T response positions, V token ids.
 """
@@ -33,18 +33,18 @@ from quadriga_verl.shim import is_before
 
 _LOSS_FIELDS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 _USUAL_FIELDS = ("token_level_rewards", "response_mask", "index")
-"""Fields that each estimator of verl gets if it takes them. Others only if they have no default."""
+"""Fields that verl passes to an estimator that has parameters for them, even with defaults."""
 _METRICS_BEFORE_0_7 = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
-"""Metrics that a loss returns as scalars, in this order."""
+"""Metrics that a loss returns as scalars before verl 0.7, in this order."""
 
 
-# ---- functions of users, in our contract --------------------------------------------------------
+# ---- users' functions for Quadriga --------------------------------------------------------------
 
 
 def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt an estimator of verl's contract to ours.
+    """Adapt an estimator with verl's interface to that of Quadriga.
 
-    `index` becomes the column `uid`, and `config` the section `algorithm`.
+    `index` gets the column `uid`, and `config` the section `algorithm`.
     """
     required_names = []
     for parameter in signature(function).parameters.values():
@@ -65,12 +65,12 @@ def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a policy loss of verl's contract to ours.
+    """Adapt a policy loss with verl's interface to that of Quadriga.
 
-    verl's loss returns one scalar for a micro-batch, ours a loss for each token, which the engine
-    aggregates by `loss_agg_mode`. The adapter gives each token the same loss, scaled so that its
-    aggregate over the micro-batch is the scalar. If the scalar is a mean of that mode, the sum over
-    all micro-batches and ranks is then exactly the mean over the mini-batch.
+    verl's loss returns a scalar for a micro-batch. Quadriga's returns a loss for each token, which
+    the engine aggregates by `loss_agg_mode`. The adapter gives each token the same loss, scaled so
+    that its aggregate over the micro-batch is the scalar. If the scalar is a mean of that mode, the
+    sum over all micro-batches and ranks is then exactly the mean over the mini-batch.
     """
     name = getattr(function, "__name__", "the policy loss")
 
@@ -79,7 +79,8 @@ def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
             got = "loss_agg_mode='rollout-mean-token-mean', for a loss that does not see rollouts"
             fix = "Set it to seq-mean-token-mean, or register a loss per token."
             raise ConfigError(name, got=got, expected="a mode of verl", fix=fix)
-        # A loss may pass these to `agg_loss`. The counts of the mini-batch are applied later.
+        # A loss may pass these to `agg_loss`. They have no counts of the mini-batch, which the
+        # engine applies later.
         batch_info = {
             "dp_size": 1,
             "batch_num_tokens": None,
@@ -109,7 +110,7 @@ def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
             config.loss_agg_mode,
             loss_scale_factor=config.loss_scale_factor,
         )
-        # Zero if the mask leaves out every token; whatever they get then has no effect.
+        # If the mask leaves out every token, `unit_loss` is 0, and the losses have no effect.
         smallest = torch.finfo(unit_loss.dtype).tiny
         per_token = scalar.reshape(()) / unit_loss.clamp(min=smallest)
         diagnostics = {key: torch.full_like(log_prob, value) for key, value in metrics.items()}
@@ -121,7 +122,7 @@ def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_scalar(scalar: Any, name: str) -> None:
-    """Refuse a loss that is no scalar tensor."""
+    """Raise a ConfigError if a loss is no scalar tensor."""
     if isinstance(scalar, Tensor) and scalar.numel() == 1:
         return
     got = type(scalar).__name__
@@ -132,7 +133,15 @@ def _check_scalar(scalar: Any, name: str) -> None:
 
 
 def _metrics(results: Sequence[Any], name: str) -> Iterator[tuple[str, float]]:
-    """Yield the metrics after a loss: a dictionary, or three scalars before verl 0.7."""
+    """Yield name and value of the metrics that a user's loss has returned.
+
+    Args:
+        results: what it returned after the scalar: a dictionary, or before verl 0.7 three scalars.
+        name: name of the loss, for errors.
+
+    Raises:
+        ConfigError: a metric is no number.
+    """
     if results and isinstance(results[0], Mapping):
         metrics = results[0]
     else:
@@ -152,13 +161,16 @@ def _with_signature(
     fields: Sequence[str],
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Give an adapter the name of the function that it calls, and a signature of our contract.
+    """Give an adapter the name of the user's function, and a signature that registries can read.
 
     Args:
-        adapted: the adapter.
-        function: the user's function, which gets the adapter as an attribute.
+        adapted: the adapter, whose own parameters are variadic.
+        function: the user's function. Its attribute `quadriga_form` becomes the adapter.
         fields: positional parameters of the signature.
         options: keyword-only parameters with their defaults.
+
+    Returns:
+        The adapter.
     """
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in fields]
     for name, default in options.items():
@@ -170,13 +182,13 @@ def _with_signature(
     return adapted
 
 
-# ---- functions of ours, in verl's contract ------------------------------------------------------
+# ---- functions here with verl's interface -------------------------------------------------------
 
 
 def verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an estimator verl's arguments.
+    """Give an estimator verl's parameters; see `core_algos.in_verls_form`.
 
-    The groups are called `index`, options may be positional, and `config` has further options.
+    Options that are not passed are read from `config`. Unknown keyword arguments are ignored.
     """
     compute = core_algos.in_verls_form(estimator)
     parameters = signature(compute).parameters
@@ -192,7 +204,7 @@ def verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
                     arguments[name] = value
         return compute(**arguments)
 
-    # Callers see which columns it reads.
+    # `compute_advantage` of a trainer reads from the signature which columns to pass.
     config_parameter = Parameter("config", Parameter.KEYWORD_ONLY, default=None)
     all_parameters = [*parameters.values(), config_parameter]
     compute_advantage.__signature__ = signature(compute_advantage).replace(
@@ -202,7 +214,10 @@ def verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a registered policy loss verl's arguments, and the results of verl's version."""
+    """Give a registered policy loss verl's parameters, and the results that verl's version has.
+
+    Options are read from `config`, which may be verl's section `actor` or a dictionary.
+    """
 
     def compute_policy_loss(
         old_log_prob: Tensor,
@@ -217,11 +232,11 @@ def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         settings: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, **dict(config or {})}
         policy = dict(settings.get("policy_loss") or {})
         shared = {**policy, **(policy.get("options") or {}), **settings}
-        # `clip_ratio` holds for a side that has no clip of its own.
+        # `clip_ratio` is the clip of both sides, unless they have their own.
         for side in ("clip_ratio_low", "clip_ratio_high"):
             if shared.get(side) is None:
                 shared[side] = shared["clip_ratio"]
-        # A registry binds options to a name, not to a function.
+        # A registry binds options to a function that it finds by name.
         (name,) = (name for name, loss in POLICY_LOSSES.items() if loss is function)
         algorithm = POLICY_LOSSES.choose(name, {}, shared)
 
@@ -252,14 +267,12 @@ def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
-    """A registry of verl, backed by one of ours.
-
-    A function that is read has verl's arguments; one that is written becomes a function of ours.
+    """A view of one of Quadriga's registries, in which functions have verl's interface.
 
     Args:
-        registry: our registry.
-        ours: adapts a function of verl's contract to ours.
-        verls: adapts a function of ours to verl's contract.
+        registry: the registry.
+        ours: adapts a function with verl's interface, to be registered.
+        verls: adapts a registered function to verl's interface, to be read.
     """
 
     def __init__(
@@ -268,6 +281,7 @@ class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
         self._registry = registry
         self._to_ours = ours
         self._to_verls = verls
+        # Functions that were registered here are read unchanged.
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str) -> Callable[[Any], Any]:
@@ -314,7 +328,7 @@ class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
 
 
 def _plain(name: Any) -> str:
-    """The name as text; verl's names are members of an enum too."""
+    """Convert a name to text. verl's names may be members of an enum."""
     return str(name.value if isinstance(name, Enum) else name)
 
 
@@ -330,7 +344,7 @@ _RENAMED = {"multi_turn_optimal_token_baseline": "tir_optimal_token_baseline"}
 
 
 def __getattr__(name: str) -> Any:
-    """Look up one of verl's functions `compute_policy_loss_NAME` and `compute_NAME_advantage`."""
+    """Find verl's functions `compute_policy_loss_NAME` and `compute_NAME_advantage` by their names."""
     loss = name.removeprefix("compute_policy_loss_")
     if loss != name and loss in POLICY_LOSSES:
         return POLICY_LOSS_REGISTRY[loss]
@@ -348,7 +362,7 @@ def __getattr__(name: str) -> Any:
 def agg_loss(
     loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, dp_size: int = 1, **counts: Any
 ) -> Tensor:
-    """`aggregate.agg_loss`, times the ranks over which a backend averages gradients.
+    """Aggregate losses, and multiply by the number of ranks over which gradients are averaged.
 
     Args:
         loss_mat: loss of each token, [B, T].
@@ -380,7 +394,16 @@ def compute_rewards(
 def compute_pf_ppo_reweight_data(
     data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0
 ) -> DataProto:
-    """Draw as many rows as there are by their scores, with torch's random generator."""
+    """Draw as many rows as the batch has, weighted by their scores.
+
+    Args:
+        data: the batch, with `token_level_scores` [B, T].
+        reweight_method: how weights depend on scores; see `pf_ppo_rows`.
+        weight_pow: exponent of the method "pow".
+
+    Returns:
+        A batch of B rows, some of them repeated. torch's random generator decides which.
+    """
     scores = data.batch["token_level_scores"].sum(-1)
     seed = int(torch.randint(2**31, ()))
     return data.select_idxs(pf_ppo_rows(scores, reweight_method, weight_pow, seed=seed))

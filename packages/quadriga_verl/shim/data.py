@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's data set with its hooks, and the helpers that files about data import.
+"""verl's data set with its hooks, and verl's helpers for data, models and files.
 
 Shapes: B sequences, P prompt positions, T frames.
 """
@@ -33,33 +33,33 @@ from quadriga.errors import ConfigError, DataError, did_you_mean
 from quadriga.user_file import taken
 
 _VERLS_DEFAULTS = {"max_prompt_length": 1024, "filter_overlong_prompts": True}
-"""Values of keys that a dictionary leaves out; verl's class has others than the configuration."""
+"""Defaults of verl's class that differ from those of the configuration."""
 _KEYS_WITHOUT_EFFECT = {
     *("use_shm", "serialize_dataset", "return_raw_input_ids", "chat_template_func"),
     *("need_tools_kwargs", "filter_prompts", "image_patch_size"),
 }
-"""Keys that verl's class reads, and that change nothing here."""
+"""Keys that verl's class reads, and that have no effect here."""
 _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
 class RLHFDataset(Dataset):
-    """verl's data set of prompts: rows of `self.dataframe`, with hooks that subclasses override.
+    """verl's data set of prompts, with hooks that subclasses may override.
 
-        _read_files_and_tokenize()             make `self.dataframe` from `self.data_files`
-        maybe_filter_out_long_prompts(rows)    the rows that stay
-        _build_messages(row)                   the chat of a row
-        __getitem__(item)                      the row with `raw_prompt` and its tokens
+        _read_files_and_tokenize()             makes `self.dataframe` from `self.data_files`
+        maybe_filter_out_long_prompts(rows)    returns the rows that are kept
+        _build_messages(row)                   returns the chat of a row
+        __getitem__(item)                      returns a row with `raw_prompt` and its tokens
 
-    A `__getitem__` that changes `raw_prompt` need not change the tokens: the new chat is tokenized.
+    If an overridden `__getitem__` changes only `raw_prompt`, the new chat is tokenized afterwards.
 
     Args:
-        data_files: as for `quadriga.data.RLHFDataset`, and so are the others.
+        data_files: file or files, as for `quadriga.data.RLHFDataset`.
         tokenizer: renders and tokenizes prompts.
         config: the section `data`; or a dictionary or DictConfig of its keys, whose defaults are
             then those of verl's class.
-        processor: of a vision-language model. None: prompts are text.
-        max_samples: use at most so many rows; -1 for all.
-        context: the tools that prompts are measured with.
+        processor: processor of a vision-language model. None: prompts are text.
+        max_samples: largest number of rows to use; -1: all.
+        context: tools that are part of prompts when these are measured.
         others: arguments of other versions of verl, which are ignored.
     """
 
@@ -102,10 +102,12 @@ class RLHFDataset(Dataset):
         self._read_files_and_tokenize()
 
     def _download(self, use_origin_parquet: bool = False) -> None:
+        """Check that the files are local. With `use_origin_parquet`, use the original paths again."""
         files = self.original_data_files if use_origin_parquet else self.data_files
         self.data_files = [copy_to_local(str(file)) for file in files]
 
     def _read_files_and_tokenize(self) -> None:
+        """Read the files, choose `max_samples` rows, and drop those whose prompt is too long."""
         tables = []
         for file in self.data_files:
             ending = Path(file).suffix
@@ -123,9 +125,15 @@ class RLHFDataset(Dataset):
         self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """Drop rows whose prompt is too long; keep all without `data.filter_overlong_prompts`.
+        """Drop rows whose prompt is too long, if `data.filter_overlong_prompts` is set.
 
-        A prompt is measured as text with its tools, without images.
+        A prompt is measured with its tools, but without images.
+
+        Args:
+            dataframe: the rows. None: `self.dataframe`.
+
+        Returns:
+            The rows that are kept.
         """
         rows = self.dataframe if dataframe is None else dataframe
         if not self.filter_overlong_prompts:
@@ -144,10 +152,13 @@ class RLHFDataset(Dataset):
         return rows.select(short_rows)
 
     def _build_messages(self, example: dict[str, Any], key: str | None = None) -> Any:
+        """Return the chat of a row: its column `key`, by default `data.prompt_key`."""
         name = key or self.prompt_key
         return as_messages(example[name], where=f"column {name!r}")
 
     def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Chat of a row by `_build_messages`, which a subclass may override."""
+        # In a table, each message has the fields of all messages, some of them null.
         drop_null_fields(row, [self.prompt_key])
         # An override may take the row alone.
         arguments = taken(self._build_messages, {"key": self.prompt_key})
@@ -157,15 +168,16 @@ class RLHFDataset(Dataset):
         return len(self.dataframe)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        """Columns of a row with `raw_prompt` and its tokens.
+        """Return the columns of a row, with `raw_prompt` and its tokens.
 
-        With `return_full_prompt` it has the rendered text as `full_prompts`, too. `index`,
-        `tools_kwargs` and `interaction_kwargs` are entries of its `extra_info`.
+        `index`, `tools_kwargs` and `interaction_kwargs` are copied from the row's `extra_info`. If
+        `data.return_full_prompt` is set, `full_prompts` is the rendered text.
         """
         row = self._row(item)
         return self._with_tokens(row, f"row {item} of {type(self).__name__}")
 
     def _row(self, item: int) -> dict[str, Any]:
+        """Columns of a row with `raw_prompt`, but without tokens."""
         row = dict(self.dataframe[item])
         messages = self._messages(row)
         row.pop(self.prompt_key, None)
@@ -181,7 +193,7 @@ class RLHFDataset(Dataset):
         }
 
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
-        """Rows of a batch, with tokens made from `raw_prompt` where `__getitem__` makes none."""
+        """Return the rows of a batch, which have tokens even if an overridden `__getitem__` makes none."""
         is_overridden = type(self).__getitem__ is not RLHFDataset.__getitem__
         rows = []
         for item in items:
@@ -216,10 +228,16 @@ class RLHFDataset(Dataset):
         return self._with_tokens(row, where)
 
     def _with_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        """Replace images and videos of a row by the tokens of its chat, unless it has tokens.
+
+        Args:
+            row: the row, from which columns are removed.
+            where: description of the row for errors.
+        """
         images = as_list(row.pop(self.image_key, None))
         videos = as_list(row.pop(self.video_key, None))
         if "input_ids" in row:
-            # The row of a subclass that tokenizes by itself.
+            # A subclass has tokenized it.
             return row
         messages = as_messages(list(row["raw_prompt"]), where=where)
         pictures: list[Any] = []
@@ -242,19 +260,19 @@ class RLHFDataset(Dataset):
 
 
 class TooLongError(DataError, NotImplementedError, AssertionError):
-    """A sequence that is too long, or an unknown way to cut it, under the types of verl's errors."""
+    """Sequence that is too long, or unknown way to cut it. It also has the types of verl's errors."""
 
 
 class DatasetClassError(ConfigError, TypeError):
-    """A class of `data.custom_cls` that cannot be used, under the type of verl's error."""
+    """Class of `data.custom_cls` that cannot be used. It also has the type of verl's error."""
 
 
 def data_section(config: Any, *, may_have_own_keys: bool = True) -> DataConfig:
-    """The section `data` for a dictionary or DictConfig of its keys.
+    """Make the section `data` from a dictionary or DictConfig of its keys.
 
     Args:
-        config: the section, or its keys as verl's code passes them.
-        may_have_own_keys: whether unknown keys are ignored, because a user's class reads them.
+        config: the keys as verl's code passes them; or the section, which is returned unchanged.
+        may_have_own_keys: whether unknown keys are ignored, because a user's class may read them.
 
     Raises:
         ConfigError: a key is unknown, or a value is wrong.
@@ -275,7 +293,7 @@ def data_section(config: Any, *, may_have_own_keys: bool = True) -> DataConfig:
 
 
 def create_rl_dataset(data_paths: Any, data_config: Any, *args: Any, **kwargs: Any) -> Dataset:
-    """`quadriga.data.create_rl_dataset`, also with a dictionary or DictConfig as `data_config`."""
+    """Call `quadriga.data.create_rl_dataset`. `data_config` may be a dictionary or DictConfig."""
     try:
         return loading.create_rl_dataset(data_paths, data_section(data_config), *args, **kwargs)
     except ConfigError as error:
@@ -283,7 +301,7 @@ def create_rl_dataset(data_paths: Any, data_config: Any, *args: Any, **kwargs: A
 
 
 def postprocess_data(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """`quadriga.data.padding.postprocess_data`, whose errors also have the types of verl's."""
+    """Call `quadriga.data.padding.postprocess_data`; errors also have the types of verl's errors."""
     try:
         return padding.postprocess_data(*args, **kwargs)
     except DataError as error:
@@ -325,10 +343,10 @@ def process_video(
     """Sample frames of a video, resized for patches of 14 pixels.
 
     Args:
-        video: a path, a list of images, or {"video": ...} with `nframes`, `fps`, `min_frames`,
-            `max_frames`, `min_pixels` and `max_pixels` beside it, which take precedence.
+        video: a path, a list of images, or {"video": ...}. The dictionary may also have `nframes`,
+            `fps`, `min_frames`, `max_frames`, `min_pixels` and `max_pixels`, which take precedence.
         nframes: number of frames.
-        fps: frames per second of the video, 2 by default.
+        fps: frames to sample per second of the video; 2 by default.
         fps_min_frames: least number of frames.
         fps_max_frames: largest number of frames.
 
@@ -363,7 +381,7 @@ def get_rope_index(
     """Rotary positions of a prompt along time, height and width.
 
     Args:
-        processor: of a vision-language model.
+        processor: processor of a vision-language model.
         input_ids: token ids, [P].
         image_grid_thw: patches of each image along the three dimensions, [images, 3].
         video_grid_thw: patches of each video, [videos, 3].
@@ -397,17 +415,21 @@ def get_rope_index(
 def hf_tokenizer(
     name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
 ) -> Any:
-    """Load a tokenizer, which has a pad token; see `load_tokenizer`."""
+    """Load a tokenizer, which always gets a pad token; see `load_tokenizer`."""
     return load_tokenizer(name_or_path, **taken(load_tokenizer, kwargs))
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """Load the processor of a vision-language model; None for a text-only model."""
+    """Load the processor of a vision-language model. Return None for a text-only model."""
     return load_processor(name_or_path, **taken(load_processor, kwargs))
 
 
 def copy_to_local(src: str, cache_dir: str | None = None, *options: Any, **named: Any) -> str:
-    """Return a local path or a model's name as it is; DataError for a path of HDFS."""
+    """Return a local path, or the name of a model, unchanged.
+
+    Raises:
+        DataError: it is a path of HDFS.
+    """
     path = str(src)
     if path.startswith("hdfs://"):
         fix = "Copy it: hdfs dfs -get."
@@ -421,6 +443,6 @@ def makedirs(name: str, mode: int = 0o777, exist_ok: bool = True, **kwargs: Any)
 
 
 def copy_path(src: str, dst: str, **kwargs: Any) -> str:
-    """Copy a local file or folder; returns the path of the copy."""
-    copy_one = shutil.copytree if Path(copy_to_local(src)).is_dir() else shutil.copy
-    return str(copy_one(src, copy_to_local(dst)))
+    """Copy a local file or folder, and return the path of the copy."""
+    copy_any = shutil.copytree if Path(copy_to_local(src)).is_dir() else shutil.copy
+    return str(copy_any(src, copy_to_local(dst)))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects of this package's training loop, as a loop that is written for verl reads them.
+"""Views of the training loop's objects, for a user's loop that is written for verl.
 
-verl_config     the configuration: an OmegaConf tree with verl's names and meanings
-policy_group    actor and rollout: responses come with the columns of their prompts and with
-                `meta_info["timing"]`; after an update the rollout has the new weights
-blocking        any other worker group; only the columns that a method reads are sent
+verl_config     the configuration, as an OmegaConf tree with verl's names and meanings
+policy_group    the worker group of actor and rollout: responses have the columns of their prompts and
+                `meta_info["timing"]`, and after an update the rollout has the new weights
+blocking        any other worker group: only the columns that a method reads are sent to it
 """
 
 import copy
@@ -25,19 +25,19 @@ from quadriga.trainer.responses import rollout_inputs, without_passing
 from quadriga.workers.base import CHAT_OBJECTS, MODEL_OBJECTS, SOLUTION_MESSAGES, model_inputs
 
 RESPONSE_COLUMNS = "response_columns"
-"""Entry of `meta_info` of greedy responses: their object columns, which ReMax does not keep."""
+"""Entry of `meta_info` of greedy responses: names of their object columns. ReMax drops these."""
 _TIMING = "timing_s/"
 
 
 def verl_config(config: Config, num_epochs: int = 1) -> DictConfig:
-    """A configuration as an OmegaConf tree that cannot be changed, under verl's names.
+    """Convert a configuration to a read-only OmegaConf tree with verl's names.
 
     `trainer.critic_warmup` has verl's meaning, the first step in which the actor learns, and
     `trainer.total_epochs` is always a number.
 
     Args:
         config: the configuration.
-        num_epochs: passes over the data, if the configuration only says how many steps there are.
+        num_epochs: passes over the data, if the configuration only names a number of steps.
     """
     tree = config.model_dump(mode="json")
     policy = tree["actor_rollout_ref"]
@@ -56,7 +56,7 @@ def verl_config(config: Config, num_epochs: int = 1) -> DictConfig:
 
 
 class NumProcesses:
-    """Stands in for a `ResourcePoolManager` if none was given."""
+    """The part of a `ResourcePoolManager` that loops use, if the trainer has none."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -72,12 +72,13 @@ class NumProcesses:
 
 @dataclass(frozen=True)
 class AdaptedMethod:
-    """A method of a worker group that takes a batch, with functions around it."""
+    """A method of a worker group that takes a batch, with functions before and after it."""
 
     method: Callable[..., Any]
-    before: Callable[[DataProto], DataProto]
+    before: Callable[[DataProto], DataProto]  # selects what the workers need of the batch
+    # Converts the output, given the whole batch.
     after: Callable[[DataProto, DataProto], DataProto] = lambda batch, output: output
-    arguments: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...] = ()  # further arguments of the method
 
     def __call__(self, *args: Any, **kwargs: Any) -> DataProto:
         (batch,) = (*args, *kwargs.values())
@@ -88,7 +89,7 @@ class AdaptedMethod:
         (batch,) = (*args, *kwargs.values())
         start = getattr(self.method, "remote", None)
         if start is None:
-            # A rollout in processes of its own waits for its engines in the driver.
+            # A rollout in processes of its own is led by the driver, and has no remote method.
             output = self.method(self.before(batch), *self.arguments)
             future = DataProtoFuture(itemgetter(0), [output], resolve=list)
         else:
@@ -97,14 +98,18 @@ class AdaptedMethod:
 
 
 def blocking(group: Any, loop: RayPPOTrainer) -> Any:
-    """A worker group whose methods wait for their outputs, except `METHOD.remote`; None for None.
+    """View of a worker group whose methods wait for their outputs; `METHOD.remote` does not wait.
 
     Args:
-        group: the group of a role.
-        loop: the loop that it belongs to.
+        group: the group of a role. None: the role is not used.
+        loop: the loop to which it belongs.
+
+    Returns:
+        The view; None without a group.
     """
     if group is None:
         return None
+    # A copy, because Quadriga's own code calls methods of the group without waiting.
     view = copy.copy(group)
     view.methods = {name: replace(method, blocking=True) for name, method in group.methods.items()}
     view = view.as_worker()
@@ -124,10 +129,10 @@ def blocking(group: Any, loop: RayPPOTrainer) -> Any:
 
 
 def policy_group(loop: RayPPOTrainer, step: Callable[[], int]) -> Any:
-    """The worker group of the actor, whose methods also generate and publish weights.
+    """View of the actor's worker group that also generates, and publishes weights after an update.
 
     Args:
-        loop: this package's loop.
+        loop: the training loop.
         step: returns the number of the step, which becomes the version of the weights.
     """
     view = blocking(loop.actor, loop)
@@ -148,7 +153,7 @@ def policy_group(loop: RayPPOTrainer, step: Callable[[], int]) -> Any:
 
 
 def _with_columns(prompts: DataProto, responses: DataProto) -> DataProto:
-    """Responses with the object columns of their prompts, and `meta_info["timing"]` in seconds."""
+    """Add the object columns of prompts to their responses, and seconds by phase to `meta_info`."""
     timing = {}
     for name, seconds in reduce_metrics(responses.meta_info["metrics"]).items():
         if name.startswith(_TIMING):

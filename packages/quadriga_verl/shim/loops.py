@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's agent loops: an object per conversation, which keeps the tokens itself.
+"""verl's agent loops, of which each conversation has an object that holds the tokens itself.
 
     REGISTRY ──> _AdaptedLoop.run(conversation) ──> AgentLoopBase.run(...) ──> AgentLoopOutput
                      │                                  │ generates by AsyncLLMServerManager
                      └──> _write: the output's tokens become those of the conversation
 
-`ToolAgentLoop` goes from state to state, and each state has a method that returns the next one:
+`ToolAgentLoop` is a state machine. Each state has a method that returns the next state:
 
     PENDING ──> GENERATING ──> PROCESSING_TOOLS or INTERACTING ──> GENERATING ... ──> TERMINATED
 """
@@ -49,7 +49,7 @@ ParserClass = TypeVar("ParserClass", bound="type[ToolParser]")
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}
 """Sampling parameters that a loop may change."""
 _OTHER_PARAMETERS = {"logprobs", "n", "repetition_penalty", "max_tokens", "max_new_tokens"}
-"""Sampling parameters that are accepted and not passed on."""
+"""Sampling parameters that are accepted, but not passed to the engine."""
 _CALLS = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -98,14 +98,14 @@ class DictConfigWrap:
 
 
 class AsyncLLMServerManager:
-    """The engine, as verl's loops call it, for one conversation.
+    """The engine with the interface that verl's loops call. Each conversation has an object.
 
     Attributes:
         chat: the conversation.
-        services: what its loop may use.
-        token_ids: tokens that the engine generated, over all turns.
+        services: objects that agent loops share.
+        token_ids: all tokens that the engine has generated, over all turns.
         log_probs: their log-probabilities.
-        last: tokens of the last call: the prompt, and what was generated.
+        last: prompt and response of the last call, as token ids.
     """
 
     def __init__(self, chat: Conversation, services: Services) -> None:
@@ -123,7 +123,7 @@ class AsyncLLMServerManager:
         sampling_params: Mapping[str, Any],
         **others: Any,
     ) -> Any:
-        """Generate as `complete` does; before verl 0.6 the token ids alone are returned."""
+        """Call `complete`. Before verl 0.6, return only the token ids of the response."""
         output = await self.complete(
             request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **others
         )
@@ -142,13 +142,13 @@ class AsyncLLMServerManager:
         Args:
             request_id: ignored.
             prompt_ids: the tokens.
-            sampling_params: those of `run`, changed or not.
-            others: images and videos, which `apply_chat_template` has rendered.
+            sampling_params: sampling parameters of `run`, which the loop may have changed.
+            others: images and videos. Those that `apply_chat_template` has rendered are used.
 
         Raises:
             ConversationOver: there is no room for a response.
-            RolloutError: images were not rendered by `apply_chat_template`, or engines do not have
-                a sampling parameter.
+            RolloutError: images were not rendered by `apply_chat_template`, or a sampling parameter
+                is not supported.
         """
         images = self._images(prompt_ids, others)
         parameters = dict(sampling_params)
@@ -176,7 +176,15 @@ class AsyncLLMServerManager:
         )
 
     def _images(self, prompt_ids: list[int], others: Mapping[str, Any]) -> Any:
-        """Images in a prompt, which must be as `apply_chat_template` rendered them."""
+        """Images in a prompt, whose tokens must be those that `apply_chat_template` returned.
+
+        Args:
+            prompt_ids: the tokens.
+            others: further arguments of `generate`, such as `image_data`.
+
+        Raises:
+            RolloutError: there are images, but the prompt has other tokens.
+        """
         images = self.chat.images_in(prompt_ids)
         has_images = self.chat.sample.images is not None
         for name, value in others.items():
@@ -191,26 +199,30 @@ class AsyncLLMServerManager:
         return images
 
     def log_probs_of(self, response_ids: list[int], mask: list[int]) -> list[float]:
-        """Log-probabilities of a response, 0 outside the mask.
+        """Log-probabilities of a response that a loop has returned without them.
 
         Args:
             response_ids: tokens of the response.
             mask: 1 for tokens that were generated.
 
+        Returns:
+            A value for each token; 0 outside the mask.
+
         Raises:
-            RolloutError: these are not the generated tokens, in their order.
+            RolloutError: the tokens under the mask are not those that were generated.
         """
-        generated = [token for token, is_own in zip(response_ids, mask, strict=True) if is_own]
+        pairs = zip(response_ids, mask, strict=True)
+        generated = [token for token, is_generated in pairs if is_generated]
         if generated != self.token_ids[: len(generated)]:
             got = "tokens under the mask that were not generated"
             fix = "Return response_logprobs too, or give tokens of other origin the mask 0."
             raise RolloutError("AgentLoopOutput", got=got, fix=fix)
         log_probs = iter(self.log_probs)
-        return [next(log_probs) if is_own else 0.0 for is_own in mask]
+        return [next(log_probs) if is_generated else 0.0 for is_generated in mask]
 
 
 def _check_sampling(parameters: Mapping[str, Any]) -> None:
-    """Refuse sampling parameters that engines do not have."""
+    """Raise a RolloutError if a sampling parameter is not supported."""
     unknown_names = parameters.keys() - _SAMPLING - _OTHER_PARAMETERS
     is_penalized = parameters.get("repetition_penalty", 1.0) != 1.0
     if unknown_names or is_penalized or parameters.get("n", 1) != 1:
@@ -226,9 +238,9 @@ def _check_sampling(parameters: Mapping[str, Any]) -> None:
 
 
 class _AdaptedLoop(AgentLoop):
-    """An agent loop of ours that runs one of verl's class."""
+    """Agent loop that runs a loop of one of verl's classes, a new object for each conversation."""
 
-    loop_class: type[Any]
+    loop_class: type[Any]  # set in subclasses, by `AgentLoopBase.__init_subclass__`
 
     def __init__(self, services: Services, **arguments: Any) -> None:
         super().__init__(services)
@@ -276,7 +288,7 @@ class _AdaptedLoop(AgentLoop):
         _write(output, server, chat)
 
     def _config(self, chat: Conversation) -> Any:
-        """The parts of verl's configuration that loops read."""
+        """Make the parts of verl's configuration that loops read."""
         limits = chat.limits
         template_kwargs = dict(chat.encoder.template_kwargs)
         template_kwargs.pop("return_dict", None)
@@ -294,7 +306,17 @@ class _AdaptedLoop(AgentLoop):
 
 
 def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation) -> None:
-    """Make the tokens that a loop returned those of the conversation, cut to its limits."""
+    """Write the tokens that a loop returned to the conversation, cut to its limits.
+
+    Args:
+        output: result of the loop.
+        server: has the log-probabilities, if `output` does not.
+        chat: the conversation, which has no turns yet.
+
+    Raises:
+        ConversationOver: the prompt is too long.
+        RolloutError: lengths differ, or log-probabilities are not known.
+    """
     limits = chat.limits
     num_tokens = len(output.response_ids)
     num_prompt_tokens = len(output.prompt_ids)
@@ -310,13 +332,15 @@ def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Convers
         raise RolloutError(f"agent loop {chat.sample.agent}", got=got, expected="as many of each")
 
     chat.prompt_ids = list(output.prompt_ids)
-    rows = list(zip(output.response_ids, mask, log_probs, strict=True))
-    # Each run of tokens with one origin becomes a turn.
-    for is_own, part in groupby(rows[: limits.response_tokens], key=lambda row: row[1]):
-        ids, _, part_log_probs = map(list, zip(*part, strict=True))
+    tokens = list(zip(output.response_ids, mask, log_probs, strict=True))
+    # Neighbouring tokens with the same mask become a turn.
+    for is_generated, turn_tokens in groupby(
+        tokens[: limits.response_tokens], key=lambda token: token[1]
+    ):
+        ids, _, turn_log_probs = map(list, zip(*turn_tokens, strict=True))
         text = chat.encoder.text(ids, with_special=True)
-        turn = Turn("assistant" if is_own else "tool", ids, text, 0.0)
-        chat.extend(turn, int(is_own), part_log_probs)
+        role = "assistant" if is_generated else "tool"
+        chat.extend(Turn(role, ids, text, seconds=0.0), int(is_generated), turn_log_probs)
     chat.finish_reason = "length" if num_tokens > limits.response_tokens else "stop"
     chat.extra_fields = dict(output.extra_fields)
     chat.turn_scores = list(chat.extra_fields.get("turn_scores") or ())
@@ -326,7 +350,7 @@ def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Convers
 
 
 def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
-    """Class decorator that names a loop, for the file `rollout.agent.agent_loop_path`."""
+    """Class decorator that registers a loop, in the file `rollout.agent.agent_loop_path`."""
 
     def decorate(cls: LoopClass) -> LoopClass:
         REGISTRY.register(agent_name)(cls.quadriga_form)
@@ -339,11 +363,11 @@ def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
 
 
 class AgentLoopBase(ABC):
-    """Base class of verl's agent loops, which have an object for each conversation.
+    """Base class of verl's agent loops. Each conversation has an object.
 
     Args:
-        trainer_config: the configuration, as `trainer_config.config`.
-        server_manager: the engine.
+        trainer_config: object whose attribute `config` is the configuration.
+        server_manager: the engine, an `AsyncLLMServerManager`.
         tokenizer: the tokenizer.
         processor: None; `apply_chat_template` processes images.
         dataset_cls: verl's data set.
@@ -353,7 +377,7 @@ class AgentLoopBase(ABC):
 
     _class_initialized = False
     offers_tools = False  # whether prompts name the tools of the configuration
-    quadriga_form: type[AgentLoop]  # the class as an agent loop of ours
+    quadriga_form: type[AgentLoop]  # agent loop of Quadriga that runs this class
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -397,7 +421,7 @@ class AgentLoopBase(ABC):
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
-        """Prepare what all conversations share; called for each, as in verl.
+        """Prepare state that all conversations share. As in verl, each conversation calls it.
 
         Args:
             config: the configuration.
@@ -408,7 +432,11 @@ class AgentLoopBase(ABC):
         cls._class_initialized = True
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Images of the prompt, whose messages these are. Its videos stay with its tokens."""
+        """Return the images of the row's prompt, as arguments of `apply_chat_template`.
+
+        Args:
+            messages: ignored; the data set has read their images.
+        """
         images = self.server_manager.chat.sample.images
         if images is None or not images.pictures:
             return {}
@@ -424,11 +452,11 @@ class AgentLoopBase(ABC):
         """Tokenize a chat, up to the start of the model's turn.
 
         Args:
-            messages: the chat. Parts `{"type": "image"}` show where its images stand.
-            tools: schemas of the tools that the prompt names.
-            remove_system_prompt: whether the messages follow the model's last turn; then no text in
-                them can end a turn.
-            others: `images` of these messages; those of the prompt are known.
+            messages: the chat. Each of its images is a part `{"type": "image"}`.
+            tools: schemas of the tools that the prompt offers.
+            remove_system_prompt: whether the messages follow the model's last turn, instead of
+                being a whole prompt. Then special tokens in their texts are broken up.
+            others: `images` of these messages. For the prompt, the row's are the default.
 
         Returns:
             Token ids.
@@ -445,7 +473,7 @@ class AgentLoopBase(ABC):
             raise RolloutError("apply_chat_template", got=got, expected="text and images")
         images = list(others.get("images") or ())
         encoder = chat.encoder
-        # The loop has changed the arguments of the template, so the run's encoder does not fit.
+        # The loop may have changed the arguments of the template, which the run's encoder has.
         if self.apply_chat_template_kwargs != self.config.data.apply_chat_template_kwargs:
             encoder = TurnEncoder(self.tokenizer, dict(self.apply_chat_template_kwargs))
 
@@ -458,7 +486,7 @@ class AgentLoopBase(ABC):
         complete_messages = []
         for message in messages:
             if message["role"] == "tool":
-                # Templates may require both of a response of a tool.
+                # Templates may require both in the response of a tool.
                 message = {"name": "unknown", "tool_call_id": "call00000", **message}
             complete_messages.append(dict(message))
         plain_messages, inline_images = encoder.plain_messages(complete_messages)
@@ -473,6 +501,9 @@ class AgentLoopBase(ABC):
         Args:
             sampling_params: parameters for the engine.
             kwargs: columns of the row.
+
+        Returns:
+            The tokens of the conversation.
         """
 
 
@@ -512,7 +543,7 @@ class FunctionCall(Open):
 
 
 class ToolParser:
-    """Reads the tool calls in responses. A subclass is registered as a `multi_turn.format`."""
+    """Parser of the tool calls in responses. Subclasses are registered as a `multi_turn.format`."""
 
     _registry: ClassVar[dict[str, "type[ToolParser]"]] = {}
     form = "hermes"
@@ -525,7 +556,7 @@ class ToolParser:
         """Make the parser of a format.
 
         Args:
-            name: a registered format, or one of ours.
+            name: a format that was registered here, or one of `PARSERS`.
             tokenizer: decodes responses.
 
         Raises:
@@ -542,7 +573,11 @@ class ToolParser:
     def register(cls, name: str) -> Callable[[ParserClass], ParserClass]:
         """Class decorator that registers a parser.
 
-        From then on the loop `tool_agent` is verl's, which passes tokens to parsers.
+        It also replaces the loop `tool_agent` by verl's, because Quadriga's passes text to parsers,
+        not tokens.
+
+        Args:
+            name: name of the format.
         """
 
         def decorate(subclass: ParserClass) -> ParserClass:
@@ -560,7 +595,7 @@ class ToolParser:
         Args:
             responses_ids: its tokens.
             tools: schemas of the tools.
-            with_unreadable: also return calls that cannot be read.
+            with_unreadable: whether to return calls that cannot be read, too.
 
         Returns:
             The text without calls, and the calls.
@@ -593,13 +628,15 @@ class AgentState(Enum):
 
 
 class AgentData:
-    """A conversation of a tool loop, under verl's names. Tools may store values in `extra_fields`.
+    """State of a conversation of `ToolAgentLoop`, with verl's names.
+
+    Tools may store values in `extra_fields`. `prompt_ids` grows by the tokens of the response.
 
     Args:
         messages: messages of the prompt.
         request_id: id of the conversation.
-        tools_kwargs: arguments of tools, from the row.
-        given: further attributes.
+        tools_kwargs: keyword arguments of tools, from the row.
+        given: values of further attributes.
     """
 
     def __init__(
@@ -634,8 +671,8 @@ class AgentData:
 class ToolAgentLoop(AgentLoopBase):
     """Agent loop that calls the tools that the model names.
 
-    If the model calls no tool, the row's user simulator replies. A tool's instance lasts for one
-    call.
+    If the model calls no tool, the row's user simulator replies. As in verl, each call creates an
+    instance of the tool and releases it.
     """
 
     offers_tools = True
@@ -682,7 +719,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self._output(data)
 
     def _output(self, data: AgentData) -> AgentLoopOutput:
-        """The finished conversation, cut to the length of responses."""
+        """Make the result of `run`, cut to the length of responses."""
         # `prompt_ids` has grown by the tokens of the response.
         num_prompt_tokens = len(data.prompt_ids) - len(data.response_mask)
         response_ids = data.prompt_ids[num_prompt_tokens:]
@@ -748,15 +785,15 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.TERMINATED if agent_data.interaction is None else AgentState.INTERACTING
 
     def _has_no_turns(self, data: AgentData) -> bool:
-        """Whether the model or the other side has had all its turns; None or 0 is no limit."""
-        counts = (
+        """Whether a limit on turns is reached. None or 0 is no limit."""
+        counts_and_limits = (
             (data.assistant_turns, self.max_assistant_turns),
             (data.user_turns, self.max_user_turns),
         )
-        return any(limit and count >= limit for count, limit in counts)
+        return any(limit and count >= limit for count, limit in counts_and_limits)
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
-        """Call the tools, and add their responses."""
+        """Call the tools, and append their responses."""
         calls = agent_data.tool_calls[: self.max_parallel_calls]
         kwargs = agent_data.tools_kwargs
         with simple_timer("tool_calls", agent_data.metrics):
@@ -780,7 +817,7 @@ class ToolAgentLoop(AgentLoopBase):
         return await self._follow(agent_data, messages)
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
-        """Get a reply of the user simulator."""
+        """Append the reply of the user simulator."""
         reply = await agent_data.interaction.reply(agent_data.messages)
         if reply.score is not None:
             agent_data.turn_scores.append(reply.score)
@@ -789,13 +826,17 @@ class ToolAgentLoop(AgentLoopBase):
         return await self._follow(agent_data, [{"role": "user", "content": reply.text}])
 
     async def _follow(self, agent_data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
-        """Add messages of others than the model, unless they leave no room for its next turn."""
+        """Append messages of tools or the user, unless they leave no room for a turn of the model.
+
+        Returns:
+            The next state.
+        """
         agent_data.messages += messages
         ids = await self.apply_chat_template(messages, remove_system_prompt=True)
-        max_tokens = self.server_manager.chat.limits.total_tokens
+        total_tokens = self.server_manager.chat.limits.total_tokens
         room = min(
             self.response_length - len(agent_data.response_mask),
-            max_tokens - len(agent_data.prompt_ids),
+            total_tokens - len(agent_data.prompt_ids),
         )
         if len(ids) >= room:
             return AgentState.TERMINATED
@@ -814,12 +855,12 @@ class ToolAgentLoop(AgentLoopBase):
         """Call a tool.
 
         Args:
-            tool_call: the call. If it is invalid, the response of the tool explains why.
-            tools_kwargs: arguments from the row, by tool.
+            tool_call: the call. If it is invalid, the response explains why.
+            tools_kwargs: keyword arguments from the row, by tool.
             agent_data: the conversation, for tools that take it.
 
         Returns:
-            The response, the reward of the call, and metrics.
+            The response; the reward of the call, None if there is none; and metrics, always empty.
         """
         services = self.server_manager.services
         name = tool_call.name
@@ -834,7 +875,7 @@ class ToolAgentLoop(AgentLoopBase):
             specs = {name: services.tools[name]}
             tool = tool_of(specs[name])
             if tool is not None:
-                # The instance keeps what this call earns.
+                # The instance is made here, because its reward is read afterwards.
                 instance = Instance(tool)
                 specs[name] = replace(specs[name], make=lambda: instance)
                 arguments = taken(tool.execute, {"agent_data": agent_data})
@@ -856,7 +897,7 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 def _parsed_call(tool_call: FunctionCall) -> ToolCall:
-    """The call with its arguments parsed, or with the problem that they have."""
+    """Parse the arguments of a call. If they are not JSON, the result says so in `problem`."""
     try:
         arguments = json.loads(tool_call.arguments)
     except ValueError as error:

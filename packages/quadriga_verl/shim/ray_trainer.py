@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's trainer by its constructor, and its tracker. Both run what `quadriga train` runs.
+"""verl's trainer and tracker, which run the same code as `quadriga train`.
 
-RayPPOTrainer(config, tokenizer, ...)   keeps what replaces parts of the configured run
+RayPPOTrainer(config, tokenizer, ...)   stores the objects that replace parts of the configured run
   init_workers()                        builds the run with these parts (`trainer/build.py`)
   fit()                                 trains to the last step (`trainer/task_runner.py`)
 
-A subclass may write `fit` out: the worker groups, and the methods with an underscore, are the steps
-that verl's documents show.
+A subclass may replace `fit` by its own loop, with the steps that verl's documentation shows: methods
+of the worker groups, and methods that begin with an underscore.
 """
 
 import math
@@ -37,28 +37,28 @@ from quadriga_verl.shim.rewards import GivenManager
 from quadriga_verl.shim.tools import marked_timer
 
 _GRADING_COLUMNS = ("data_source", "reward_model", "extra_info", "uid")
-"""Columns that identify and grade a row; they stay in the batch when its prompts are taken out."""
+"""Columns that identify and grade a row. `_get_gen_batch` leaves them in the batch."""
 
 
 @dataclass(eq=False)
 class RayPPOTrainer:
     """verl's trainer of PPO and related algorithms.
 
-    From `init_workers` on, `actor_rollout_wg`, `ref_policy_wg`, `critic_wg` and `rm_wg` are worker
-    groups, or None. A method waits for its outputs; `METHOD.remote` returns a future, whose `get()`
-    waits. `loop` is this package's trainer, and `loop.config` its configuration; `config` is a copy
-    that cannot be changed, with verl's names and meanings (see `verl_config`).
+    After `init_workers`, `actor_rollout_wg`, `ref_policy_wg`, `critic_wg` and `rm_wg` are worker
+    groups, or None. Their methods wait for the outputs; `METHOD.remote` returns a future instead,
+    whose `get()` waits. `loop` is Quadriga's trainer, and `loop.config` its configuration. `config`
+    is a read-only copy with verl's names and meanings (see `verl_config`).
 
     Args:
         config: from `quadriga.config.load_config`.
         tokenizer: None: that of `data.tokenizer`, or of the model.
-        role_worker_mapping: worker class of a role, or `ray.remote(cls)`. It is a subclass of this
-            package's, which the other roles have.
+        role_worker_mapping: worker classes by role, or `ray.remote(cls)`. Each is a subclass of
+            Quadriga's class for the role. Other roles have Quadriga's class itself.
         resource_pool_manager: pools of processes and the roles in each, on Ray. None: those of the
             section `trainer`.
         ray_worker_group_cls: ignored.
         processor: ignored; it is loaded with the model.
-        reward_fn: reward manager of verl's contract or of this package. None: the configured one.
+        reward_fn: reward manager with verl's or Quadriga's interface. None: the configured one.
         val_reward_fn: reward manager of validation. None: as in training.
         train_dataset: None: made by `create_rl_dataset`.
         val_dataset: None: made by `create_rl_dataset`.
@@ -120,7 +120,7 @@ class RayPPOTrainer:
         self._steps: Any = None
 
     def _trainer_settings(self, config: Config, needs: Needs) -> dict[str, Any]:
-        """The section `trainer` with the device and the pools that were given."""
+        """Settings of the section `trainer`, with the device and the pools from the arguments."""
         settings = dict(config.trainer)
         if self.device_name:
             settings["device"] = self.device_name
@@ -138,14 +138,19 @@ class RayPPOTrainer:
     def init_workers(self) -> None:
         """Start the workers, load the models and prepare the data."""
         self._steps = launch.steps(self._config, partial(build_run, parts=self._parts))
+        # Closing the generator ends the workers, also if the user drops the trainer.
         weakref.finalize(self, self._steps.close)
         first_step = next(self._steps, None)
-        # Without a step, an earlier run in this folder has finished, which was reported.
+        # There is no step if an earlier run in this folder has finished, which was reported.
         if first_step is not None:
             self._follow(first_step.loop)
 
     def _follow(self, loop: Any) -> None:
-        """Take over the objects of a loop; after a restart of the workers there is a new one."""
+        """Copy the objects of a loop to attributes with verl's names.
+
+        Args:
+            loop: Quadriga's trainer. After a restart of the workers it is a new one.
+        """
         assert isinstance(loop, ray_trainer.RayPPOTrainer)
         self.global_steps = loop.global_steps
         if loop is self.loop:
@@ -157,7 +162,7 @@ class RayPPOTrainer:
         self.actor_rollout_wg = policy_group(loop, lambda: self.global_steps)
         self.async_rollout_manager = self.actor_rollout_wg
         self.ref_policy_wg = blocking(loop.reference, loop)
-        # An adapter's reference is the actor itself.
+        # With LoRA, the reference is the actor without its adapter.
         self.ref_in_actor = loop.reference is not None and loop.reference is loop.actor
         self.critic_wg = blocking(loop.critic, loop)
         self.rm_wg = blocking(getattr(loop.reward, "model", None), loop)
@@ -174,10 +179,10 @@ class RayPPOTrainer:
             self.val_reward_fn = loop.reward
 
     def fit(self) -> None:
-        """Train to the last step, and end the workers.
+        """Train to the last step, and then end the workers.
 
         Raises:
-            ConfigError: the workers were not started.
+            ConfigError: `init_workers` was not called.
         """
         if self._steps is None:
             expected = "init_workers() before it"
@@ -185,7 +190,7 @@ class RayPPOTrainer:
         for step in self._steps:
             self._follow(step.loop)
 
-    # ---- steps of a loop that is written out ----------------------------------------------------
+    # ---- steps of a user's own loop -------------------------------------------------------------
 
     def _load_checkpoint(self) -> None:
         """Resume from the checkpoint that the configuration names, and set `global_steps`."""
@@ -196,12 +201,12 @@ class RayPPOTrainer:
     def _save_checkpoint(self) -> None:
         """Write a checkpoint of the step, and wait until it is on disk."""
         self.loop.global_steps = self.global_steps
-        # The loop did not take the batches itself.
+        # The user's loop has read the dataloader itself, a batch in each step.
         self.loop.prompts.num_taken = self.global_steps
         self.loop.save()
 
     def _validate(self) -> dict[str, float]:
-        """Generate and grade responses to the validation prompts; returns the metrics."""
+        """Generate and grade responses to the validation prompts, and return the metrics."""
         metrics, _ = self.loop.validator.run(self.global_steps)
         return metrics
 
@@ -216,7 +221,7 @@ class RayPPOTrainer:
         self._profile.__enter__()
 
     def _stop_profiling(self, do_profile: bool) -> None:
-        """End what `_start_profiling` began."""
+        """End the profile that `_start_profiling` began, if this is its last step."""
         self._profile.__exit__(None, None, None)
 
     def _log_rollout_data(
@@ -230,8 +235,8 @@ class RayPPOTrainer:
 
         Args:
             batch: the responses.
-            reward_extra_infos_dict: what graders returned beside the score, by name.
-            timing_raw: gets the seconds.
+            reward_extra_infos_dict: values that graders returned beside the score, by name.
+            timing_raw: seconds by phase, to which this one is added.
             rollout_data_dir: the folder.
         """
         self.loop.global_steps = self.global_steps
@@ -249,24 +254,33 @@ class RayPPOTrainer:
     def compute_rollout_importance_weights_and_add_to_batch(
         self, batch: DataProto
     ) -> tuple[DataProto, dict[str, float]]:
-        """Correct a batch for the mismatch of rollout and training, as the configuration says.
+        """Apply `algorithm.rollout_correction` to a batch.
 
         Returns:
-            The batch, and metrics.
+            The same batch, with importance weights if they are configured, and metrics.
         """
         return batch, self.loop.correct_rollout(batch)
 
     def _balance_batch(self, batch: DataProto, metrics: dict[str, float], **options: Any) -> None:
-        """Reorder the rows in place so that equal chunks are equal work; adds to the metrics."""
+        """Reorder rows in place, so that all ranks get equal work.
+
+        Args:
+            batch: the batch.
+            metrics: metrics, to which those of the balance are added.
+            options: ignored.
+        """
         policy = self._config.actor_rollout_ref
         loop = self.loop
         metrics |= order_for_ranks(batch, loop.num_ranks, policy.rollout.n, policy.actor, loop.cost)
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        """Take what generation reads out of a batch.
+        """Move the columns that generation reads out of a batch.
 
-        Columns that identify and grade a row are in both batches afterwards, and so are the numbers
-        of steps, from which responses get their seeds and updates their learning rates.
+        Columns that identify and grade a row are in both batches afterwards. Both also get the
+        numbers of steps, which determine the seeds of responses and the learning rates of updates.
+
+        Returns:
+            The batch for generation.
         """
         columns = [name for name in batch.non_tensor_batch if name not in _GRADING_COLUMNS]
         prompts = batch.pop(batch_keys=list(PROMPT_TENSORS), non_tensor_batch_keys=columns)
@@ -278,7 +292,7 @@ class RayPPOTrainer:
 
 
 def _check(config: Config) -> None:
-    """Print the notices about a training run; raise its problems as one ConfigError."""
+    """Print the notices about a training run, or raise its problems as one ConfigError."""
     problems, notices = training_findings(config)
     if len(problems) > 1:
         raise ConfigError("\n  ".join(["RayPPOTrainer", *map(str, problems)]))
@@ -289,7 +303,7 @@ def _check(config: Config) -> None:
 
 
 def _manager_factory(reward_fn: Any) -> Callable[[], RewardManager] | None:
-    """Factory of the reward manager for a run, from a manager of either contract."""
+    """Return a factory for a reward manager that has verl's or Quadriga's interface."""
     if reward_fn is None:
         return None
     return lambda: reward_fn if isinstance(reward_fn, RewardManager) else GivenManager(reward_fn)
@@ -298,7 +312,7 @@ def _manager_factory(reward_fn: Any) -> Callable[[], RewardManager] | None:
 class Tracking(tracking.Tracking):
     """verl's tracker, which logs metrics of steps to the console, to files or to services.
 
-    Files are in the folder that this package has for runs of that name.
+    Files are in the folder that a run of that name has (`trainer.default_local_dir`).
 
     Args:
         project_name: name of the project.

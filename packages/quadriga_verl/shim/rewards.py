@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers of verl's two contracts, registered as managers of ours.
+"""Reward managers with verl's two interfaces, and adapters for them.
 
-    workers.reward_manager         manager(tokenizer, num_examine, compute_score, reward_fn_key, ...)
+    workers.reward_manager         Manager(tokenizer, num_examine, compute_score, reward_fn_key, ...)
                                    manager(data, return_dict=True)
                                        -> {"reward_tensor", "reward_extra_info"}
-    experimental.reward_loop       manager(config, tokenizer, compute_score)
+    experimental.reward_loop       Manager(config, tokenizer, compute_score)
                                    await manager.run_single(data)
                                        -> {"reward_score", "reward_extra_info"}
 
@@ -42,9 +42,9 @@ RawRewardFn = Callable[..., Any]
 
 
 class _Adapted(RewardManager):
-    """A manager of verl as one of ours, which grades whole batches in the driver's process."""
+    """Reward manager of Quadriga that calls a manager of verl, in the driver's process."""
 
-    manager_class: type[Any]
+    manager_class: type[Any]  # set in subclasses, by `adapt`
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         # verl's managers read nested values as attributes too.
@@ -57,7 +57,7 @@ class _Adapted(RewardManager):
         offered |= tree.reward_model.reward_kwargs
         self._thread: EventLoopThread | None = None
         if hasattr(self.manager_class, "run_single"):
-            # The manager keeps the event loop in which it is made.
+            # The manager stores the running event loop, so it is made in a coroutine.
             self._thread = EventLoopThread("quadriga-rewards")
             making = self._make({**offered, "config": tree})
             self.manager = self._thread.submit(making).result()
@@ -68,6 +68,7 @@ class _Adapted(RewardManager):
         self.manager = self.manager_class(**taken(self.manager_class, offered))
 
     async def _make(self, offered: dict[str, Any]) -> Any:
+        """Make the manager with those arguments that it has parameters for."""
         return self.manager_class(**taken(self.manager_class, offered))
 
     def __call__(self, data: DataProto) -> RewardOutput:
@@ -85,11 +86,15 @@ class _Adapted(RewardManager):
                 raise RewardError(name, got=outcome.error, expected=expected)
         lengths = data.batch["attention_mask"][:, -num_positions:].long().sum(-1)
         output = collect(Samples([], lengths, num_positions, []), outcomes, 0.0)
-        # A manager of batches may give rewards to any token.
+        # Managers of batches return a reward for each token, not only for the last one.
         return output if rewards is None else replace(output, scores=rewards.float())
 
     async def _run_all(self, data: DataProto) -> list[dict[str, Any]]:
-        """Grade the responses by `run_single`, at the same time."""
+        """Grade the responses by `run_single`, all at the same time.
+
+        Returns:
+            For each response its score and the further columns.
+        """
         singles = [data[row : row + 1] for row in range(len(data))]
         results = await asyncio.gather(*(self.manager.run_single(single) for single in singles))
         rows = []
@@ -99,7 +104,14 @@ class _Adapted(RewardManager):
         return rows
 
     def _run_batch(self, data: DataProto) -> tuple[Tensor, list[dict[str, Any]]]:
-        """Grade the responses together: rewards [B, T], and the further columns of each."""
+        """Grade the responses together.
+
+        Returns:
+            Rewards [B, T]; and for each response a score of 0 and the further columns.
+
+        Raises:
+            RewardError: rewards or columns have another form.
+        """
         result = self.manager(data, **taken(self.manager, {"return_dict": True}))
         rewards = result
         columns: dict[str, Any] = {}
@@ -125,7 +137,7 @@ class _Adapted(RewardManager):
 
 
 def _check_rewards(rewards: Any, shape: torch.Size, name: str) -> None:
-    """Refuse rewards that are no tensor of finite numbers of the responses' shape."""
+    """Raise a RewardError if rewards are not a tensor of finite numbers of a shape."""
     got = type(rewards).__name__
     if isinstance(rewards, Tensor):
         if rewards.shape == shape and rewards.isfinite().all():
@@ -135,7 +147,11 @@ def _check_rewards(rewards: Any, shape: torch.Size, name: str) -> None:
 
 
 class GivenManager(_Adapted):
-    """Adapter for an existing manager of batches, or a function with its contract."""
+    """Adapter for an existing manager of batches, or for a function with the same interface.
+
+    Args:
+        manager: the manager or the function.
+    """
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -144,7 +160,11 @@ class GivenManager(_Adapted):
 
 
 def adapt(cls: Any) -> type[RewardManager]:
-    """Make the class of ours for a manager of verl; `file.py:Class` finds it by the attribute."""
+    """Return the class of Quadriga that adapts a class of verl's managers.
+
+    It is also the attribute `quadriga_form`, by which a configuration may name `file.py:Class`.
+    """
+    # `vars`, because a subclass must not use the adapter of its base class.
     if "quadriga_form" not in vars(cls):
         members = {
             "manager_class": cls,
@@ -156,7 +176,7 @@ def adapt(cls: Any) -> type[RewardManager]:
 
 
 def register(name: str) -> Callable[[type[Any]], type[Any]]:
-    """Class decorator that makes a manager available as `reward_model.reward_manager=NAME`."""
+    """Class decorator that registers a manager for `reward_model.reward_manager=NAME`."""
 
     def decorate(cls: type[Any]) -> type[Any]:
         _register(name)(adapt(cls))
@@ -166,7 +186,7 @@ def register(name: str) -> Callable[[type[Any]], type[Any]]:
 
 
 class _Verls:
-    """Base of verl's managers, which makes an adapter for each subclass."""
+    """Base class of verl's managers that makes an adapter for each subclass."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -188,14 +208,15 @@ class AbstractRewardManager(_Verls, ABC):
             return_dict: whether to return a dictionary.
 
         Returns:
-            Rewards [B, T]; or a dictionary with these as "reward_tensor", and "reward_extra_info".
+            Rewards [B, T]; or a dictionary with "reward_tensor", the rewards, and
+            "reward_extra_info", further columns by name.
         """
 
 
 class NaiveRewardManager(AbstractRewardManager):
-    """Calls `compute_score` for each response, in this process.
+    """Manager that calls `compute_score` for each response, in this process.
 
-    The score is the reward of the last token.
+    The score is the reward of the response's last token.
 
     Args:
         tokenizer: decodes the responses.
@@ -235,15 +256,15 @@ class NaiveRewardManager(AbstractRewardManager):
         """Reward of a response, and its further columns.
 
         Args:
-            graded: what the score function returned.
-            length: tokens of the response.
+            graded: result of the score function: a number, or a dictionary with "score".
+            length: number of tokens in the response.
         """
         details = dict(graded) if isinstance(graded, Mapping) else {}
         return details.get("score", graded), details
 
 
 class DAPORewardManager(NaiveRewardManager):
-    """`NaiveRewardManager` with the penalty for long responses of `quadriga.rewards.managers.naive`.
+    """Manager that adds DAPO's penalty for long responses to the scores; see `managers.naive`.
 
     Args:
         args: as for `NaiveRewardManager`.
@@ -279,7 +300,7 @@ class RewardManagerBase(_Verls, ABC):
     `self.loop` is the event loop in which `run_single` runs.
 
     Args:
-        config: the whole configuration; its values can be read as attributes.
+        config: the configuration, as an OmegaConf tree.
         tokenizer: decodes the responses.
         compute_score: the score function. None: the grader of the data source.
         kwargs: ignored.
@@ -299,16 +320,20 @@ class RewardManagerBase(_Verls, ABC):
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any) -> None:
-        """Prepare what all managers of the class share."""
+        """Prepare state that all managers of the class share."""
         cls._class_initialized = True
 
     @abstractmethod
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Grade a response: "reward_score", and "reward_extra_info" with further columns."""
+        """Grade a batch of one response.
+
+        Returns:
+            "reward_score", and "reward_extra_info", further columns by name.
+        """
 
 
 class SingleRewardManager(RewardManagerBase):
-    """verl's `naive` for single responses; a plain `compute_score` runs in a thread."""
+    """verl's manager `naive` for single responses. A `compute_score` that is not async runs in a thread."""
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         (sample,) = read_samples(data, self.tokenizer, self.config.data.reward_fn_key).rows
@@ -322,7 +347,7 @@ class SingleRewardManager(RewardManagerBase):
 
 
 class SingleDAPORewardManager(SingleRewardManager):
-    """verl's `dapo` for single responses: `naive` with the penalty for long responses."""
+    """verl's manager `dapo` for single responses: `naive` with the penalty for long responses."""
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         result = await super().run_single(data)

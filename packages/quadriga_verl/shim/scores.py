@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verl.utils.reward_score`: our graders with verl's arguments and results.
+"""`verl.utils.reward_score`: Quadriga's graders with verl's arguments and results.
 
-docs/from_verl.md says where they judge differently from verl. Nothing here loads torch, and a
-grader's library is loaded with its first sample.
+docs/from_verl.md says where they judge differently from verl. Nothing here loads torch, and the
+library of a grader is loaded with its first sample.
 """
 
 import re
@@ -26,7 +26,7 @@ def default_compute_score(
     memory_limit_mb: int | None = None,
     **kwargs: Any,
 ) -> float | dict[str, Any]:
-    """Score of a response by the grader of its data source.
+    """Grade a response by the grader of its data source.
 
     Args:
         data_source: name of the data set.
@@ -39,10 +39,10 @@ def default_compute_score(
         kwargs: ignored.
 
     Returns:
-        The score; with the grader of DAPO a dictionary with "score", "acc" and "pred".
+        The score. With the grader of DAPO, a dictionary with "score", "acc" and "pred".
 
     Raises:
-        NotImplementedError: no grader knows the data source.
+        NotImplementedError: there is no grader for the data source.
     """
     try:
         name = grader_name(data_source)
@@ -70,13 +70,13 @@ def gsm8k_compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Score of an answer to GSM8K.
+    """Grade an answer to GSM8K.
 
     Args:
         solution_str: the response.
         ground_truth: the right number.
         method: "strict" reads the number after `####`, "flexible" the last number.
-        format_score: score of another number in the right form.
+        format_score: score of a wrong number in the right form.
         score: score of the right number.
 
     Returns:
@@ -91,7 +91,7 @@ def gsm8k_compute_score(
 def gsm8k_extract_solution(
     solution_str: str, method: Literal["strict", "flexible"] = "strict"
 ) -> str | None:
-    """Number of the answer as text without separators; None without an answer."""
+    """Extract the number of an answer as text without separators. Return None if there is none."""
     return plain_text(gsm8k.extract_solution(solution_str, method))
 
 
@@ -99,8 +99,8 @@ def gsm8k_extract_solution(
 
 
 def math_compute_score(solution_str: str, ground_truth: str) -> float:
-    """1 for a box that means the same as the ground truth, else 0; see `graders.math`."""
-    # Without a box our grader reads the end of the text; verl's gives 0.
+    """Return 1 if the last box means the same as the ground truth, else 0; see `graders.math`."""
+    # Without a box `graders.math` would read the end of the text. verl gives 0.
     if not last_box(solution_str):
         return 0.0
     return float(load_grader("math")(solution_str, ground_truth)["score"])
@@ -109,7 +109,7 @@ def math_compute_score(solution_str: str, ground_truth: str) -> float:
 def math_verify_compute_score(
     model_output: str, ground_truth: str, timeout_score: float = 0, **limits: Any
 ) -> float:
-    """1 for an answer, boxed or not, that means the same as the ground truth, else 0.
+    """Return 1 if the answer, boxed or not, means the same as the ground truth, else 0.
 
     Args:
         model_output: the response.
@@ -131,18 +131,18 @@ def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
 
 
 def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
-    """Whether an answer is right."""
+    """Whether an answer means the same as the ground truth. None is no answer."""
     return given_answer is not None and is_equiv(given_answer, ground_truth)
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    """Last `\\boxed{...}` of a text, with its command; None without one."""
+    """Return the last `\\boxed{...}` of a text, with its command. None: there is none."""
     box = last_box(string)
     return None if box is None else f"\\boxed{{{box}}}"
 
 
 def remove_boxed(s: str) -> str:
-    """Content of a `\\boxed{...}`, `\\fbox{...}` or `\\boxed ...`.
+    """Return the content of a `\\boxed{...}`, `\\fbox{...}` or `\\boxed ...`.
 
     Raises:
         ValueError: the text has another form.
@@ -189,13 +189,13 @@ def math_dapo_verify(
 def geo3k_compute_score(
     predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1
 ) -> float:
-    """Weighted sum of `geo3k_acc_reward` and the score of the form; see `graders.geometry3k`.
+    """Weighted sum of `geo3k_acc_reward` and the score of the format; see `graders.geometry3k`.
 
     Args:
         predict_str: the response.
         ground_truth: the right answer.
-        use_boxed: whether the answer stands in a box.
-        format_score: weight of the form.
+        use_boxed: whether the answer must be in a box.
+        format_score: weight of the format.
     """
     form = float(load_grader("geometry3k")(predict_str, ground_truth)["format"])
     accuracy = geo3k_acc_reward(predict_str, ground_truth, use_boxed)
@@ -203,13 +203,17 @@ def geo3k_compute_score(
 
 
 def geo3k_acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
-    """1 for the right answer, else 0; without `use_boxed` the whole text is the answer."""
+    """Return 1 for the right answer, else 0. Without `use_boxed` the whole text is the answer."""
     answer = predict_str if use_boxed else f"\\boxed{{{predict_str}}}"
     return math_compute_score(answer, ground_truth)
 
 
 def prime_math_compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
-    """Whether the answer is right, whether it has steps and a box, and the answer."""
+    """Grade an answer as PRIME does.
+
+    Returns:
+        Whether the answer is right, whether the text has steps and a box, and the answer.
+    """
     is_right = math_verify_compute_score(model_output, str(ground_truth)) == 1.0
     is_formatted = "Step 2:" in model_output and "\\box" in model_output
     return is_right, is_formatted, last_box(model_output) or model_output
@@ -219,7 +223,7 @@ def prime_math_compute_score(model_output: str, ground_truth: str) -> tuple[bool
 
 
 def _question_score(metric: str) -> Callable[..., float]:
-    """Make a function that scores answers to questions by a metric of `question_answering`."""
+    """Make a score function with verl's arguments for a metric of `question_answering`."""
 
     def compute_score(
         solution_str: str,
@@ -256,6 +260,10 @@ def subem_check(prediction: str, golden_answers: Any) -> bool:
 def prime_code_compute_score(
     completion: str, test_cases: Any, continuous: bool = False
 ) -> tuple[float, list[Any]]:
-    """Share of passed tests, all or nothing unless `continuous`, and the results of the grader."""
+    """Grade a program.
+
+    Returns:
+        1 or 0 for all tests, or with `continuous` the share of passed tests; and the grader's result.
+    """
     graded = load_grader("code")(completion, test_cases, use_partial_credit=continuous)
     return float(graded["score"]), [graded]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's tools and user simulators.
+"""verl's tools and user simulators, and adapters for them.
 
-verl    one object for all conversations, which tells them apart by an `instance_id`
-ours    one object per conversation; here it calls verl's shared object with an `instance_id`
+In verl all conversations share an object, whose methods get an `instance_id` for each. In Quadriga each
+conversation has its own object: an adapter that calls the shared one with its `instance_id`.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from quadriga_verl.shim import scores
 
 
 class Open(BaseModel):
-    """Base class of models that accept further fields."""
+    """Base class of pydantic models that accept further fields."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class OpenAIFunctionPropertySchema(Open):
-    """An argument of a tool."""
+    """Schema of an argument of a tool."""
 
     type: Any = None
     description: str | None = None
@@ -45,7 +45,7 @@ class OpenAIFunctionPropertySchema(Open):
 
 
 class OpenAIFunctionParametersSchema(Open):
-    """The arguments of a tool."""
+    """Schema of the arguments of a tool."""
 
     type: str = "object"
     properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
@@ -53,7 +53,7 @@ class OpenAIFunctionParametersSchema(Open):
 
 
 class OpenAIFunctionSchema(Open):
-    """A tool as the model reads it."""
+    """Description of a tool for the model."""
 
     name: str
     description: str
@@ -90,7 +90,7 @@ class ToolResponse(BaseModel):
 
 
 class BaseTool(Tool):
-    """verl's tool: one object for all conversations.
+    """Base class of verl's tools. All conversations share one object.
 
     Args:
         config: settings from the file of tools.
@@ -113,15 +113,15 @@ class BaseTool(Tool):
         self.name = schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """The schema, if the file of tools has none."""
+        """Return the schema that is used if the file of tools has none."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Create an instance; returns its id and its first response."""
+        """Create an instance, and return its id and its first response."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Execute a call; returns the response, the reward of the call and metrics."""
+        """Execute a call, and return the response, the reward of the call and metrics."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
@@ -135,6 +135,7 @@ class BaseTool(Tool):
     def tool_spec(
         cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str
     ) -> ToolSpec:
+        # `type` is a setting of verl's loader, not of the tool.
         settings = {name: value for name, value in config.items() if name != "type"}
         if config.get("type") == "mcp":
             fix = "List MCP servers under `mcp_servers` of the file of tools."
@@ -143,6 +144,7 @@ class BaseTool(Tool):
         if schema is not None:
             tool_schema = OpenAIFunctionToolSchema.model_validate(schema)
         tool = cls(settings, tool_schema)
+        # The model reads only what the author of the tool has written, no defaults of the classes.
         described = tool.tool_schema.model_dump(exclude_none=True, exclude_unset=True)
         no_parameters = {"type": "object", "properties": {}, "required": []}
         parameters = described["function"].setdefault("parameters", no_parameters)
@@ -150,9 +152,17 @@ class BaseTool(Tool):
 
 
 class Instance(Tool):
-    """The use of a shared tool by one conversation.
+    """Adapter of a shared tool for one conversation.
 
-    Rewards of single calls are added up if the tool has no `calc_reward` of its own.
+    Its reward is that of the tool's `calc_reward`, or else the sum of the rewards of its calls.
+
+    Args:
+        tool: the shared tool.
+
+    Attributes:
+        tool: as in the arguments.
+        instance_id: id of the instance; "" before `create`.
+        earned: rewards of the calls so far.
     """
 
     def __init__(self, tool: BaseTool) -> None:
@@ -161,14 +171,15 @@ class Instance(Tool):
         self.earned: list[float] = []
 
     async def create(self, **kwargs: Any) -> None:
+        # Tools of verl take the row's arguments by name, or all of them as `create_kwargs`.
         arguments = taken(self.tool.create, {**kwargs, "create_kwargs": kwargs})
         result = await _awaited(self.tool.create(**arguments))
         self.instance_id = result[0] if isinstance(result, tuple) else result
 
     async def execute(self, **kwargs: Any) -> str | WithImages:
         known_names = self.tool.tool_schema.function.parameters.properties
-        # Besides the model's arguments there are those of the row, and the loop's `agent_data`.
-        # A schema without arguments accepts any, so those of the row cannot be told apart.
+        # `kwargs` are arguments of the model, those of the row, and `agent_data` of the loop. A
+        # schema without arguments accepts any, so that all but `agent_data` count as the model's.
         parameters = {}
         other_arguments = {}
         for name, value in kwargs.items():
@@ -201,7 +212,7 @@ class Instance(Tool):
 
 
 def tool_of(spec: ToolSpec) -> BaseTool | None:
-    """The shared object behind a tool of verl's class; None for a tool of ours."""
+    """Return the shared object of a tool that has verl's class. None: it has another class."""
     make = spec.make
     is_verls = isinstance(make, partial) and make.func is Instance
     return make.args[0] if is_verls else None
@@ -214,7 +225,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
 
 
 class Gsm8kTool(BaseTool):
-    """Grades an answer to GSM8K during a conversation; an answer that is no better costs 0.05."""
+    """Tool that grades answers to GSM8K. A call whose answer is no better than before costs 0.05."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
@@ -251,25 +262,27 @@ class _ThreadPool:
     """Threads for the calls of a tool, used as `await pool.execute.remote(function, *arguments)`.
 
     Args:
-        config: settings of the tool; `num_workers` and `rate_limit` bound the number of threads.
-        default: value of either setting if it is missing.
+        config: settings of the tool. There are as many threads as the lower of `num_workers` and
+            `rate_limit`.
+        default: default of both settings.
     """
 
     def __init__(self, config: Mapping[str, Any], default: int) -> None:
         num_threads = min(int(config.get(name, default)) for name in ("num_workers", "rate_limit"))
         self._threads = ThreadPoolExecutor(num_threads, "verl-tool")
+        # verl has an actor of Ray with the method `execute` here.
         self.execute = self
 
     def remote(self, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
-        """Call a function in a thread; returns a future of its result."""
+        """Call a function in a thread, and return a future of its result."""
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
 
 class SandboxFusionTool(BaseTool):
-    """Runs the program `code` and returns what it prints.
+    """Tool that runs the program `code`, and responds with its output.
 
-    It runs on the server `sandbox_fusion_url`, or else in a sandbox on this machine. `num_workers`
-    and `rate_limit` hold for each process.
+    The program runs on the server `sandbox_fusion_url`, or else in a sandbox on this machine. Each
+    process has its own threads, so that `num_workers` and `rate_limit` apply to each.
     """
 
     def __init__(
@@ -300,11 +313,11 @@ class SandboxFusionTool(BaseTool):
         Args:
             instance_id: ignored.
             code: the program.
-            timeout: limit in seconds.
+            timeout: time limit, in seconds.
             language: its language.
 
         Returns:
-            Its output, errors at the end, and the limit that ended it.
+            Its standard output and standard error, and if a limit has ended it, which one.
 
         Raises:
             RolloutError: the language needs a server.
@@ -327,7 +340,7 @@ class SandboxFusionTool(BaseTool):
 
 
 class SearchTool(BaseTool):
-    """Sends `query_list` to the server `retrieval_service_url`; returns `topk` documents for each."""
+    """Tool that searches `topk` documents for each of `query_list` by a retrieval server."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
@@ -368,9 +381,9 @@ class SearchTool(BaseTool):
         Args:
             instance_id: ignored.
             query_list: the queries.
-            retrieval_service_url: ignored; the server is that of the settings.
-            topk: documents per query.
-            timeout: limit in seconds.
+            retrieval_service_url: ignored; the settings name the server.
+            topk: number of documents for each query.
+            timeout: time limit, in seconds.
 
         Returns:
             The documents as JSON text, {"result": ...}, and metrics.
@@ -393,14 +406,14 @@ class SearchTool(BaseTool):
 
 
 class BaseInteraction(Interaction):
-    """verl's user simulator: one object for all conversations."""
+    """Base class of verl's user simulators. All conversations share one object."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.name = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Begin a conversation; returns its id."""
+        """Begin a conversation, and return its id."""
         return instance_id or str(uuid4())
 
     async def generate_response(
@@ -414,13 +427,13 @@ class BaseInteraction(Interaction):
             kwargs: entries of the row's `interaction_kwargs`.
 
         Returns:
-            Whether the conversation is over, the user's text, the score of the model's turn, and
-            further facts.
+            Whether the conversation is over, the user's text, the score of the model's turn, and a
+            dictionary that is ignored.
         """
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
-        """Score of a conversation; not called here."""
+        """Score a conversation. Quadriga does not call this."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
@@ -432,7 +445,7 @@ class BaseInteraction(Interaction):
 
 
 class _Talk(Interaction):
-    """The use of a shared user simulator by one conversation."""
+    """Adapter of a shared user simulator for one conversation."""
 
     def __init__(self, shared: BaseInteraction) -> None:
         self.shared = shared
@@ -454,13 +467,13 @@ class _Talk(Interaction):
         await self._call(self.shared.finalize_interaction, {})
 
     async def _call(self, method: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
-        """Call a method of the shared object with those of the arguments that it takes."""
+        """Call a method of the shared object with those of `offered` that it has parameters for."""
         arguments = taken(method, {"instance_id": self.instance_id, **offered})
         return await _awaited(method(**arguments))
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """A teacher who says whether the last answer to GSM8K is right, and then ends the talk."""
+    """User simulator that says whether the last answer to GSM8K is right, and ends if it is."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -489,7 +502,7 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 async def _awaited(result: Any) -> Any:
-    """The result of a method of a user, which may be a coroutine."""
+    """Return a result of a user's method, which is awaited if it is a coroutine."""
     return await result if inspect.isawaitable(result) else result
 
 
@@ -497,7 +510,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function unchanged; `actor_rollout_ref.rollout.trace_dir` traces conversations."""
+    """Return the function unchanged. Traces are written if `rollout.trace_dir` is set."""
     return function
 
 

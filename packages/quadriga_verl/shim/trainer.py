@@ -34,7 +34,7 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
-    """Part of `attention_mask` that covers `responses`: [B, T]."""
+    """The columns of `attention_mask` that belong to `responses`: [B, T]."""
     num_positions = data.batch["responses"].shape[1]
     return data.batch["attention_mask"][:, -num_positions:]
 
@@ -45,12 +45,12 @@ def get_response_mask(
     """Mask of the tokens up to the first end token, which is included.
 
     Args:
-        response_id: [B, T].
-        eos_token: the ids that end a response.
+        response_id: token ids of responses, [B, T].
+        eos_token: id or ids that end a response.
         dtype: dtype of the mask.
 
     Returns:
-        [B, T].
+        The mask, [B, T].
     """
     is_end = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).long()
     num_ends_before = is_end.cumsum(-1) - is_end
@@ -60,16 +60,16 @@ def get_response_mask(
 def pad_sequence_to_length(
     tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False
 ) -> Tensor:
-    """Pad the last dimension to a length; longer tensors stay as they are.
+    """Pad the last dimension to a length. Longer tensors are returned unchanged.
 
     Args:
         tensors: [..., L].
         max_seq_len: the length.
         pad_token_id: the value to pad with.
-        left_pad: pad at the start.
+        left_pad: whether to pad at the start instead of the end.
 
     Returns:
-        [..., max_seq_len].
+        The padded tensor, [..., max(L, max_seq_len)].
     """
     num_missing = max(max_seq_len - tensors.shape[-1], 0)
     padding = (num_missing, 0) if left_pad else (0, num_missing)
@@ -79,15 +79,15 @@ def pad_sequence_to_length(
 def pad_2d_list_to_length(
     response: Sequence[Sequence[int]], pad_token_id: int, max_length: int | None = None
 ) -> Tensor:
-    """Make a tensor of lists of token ids, padded at the end.
+    """Make a tensor from lists of token ids, padded at the end.
 
     Args:
         response: B lists.
         pad_token_id: the value to pad with.
-        max_length: least length of the rows. None: that of the longest list.
+        max_length: length to which rows are padded at least. None: that of the longest list.
 
     Returns:
-        [B, max(max_length, longest list)].
+        The tensor, [B, max(max_length, longest list)].
     """
     length = max([max_length or 0, *map(len, response)])
     return torch.tensor([[*ids, *[pad_token_id] * (length - len(ids))] for ids in response])
@@ -102,10 +102,14 @@ def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Call a reward manager, of verl or of this package.
+    """Grade a batch by a reward manager with verl's or Quadriga's interface.
 
-    Object columns that greedy responses have brought are removed from the batch afterwards: ReMax
-    joins it with sampled responses, which bring their own.
+    Object columns of greedy responses are removed from the batch afterwards. ReMax then joins the
+    batch with sampled responses, which have columns of the same names.
+
+    Args:
+        data: the batch.
+        reward_fn: the reward manager.
 
     Returns:
         Rewards [B, T], and further columns by name.
@@ -129,7 +133,7 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tens
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Add `token_level_rewards` [B, T], scores minus the KL penalty of each token, to a batch.
+    """Add `token_level_rewards` [B, T] to a batch: scores minus the KL penalty of each token.
 
     Args:
         data: the batch, with the columns of `kl.PENALTY_FIELDS`.
@@ -153,8 +157,11 @@ def compute_advantage(
     Args:
         data: the batch.
         adv_estimator: name of the estimator.
-        config: options, for those that are not given.
+        config: the section `algorithm`, for options that are not passed.
         options: arguments of verl's estimators, such as `gamma` and `lam`.
+
+    Returns:
+        The batch.
     """
     if "response_mask" not in data.batch.keys():
         data.batch["response_mask"] = compute_response_mask(data)
@@ -171,7 +178,7 @@ def compute_advantage(
 
 
 def _require_columns(estimator: Callable[..., Any], offered: Mapping[str, Any]) -> None:
-    """Refuse a batch without a column that the estimator reads."""
+    """Raise a ProtocolError if a batch lacks a column that the estimator reads."""
     for name, parameter in signature(estimator).parameters.items():
         is_optional = parameter.default is not Parameter.empty or parameter.kind in _VARIADIC
         if not is_optional and offered.get(name) is None:
@@ -187,7 +194,7 @@ def _require_columns(estimator: Callable[..., Any], offered: Mapping[str, Any]) 
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Metrics of rewards, advantages, returns and lengths; with `use_critic` of values too."""
+    """Metrics of rewards, advantages, returns and lengths, and of values if `use_critic`."""
     metrics = data_metrics(batch)
     if use_critic:
         return metrics
@@ -196,10 +203,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
-    """Difference between the probabilities of rollout and training, over response tokens.
+    """Compare the probabilities of response tokens in rollout and training.
 
     Returns:
-        Its maximum, mean and standard deviation, and the correlation of the probabilities.
+        Maximum, mean and standard deviation of their absolute difference, and their correlation.
     """
     columns = data.batch
     mask = columns.get("response_mask")
@@ -224,6 +231,8 @@ def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Seconds of each phase, and milliseconds per token of the phases that work on tokens."""
     timings = {}
+    # `performance_metrics` needs the time of a whole step, which this function's result has only if
+    # the caller gave it.
     for name, value in performance_metrics(batch, {"step": 1.0, **timing_raw}, {}).items():
         if name.startswith("timing") and name.split("/")[1] in timing_raw:
             timings[name] = value
@@ -249,16 +258,16 @@ def compute_throughout_metrics(
 
 
 def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> None:
-    """Append each value to the list of its name."""
+    """Append each value of `new_data` to the list of the same name in `data`."""
     for name, value in new_data.items():
         data.setdefault(name, []).append(value)
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Reduce lists to numbers.
+    """Reduce lists of values to numbers.
 
-    Metrics of workers are combined as they say themselves; of numbers it is the maximum or the
-    minimum if the name says so, else the mean.
+    A `Metric` has its own way to be combined. Numbers are reduced to their maximum or minimum if
+    the name contains "max" or "min", else to their mean.
     """
     reduced = {}
     for name, values in metrics.items():
@@ -277,7 +286,7 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def load_extern_type(file_path: str | None, type_name: str) -> Any:
-    """Load a class or function from a user's Python file; None without a file."""
+    """Load a class or function from a user's Python file. Return None if there is no file."""
     if not file_path:
         return None
     return getattr(import_file(file_path, "load_extern_type"), type_name)

@@ -5,16 +5,16 @@
              1 1 1   0 0 0   1 1 1   0 0 0   1 1 1          response_mask
 
 A turn of the model is never rendered again: a template may drop its thoughts, and a tokenizer may split its text
-another way. The tokens that a turn of a tool or user adds are found by rendering a stand-in for the model's turn and
-the new messages:
+another way. To find the tokens that a turn of a tool or user adds, the template renders a stand-in for the model's turn
+together with the new messages. The text after the stand-in is added:
 
     <user>x<end>\\n<assistant>STAND-IN<end>\\n<tool>42<end>\\n<assistant>
                                      └───────────── added ─────────────┘
 
-The closing token is left out of the added tokens if the model has written it, as it mostly does. An image of a later
-turn has as many tokens as the model has embeddings of it, and positions along three axes, like an image of the prompt.
-Tokens behind the model's last turn are removed at the end: they have no loss, and the score of a response stands at its
-last token.
+The model mostly writes the closing token itself; then the added tokens begin after it. An image in a later turn has one
+token for each of its embeddings, and positions along three axes, like an image of the prompt. When the conversation
+ends, tokens after the model's last turn are removed: they have no loss, and the score of a response belongs to its last
+token.
 
 Legend: P prompt tokens, T response tokens, L layers with experts, k experts of a token.
 """
@@ -37,15 +37,18 @@ from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolResult
 from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 
-# Texts that no conversation has: the model's turn of which the rest is cut off, and the text of a
-# message that shows whether a template renders its role.
+# Texts that occur in no conversation. They are rendered to find out what a template writes around
+# the model's turn (the stand-in), and around the content of a message (the probe).
 _STAND_IN = "quadrigastandin"
 _PROBE = "quadrigaprobe"
 _FIX_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that has"
 
 
 class ConversationOver(Exception):  # noqa: N818 - not an error: the way in which a conversation ends
-    """A limit is reached, or the user simulator has ended the conversation. Loops let it pass."""
+    """A limit is reached, or the user simulator has ended the conversation.
+
+    Loops do not catch it. `reason` becomes the conversation's `finish_reason`.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -94,15 +97,15 @@ class LengthLimits:
 
 @dataclass
 class LoopTimer:
-    """Time limit of a loop, which the conversations of its rollout share."""
+    """Time limit of a loop, shared by the conversations of its rollout."""
 
-    limit_s: float = 0.0
+    limit_s: float = 0.0  # time of the loop's own between two completions
     timeout: asyncio.Timeout | None = None  # None: the loop has no limit
-    num_in_engine: int = 0  # completions that the loop waits for
+    num_in_engine: int = 0  # completions for which the loop waits
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager for a completion: the time in the engine does not count."""
+        """Context manager around a completion, whose time does not count towards the limit."""
         timeout = self.timeout
         self.num_in_engine += 1
         if timeout is not None:
@@ -118,9 +121,10 @@ class LoopTimer:
 
 @dataclass
 class Conversation:
-    """A prompt and its response of one or more turns. Loops call `begin`, `generate` and `append`.
+    """A prompt, and a response of one or more turns.
 
-    A loop may begin further conversations with `another`; each is a row of the batch.
+    An agent loop calls `begin`, `generate` and `append`. It may begin further conversations with
+    `another`; each becomes a row of the batch.
     """
 
     engine: RolloutEngine  # generates the model's turns
@@ -129,18 +133,16 @@ class Conversation:
     sampling: SamplingParams  # its `seed` is the conversation's
     limits: LengthLimits  # on tokens and turns
     prompt_ids: list[int] = field(init=False)  # the prompt that the engine receives
-    # Four lists with a value for each token of the response. The mask is 1 on tokens of the model;
-    # a version is that of the weights that drew the token, -1 on the tokens of tools and users.
+    # Five lists with a value for each token of the response.
     token_ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    # 1 on tokens of tools and users that have a loss of their own, for each token of the response.
-    echo_mask: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)  # 1 on tokens of the model
+    log_probs: list[float] = field(default_factory=list)  # 0.0 on tokens of tools and users
+    versions: list[int] = field(default_factory=list)  # of the weights; -1 for tools and users
+    echo_mask: list[int] = field(default_factory=list)  # 1 on others' tokens with their own loss
     turns: list[Turn] = field(default_factory=list)  # of the response
-    # Turns that no turn of the model follows; their tokens are not in the response.
+    # Turns after the model's last one; their tokens are not in the response.
     unread: list[Turn] = field(default_factory=list)
-    # All turns as text, for a user simulator; they are never rendered.
+    # Prompt and turns as messages of text, for a user simulator; they are never rendered.
     messages: list[dict[str, Any]] = field(init=False)
     finish_reason: str = ""  # why the conversation ended; "" while it goes on
     failure: str = ""  # the error that ended it; "" without an error
@@ -150,13 +152,13 @@ class Conversation:
     turn_scores: list[float] = field(default_factory=list)  # scores of a user simulator, in order
     # Experts of the tokens that the model has read, [tokens, L, k] from the prompt on. None: unknown.
     routes: np.ndarray | None = None
-    # Further facts from a loop, for `extra_info` of the score function.
+    # Further entries of `extra_info` for the score function.
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    # Rewards of the model's turns, in order; the score has them all. Empty: only the score counts.
+    # Reward of each turn of the model; the score includes them. Empty: there is only the score.
     turn_rewards: list[float] = field(default_factory=list)
     # States of an environment by number of the model's turn, counted from 0.
     states: dict[int, str] = field(default_factory=dict)
-    # A grade from the loop itself. None: the conversation is graded like others.
+    # Grade that the loop has given. None: a score function or a reward model grades.
     outcome: Outcome | None = None
     # `quadriga.data.VisionProcessor` of a vision-language model. None: later turns have no images.
     processor: Any = None
@@ -168,7 +170,7 @@ class Conversation:
     def __post_init__(self) -> None:
         self.prompt_ids = list(self.sample.prompt_ids)
         self.messages = list(self.sample.messages or [])
-        # Beginnings of the conversation as tokens, each with the images that it shows.
+        # Beginnings of the conversation as tokens, each with the images in it; the longest is last.
         self._shown: list[tuple[list[int], Images]] = []
         if self.sample.images is not None:
             self._shown.append((self.sample.prompt_ids, self.sample.images))
@@ -178,8 +180,8 @@ class Conversation:
     def another(self, agent: str = "") -> "Conversation":
         """Begin a further conversation of the same rollout, which becomes a row of its own.
 
-        It has the prompt of this row, which `begin` replaces, the same limits, and seeds of its
-        own. Without an `outcome` it gets the grade of the rollout's first conversation.
+        It has the same limits, its own seeds, and the prompt of this row until `begin` replaces it.
+        If the loop sets no `outcome`, it gets the grade of the rollout's first conversation.
 
         Args:
             agent: name of the agent whose turns the model writes.
@@ -202,21 +204,24 @@ class Conversation:
 
     @property
     def rows(self) -> "list[Conversation]":
-        """Conversations of the rollout in which the model has written; at least one."""
+        """Conversations of the rollout that become rows: those in which the model has written.
+
+        If there are none, the first one is still a row, since each prompt needs a response.
+        """
         return [chat for chat in self.rollout if chat.token_ids] or self.rollout[:1]
 
     @asynccontextmanager
     async def limited(self, limit_s: float) -> AsyncIterator[None]:
-        """Context manager for a loop, which stops it when its own work takes too long.
+        """Context manager around a loop, which limits the time of the loop itself.
 
-        The limit holds before the first response of the engine, between two, and after the last;
-        the time in the engine does not count.
+        The limit applies anew before the first completion, between two completions, and after the
+        last one. Time in the engine does not count.
 
         Args:
             limit_s: the limit, in seconds.
 
         Raises:
-            TimeoutError: the loop took longer.
+            TimeoutError: the loop took longer, or raised this error itself.
         """
         timer = self.timer
         timer.limit_s = limit_s
@@ -225,6 +230,7 @@ class Conversation:
             async with asyncio.timeout(limit_s) as timer.timeout:
                 yield
         except TimeoutError as error:
+            # The loop may also raise a TimeoutError of its own.
             if timer.timeout is None or not timer.timeout.expired():
                 raise
             place = f"after turn {len(self.turns)} (actor_rollout_ref.rollout.agent.timeout_s)"
@@ -272,7 +278,15 @@ class Conversation:
         return self.images_in([*self.prompt_ids, *self.token_ids])
 
     def images_in(self, tokens: Sequence[int]) -> Images | None:
-        """Images in `tokens`, which begin like the conversation; None if there is only text."""
+        """Images in a sequence of tokens, with the positions of all of them.
+
+        Args:
+            tokens: the beginning of the conversation, or this with other tokens after it.
+
+        Returns:
+            The images. None: there is only text.
+        """
+        # The longest beginning that fits shows the most images.
         for beginning, images in reversed(self._shown):
             if beginning == list(tokens[: len(beginning)]):
                 return images.followed_by(tokens[len(beginning) :])
@@ -285,13 +299,13 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Number of tokens that still fit."""
+        """Number of tokens that still fit into the response."""
         total = self.limits.total_tokens - len(self.prompt_ids)
         return min(self.limits.response_tokens, total) - len(self.token_ids)
 
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
-        """First position and position after the last of each turn of the model."""
+        """Start and end of each turn of the model in the response; the end is exclusive."""
         spans = []
         start = 0
         for turn in self.turns:
@@ -303,10 +317,10 @@ class Conversation:
 
     @property
     def turn_states(self) -> list[str]:
-        """State in which each turn of the model began: the environment's own, or what was said.
+        """State in which each turn of the model began.
 
-        A loop sets a state of the environment in `states`. Without one, it is the text of the turn
-        before, or "" at the beginning.
+        This is the environment's state if the loop has set one in `states`, else the text of the
+        turn before, or "" for the first turn of the response.
         """
         states = []
         for number, turn in enumerate(self.turns):
@@ -317,7 +331,7 @@ class Conversation:
 
     @property
     def solution_messages(self) -> list[dict[str, Any]]:
-        """The turns behind the prompt as messages: role, content, and if present name, tool_calls."""
+        """The response as messages with role and content, and if present name and tool_calls."""
         messages: list[dict[str, Any]] = []
         for turn in self.turns:
             messages += turn.messages or [{"role": turn.role, "content": turn.text}]
@@ -325,7 +339,13 @@ class Conversation:
         return [{key: message[key] for key in keys if key in message} for message in messages]
 
     async def generate(self, **changes: Any) -> Turn:
-        """Generate the model's next turn; `changes` replace `SamplingParams` for this turn alone.
+        """Generate the model's next turn.
+
+        Args:
+            changes: fields of `SamplingParams` to replace for this turn.
+
+        Returns:
+            The turn, which has been appended to the conversation.
 
         Raises:
             ConversationOver: no token fits any more, or the engine cut or aborted the turn.
@@ -338,6 +358,7 @@ class Conversation:
         tokens = [*self.prompt_ids, *self.token_ids]
         completion = await self.complete(tokens, self.images, **changes)
         token_ids = list(completion.token_ids)
+        # Routes cover the whole conversation so far, so the latest ones replace the earlier.
         self.routes = completion.routes
         text = self.encoder.text(token_ids, with_special=True)
         message = {"role": "assistant", "content": self.encoder.text(token_ids, with_special=False)}
@@ -347,11 +368,12 @@ class Conversation:
             text=text,
             seconds=time.perf_counter() - started,
             finish_reason=completion.finish_reason,
+            # A copy, because loops add calls of tools to the message of the turn.
             messages=[dict(message)],
         )
         self.extend(turn, 1, completion.log_probs, completion.token_versions)
         self.messages.append(message)
-        # With a smaller `max_tokens` of the caller, a turn may end early while there is room.
+        # A turn that reached only the caller's smaller `max_tokens` does not end the conversation.
         is_cut = completion.finish_reason == "length" and self.room < 1
         if is_cut or completion.finish_reason == "abort":
             raise ConversationOver(completion.finish_reason)
@@ -360,14 +382,14 @@ class Conversation:
     async def complete(
         self, token_ids: Sequence[int], images: Images | None = None, **changes: Any
     ) -> Completion:
-        """Completion of any tokens by the engine, each time with another seed.
+        """Complete tokens with the engine, without appending anything to the conversation.
 
-        The conversation itself does not grow.
+        Each call has a different seed.
 
         Args:
             token_ids: the tokens to complete.
             images: the images in them. None: text.
-            changes: replace `SamplingParams` for this completion.
+            changes: fields of `SamplingParams` to replace for this completion.
 
         Returns:
             The engine's completion.
@@ -378,7 +400,8 @@ class Conversation:
         number = self._num_completions
         self._num_completions += 1
         seed = self.sampling.seed
-        # The first completion has the seed of a response of one turn, so that the two are equal.
+        # The first completion keeps the row's seed: a response of one turn is then the same as
+        # without an agent loop.
         if number > 0:
             seed = _derived_seed(seed, number)
         sampling = replace(self.sampling, **{"seed": seed, **changes})
@@ -392,9 +415,9 @@ class Conversation:
         return completion
 
     def require_another(self) -> None:
-        """Check that a turn of tools or the user, and a turn of the model after it, are allowed.
+        """Check that the limits allow a turn of tools or the user, and a model's turn after it.
 
-        Call it before the work for such a turn is done.
+        Call it before the work for such a turn begins.
 
         Raises:
             ConversationOver: a limit on turns is reached.
@@ -435,29 +458,28 @@ class Conversation:
             pairs = zip(self.token_ids, self.mask, strict=True)
             written = [token for token, is_model in pairs if is_model]
             token_ids = self.show([*self.prompt_ids, *self.token_ids], token_ids, pictures, written)
-        added = []
-        texts = []
+
+        text_messages = []
         for message in plain:
-            text = message["content"]
-            if not isinstance(text, str):
-                text = "".join(part.get("text", "") for part in text)
-            added.append({**message, "content": text})
-            texts.append(text)
-        self.messages += added
+            content = message["content"]
+            if not isinstance(content, str):
+                content = "".join(part.get("text", "") for part in content)
+            text_messages.append({**message, "content": content})
+        self.messages += text_messages
         turn = Turn(
             role=plain[0]["role"],
             token_ids=token_ids,
-            text="\n".join(texts),
+            text="\n".join(message["content"] for message in text_messages),
             seconds=seconds,
             tool_responses=tuple(tool_responses),
-            messages=added,
+            messages=text_messages,
         )
-        # The model must have room to go on behind the turn, and a part of a turn makes no sense.
+        # The turn is appended only if it fits as a whole, and the model can write at least a token.
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
         echo_mask: list[int] = []
-        # Images change where tokens stand, so a turn that shows some is left out.
+        # `content_mask` does not know the tokens of images, so that turns with images have no loss.
         if self.encoder.echo_roles and self.num_assistant_turns and not pictures:
             echo_mask = self.encoder.content_mask(plain, len(token_ids))
         self.extend(turn, 0, [0.0] * len(token_ids), echo_mask=echo_mask)
@@ -469,15 +491,16 @@ class Conversation:
         pictures: Sequence[Any],
         written: Sequence[int] = (),
     ) -> list[int]:
-        """Tokens of a turn with images, one for each embedding of an image.
+        """Convert the tokens of a turn with images to those that the model reads.
 
-        The images are remembered for the engine. Videos stand in the prompt alone.
+        The model reads a token for each embedding of an image. The images are stored for the calls
+        of the engine. Videos occur only in the prompt.
 
         Args:
             before: the tokens before the turn; empty for a prompt.
             token_ids: tokens of the turn, with one token for each image.
             pictures: images of the turn.
-            written: all tokens that the model has written.
+            written: all tokens of the conversation that the model has written.
 
         Returns:
             The tokens that replace `token_ids`.
@@ -496,12 +519,14 @@ class Conversation:
                 expected="text, or a vision-language model",
                 fix=f"Leave them out; {keys} must be set with such a model.",
             )
+        # The processor would take a token of images that the model has written for an image.
         if not set(written).isdisjoint(self.processor.media_ids):
             reason = "the model wrote the token of images itself, and is shown one"
             self.failure = f"image_token: {reason}"
             raise ConversationOver(self.failure)
 
-        # The processor renders the whole conversation again, with one token for each image.
+        # The processor needs all images of the conversation at once, and the conversation with one
+        # token for each of them.
         short_prompt = list(before)
         all_pictures: list[Any] = []
         earlier = self.images_in(before)
@@ -531,7 +556,7 @@ class Conversation:
         return rendered.ids[len(before) :]
 
     def finish(self, reason: str, *, failure: str = "") -> None:
-        """End the conversation, and remove everything behind the model's last turn.
+        """End the conversation, and move turns after the model's last one to `unread`.
 
         Args:
             reason: why it ended.
@@ -555,7 +580,7 @@ class Conversation:
         versions: Sequence[int] = (),
         echo_mask: Sequence[int] = (),
     ) -> None:
-        """Append the tokens of a turn without any check.
+        """Append a turn and its tokens to the response, without any check.
 
         Args:
             turn: the turn.
@@ -573,7 +598,7 @@ class Conversation:
 
 
 def _derived_seed(*parts: Any) -> int:
-    """Seed that depends on each of the parts, and shares nothing with seeds of similar ones."""
+    """Derive a seed from all of the parts. Similar parts give unrelated seeds."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
@@ -584,11 +609,11 @@ class TurnEncoder:
     Args:
         tokenizer: the model's tokenizer.
         template_kwargs: `data.apply_chat_template_kwargs`.
-        vocabulary_size: rows of the model's embedding. None: at least one for each token.
-        echo_roles: roles whose tokens `content_mask` finds.
+        vocabulary_size: rows of the model's embedding. None: every token has a row.
+        echo_roles: roles whose tokens `content_mask` marks.
 
     Raises:
-        RolloutError: tokens of roles are to be found, but the tokenizer does not say where they are.
+        RolloutError: there are `echo_roles`, but the tokenizer cannot map tokens to the text.
     """
 
     def __init__(
@@ -608,32 +633,34 @@ class TurnEncoder:
         self.echo_roles = frozenset(echo_roles)
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs)
-        # A prompt and a turn are always rendered open for the model's turn.
+        # `_render` decides for each text whether it ends with the beginning of the model's turn.
         self.template_kwargs.pop("add_generation_prompt", None)
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = {str(token) for token in added_tokens if token.special}
         texts |= set(tokenizer.all_special_tokens)
+        # An added token without a row of the embedding would be out of range.
         if vocabulary_size is not None:
             for text, token_id in tokenizer.get_added_vocab().items():
                 if token_id >= vocabulary_size:
                     texts.add(text)
-        # Longer ones first: one may be the beginning of another.
+        # Longer ones first, since a token may begin with another one. A token of one character
+        # cannot be broken in two.
         self._special = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
-        self._closing = frozenset(tokenizer.all_special_ids)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
         self._known_roles: set[str] = set()
         self._where = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """Token ids of a prompt that offers tools.
+        """Token ids of a prompt, which may offer tools.
 
         Args:
             messages: messages of the prompt.
-            schemas: schemas of the tools.
+            schemas: schemas of the tools; empty if it offers none.
 
         Returns:
-            Token ids, up to the beginning of the model's turn.
+            Token ids, including those that begin the model's turn.
 
         Raises:
             RolloutError: the rendered prompt does not name each of the tools.
@@ -658,7 +685,7 @@ class TurnEncoder:
 
         Args:
             messages: messages of tools or the user.
-            written: tokens of the model's turn before them.
+            written: tokens of the model's turn before them; empty if there is none.
 
         Returns:
             Token ids of the messages, and of the beginning of the model's next turn.
@@ -674,48 +701,51 @@ class TurnEncoder:
         [token_ids] = self.encode([text])
         if not token_ids or not written:
             return token_ids
-        # The model has closed its turn with the template's token, or with another special token.
+        # The template's first token closes the model's turn. It is left out if the model has
+        # written it, or has closed its turn with another special token.
         is_closed = written[-1] == token_ids[0]
-        if has_closing_token and {written[-1], token_ids[0]} <= self._closing:
+        if has_closing_token and {written[-1], token_ids[0]} <= self._special_ids:
             is_closed = True
         return token_ids[1:] if is_closed else token_ids
 
     def content_mask(self, messages: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int]:
-        """Mark the tokens of a turn that stand for contents of `echo_roles`, not for the template.
+        """Mark the tokens of a turn that are content of `echo_roles`, not added by the template.
 
         Args:
             messages: messages of tools or the user.
-            num_tokens: length of their tokens, as `following` returned them.
+            num_tokens: number of token ids that `following` returned for them.
 
         Returns:
-            1 on tokens of contents and 0 on others, [num_tokens]. All are 0 if the template writes
-            a message in another way because of its content.
+            1 on tokens of contents and 0 on others, [num_tokens]. All are 0 if the template changes
+            contents, so that they cannot be found in its text.
         """
         text, _ = self._added(messages)
-        # What the template writes around contents is what it writes around other ones.
+        # Rendering probes instead of the contents shows what the template writes around them.
         probes = []
         for message in messages:
             is_text = isinstance(message["content"], str)
             probe = _PROBE if is_text else [{"type": "text", "text": _PROBE}]
             probes.append({**message, "content": probe})
-        parts = self._added(probes)[0].split(_PROBE)
-        spans = []
-        if len(parts) == len(messages) + 1 and text.startswith(parts[0]):
-            start = len(parts[0])
-            for message, part in zip(messages, parts[1:-1], strict=False):
-                # A content may contain what the template writes after it.
+        separators = self._added(probes)[0].split(_PROBE)
+        spans = []  # role, start and end of each content in the text
+        if len(separators) == len(messages) + 1 and text.startswith(separators[0]):
+            start = len(separators[0])
+            for message, separator in zip(messages, separators[1:-1], strict=False):
+                # A content may itself contain the separator, which is searched for after it.
                 content = message["content"]
                 end = start
                 if isinstance(content, str) and text.startswith(content, start):
                     end += len(content)
-                end = text.find(part, end)
+                end = text.find(separator, end)
                 if end < 0:
                     return [0] * num_tokens
                 spans.append((message["role"], start, end))
-                start = end + len(part)
-            end = len(text) - len(parts[-1])
-            if text.endswith(parts[-1]) and start <= end:
+                start = end + len(separator)
+            # The last separator is the end of the text, so it is not searched for.
+            end = len(text) - len(separators[-1])
+            if text.endswith(separators[-1]) and start <= end:
                 spans.append((messages[-1]["role"], start, end))
+
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         mask = []
         for first, last in encoded["offset_mapping"]:
@@ -724,13 +754,20 @@ class TurnEncoder:
                 if role in self.echo_roles and start <= first < last <= end:
                     is_content = True
             mask.append(int(is_content))
-        # The model may have written the first token itself.
+        # `following` leaves out the first token if the model has written it.
         return mask[len(mask) - num_tokens :]
 
     def plain_messages(
         self, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Messages with `plain` texts, and the images of their parts."""
+        """Break special tokens in messages, and collect their images.
+
+        Args:
+            messages: messages whose content is a text, or parts of type "text" and "image".
+
+        Returns:
+            The messages with `plain` texts and empty image parts, and the images in order.
+        """
         plain: list[dict[str, Any]] = []
         pictures: list[Any] = []
         for message in messages:
@@ -751,9 +788,9 @@ class TurnEncoder:
         return plain, pictures
 
     def plain(self, text: str) -> str:
-        """The text with every special token broken in two, so that no tool can forge a turn.
+        """Break every special token in a text by a space, so that no tool can forge a turn.
 
-        Added tokens that the model's embedding does not have are broken too.
+        Added tokens without a row of the model's embedding are broken too.
         """
         for token in self._special:
             if token in text:
@@ -761,7 +798,7 @@ class TurnEncoder:
         return text
 
     def text(self, token_ids: Sequence[int], *, with_special: bool) -> str:
-        """Text of tokens.
+        """Decode tokens.
 
         Args:
             token_ids: the tokens.
@@ -773,12 +810,12 @@ class TurnEncoder:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not with_special))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, in which a template has written the special tokens."""
+        """Tokenize texts that a template has rendered, so that no special tokens are added."""
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
         return encoded["input_ids"]
 
     def _require_role(self, role: str) -> None:
-        """Check that the template renders messages of a role."""
+        """Check that the template renders messages of a role, instead of leaving them out."""
         probe = {"role": role, "content": _PROBE}
         if role == "tool":
             probe |= {"name": "probe", "tool_call_id": "call00000"}
@@ -791,8 +828,17 @@ class TurnEncoder:
             )
 
     def _added(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-        """The text after the stand-in, and whether it begins with the closing of the model's turn."""
-        # Some templates write tools beside the last message. The prompt has them, so this has none.
+        """Render the text that messages add after a turn of the model.
+
+        Args:
+            messages: messages of tools or the user.
+
+        Returns:
+            The text, up to the beginning of the model's next turn, and whether it begins with the
+            end of the turn before.
+        """
+        # Schemas are left out: some templates write them beside the last message, but the prompt
+        # has them already.
         user = {"role": "user", "content": "x"}
         start: list[dict[str, Any]] = [user, {"role": "assistant", "content": _STAND_IN}]
         try:
@@ -801,13 +847,13 @@ class TurnEncoder:
             if messages[0]["role"] != "tool":
                 raise
             return self._added_to_calls(user, messages), False
-        closing = self._render(start, is_open=False).rpartition(_STAND_IN)[2]
-        return rendered.rpartition(_STAND_IN)[2], bool(closing.strip())
+        end_of_turn = self._render(start, is_open=False).rpartition(_STAND_IN)[2]
+        return rendered.rpartition(_STAND_IN)[2], bool(end_of_turn.strip())
 
     def _added_to_calls(
         self, user: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
     ) -> str:
-        """The text after the calls of tools.
+        """Render the text that responses of tools add after a turn with their calls.
 
         Some templates take a tool's response only after the model's call, whose name they repeat.
         """
@@ -816,9 +862,9 @@ class TurnEncoder:
             function = {"name": message["name"], "arguments": {_STAND_IN: _STAND_IN}}
             call = {"id": message["tool_call_id"], "type": "function", "function": function}
             calls.append(call)
-        called = {"role": "assistant", "content": "", "tool_calls": calls}
-        after = self._render([user, called, *messages]).rpartition(_STAND_IN)[2]
-        # The rest of the call follows the stand-in; the next special token begins the response.
+        calling_turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        after = self._render([user, calling_turn, *messages]).rpartition(_STAND_IN)[2]
+        # The end of the call follows the stand-in; the next special token begins the response.
         places = [after.find(token) for token in self._special]
         start = min((place for place in places if place >= 0), default=0)
         return after[start:]
@@ -829,12 +875,22 @@ class TurnEncoder:
         schemas: Sequence[Mapping[str, Any]] = (),
         is_open: bool = True,
     ) -> str:
-        """Text of messages; with `is_open` up to the beginning of the model's turn."""
+        """Render messages with the chat template.
+
+        Args:
+            messages: the messages.
+            schemas: schemas of tools to offer.
+            is_open: whether the text ends with the beginning of the model's turn.
+
+        Raises:
+            RolloutError: the template raised an error.
+        """
         options = {
             "tools": list(schemas) or None,
             "add_generation_prompt": is_open,
             **self.template_kwargs,
         }
+        # The model continues a prompt that ends within its own turn.
         if schemas and ends_with_assistant(messages):
             options |= CONTINUING
         try:

@@ -27,18 +27,18 @@ logger = logging.getLogger(__name__)
 CONVERSATION_CHARS = 4096
 BATCH_CHARS = 65536
 
-# Characters that the conversation of the running task has printed, with the tasks and threads that
-# it has started, in a list of one number that they share. None: no conversation runs.
+# Number of characters that the conversation of the running task has printed. It is the only entry
+# of a list, which all tasks and threads of the conversation share. None: no conversation runs.
 printed: ContextVar[list[int] | None] = ContextVar("printed", default=None)
 
 _SIGNAL = signal.SIGVTALRM
 
 
 class BoundedOutput(io.TextIOBase):
-    """Stream that shows the output of conversations up to the limits, and all other output.
+    """Stream that limits the output of conversations, and passes all other output on.
 
     Attributes:
-        stream: the stream on which the output is shown.
+        stream: the stream on which the output is shown. None: the process has none.
         num_left_out: characters that were not shown.
     """
 
@@ -51,19 +51,27 @@ class BoundedOutput(io.TextIOBase):
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text, or of a conversation's text the part within its limits."""
+        """Write a text, of which the part beyond the limits of a conversation is left out."""
         counter = printed.get()
         if counter is not None:
             limit = min(self._room, CONVERSATION_CHARS - counter[0])
             shown = text[: max(0, limit)]
             counter[0] += len(text)
             self._room -= len(shown)
+            # The stream may be unable to show even what is within the limits.
             self.num_left_out += len(text)
             if relay(shown, self.stream):
                 self.num_left_out -= len(shown)
         elif self.stream is not None:
             self.stream.write(text)
         return len(text)
+
+    def take_num_left_out(self) -> int:
+        """Return `num_left_out`, and begin a new batch, which has the full limit again."""
+        num_left_out = self.num_left_out
+        self.num_left_out = 0
+        self._room = BATCH_CHARS
+        return num_left_out
 
     def flush(self) -> None:
         """Flush the stream. An error of the stream does not end a conversation."""
@@ -76,20 +84,67 @@ class BoundedOutput(io.TextIOBase):
         """Do nothing: users' code must not close the stream."""
 
 
+class _ProcessState:
+    """Standard streams and working directory of the process, which users' code may change.
+
+    Batches of conversations may overlap: a stream of rollouts leads several at the same time. The
+    first one replaces the standard streams by bounded ones, and the last one restores them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_batches = 0
+
+    def enter(self) -> None:
+        """Begin a batch."""
+        with self._lock:
+            if self._num_batches == 0:
+                self._folder = os.open(".", os.O_RDONLY)
+                self._streams = (sys.stdout, sys.stderr)
+                self._outputs = (BoundedOutput(sys.stdout), BoundedOutput(sys.stderr))
+                sys.stdout, sys.stderr = self._outputs
+            self._num_batches += 1
+
+    def leave(self) -> None:
+        """End a batch: undo what users' code has changed, and log how much was not shown."""
+        with self._lock:
+            self._num_batches -= 1
+            is_last = self._num_batches == 0
+            sys.stdout, sys.stderr = self._streams if is_last else self._outputs
+            num_left_out = sum(output.take_num_left_out() for output in self._outputs)
+            if num_left_out:
+                logger.warning(
+                    "conversations printed %s more characters; %s are shown.",
+                    f"{num_left_out:,}",
+                    f"{CONVERSATION_CHARS:,} of a conversation and {BATCH_CHARS:,} of a batch",
+                )
+            if not os.path.samestat(os.fstat(self._folder), os.stat(".")):
+                os.fchdir(self._folder)
+                logger.warning(
+                    "a loop, tool or user simulator left the working directory; it is %s again.",
+                    os.getcwd(),
+                )
+            if is_last:
+                os.close(self._folder)
+
+
+_process_state = _ProcessState()
+
+
 @contextmanager
 def guarded(limit_s: float) -> Iterator[None]:
-    """Context manager for a batch of conversations, in the event loop that leads them.
+    """Context manager for a batch of conversations, entered in the event loop that leads them.
 
-    It limits their output, restores the working directory and the standard streams, and raises a
-    TimeoutError in a user's loop that blocks all others for `limit_s` seconds. The last is possible
-    only in the main thread.
+    It limits their output, and restores the working directory and the standard streams afterwards.
+    In the main thread it also raises a TimeoutError in users' code that blocks the event loop.
+
+    Args:
+        limit_s: time for which users' code may block the event loop, in seconds.
     """
-    folder = os.open(".", os.O_RDONLY)
-    streams = (sys.stdout, sys.stderr)
-    outputs = (BoundedOutput(sys.stdout), BoundedOutput(sys.stderr))
-    sys.stdout, sys.stderr = outputs
+    _process_state.enter()
     is_over = threading.Event()
     if threading.current_thread() is threading.main_thread():
+        # The handler stays after the batch: by default, a signal that comes late ends the process.
         signal.signal(_SIGNAL, lambda _, frame: _raise_in_users_code(frame, limit_s))
         arguments = (asyncio.get_running_loop(), is_over, limit_s)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
@@ -97,21 +152,7 @@ def guarded(limit_s: float) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        sys.stdout, sys.stderr = streams
-        num_left_out = sum(output.num_left_out for output in outputs)
-        if num_left_out:
-            logger.warning(
-                "conversations printed %s more characters; %s are shown.",
-                f"{num_left_out:,}",
-                f"{CONVERSATION_CHARS:,} of a conversation and {BATCH_CHARS:,} of a batch",
-            )
-        if not os.path.samestat(os.fstat(folder), os.stat(".")):
-            os.fchdir(folder)
-            logger.warning(
-                "a loop, tool or user simulator left the working directory; it is %s again.",
-                os.getcwd(),
-            )
-        os.close(folder)
+        _process_state.leave()
 
 
 def _watch(loop: asyncio.AbstractEventLoop, is_over: threading.Event, limit_s: float) -> None:
@@ -124,7 +165,10 @@ def _watch(loop: asyncio.AbstractEventLoop, is_over: threading.Event, limit_s: f
 
 
 def _raise_in_users_code(frame: FrameType | None, limit_s: float) -> None:
-    """Raise a TimeoutError if users' code runs. An engine may compute for as long as it needs."""
+    """Raise a TimeoutError if the signal has interrupted users' code.
+
+    An engine is not interrupted: it may compute for as long as it needs.
+    """
     place = place_of(frame, is_users=True)
     if place:
         raise TimeoutError(

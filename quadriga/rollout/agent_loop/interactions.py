@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User simulators reply when the model has called no tool, and may score its turn.
+"""User simulators, which reply when the model has called no tool, and may score its turn.
 
 class Teacher(Interaction):
     def start_interaction(self, answer: str) -> None:      # interaction_kwargs: {"name": "teacher", "answer": "42"}
@@ -41,14 +41,14 @@ class Interaction(ABC):
 
     @classmethod
     def maker(cls, name: str, config: Mapping[str, Any]) -> "Callable[[], Interaction]":
-        """Function that makes the object of a conversation.
+        """Return a function that makes an object for each conversation.
 
         Args:
             name: name of the user simulator. Subclasses may use it.
             config: `config` of the file's entry: the arguments of `__init__`.
 
         Returns:
-            The function.
+            A function without arguments.
         """
         return partial(cls, **config)
 
@@ -61,7 +61,10 @@ class Interaction(ABC):
         """Return a `Reply` to the last of the messages, which is the model's."""
 
     def finalize_interaction(self) -> Any:
-        """End the conversation; called once, however it ends."""
+        """End the conversation.
+
+        Called once, however the conversation ends, unless `start_interaction` has failed.
+        """
         return None
 
 
@@ -70,9 +73,9 @@ Interactions: TypeAlias = dict[str, Callable[[], Interaction]]
 
 
 class UserSimulator:
-    """The user simulator of one conversation, as an async context manager.
+    """The user simulator of one conversation.
 
-    Inside, `reply` may be used.
+    It is an async context manager, inside which `reply` may be called.
 
     Args:
         interactions: the user simulators of the configuration.
@@ -101,7 +104,7 @@ class UserSimulator:
         self._make = interactions[self.name]
         self._thread = thread
         self._timeout_s = timeout_s
-        # A column of a parquet file gives each row the keys of all rows, some with None.
+        # In a parquet file each row has the keys of all rows, with None for those it did not have.
         self._kwargs = {key: value for key, value in kwargs.items() if value is not None}
         del self._kwargs["name"]
 
@@ -120,7 +123,7 @@ class UserSimulator:
         Raises:
             ToolFailedError: the user simulator raised, took too long, or did not return a `Reply`.
         """
-        # Copies: a user's code may change them.
+        # Users' code may change its arguments.
         copies = [dict(message) for message in messages]
         reply = await self._call("generate_response", messages=copies)
         where = f"interaction {self.name}, generate_response"

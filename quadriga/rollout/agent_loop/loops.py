@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loops decide who writes the next turn of a conversation. A registry has them by name.
+"""Agent loops, which decide who writes the next turn of a conversation, and their registry.
 
     single_turn_agent    model
-    tool_agent           model -> tools -> model -> ... -> model          without a call of a tool the loop ends,
-                         model -> user simulator -> model -> ...          or the user simulator replies
+    tool_agent           model -> tools -> model -> ... -> model     a turn that calls no tool ends the loop, or
+                         model -> user simulator -> model -> ...     gets a reply from the sample's user simulator
 
-An example of a user's loop, in the file `agent.agent_loop_path`, for rows whose `agent_name` is "second_thought":
+A user's loop, in the file `agent.agent_loop_path`, for rows whose `agent_name` is "second_thought":
 
     @register("second_thought")
     class SecondThought(AgentLoop):
@@ -18,11 +18,11 @@ An example of a user's loop, in the file `agent.agent_loop_path`, for rows whose
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -32,8 +32,8 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Turn
 from quadriga.rollout.agent_loop.interactions import Interactions, UserSimulator
-from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
-from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolThread
+from quadriga.rollout.agent_loop.parsers import PARSERS, Parser, ToolCall
+from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolResult, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_named
 from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.user_file import import_file
@@ -55,7 +55,7 @@ class Services:
 class AgentLoop(ABC):
     """Base class of agent loops. One object leads many conversations at the same time.
 
-    State of a conversation therefore belongs into variables of `run`, not into the object.
+    State of a conversation therefore belongs in variables of `run`, not in the object.
     """
 
     offers_tools: ClassVar[bool] = False  # whether prompts name the tools of the configuration
@@ -65,10 +65,15 @@ class AgentLoop(ABC):
 
     @abstractmethod
     async def run(self, chat: Conversation) -> None:
-        """Lead one conversation to its end. When this returns, the last turn must be the model's.
+        """Lead one conversation to its end.
+
+        Turns after the model's last one are not trained on: `Conversation.finish` removes them.
+
+        Args:
+            chat: the conversation, which has only its prompt.
 
         Raises:
-            ConversationOver: `chat` reached a limit. Let it pass.
+            ConversationOver: `chat` reached a limit. Do not catch it.
             ToolFailedError: a tool failed. The conversation ends, and the reason is recorded.
         """
 
@@ -77,7 +82,10 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
     """Classes of agent loops by name."""
 
     def register(self, name: str) -> Callable[[LoopClass], LoopClass]:
-        """Class decorator that registers an agent loop under a name.
+        """Class decorator that registers an agent loop.
+
+        Args:
+            name: name of the loop, as in the column `agent_name`.
 
         Raises:
             RolloutError: the name is taken, or the class lacks a method that a loop must have.
@@ -94,7 +102,7 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
                     expected="each abstract method of AgentLoop",
                     fix=f"Write {own_name}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
                 )
-            # A file that is loaded again makes new classes of the same names.
+            # A file that is loaded again defines the same class anew: that may replace the old one.
             registered = self.get(name, cls)
             owner = f"{registered.__module__}.{registered.__qualname__}"
             if owner != f"{cls.__module__}.{own_name}":
@@ -118,7 +126,10 @@ register = REGISTRY.register
 
 
 def load_loops(path: str) -> None:
-    """Register the agent loops of a Python file, or those that a YAML file lists.
+    """Register the agent loops of a file.
+
+    Args:
+        path: a Python file that uses `@register`, or a YAML file that lists names and classes.
 
     Raises:
         ConfigError: the file cannot be read, an entry lacks its name or class, or a class is not
@@ -138,11 +149,12 @@ def load_loops(path: str) -> None:
     for entry in entries:
         place = f"{where}, {entry.name}"
         user_class = class_named(entry.target, file.parent, object, place)
-        # A class with another contract names the `AgentLoop` that wraps it.
+        # A class with verl's interface has an attribute with the `AgentLoop` that wraps it.
         cls = getattr(user_class, "quadriga_form", user_class)
         if not issubclass(cls, AgentLoop):
             raise ConfigError(place, got=entry.target, expected="a subclass of AgentLoop")
-        # Further keys of the entry are arguments of `__init__`, bound by a subclass.
+        # Further keys of the entry are arguments of `__init__`. Services construct loops without
+        # them, so a subclass binds them.
         members = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
@@ -153,7 +165,7 @@ def load_loops(path: str) -> None:
 
 @register("single_turn_agent")
 class SingleTurnAgent(AgentLoop):
-    """Agent loop with a single response to the prompt, as the data set rendered it."""
+    """Agent loop with a single response to the prompt that the data set rendered."""
 
     async def run(self, chat: Conversation) -> None:
         """Generate the response."""
@@ -175,14 +187,7 @@ class ToolAgent(AgentLoop):
         if not self.config.enable:
             fix = "Set actor_rollout_ref.rollout.multi_turn.enable=True."
             raise RolloutError("tool_agent", got="multi_turn.enable=false", fix=fix)
-        if self.config.format not in PARSERS:
-            raise RolloutError(
-                "multi_turn.format",
-                got=repr(self.config.format),
-                expected=f"one of {', '.join(PARSERS)}",
-                fix="The file of agent.agent_loop_path adds its own to quadriga.rollout.agent_loop.parsers.PARSERS.",
-            )
-        self.parser = PARSERS[self.config.format]
+        self.parser = parser_of(self.config.format)
 
     async def run(self, chat: Conversation) -> None:
         """Lead a conversation with the tools and the user simulator of its sample."""
@@ -201,19 +206,20 @@ class ToolAgent(AgentLoop):
             try:
                 await self._take_turns(chat, tools, user)
             except ConversationOver as over:
+                # Not raised further: a conversation that reached a limit gets its tool rewards too.
                 chat.finish_reason = over.reason
             chat.tool_rewards = await tools.rewards()
 
     async def _take_turns(
         self, chat: Conversation, tools: ToolBox, user: UserSimulator | None
     ) -> None:
-        """Generate turns of the model, each answered by tools or the user, until none is needed."""
-        parameters = {}
+        """Alternate turns of the model with turns of tools and the user, until neither responds."""
+        schemas = {}
         for name, spec in self.services.tools.items():
-            parameters[name] = spec.schema["function"]["parameters"]
+            schemas[name] = spec.schema["function"]["parameters"]
         while True:
             turn = await chat.generate()
-            calls = self.parser(turn.text, parameters) if parameters else []
+            calls = self.parser(turn.text, schemas) if schemas else []
             if calls:
                 await self._call_tools(chat, turn, calls, tools)
             elif user is not None:
@@ -224,35 +230,26 @@ class ToolAgent(AgentLoop):
     async def _call_tools(
         self, chat: Conversation, turn: Turn, calls: list[ToolCall], tools: ToolBox
     ) -> None:
-        """Make the calls of the model's turn, and append their responses."""
+        """Make the calls of the model's turn, and append their responses as the next turn."""
         started = time.perf_counter()
+        # Score functions read the calls in `solution_messages`; they are never rendered again.
         readable_calls = []
         for call in calls:
             if not call.problem:
                 function = {"name": call.name, "arguments": call.arguments}
                 readable_calls.append({"type": "function", "function": function})
         turn.messages[0]["tool_calls"] = readable_calls
+        # Calls may have effects: none is made whose response could not be appended.
         chat.require_another()
         responses = await tools.call_all(calls)
-        # Templates may need an id for each call; it counts the calls of the conversation.
-        number = sum(len(earlier.tool_responses) for earlier in chat.turns)
-        messages = []
-        for response in responses:
-            message = {
-                "role": "tool",
-                "name": response.name or "unknown",
-                "tool_call_id": f"call{number:05d}",
-                "content": response.content,
-            }
-            messages.append(message)
-            number += 1
+        messages = tool_messages(chat, responses)
         seconds = time.perf_counter() - started
         chat.append(messages, tool_responses=responses, seconds=seconds)
 
     async def _ask_user(self, chat: Conversation, user: UserSimulator) -> None:
         """Append the reply of the user simulator, and record its score of the model's turn."""
         started = time.perf_counter()
-        # The last turn gets a score too, so the reply comes before the limits are checked.
+        # Unlike tools, it is asked before the limits are checked: it also scores the last turn.
         reply = await user.reply(chat.messages)
         if reply.score is not None:
             chat.turn_scores.append(reply.score)
@@ -260,3 +257,44 @@ class ToolAgent(AgentLoop):
             raise ConversationOver("interaction")
         message = {"role": "user", "content": reply.text}
         chat.append([message], seconds=time.perf_counter() - started)
+
+
+def parser_of(name: str) -> Parser:
+    """Parser of the format `multi_turn.format`.
+
+    Raises:
+        RolloutError: there is no parser of that name.
+    """
+    if name not in PARSERS:
+        raise RolloutError(
+            "multi_turn.format",
+            got=repr(name),
+            expected=f"one of {', '.join(PARSERS)}",
+            fix="The file of agent.agent_loop_path adds its own to quadriga.rollout.agent_loop.parsers.PARSERS.",
+        )
+    return PARSERS[name]
+
+
+def tool_messages(chat: Conversation, responses: Sequence[ToolResult]) -> list[dict[str, Any]]:
+    """Messages with the responses of tools.
+
+    Args:
+        chat: the conversation to which the messages are to be appended.
+        responses: responses to the calls of the model's last turn.
+
+    Returns:
+        A message for each response.
+    """
+    # Templates may need an id for each call: its number among the calls of the conversation.
+    first_number = sum(len(earlier.tool_responses) for earlier in chat.turns)
+    messages = []
+    for number, response in enumerate(responses, first_number):
+        messages.append(
+            {
+                "role": "tool",
+                "name": response.name or "unknown",
+                "tool_call_id": f"call{number:05d}",
+                "content": response.content,
+            }
+        )
+    return messages

@@ -6,7 +6,7 @@
                      └── a tool fails: its row ends, with the reason                └── while others are generated
                      └── the engine or the grader fails: all rows end, the error is raised
 
-a task  consumes a row; waits for the engine, for tools and the grader; unblocked by each of them, or cancelled.
+A task waits for the engine, for tools and for the grader. It is cancelled if another task raises.
 
 Legend: B conversations, P prompt positions (padded left), T response positions (padded right).
 """
@@ -70,13 +70,24 @@ from quadriga.weight_sync.publish import require_version
 
 logger = logging.getLogger(__name__)
 
-# Grades the row of a conversation that `graded_row` returns.
+# Grades a conversation by the row that `graded_row` makes of it.
 Grade: TypeAlias = Callable[[dict[str, Any]], Awaitable[Outcome]]
-# So many failed conversations in a row, over all batches, stop the run.
+# Number of failed conversations in a row that stops the run. Batches are counted together.
 MAX_FAILURES_IN_A_ROW = 64
 
-# Finish reasons and failures are columns of the batch; a longer message is cut.
+# Finish reasons are a column of the batch, so a longer message of an error is cut.
 _MAX_REASON_CHARACTERS = 2000
+# Columns of the batch that are attributes of `Conversation`, beside "num_turns".
+_CONVERSATION_COLUMNS = (
+    "finish_reason",
+    "tool_rewards",
+    "turn_scores",
+    "solution_messages",
+    "turn_spans",
+    "turn_states",
+    "turn_rewards",
+    "agent",
+)
 
 
 class AgentLoopManager:
@@ -92,8 +103,8 @@ class AgentLoopManager:
         log_dir: folder for the standard error of MCP servers. None: a temporary folder.
         processor: processor of a vision-language model. Later turns may then show images, and the
             rows have `multi_modal_inputs`.
-        vocabulary_size: rows of the model's embedding. None: at least one for each token.
-        environments: processes of `env.name`, which are closed with the manager. None: none.
+        vocabulary_size: rows of the model's embedding. None: every token has a row.
+        environments: pool of the environment `env.name`, closed with the manager. None: none.
         echo_roles: roles whose tokens have a loss of their own; batches get `echo_mask`.
 
     Raises:
@@ -147,9 +158,9 @@ class AgentLoopManager:
 
     @property
     def description(self) -> str:
-        """Names of the MCP servers and the place of their standard error; "" without servers.
+        """Names of the MCP servers and the folder of their standard error; "" without servers.
 
-        The text is the same in every process, although each starts servers of its own.
+        Each process starts its own servers, but all processes return the same text.
         """
         if not self._servers:
             return ""
@@ -168,9 +179,9 @@ class AgentLoopManager:
         grade: Grade | None = None,
         count_ended: Callable[[int], None] | None = None,
     ) -> DataProto:
-        """Lead a conversation for each row of a batch.
+        """Lead a conversation for each row of a batch, and wait until all of them have ended.
 
-        Inside an event loop call `lead` instead. A tool that fails ends only its own row, whose
+        In a coroutine, await `lead` instead. A tool that fails ends only its own row, whose
         `finish_reason` says why.
 
         Args:
@@ -180,7 +191,7 @@ class AgentLoopManager:
                 `interaction_kwargs`, `data_source`, `reward_model`, `extra_info`.
             seed: `trainer.seed`, from which the seed of each sequence is derived.
             grade: grades each conversation as soon as it has ended, while others go on.
-            count_ended: called with 1 for each rollout that has ended.
+            count_ended: called with 1 whenever the rollout of a row has ended.
 
         Returns:
             The batch of `to_batch`, with `metrics` and `weight_version` in meta_info.
@@ -242,13 +253,14 @@ class AgentLoopManager:
             first_error = errors.exceptions[0]
             raise first_error from first_error.__cause__
         finally:
+            # A loop may have begun further conversations, each of which is a row.
             rows = [row for chat in chats for row in chat.rows]
             outcomes = [row.outcome for row in rows]
             if self.config.trace_dir is not None:
                 write_trace(self.config.trace_dir, rows, outcomes, prompts.meta_info)
         self._count_failures(chats)
 
-        # Conversations without a grade are graded later, as a batch.
+        # Without any grade the column is left out: the trainer grades the batch.
         grades = outcomes if grade is not None or any(outcomes) else None
         batch = to_batch(rows, grades, self.limits, self.tokenizer.pad_token_id)
         batch.to(prompts.batch["input_ids"].device)
@@ -262,16 +274,22 @@ class AgentLoopManager:
         """Stop the MCP servers, the thread in which tools run, and the environments."""
         close_tools(self._thread, self._servers)
         off_the_loop(self._runner.close)
-        # Conversations that the runner cancelled have left their episodes.
+        # Only now: conversations that the runner has cancelled still had to leave their episodes.
         if self._environments is not None:
             self._environments.close()
 
     async def _lead_one(self, chat: Conversation, grade: Grade | None) -> None:
-        """Lead the conversations of one rollout to their end, and grade them."""
+        """Lead the conversations of one rollout to their end, and grade them.
+
+        Args:
+            chat: first conversation of the rollout, which the loop receives.
+            grade: grades the rollout unless its loop has. None: it is graded later.
+        """
         await self._run_loop(chat)
         for row in chat.rollout[1:]:
             row.finish(row.finish_reason or chat.finish_reason)
         ungraded_rows = [row for row in chat.rows if row.outcome is None]
+        # All conversations of a rollout that have no grade of their own share one.
         if ungraded_rows and grade is not None and chat.outcome is None:
             chat.activity = "being graded"
             chat.outcome = await grade(graded_row(ungraded_rows[0]))
@@ -280,14 +298,15 @@ class AgentLoopManager:
         chat.activity = ""
 
     async def _run_loop(self, chat: Conversation) -> None:
-        """Run the loop of a rollout, and end its first conversation."""
+        """Run the loop of a rollout, and finish its first conversation, also if the loop fails."""
         sample = chat.sample
         try:
+            # This task's context: from here on its output counts as the conversation's.
             printed.set([0])
             if sample.agent not in self._loops:
                 self._loops[sample.agent] = REGISTRY[sample.agent](self.services)
             loop = self._loops[sample.agent]
-            # Everything that the built-in loops call has time limits already.
+            # Tools, user simulators and environments, which built-in loops call, have time limits.
             runs = (SingleTurnAgent.run, ToolAgent.run, EnvironmentAgent.run)
             is_built_in = type(loop).run in runs
             timeout_s = self.config.agent.timeout_s
@@ -302,6 +321,8 @@ class AgentLoopManager:
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
+            # The task was cancelled because another one failed. Users' code may also raise this
+            # error by itself, which is a failure like others.
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
                 raise
@@ -338,7 +359,7 @@ class AgentLoopManager:
 def load_tools(
     turns: MultiTurnConfig, thread: ToolThread, servers: list[Server], log_dir: Path | None
 ) -> dict[str, ToolSpec]:
-    """Load the tools of a configuration, by name; none if `multi_turn.enable` is false.
+    """Load the tools of a configuration, which has none if `multi_turn.enable` is false.
 
     Args:
         turns: `actor_rollout_ref.rollout.multi_turn`.
@@ -382,10 +403,15 @@ def close_tools(thread: ToolThread, servers: list[Server]) -> None:
 
 
 def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
-    """Schemas of the configured tools, and the names of the agent loops that offer them.
+    """Find out which tools prompts will offer, before there are agent loops.
 
-    MCP servers are started or reached to list their tools, and left again. Errors are those of
-    `load_tools`.
+    MCP servers are started or reached to list their tools, and closed again.
+
+    Returns:
+        Schemas of the configured tools, and the names of the agent loops that offer them.
+
+    Raises:
+        ConfigError, RolloutError: see `load_tools`.
     """
     if not config.multi_turn.enable:
         return (), frozenset()
@@ -403,25 +429,25 @@ def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], fr
 
 
 async def _run(loop: AgentLoop, chat: Conversation) -> None:
-    """Run a user's loop, and end every process that the loop forked and that returns here."""
+    """Run a loop. If users' code forks in it, the child process ends when it returns here."""
     pid = os.getpid()
     try:
         await loop.run(chat)
     finally:
         if os.getpid() != pid:
-            # A forked copy must not go on: it would be a second trainer.
+            # The child must not go on: it would be a second trainer.
             os._exit(1)
 
 
 def _progress_text(chats: Sequence[Conversation]) -> str:
-    """Number of conversations that have ended, and the activities of the others."""
+    """Say how many conversations have ended, and what the others are doing."""
     activities = Counter(chat.activity for chat in chats if chat.activity)
     pending = ", ".join(f"{count} {activity}" for activity, count in activities.most_common(6))
     return f"{len(chats) - activities.total()} ended, {pending}"
 
 
 def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
-    """The rows of a batch of prompts, as agent loops see them.
+    """Convert the rows of a batch of prompts to the form in which agent loops see them.
 
     Args:
         prompts: batch `input_ids`, `attention_mask` [B, P], `position_ids` [B, P] or [B, 3, P].
@@ -437,6 +463,7 @@ def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
     for row, token_ids in enumerate(batch["input_ids"]):
         columns = {name: column[row] for name, column in prompts.non_tensor_batch.items()}
         messages = columns.get("raw_prompt")
+        # Responses to the same prompt share its messages, and loops may change theirs.
         if messages is not None:
             messages = [dict(message) for message in messages]
         is_prompt = batch["attention_mask"][row].bool()
@@ -455,9 +482,14 @@ def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
 
 
 def graded_row(chat: Conversation) -> dict[str, Any]:
-    """The row that a score function reads about a conversation that has ended.
+    """Make the row by which a conversation that has ended is graded.
 
-    `extra_info` has the columns of the data and the way in which the conversation went.
+    Args:
+        chat: the conversation.
+
+    Returns:
+        Arguments of a score function. `extra_info` has the entries of the data's `extra_info`, the
+        loop's `extra_fields`, and facts such as `num_turns` and `finish_reason`.
     """
     columns = chat.sample.columns
     row = {
@@ -475,6 +507,7 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
             "turn_scores": chat.turn_scores,
         },
     }
+    # Graders of the model's own text need it apart from that of tools and users.
     if not all(chat.mask):
         row[POLICY_TEXT] = policy_text(chat.encoder.tokenizer, chat.token_ids, chat.mask)
     return row
@@ -486,13 +519,14 @@ def to_batch(
     limits: LengthLimits,
     pad_token_id: int,
 ) -> DataProto:
-    """Conversations that have ended as a batch, with the columns of `generate_sequences`.
+    """Make a batch of conversations that have ended, with the columns of `generate_sequences`.
 
     `response_mask` and the log-probabilities are 0 on the tokens of tools and users.
 
     Args:
         chats: B conversations that have ended.
-        outcomes: their grades. None, for all or for one of them: it is graded later.
+        outcomes: their grades; an entry is None if its conversation is graded later. None instead
+            of a list: all are graded later, and there is no column `reward_outcome`.
         limits: P and T, in tokens.
         pad_token_id: the token that fills prompts on the left and responses on the right.
 
@@ -500,11 +534,12 @@ def to_batch(
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`,
         `token_versions` [B, T], `input_ids`, `attention_mask` [B, P + T], `position_ids`
         [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`, `finish_reason`, `tool_rewards`,
-        `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`,
-        `turn_rewards`, `agent`, if the prompts
-        have it `rollout_id`, if graded `reward_outcome`, and with a processor
-        `multi_modal_inputs`. If tokens of roles have a loss of their own, batch `echo_mask` [B, T].
+        `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`, `turn_rewards`, `agent`;
+        `rollout_id` if the prompts have it, `reward_outcome` if there are grades,
+        `multi_modal_inputs` with a processor. If tokens of roles have a loss of their own, batch
+        `echo_mask` [B, T].
     """
+    # `Conversation.images` computes positions at each call, so it is read once.
     images = [chat.images for chat in chats]
     prompts = _prompt_columns(chats, limits.prompt_tokens, pad_token_id)
     position_ids = _position_ids(chats, images, limits, pad_token_id)
@@ -537,18 +572,11 @@ def to_batch(
 
 
 def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray]:
-    """Object columns [B] with how each conversation went."""
-    return {
-        "num_turns": object_array(len(chat.turns) for chat in chats),
-        "finish_reason": object_array(chat.finish_reason for chat in chats),
-        "tool_rewards": object_array(chat.tool_rewards for chat in chats),
-        "turn_scores": object_array(chat.turn_scores for chat in chats),
-        "solution_messages": object_array(chat.solution_messages for chat in chats),
-        "turn_spans": object_array(chat.turn_spans for chat in chats),
-        "turn_states": object_array(chat.turn_states for chat in chats),
-        "turn_rewards": object_array(chat.turn_rewards for chat in chats),
-        "agent": object_array(chat.agent for chat in chats),
-    }
+    """Columns of objects [B] that describe the course of each conversation."""
+    columns = {"num_turns": object_array(len(chat.turns) for chat in chats)}
+    for name in _CONVERSATION_COLUMNS:
+        columns[name] = object_array(getattr(chat, name) for chat in chats)
+    return columns
 
 
 def _prompt_columns(
@@ -590,9 +618,7 @@ def _position_ids(
 
 
 def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:
-    """Metrics of a batch of conversations.
-
-    Those that `generate_sequences` reports too have the same names here.
+    """Metrics of a batch of conversations, named as `generate_sequences` names its own.
 
     Args:
         chats: B conversations that have ended.
@@ -644,7 +670,7 @@ def write_trace(
     outcomes: Sequence[Outcome | None],
     meta_info: dict[str, Any],
 ) -> None:
-    """Append one JSON record, on one line, for each conversation that has ended.
+    """Append a line of JSON for each conversation that has ended to a trace file.
 
     Each process writes its own file for each step: `000012.HOST-PID.jsonl`, in validation
     `000012.validate.HOST-PID.jsonl`.
@@ -696,11 +722,12 @@ def write_trace(
 
 
 def _turn_record(turn: Turn) -> dict[str, Any]:
-    """The record of one turn, and of the tool calls to which it responds."""
+    """Make the trace's record of a turn, with the tool calls to which the turn responds."""
     record: dict[str, Any] = asdict(turn)
     record["seconds"] = round(turn.seconds, 6)
     calls = record.pop("tool_responses")
     for call in calls:
+        # Readers of traces know these names.
         call["answer"] = call.pop("text")
         call["seconds"] = round(call["seconds"], 6)
     if calls:

@@ -5,7 +5,7 @@
                                                │                  ▲ call_tool, from any conversation
     caller:        connect() waits for the list, at most START_S  └ session, shared by all of them
 
-_serve  consumes an entry of the file; waits to be closed; unblocked by `close`, or by the end of the server.
+The task of `_serve` runs until `close` is called or the server ends.
 
 The standard error of a server goes to a file. Errors about the server show its last lines.
 Only this file imports the package `mcp` (an extra), and only if a server is configured.
@@ -29,7 +29,7 @@ from quadriga.http_client import PROXY_FIX, direct_client, is_loopback, proxy_ro
 from quadriga.rollout.agent_loop.tool_calls import ToolThread
 from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool, validator_of
 
-START_S = 60.0  # limit for the start of a server, and again for its end
+START_S = 60.0  # time limit for the start of a server, and for its end
 # The defaults of the package `mcp`.
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 300.0
@@ -71,6 +71,7 @@ class Server:
         trouble = proxy_trouble() if route else ""
         if trouble:
             raise self._error(f"{trouble}, through {route}", "a proxy that can be used", PROXY_FIX)
+        # `_serve` sets the result to the server's tools.
         listed: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._serve(listed))
         await asyncio.wait(
@@ -102,7 +103,7 @@ class Server:
 
     @staticmethod
     def _start_failure(task: "asyncio.Task[None]") -> str:
-        """The reason why a server has not listed its tools."""
+        """Say why a server has not listed its tools."""
         cause = task.exception() if task.done() and not task.cancelled() else None
         # anyio wraps the error in groups, one for each task group of the package.
         while isinstance(cause, BaseExceptionGroup):
@@ -110,24 +111,29 @@ class Server:
         return f"{type(cause).__name__}: {cause}" if cause else f"no response within {START_S:g} s"
 
     def _spec_of(self, tool: Any) -> ToolSpec:
-        """A tool of the server as a tool of the configuration."""
+        """Describe a tool of the server as a tool of the configuration."""
         parameters = dict(tool.input_schema)
         parameters.pop("title", None)
         parameters.pop("$schema", None)
         description = tool.description or tool.title or tool.name
         function = {"name": tool.name, "description": description, "parameters": parameters}
-        # All conversations share one session: state, if there is any, is the server's.
+        # All conversations share one session, so that objects have no state of their own.
         make = as_tool(partial(self._call, tool.name))
         schema = {"type": "function", "function": function}
         return ToolSpec(make, schema, validator_of(parameters), options={})
 
     async def _call(self, tool: str, /, **arguments: Any) -> str:
-        """The text of a tool's response. A ToolError means that the tool refused the call."""
+        """Call a tool of the server, and return its response as text.
+
+        Raises:
+            ToolError: the tool refused the call.
+            RolloutError: the server ended, or the call failed.
+        """
         if self._task is None or self._task.done():
             raise self._error("a server that has ended", "one that runs")
         call = asyncio.ensure_future(self._session.call_tool(tool, arguments))
         try:
-            # The library does not end a call whose server is gone: the task of the server does.
+            # A call of the library waits forever if the server ends, but the server's task ends.
             await asyncio.wait({call, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise self._error(f"its end during a call of {tool}", "a response")
@@ -147,12 +153,18 @@ class Server:
         return response
 
     async def _serve(self, listed: "asyncio.Future[list[Any]]") -> None:
-        """Open and close the connection in one task, as the package requires."""
+        """Keep the connection open until `close` is called.
+
+        The package requires that the same task opens and closes it.
+
+        Args:
+            listed: future that gets the server's tools.
+        """
         async with contextlib.AsyncExitStack() as stack:
             if self.entry.url is None:
                 transport = self._start_program(stack)
             else:
-                # None: a client of the package, which uses the proxies of the environment.
+                # None: the package makes a client, which uses the proxies of the environment.
                 client = None
                 if is_loopback(self.entry.url):
                     client = await stack.enter_async_context(
@@ -169,7 +181,7 @@ class Server:
             await self._closing.wait()
 
     def _start_program(self, stack: contextlib.AsyncExitStack) -> Any:
-        """Transport to a program, which starts when the transport is entered."""
+        """Return a transport to the program, which starts when the transport is entered."""
         entry = self.entry
         environment = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
         parameters = self._package.StdioServerParameters(
@@ -185,7 +197,7 @@ class Server:
         return import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
 
     def _error(self, got: str, expected: str, fix: str = "") -> RolloutError:
-        """An error about the server, with the end of its standard error."""
+        """Make an error about the server that shows the end of its standard error."""
         if self.log.is_file():
             tail = self.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip()
             fix = f"{fix} Its standard error ({self.log}) ends with:\n{tail or 'nothing'}\n"

@@ -63,12 +63,15 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
         if not end:
             calls.append(_unreadable("the tool call is not closed", body, form))
             continue
-        call = _from_json(body, "the tool call is", form)
-        if isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]:
-            call = _with_arguments(call["name"], call.get("arguments", {}), form)
-        if not isinstance(call, ToolCall):
-            call = _unreadable("the tool call has no name", body, form)
-        calls.append(call)
+        content = _from_json(body, "the tool call is", form)
+        if isinstance(content, ToolCall):
+            calls.append(content)
+            continue
+        name = content.get("name") if isinstance(content, dict) else None
+        if name and isinstance(name, str):
+            calls.append(_with_arguments(name, content.get("arguments", {}), form))
+        else:
+            calls.append(_unreadable("the tool call has no name", body, form))
     return calls
 
 
@@ -110,7 +113,7 @@ def glm(text: str, schemas: Schemas) -> list[ToolCall]:
     calls = []
     for body, end in _BLOCK.findall(text):
         name = body.partition("<arg_key>")[0].strip()
-        if "\n" in name:
+        if "\n" in name:  # text, not a name
             name = ""
         pairs = [(key, value) for key, value, is_closed in _PAIR.findall(body) if is_closed]
         calls.append(_tagged_call(name, pairs, body, end, form, schemas))
@@ -130,6 +133,7 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
     form = "expected a message to=functions.NAME with a JSON object, ended by <|call|>"
     calls = []
     for name, has_body, body in _HARMONY.findall(text):
+        # Without a body it is the model's mention of a recipient, and no call.
         if has_body:
             arguments = _from_json(body or "{}", "the tool call is", form, name)
             calls.append(_with_arguments(name, arguments, form))
@@ -146,7 +150,7 @@ PARSERS: dict[str, Parser] = {
 
 
 def _unreadable(problem: str, text: str, form: str, name: str = "") -> ToolCall:
-    """A call whose problem shows the text and the expected form."""
+    """Return a call that cannot be read; its problem shows the text and the expected form."""
     shown = text.strip()
     if len(shown) > _MAX_SHOWN_CHARACTERS:
         shown = f"{shown[:_MAX_SHOWN_CHARACTERS]}..."
@@ -154,7 +158,7 @@ def _unreadable(problem: str, text: str, form: str, name: str = "") -> ToolCall:
 
 
 def _from_json(text: str, subject: str, form: str, name: str = "") -> Any:
-    """The value of a JSON text; a `ToolCall` with the problem if it is not JSON."""
+    """Return the value of a JSON text, or a `ToolCall` with the problem if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -162,7 +166,7 @@ def _from_json(text: str, subject: str, form: str, name: str = "") -> Any:
 
 
 def _with_arguments(name: str, arguments: Any, form: str) -> ToolCall:
-    """A call with its arguments, or with the problem of these."""
+    """Return a call of a tool, which has a problem if the arguments are no JSON object."""
     if isinstance(arguments, str):  # JSON inside JSON, as in OpenAI's API
         arguments = _from_json(arguments, "the arguments are", form, name)
     if isinstance(arguments, ToolCall):
@@ -175,9 +179,15 @@ def _with_arguments(name: str, arguments: Any, form: str) -> ToolCall:
 def _tagged_call(
     name: str, pairs: list[tuple[str, str]], body: str, end: str, form: str, schemas: Schemas
 ) -> ToolCall:
-    """A call from pairs of texts, which get the types of the schema.
+    """Return a call that is written with tags, its arguments in the types of the tool's schema.
 
-    A value that does not have its type stays a text; the check of the arguments reports it.
+    Args:
+        name: name of the tool; "" if there is none.
+        pairs: name and text of each argument.
+        body: text of the call, for its problem.
+        end: the closing tag; "" if it is missing.
+        form: the expected form, for the problem.
+        schemas: schemas of the arguments, by the name of the tool.
     """
     if not end:
         return _unreadable("the tool call is not closed", body, form)
@@ -192,12 +202,17 @@ def _tagged_call(
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """The value of a text in the type of a schema: the text itself, or its value as JSON."""
+    """Convert the text of an argument to the type that its schema names.
+
+    A schema that allows texts takes the text as it is; another one takes its value as JSON.
+    """
     options = [schema, *schema.get("anyOf", ())]
     may_be_text = any(option.get("type") == "string" or "enum" in option for option in options)
+    # An optional text may be null.
     if may_be_text and text.strip() != "null":
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
+        # The check of the arguments reports that this is no value of the type.
         return text

@@ -13,8 +13,7 @@ Users' code runs in a separate event loop, so that an engine that blocks its thr
       │<── result, or what was raised, or ──────│<───────────── result ────────────────│
       │    a timeout                            │
 
-call  consumes a function; waits for a free place among `MAX_CALLS`, then at most `limit_s`; unblocked by the function's
-      end or by the clock. Its time begins when it has a place.
+`call` waits until fewer than `MAX_CALLS` calls run, and then at most `limit_s` for the function to end.
 
 Python cannot end a thread: a plain function that exceeds its limit is given up, and its thread runs on. The run stops
 when `MAX_GIVEN_UP` of these are alive. They are daemon threads, so the process can end.
@@ -72,13 +71,17 @@ class ToolsStuckError(RolloutError):
 
 
 class ToolThread(EventLoopThread):
-    """The thread and event loop in which users' code runs."""
+    """Thread with the event loop in which users' code runs.
+
+    An async function that blocks the loop cannot be stopped. The object then starts a new thread
+    and loop for itself, and gives the blocked ones up.
+    """
 
     def __init__(self) -> None:
         super().__init__(_THREAD_NAME)
         self._places = asyncio.Semaphore(MAX_CALLS)
         self._given_up: set[Thread] = set()
-        self._blocking_place = ""  # line of the function that blocked the last loop
+        self._blocking_place = ""  # line of code that blocked the loop before this one
 
     async def call(
         self,
@@ -96,8 +99,8 @@ class ToolThread(EventLoopThread):
             function: the function.
             kwargs: its keyword arguments.
             limit_s: time limit of the call, in seconds.
-            is_for_model: whether the model reads the result, and thus a `ToolError`. Otherwise a
-                `ToolError` is a failure like others.
+            is_for_model: whether the model reads the result. Otherwise nobody reads a `ToolError`,
+                and it is a failure like any other.
 
         Returns:
             The function's result.
@@ -129,40 +132,48 @@ class ToolThread(EventLoopThread):
             raise failure from error
 
     async def _respond(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
-        """Result of work on the thread's loop.
+        """Run work on the thread's loop, and return its result.
 
-        If an async function blocks the loop, the thread is given up and replaced by a new one.
+        Raises:
+            TimeoutError: the loop did not run for `limit_s` seconds, or the work raised it.
         """
         loop = self._loop
         result = asyncio.wrap_future(self.submit(work))
-        while True:
-            # The work has limits of its own. This wait only notices a loop that does not run.
-            responds = self.submit(asyncio.sleep(0))
-            done, _ = await asyncio.wait({result}, timeout=limit_s)
-            if done:
-                return result.result()
-            # Another call on the same loop may have replaced it already.
-            is_replaced = loop is not self._loop
-            if not is_replaced:
-                if responds.done():
-                    continue
-                self._blocking_place = place_of(sys._current_frames().get(self._thread.ident or 0))
-                self._given_up.add(self._thread)
-                super().__init__(_THREAD_NAME)
-                self._places = asyncio.Semaphore(MAX_CALLS)
-            place = self._blocking_place
-            raise TimeoutError(
-                f"a call blocked all others for {limit_s:g} s{place}; it should `await`"
-            )
+        try:
+            while True:
+                # The work limits its own time. This only detects a loop that does not run.
+                responds = self.submit(asyncio.sleep(0))
+                done, _ = await asyncio.wait({result}, timeout=limit_s)
+                if done:
+                    return result.result()
+                if loop is self._loop:
+                    if responds.done():
+                        continue
+                    self._replace_thread()
+                # Otherwise another call on the same loop has replaced the thread already.
+                raise TimeoutError(
+                    f"a call blocked all others for {limit_s:g} s{self._blocking_place}; "
+                    "it should `await`"
+                )
+        finally:
+            # If the conversation was cancelled, its tools are released next: none may still run.
+            result.cancel()
+
+    def _replace_thread(self) -> None:
+        """Give up the thread, whose loop is blocked, and start a new one."""
+        self._blocking_place = place_of(sys._current_frames().get(self._thread.ident or 0))
+        self._given_up.add(self._thread)
+        super().__init__(_THREAD_NAME)
+        self._places = asyncio.Semaphore(MAX_CALLS)
 
     @property
     def num_given_up(self) -> int:
-        """Number of threads that were given up and still run."""
+        """Number of threads that were given up and are still alive."""
         self._given_up = {thread for thread in self._given_up if thread.is_alive()}
         return len(self._given_up)
 
     async def _limited(self, function: Function, kwargs: Mapping[str, Any], limit_s: float) -> Any:
-        """Result of a function that has a place and ends within the limit."""
+        """Run a function when it has a place, for at most `limit_s` seconds."""
         async with self._places:
             task = asyncio.ensure_future(self._run(function, kwargs))
             try:
@@ -175,6 +186,7 @@ class ToolThread(EventLoopThread):
                 task.cancel()
 
     async def _run(self, function: Function, kwargs: Mapping[str, Any]) -> Any:
+        """Run a function without a limit: async ones in this loop, plain ones in a new thread."""
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(**kwargs)
@@ -184,7 +196,11 @@ class ToolThread(EventLoopThread):
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     async def _run_in_thread(self, function: Function, kwargs: Mapping[str, Any]) -> Any:
-        """Result of a plain function, which gets a new thread."""
+        """Run a plain function in a new thread, and return its result.
+
+        Raises:
+            ToolsStuckError: too many functions were given up and still run.
+        """
         if self.num_given_up >= MAX_GIVEN_UP:
             raise ToolsStuckError(
                 "tools",
@@ -206,12 +222,13 @@ class ToolThread(EventLoopThread):
         except asyncio.CancelledError:
             self._given_up.add(thread)
             raise
+        # A plain function may return a coroutine, as `functools.partial` of an async one does.
         return await result if inspect.isawaitable(result) else result
 
 
 def _deliver(returned: "Future[Any]", function: Function, kwargs: Mapping[str, Any]) -> None:
     """Call a function, and store its result or its error in a future."""
-    if not returned.set_running_or_notify_cancel():
+    if not returned.set_running_or_notify_cancel():  # cancelled before the thread began
         return
     pid = os.getpid()
     try:
@@ -233,13 +250,13 @@ def _deliver(returned: "Future[Any]", function: Function, kwargs: Mapping[str, A
 class ToolResult:
     """The response to a call of a tool."""
 
-    name: str  # of the tool that was called
-    arguments: str  # as the model wrote them, JSON
-    text: str  # that the model reads, cut to the limit
+    name: str  # name in the call; the tool may not exist
+    arguments: str  # arguments of the call, JSON
+    text: str  # text that the model reads, cut to the limit
     num_chars: int  # length of the text before it was cut
     seconds: float = 0.0  # time that the call took; 0 if no call was made
     is_refused: bool = False  # whether the text says that the call was wrong
-    images: tuple[Any, ...] = ()  # shown to the model before the text
+    images: tuple[Any, ...] = ()  # images that the model sees before the text
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
@@ -251,9 +268,9 @@ class ToolResult:
 
 
 class ToolBox:
-    """The tools of one conversation, as an async context manager.
+    """The tools of one conversation.
 
-    Inside, `call_all` and `rewards` may be used.
+    It is an async context manager, inside which `call_all` and `rewards` may be called.
 
     Args:
         specs: the tools of the configuration, by name.
@@ -275,7 +292,7 @@ class ToolBox:
         self.specs = specs
         self.config = config
         self.thread = thread
-        # A column of a parquet file gives each row the keys of all rows, some with None.
+        # In a parquet file each row has the keys of all rows, with None for those it did not have.
         by_name = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}
         unknown = [name for name in by_name if name not in specs]
         if unknown:
@@ -293,9 +310,9 @@ class ToolBox:
         self._releases = AsyncExitStack()
 
     async def __aenter__(self) -> "ToolBox":
-        """Make every tool and call its `create`; on exit call `release` of each.
+        """Make an object of every tool and call its `create`. `__aexit__` calls their `release`.
 
-        A tool is released even if others failed.
+        A tool is released even if its `create`, or another tool, failed.
 
         Raises:
             ToolFailedError: a tool failed.
@@ -304,7 +321,7 @@ class ToolBox:
         async with AsyncExitStack() as releases:
             for name, spec in self.specs.items():
                 if isinstance(spec.make, type):
-                    # A tool that is only a function: making it runs no code of a user.
+                    # The class of `as_tool`: no code of a user runs, so that no thread is needed.
                     self._tools[name] = spec.make()
                 else:
                     where = f"tool {name}, create"
@@ -327,7 +344,8 @@ class ToolBox:
             ToolFailedError: a tool raised, took too long, or returned what cannot be written.
         """
         limit = self.config.max_parallel_calls
-        # An error is raised after all calls have ended: none runs on in a conversation that ends.
+        # If a tool fails, the others end before the error is raised, because it ends the
+        # conversation.
         outcomes = await asyncio.gather(*map(self._call, calls[:limit]), return_exceptions=True)
         responses: list[ToolResult] = []
         for outcome in outcomes:
@@ -359,7 +377,11 @@ class ToolBox:
         return rewards
 
     async def _call(self, call: ToolCall) -> ToolResult:
-        """Make one call. A mistake of the model makes a response, a failure of the tool raises."""
+        """Make one call. The response to a mistake of the model says what is wrong.
+
+        Raises:
+            ToolFailedError: the tool failed by itself.
+        """
         arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
         if len(arguments) > _MAX_SHOWN_CHARACTERS:
             arguments = f"{arguments[:_MAX_SHOWN_CHARACTERS]}..."
@@ -381,7 +403,11 @@ class ToolBox:
         return replace(response, images=images)
 
     def _execute_kwargs(self, call: ToolCall) -> dict[str, Any]:
-        """Keyword arguments of `execute`: those of the call and those of the sample."""
+        """Keyword arguments of `execute`: those of the call, and those of the sample.
+
+        Raises:
+            ToolError: the call cannot be read, names no tool, or has wrong arguments.
+        """
         if call.problem:
             raise ToolError(f"tool call: {call.problem}")
         spec = self.specs.get(call.name)
@@ -398,7 +424,11 @@ class ToolBox:
         }
 
     async def _hook(self, name: str, method: str) -> Any:
-        """Result of an optional method; None without a call if the tool does not define it."""
+        """Call an optional method of a tool.
+
+        Returns:
+            Its result. None if the tool does not define it: then there is no call either.
+        """
         tool = self._tools[name]
         kwargs = self._kwargs[name].get(f"{method}_kwargs", {})
         if not kwargs and getattr(type(tool), method) is getattr(Tool, method):
@@ -410,7 +440,7 @@ class ToolBox:
     def _response(
         self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False
     ) -> ToolResult:
-        """The response with a text, which is cut to the limit."""
+        """Make the response to a call; the text is cut to the limit."""
         # The beginning of a refusal says what is wrong, so only its end may be cut.
         side = "right" if is_refused else self.config.tool_response_truncate_side
         return ToolResult(
@@ -424,7 +454,7 @@ class ToolBox:
 
 
 def as_text(result: Any, where: str) -> str:
-    """Result of a tool as text that any tokenizer takes.
+    """Convert the result of a tool to text that any tokenizer takes.
 
     Args:
         result: the result: text, bytes, a pydantic model, or a value that JSON can express.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that a model may call, and what it reads about them.
+"""Tools that a model may call, and their descriptions for the model.
 
     @function_tool                                  class Account(Tool):
     def add(a: int, b: int = 0) -> int:                 '''A bank account, one for each conversation.'''
@@ -12,9 +12,9 @@
                                                             self.balance += amount
                                                             return f"You have {self.balance}."
 
-Every tool is a class whose objects live as long as a conversation: `Account` is one already; `add` becomes a class
-whose `execute` is the function, and a tool of an MCP server a class whose `execute` calls the server. Methods may be
-`async`. Text is returned to the model unchanged, bytes are decoded, anything else is written as JSON.
+Every tool is a class, of which each conversation has an object. A function such as `add` becomes a class whose
+`execute` is the function, and a tool of an MCP server becomes a class whose `execute` calls the server. Methods may be
+`async`. The model reads a result that is text unchanged, bytes decoded, and anything else as JSON.
 """
 
 import inspect
@@ -61,9 +61,9 @@ _TYPES = {
 
 
 class ToolError(RolloutError):
-    """Raised by a tool for the model to read: the message is the tool's response, and the conversation goes on.
+    """Error of a tool whose message is the tool's response; the conversation goes on.
 
-    Anything else that a tool raises ends the conversation.
+    Any other exception of a tool ends the conversation.
     """
 
 
@@ -71,17 +71,18 @@ class ToolError(RolloutError):
 class WithImages:
     """Result of a tool that shows images to a vision-language model."""
 
-    images: Sequence[Any]  # `PIL.Image.Image`s, paths, or the bytes of files; before the text
-    text: Any = ""  # or any other result of a tool
+    images: Sequence[Any]  # `PIL.Image.Image`s, paths, or the bytes of files; shown before the text
+    text: Any = ""  # text, or any other value that a tool may return
 
 
 class Tool(ABC):
     """Base class of tools. Each conversation that may call a tool gets its own object.
 
-    The model calls the tool by `name`, by default the name of the class in small letters. It reads
-    the type hints and the docstring of `execute`. `config` of the configuration file has the
-    arguments of `__init__`. Every method may be `async`. `create_kwargs`, `execute_kwargs` and so
-    on in a sample's `tools_kwargs` are keyword arguments of the method of that name.
+    The model calls the tool by `name`, by default the name of the class in lower case. It reads the
+    type hints and the docstring of `execute`. `__init__` gets the entries of `config` in the file
+    of tools. A sample's `tools_kwargs` may have `create_kwargs`, `execute_kwargs`,
+    `calc_reward_kwargs` and `release_kwargs`: keyword arguments of these methods. Every method may
+    be `async`.
     """
 
     name: str = ""
@@ -90,15 +91,15 @@ class Tool(ABC):
     def tool_spec(
         cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str
     ) -> "ToolSpec":
-        """The tool as an entry of a file of tools describes it.
+        """Describe the tool by an entry of a file of tools.
 
         Args:
             config: arguments of `__init__`.
-            schema: schema for the model. None: it is made from `execute`.
+            schema: schema for the model. None: it is derived from `execute`.
             where: the entry, for error messages.
 
         Returns:
-            The tool of the configuration.
+            The description, by which objects of the tool are made.
 
         Raises:
             ConfigError: the schema lacks a part.
@@ -127,7 +128,7 @@ class Tool(ABC):
 
     @abstractmethod
     def execute(self, *args: Any, **kwargs: Any) -> Any:
-        """The response to one call; its parameters are what the model writes."""
+        """Respond to one call. The model writes the arguments."""
 
     def calc_reward(self) -> Any:
         """Reward for the use of the tool, a number or None; called once, at the end."""
@@ -140,15 +141,16 @@ class Tool(ABC):
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """A tool of the configuration: its description for the model, and a maker of objects."""
+    """A tool of the configuration: its description for the model, and how to make its objects."""
 
     make: Callable[[], Tool]  # makes the object of a conversation
-    # As chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}.
+    # For chat templates: {"type": "function", "function": {"name", "description", "parameters"}}.
     schema: dict[str, Any]
-    # Checks the arguments of a call. For a function it returns a pydantic model with typed values.
+    # Checks the arguments of a call. If it returns a pydantic model, this has the arguments in the
+    # types of the function; otherwise the arguments are used as they are.
     validate: Callable[[Any], Any]
-    # The keys that a sample's `tools_kwargs` may have, such as "execute_kwargs", each with the names
-    # of its arguments; None: any names.
+    # Keys that a sample's `tools_kwargs` may have for this tool, such as "execute_kwargs", each with
+    # the names that its arguments may have. None instead of names: any.
     options: Mapping[str, frozenset[str] | None] = field(
         default_factory=lambda: dict.fromkeys(_METHODS)
     )
@@ -159,7 +161,7 @@ class ToolSpec:
         return self.schema["function"]["name"]
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a call in the types that the tool takes.
+        """Check the arguments of a call, and convert them to the types that the tool takes.
 
         Raises:
             ToolError: an argument is wrong; the message shows the schema.
@@ -175,14 +177,19 @@ class ToolSpec:
             expected = f"arguments that fit {parameters}"
             raise ToolError(f"tool {self.name}", "; ".join(faults), expected) from error
         if isinstance(checked, BaseModel):
+            # Only fields that the call has set: the function knows its own defaults.
             return {name: getattr(checked, name) for name in checked.model_fields_set}
         return arguments
 
     def method_kwargs(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Keyword arguments for each method, from the part of a sample's `tools_kwargs` for the tool.
+        """Check a sample's keyword arguments for the methods of this tool.
 
-        A column of a parquet file gives each row the keys of all rows; keys without a value are
-        left out.
+        Args:
+            given: the entry of the sample's `tools_kwargs` for this tool.
+
+        Returns:
+            Keyword arguments by key, such as "execute_kwargs". Values that are None are left out:
+            in a parquet file each row has the keys of all rows.
 
         Raises:
             RolloutError: the tool does not take a key or an argument, or a value is no mapping.
@@ -221,7 +228,7 @@ def function_tool(*, name: str = "", description: str = "") -> Callable[[Functio
 def function_tool(
     function: Function | None = None, *, name: str = "", description: str = ""
 ) -> Any:
-    """Decorator that offers a function to the model. The function can still be called as before.
+    """Decorator that marks a function as a tool. The function itself does not change.
 
     Args:
         function: a function with a docstring and a type hint for each argument. Parameters after a
@@ -243,7 +250,7 @@ def function_tool(
 
 
 def spec_of(function: Callable[..., Any], *, name: str = "", description: str = "") -> ToolSpec:
-    """A function as a tool of the configuration.
+    """Describe a function as a tool of the configuration.
 
     Args:
         function: see `function_tool`.
@@ -251,7 +258,7 @@ def spec_of(function: Callable[..., Any], *, name: str = "", description: str = 
         description: see `function_tool`.
 
     Returns:
-        The tool.
+        The description of the tool.
 
     Raises:
         RolloutError: the function cannot be a tool.
@@ -269,20 +276,23 @@ def spec_of(function: Callable[..., Any], *, name: str = "", description: str = 
 
 
 def as_tool(execute: Callable[..., Any]) -> type[Tool]:
-    """Class of a tool that has only a function."""
+    """Make a class of tools whose `execute` is a function."""
     return type("FunctionTool", (Tool,), {"execute": staticmethod(execute)})
 
 
 def function_tools(path: str) -> list[ToolSpec]:
-    """Load the functions of a Python file that `@function_tool` has marked.
+    """Load the functions of a Python file that are marked by `@function_tool`.
 
     Raises:
         ConfigError: the file cannot be loaded, or has no such function.
     """
     where = f"{_KEY}.function_tool_path"
-    members = vars(import_file(path, where)).values()
-    marks = [getattr(member, _SPEC, None) for member in members]
-    specs = [mark for mark in marks if isinstance(mark, ToolSpec)]
+    specs = []
+    for member in vars(import_file(path, where)).values():
+        spec = getattr(member, _SPEC, None)
+        # Some objects, such as mocks, have every attribute.
+        if isinstance(spec, ToolSpec):
+            specs.append(spec)
     if not specs:
         raise ConfigError(
             where,
@@ -313,7 +323,7 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
 
     Args:
         reference: `file.py:Name` or `package.module.Name`.
-        folder: folder from which the path of a file is seen.
+        folder: folder to which the path of a file is relative.
         base: class of which the user's must be a subclass.
         where: the key, for error messages.
 
@@ -346,7 +356,7 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
 def describe(
     function: Callable[..., Any], *, name: str = "", description: str = ""
 ) -> tuple[dict[str, Any], Callable[[Any], BaseModel]]:
-    """Describe a function to the model, from its signature and its docstring.
+    """Derive the description of a function for the model from its signature and its docstring.
 
     Args:
         function: the function.
@@ -354,7 +364,7 @@ def describe(
         description: description that the model reads. "": the docstring up to its first section.
 
     Returns:
-        The schema of the function, and the check of a call's arguments.
+        The schema of the function, and a function that checks the arguments of a call.
 
     Raises:
         RolloutError: there is no docstring, a parameter has no type hint or is `*args`, or JSON
@@ -385,16 +395,17 @@ def describe(
         if argument in properties:
             properties[argument].setdefault("description", text)
     parameters.setdefault("required", [])
+    # The check still refuses other arguments; the model does not need to read that.
     del parameters["additionalProperties"]
     schema = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": schema}, model.model_validate
 
 
 def _without_title(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of a JSON schema without its title.
+    """Remove the title from an object of a JSON schema.
 
-    Pydantic makes titles from names; they cost tokens and say nothing. A property that is named
-    `title` has a schema as its value, and stays.
+    Pydantic derives titles from names; they cost tokens and say nothing. A property that is named
+    `title` stays: its value is a schema, not a text.
     """
     if isinstance(part.get("title"), str):
         del part["title"]
@@ -402,9 +413,14 @@ def _without_title(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Check of arguments by the schema of a server or a file.
+    """Make a check of arguments from the schema that a server or a file has.
 
-    Only the names of the arguments and their outermost types are checked.
+    Args:
+        parameters: JSON schema of the arguments.
+
+    Returns:
+        A function that raises a `ValidationError` if a name or an outermost type is wrong. Types
+        within lists and objects are not checked.
     """
     required = parameters.get("required", ())
     schemas: dict[str, Mapping[str, Any]] = {name: {} for name in required}
@@ -425,7 +441,7 @@ def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
 
 
 def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
-    """Type and default of each argument, as `pydantic.create_model` takes them."""
+    """Type and default of each argument that the model writes, as `pydantic.create_model` takes them."""
     try:
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
     except NameError as error:
@@ -457,8 +473,8 @@ def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The description before the first section, and the text for each argument."""
-    # The pattern has one group, so titles and bodies of the sections alternate.
+    """Split a docstring into the description before its sections, and the text for each argument."""
+    # Splitting by a pattern with one group alternates the titles and bodies of the sections.
     description, *sections = _SECTION.split(text)
     texts: dict[str, str] = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):

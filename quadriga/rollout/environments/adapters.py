@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look up the adapter of an environment by its name.
+"""Names of environments, and the adapters that they stand for.
 
 textarena:GuessTheNumber-v0    a game of TextArena          gymnasium:FrozenLake-v1    an environment of Gymnasium
 gem:GuessTheNumber-v0          a game of GEM                skyrl_gym:gsm8k            an environment of SkyRL Gym
@@ -23,12 +23,12 @@ LIBRARIES: dict[str, Callable[[EnvironmentSpec, str], TextEnvironment]] = {
     "skyrl_gym": libraries.SkyRLEnvironment,
     "openenv": OpenEnvEnvironment,
 }
-"""For each library, the function that makes an adapter of a spec and an id."""
+"""Functions that make an adapter from a spec and the id in its name, by library."""
 _WHERE = "env.name"
 
 
 def environment_maker(spec: EnvironmentSpec) -> Callable[[], TextEnvironment]:
-    """Function that makes the environment of one episode.
+    """Return a function that makes the environment of one episode.
 
     Args:
         spec: the environment.

@@ -25,7 +25,7 @@ from quadriga.user_file import referred
 Action: TypeAlias = str | dict[str, Any]
 
 RANDOM = "random"
-"""Player that draws its actions."""
+"""Name of the player whose actions are random."""
 _LARGEST_REWARD = 3.4028234663852886e38  # the largest float32
 _MAX_SHOWN_CHARACTERS = 200
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,40}\]|\\boxed\{[^{}\n]{1,40}\}")
@@ -48,19 +48,20 @@ class Step:
 
     text: str = ""  # observation of the agent that acts next, or result of a tool
     agent: int = 0  # number of the agent that acts next
-    # Rewards of this step by agent. None: the environment has not scored it, which is not 0.
+    # Rewards of this step, by number of the agent. None: the environment has not scored the step,
+    # which differs from the reward 0.
     rewards: Mapping[int, float | None] = field(default_factory=dict)
-    is_done: bool = False
-    # Plain values. "state" identifies the state, "is_invalid" marks an action without effect;
-    # numbers of the last step become metrics.
+    is_done: bool = False  # whether the episode is over
+    # Values of JSON. "state" identifies the state that the next agent acts on, and "is_invalid"
+    # marks an action without effect. The latest number under each name becomes a metric.
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Description:
-    """Facts about an environment that do not change between episodes."""
+    """Properties of an environment that all of its episodes share."""
 
-    schemas: tuple[Mapping[str, Any], ...] = ()  # tools; empty if actions are texts
+    schemas: tuple[Mapping[str, Any], ...] = ()  # of its tools; empty if actions are texts
 
 
 class TextEnvironment(ABC):
@@ -74,11 +75,11 @@ class TextEnvironment(ABC):
 
     @abstractmethod
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
-        """Begin the episode.
+        """Begin the episode, and return the first observation.
 
         Args:
             seed: seed of the episode. Global random states have been seeded with it already.
-            row: columns of the data row; empty if rows are seeds.
+            row: columns of the data row; empty if the row is only a seed.
         """
 
     @abstractmethod
@@ -86,22 +87,23 @@ class TextEnvironment(ABC):
         """Take an action of the agent that acts next."""
 
     def finish(self) -> Step:
-        """End the episode, and return the rewards that only its end determines."""
+        """End the episode, and return rewards that are known only then."""
         return Step()
 
     def discard(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Free what the environment holds, without an end of its episode."""
+        """Free resources of the environment, whose episode may be unfinished."""
 
     def sample(self, text: str, seed: int, reference: str) -> Step:
-        """Play for an agent that is no model.
+        """Choose an action for an agent that is not a model.
 
         Args:
             text: observation of the agent.
             seed: seed of this action.
-            reference: "random", or a function of the user, `file.py:function(text, generator)`.
+            reference: "random", or a user's function: `file.py:NAME`, called with the observation
+                and a `random.Random`.
 
         Returns:
-            A step whose text is the action.
+            A step whose text is the action. The episode does not go on.
         """
         generator = random.Random(seed)
         if reference == RANDOM:
@@ -113,12 +115,12 @@ class TextEnvironment(ABC):
     def sample_action(self, text: str, generator: random.Random) -> Action:
         """Draw a random action.
 
-        By default it is a call of a tool or, without tools, one of the examples in brackets in the
-        text of the observation.
+        By default it is a call of a tool. Without tools it is an example in brackets from the
+        observation, such as `[3]`, or a digit in brackets if there is none.
 
         Args:
             text: observation of the agent.
-            generator: draws the action.
+            generator: source of random numbers.
         """
         if self.schemas:
             function = generator.choice(self.schemas)["function"]
@@ -129,14 +131,14 @@ class TextEnvironment(ABC):
 
 
 def finite_rewards(rewards: Mapping[Any, Any], num_agents: int) -> dict[int, float | None]:
-    """Check rewards.
+    """Check the rewards of a step, and convert them to plain floats.
 
     Args:
-        rewards: reward by number of the agent, as in `Step`.
+        rewards: rewards by number of the agent, as in `Step`; numbers may be of numpy or torch.
         num_agents: number of agents.
 
     Returns:
-        The rewards as floats, or None.
+        The rewards. A reward that is None stays None.
 
     Raises:
         ValueError: a reward is not a finite number, or there is no such agent.
@@ -150,6 +152,7 @@ def finite_rewards(rewards: Mapping[Any, Any], num_agents: int) -> dict[int, flo
             continue
         if hasattr(reward, "item"):
             reward = reward.item()
+        # Not `>`: every comparison with NaN is false.
         if not isinstance(reward, Real) or not abs(reward) <= _LARGEST_REWARD:
             shown = repr(reward)[:_MAX_SHOWN_CHARACTERS]
             raise ValueError(f"got the reward {shown}, expected a finite number")
@@ -162,12 +165,12 @@ def random_value(
     generator: random.Random,
     definitions: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Draw a value of a JSON schema. Limits of lengths and patterns are not kept.
+    """Draw a random value that fits a JSON schema, apart from its lengths and patterns.
 
     Args:
         schema: the schema.
-        generator: draws the values.
-        definitions: schemas that `$ref` names, besides those of the schema itself.
+        generator: source of random numbers.
+        definitions: schemas to which `$ref` may refer, besides `$defs` of the schema itself.
     """
     definitions = {**definitions, **schema.get("$defs", {})}
     if "$ref" in schema:
@@ -196,7 +199,7 @@ def random_value(
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a value to what JSON can express; an object of an unknown type becomes its text."""
+    """Convert a value to one that JSON can express. Unknown objects become their `str`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

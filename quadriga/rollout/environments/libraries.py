@@ -50,7 +50,16 @@ def library(name: str) -> Any:
 
 
 def _known(identifier: str, known: Sequence[str], name: str) -> str:
-    """The identifier, if the library has such an environment."""
+    """Return an identifier after checking that the library has such an environment.
+
+    Args:
+        identifier: name of the environment.
+        known: names of all environments of the library.
+        name: name of the library.
+
+    Raises:
+        RolloutError: there is no such environment.
+    """
     if identifier not in known:
         raise RolloutError(
             "env.name",
@@ -78,8 +87,8 @@ def identifiers(name: str) -> list[str]:
 class TextArenaEnvironment(TextEnvironment):
     """Adapter of a game of TextArena, with one agent or several.
 
-    An agent reads the messages since its last move, without those that repeat its own move: the
-    conversation has the earlier ones already.
+    An agent reads the messages since its last move, without those that repeat the move itself,
+    which is in its conversation already.
 
     Args:
         spec: the environment.
@@ -110,26 +119,28 @@ class TextArenaEnvironment(TextEnvironment):
                 expected="as many agents as the game has",
                 fix="env.agents has a player for each of them, such as [policy, random].",
             ) from error
-        return self._observe({})
+        return self._observe()
 
     def step(self, action: Action) -> Step:
         agent = self._game.state.current_player_id
         self._is_done, _ = self._game.step(str(action))
         if not self._is_done:
-            return self._observe({})
+            return self._observe()
         rewards, game_info = self._game.close()
-        facts = game_info.get(agent, {})
+        agent_info = game_info.get(agent, {})
+        reason = agent_info.get("reason")
         rewards = dict(rewards or {})
         for number, reward in rewards.items():
             if isinstance(reward, str):
-                # Some games exchange the reward of an invalid move with its reason.
-                rewards[number] = float(str(facts.get("reason")).rpartition(": ")[2])
-        is_invalid = bool(facts.get("invalid_move", False))
+                # Some games swap the reward of an invalid move and its reason.
+                rewards[number] = float(str(reason).rpartition(": ")[2])
         best = max(rewards.values(), default=0)
-        # A winner has the reward 1; an invalid move may be paid, too, but wins nothing.
+        # A winner has the reward 1. Some games pay less than that for an invalid move, which wins
+        # nothing.
         wins = [number for number, reward in rewards.items() if reward == best >= 1]
-        info = {"is_invalid": is_invalid, "reason": facts.get("reason"), "wins": wins}
-        return Step(str(facts.get("reason") or ""), agent, rewards, True, info)
+        is_invalid = bool(agent_info.get("invalid_move"))
+        info = {"is_invalid": is_invalid, "reason": reason, "wins": wins}
+        return Step(str(reason or ""), agent, rewards, is_done=True, info=info)
 
     def finish(self) -> Step:
         if self._is_done:
@@ -137,23 +148,26 @@ class TextArenaEnvironment(TextEnvironment):
         # The episode was cut off: nobody has won.
         return Step(rewards=dict.fromkeys(range(self._num_agents), 0.0), info={"wins": []})
 
-    def _observe(self, info: dict[str, Any]) -> Step:
-        """The messages that the next agent has not read."""
+    def _observe(self) -> Step:
+        """Return the messages that the next agent has not read."""
         state = self._game.state
         agent = state.current_player_id
+        info: dict[str, Any] = {}
         texts = []
         for sender, message, kind in state.get_current_player_observation():
             if kind is self._own_move and sender == agent:
                 continue
+            # After an invalid move the same agent acts again.
             if kind is self._admin and _INVALID_MOVE in message:
                 info["is_invalid"] = True
             sender_name = state.role_mapping.get(sender, f"Player {sender}")
+            # -1 is the game itself.
             texts.append(message if sender == -1 else f"[{sender_name}] {message}")
         return Step("\n".join(texts), agent, info=info)
 
 
 class _GemEnvironment(SteppedEnvironment):
-    """Adapter of a game of GEM, whose `info["suffix"]` belongs to the observation."""
+    """Adapter of a game of GEM, whose observations continue in `info["suffix"]`."""
 
     def text_of(self, observation: Any, info: Mapping[str, Any]) -> str:
         suffix = info.get("suffix") or ""
@@ -167,7 +181,7 @@ class _GemEnvironment(SteppedEnvironment):
 
 
 def gem_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
-    """Make a game of GEM.
+    """Make the adapter of a game of GEM.
 
     Args:
         spec: the environment; its options are arguments of `gem.make`.
@@ -185,23 +199,23 @@ def gem_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
 
 
 def gymnasium_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
-    """Make an environment of Gymnasium.
+    """Make the adapter of an environment of Gymnasium.
 
-    Actions are JSON that must fit the action space, or the reply itself if that is a space of texts.
-    With the option `render_mode: ansi` the model reads the rendered text.
+    The model replies with JSON that fits the action space, or with the action itself if that is a
+    space of texts. With the option `render_mode: ansi` the model reads the rendered text.
 
     Args:
         spec: the environment; its options are arguments of `gymnasium.make`.
-        identifier: a registered name, or `module:name` and `namespace/name`.
+        identifier: a registered name, `namespace/name` or `module:name`.
 
     Raises:
         MachineError: Gymnasium is not installed.
         RolloutError: there is no such environment.
     """
     gymnasium = library("gymnasium")
-    known = [*gymnasium.envs.registration.registry]
-    if "/" not in identifier:
-        _known(identifier, known, "gymnasium")
+    # Names with a module or a namespace may be registered only while `make` imports the module.
+    if "/" not in identifier and ":" not in identifier:
+        _known(identifier, [*gymnasium.envs.registration.registry], "gymnasium")
     return _GymnasiumEnvironment(gymnasium.make(identifier, **spec.options))
 
 
@@ -230,7 +244,12 @@ class _GymnasiumEnvironment(SteppedEnvironment):
 
 
 def space_schema(space: Any) -> dict[str, Any]:
-    """JSON schema of the actions of one of Gymnasium's spaces."""
+    """JSON schema of the actions of one of Gymnasium's spaces.
+
+    Args:
+        space: the space. Kinds without a schema of their own, such as `Box`, are arrays that are
+            described by the space's text.
+    """
     kind = type(space).__name__
     if kind == "Discrete":
         first = int(space.start)
@@ -267,7 +286,7 @@ def read_space(space: Any, text: str) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """Read JSON that may stand in a block of Markdown.
+    """Read JSON, which may be in a code block of Markdown.
 
     Raises:
         ValueError: the text is no JSON.
@@ -282,7 +301,11 @@ def read_json(text: str) -> Any:
 
 
 def _decoded(space: Any, value: Any) -> Any:
-    """A JSON value as the space's own type."""
+    """Convert a JSON value to the type of the space's actions.
+
+    Raises:
+        KeyError, TypeError, OverflowError, IndexError, ValueError: the value does not fit.
+    """
     kind = type(space).__name__
     if kind == "Dict":
         return {name: _decoded(part, value[name]) for name, part in space.spaces.items()}
@@ -290,6 +313,7 @@ def _decoded(space: Any, value: Any) -> Any:
         pairs = zip(space.spaces, value, strict=True)
         return tuple(_decoded(part, entry) for part, entry in pairs)
     if kind in ("Discrete", "Text"):
+        # A bool is an int for Python, and `contains` would take it.
         is_wrong = isinstance(value, bool) or (kind == "Discrete" and not isinstance(value, int))
         if is_wrong:
             raise TypeError(f"got {value!r}")
@@ -330,8 +354,9 @@ class SkyRLEnvironment(TextEnvironment):
         prompt = row.get("prompt") or []
         messages, info = self._environment.init(prompt)
         # The prompt of the row is in the conversation already.
-        added = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
-        return Step(_contents(added), info=info or {})
+        if messages[: len(prompt)] == prompt:
+            messages = messages[len(prompt) :]
+        return Step(_contents(messages), info=info or {})
 
     def step(self, action: Action) -> Step:
         result = self._environment.step(str(action))
@@ -346,4 +371,5 @@ class SkyRLEnvironment(TextEnvironment):
 
 
 def _contents(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Texts of messages, one after the other."""
     return "\n".join(str(message["content"]) for message in messages)

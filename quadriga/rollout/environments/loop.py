@@ -4,11 +4,11 @@
     reset ──> observation ──> model ──> step ──> observation ──> model ──> step ──> is_done     actions are texts
     reset ──> observation ──> model ──> calls ──> results ──> model, without a call             actions are tools
 
-The score is the sum of the rewards of all steps. The conversation has for each turn of the model its reward
-(`turn_scores`) and the state that it acted on (`turn_states`: `info["state"]`, or else the observation).
+The score is the sum of the rewards of all steps. For each turn of the model, the conversation has the reward
+(`turn_scores`) and the state before the turn (`turn_states`: `info["state"]`, or else the observation).
 
-With several agents a response trains one of the trained agents, its seat: the same for all responses to a row, while
-rows take the seats in turn. With `env.train_together` it trains all of them, each in a row of its own.
+If several agents are trained, an episode trains one of them, its seat. All responses to a row have the same seat;
+rows take the seats in turn. With `env.train_together` an episode trains all of them, each in a row of its own.
 """
 
 import hashlib
@@ -22,8 +22,14 @@ from quadriga.config.environment import EnvironmentConfig
 from quadriga.errors import RolloutError
 from quadriga.rewards.outcome import Outcome, failure
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Sample, Turn
-from quadriga.rollout.agent_loop.loops import AgentLoop, Services, register
-from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
+from quadriga.rollout.agent_loop.loops import (
+    AgentLoop,
+    Services,
+    parser_of,
+    register,
+    tool_messages,
+)
+from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolResult
 from quadriga.rollout.environments.interface import Step
 from quadriga.rollout.environments.players import (
@@ -53,12 +59,11 @@ class EnvironmentAgent(AgentLoop):
             raise RolloutError("agent loop environment", got="env.name=null", fix=fix)
         self._pool: EnvironmentPool = services.environments
         self._schemas = self._pool.description.schemas
-        parser_name = services.config.multi_turn.format
-        if self._schemas and parser_name not in PARSERS:
-            expected = f"one of {', '.join(PARSERS)}"
-            raise RolloutError("multi_turn.format", got=repr(parser_name), expected=expected)
+        if not self._schemas:
+            return
+        self._parser = parser_of(services.config.multi_turn.format)
         num_agents = self._pool.config.num_agents
-        if self._schemas and num_agents > 1:
+        if num_agents > 1:
             got = f"{num_agents} agents, of an environment whose actions are tools"
             raise RolloutError("env.agents", got=got, expected="one")
 
@@ -67,7 +72,8 @@ class EnvironmentAgent(AgentLoop):
         seed = episode_seed_of(chat.sample)
         seats = self._pool.config.seats
         if not self._pool.config.train_together:
-            # All responses to a row play the same seat, so that they can be compared.
+            # All responses to a row play the same seat, so that they can be compared. The last bit
+            # of the seed tells training from validation, so it must not choose the seat.
             seats = [seats[seed // 2 % len(seats)]]
         plays = Plays(chat, seats, self._pool.config)
         async with self._pool.open(seed, row_of(chat.sample)) as episode:
@@ -81,7 +87,7 @@ class EnvironmentAgent(AgentLoop):
                     else:
                         await self._take_turns(plays, episode, step)
                 except ConversationOver as over:
-                    # The part that was played is scored.
+                    # A limit ends the episode for all agents. The part that was played is scored.
                     for play in plays:
                         play.chat.finish_reason = play.chat.finish_reason or over.reason
                 plays.record(await episode.finish())
@@ -92,7 +98,7 @@ class EnvironmentAgent(AgentLoop):
             play.grade(is_graded_elsewhere=self._pool.is_graded_elsewhere)
 
     def _prompt(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
-        """Messages in front of the first turn: system prompt, the row's own, the observation."""
+        """Messages before the first turn: system prompt, messages of the row, first observation."""
         messages: list[dict[str, Any]] = []
         if self._pool.config.system_prompt is not None:
             messages.append({"role": "system", "content": self._pool.config.system_prompt})
@@ -100,6 +106,7 @@ class EnvironmentAgent(AgentLoop):
             messages += chat.sample.messages or []
         text = chat.encoder.plain(observation)
         last = messages[-1] if messages else {}
+        # Many templates take no two messages of the user in a row.
         if last.get("role") == "user" and isinstance(last["content"], str):
             messages[-1] = {**last, "content": f"{last['content']}\n\n{text}".strip()}
         elif text:
@@ -124,54 +131,55 @@ class EnvironmentAgent(AgentLoop):
             plays.record(step, agent)
 
     def _players(self, plays: "Plays", episode: Episode) -> "list[Player]":
-        """The player of each agent: the trained policy, the policy, a fixed model or a script."""
+        """Make the player of each agent, by `env.agents`."""
         chat = plays.chat
         names = self._pool.config.agents or ["policy"]
         players: list[Player] = []
         for number, player in enumerate(names):
             name = f"agent {number}"
+            seed = seed_of(chat.sampling.seed, number)
             if number in plays.by_agent:
                 play = plays.by_agent[number]
                 players.append(PolicyPlayer(play.chat, self._prompt, play, name=name))
             elif player == "policy":
-                seed = seed_of(chat.sampling.seed, number)
+                # Not `chat.another`: this agent is not trained, so its conversation is no row.
                 sampling = replace(chat.sampling, seed=seed)
-                sample = replace(chat.sample)
-                twin = Conversation(chat.engine, chat.encoder, sample, sampling, chat.limits)
-                players.append(PolicyPlayer(twin, self._prompt, name=name))
+                untrained = Conversation(
+                    chat.engine, chat.encoder, chat.sample, sampling, chat.limits
+                )
+                players.append(PolicyPlayer(untrained, self._prompt, name=name))
             elif player.startswith(("http://", "https://")):
                 players.append(ServerPlayer(player, chat, self._pool.config.system_prompt, name))
             else:
-                seed = seed_of(chat.sampling.seed, number)
                 players.append(ScriptedPlayer(episode, player, seed))
         return players
 
     async def _call_tools(self, play: "Play", episode: Episode) -> None:
-        """Generate turns, and make their calls of tools, until a turn has none."""
+        """Generate turns and make their calls of tools, until a turn has no call or the episode is over."""
         chat = play.chat
         config = self.services.config.multi_turn
-        parser = PARSERS[config.format]
-        parameters = {}
+        parameter_schemas = {}
         for schema in self._schemas:
-            parameters[schema["function"]["name"]] = schema["function"]["parameters"]
+            parameter_schemas[schema["function"]["name"]] = schema["function"]["parameters"]
         while not play.is_done:
             turn = await play.generate()
-            calls = parser(turn.text, parameters)
+            calls = self._parser(turn.text, parameter_schemas)
             if not calls:
                 return
             chat.activity = "in the environment"
             started = time.perf_counter()
+            # One after the other: calls of a turn act on the same environment.
             responses = []
             for call in calls[: config.max_parallel_calls]:
                 if not play.is_done:
                     responses.append(await self._call(play, episode, call))
             if not play.is_done:
-                messages = _tool_messages(chat, responses)
+                messages = tool_messages(chat, responses)
                 seconds = time.perf_counter() - started
                 chat.append(messages, tool_responses=responses, seconds=seconds)
 
     async def _call(self, play: "Play", episode: Episode, call: ToolCall) -> ToolResult:
-        """Response to one call; a call that cannot be read is refused here."""
+        """Make one call. A call that cannot be read is refused, and the environment does not see it."""
         started = time.perf_counter()
         step = Step(f"Error: {call.problem}", info={"is_invalid": True})
         if not call.problem:
@@ -188,16 +196,18 @@ class EnvironmentAgent(AgentLoop):
 
 
 class Plays:
-    """The trained agents of an episode, each in a conversation of its own.
+    """The trained agents of an episode. Each has a conversation for itself.
+
+    Iterating yields the `Play` of each agent.
 
     Args:
-        chat: conversation of the first agent; it begins those of the others.
+        chat: conversation of the first agent, from which those of the others are made.
         agents: numbers of the agents that are trained.
         config: the section `env`.
 
     Attributes:
         chat: as in the arguments.
-        by_agent: rewards and states of each trained agent.
+        by_agent: the `Play` of each trained agent, by its number.
     """
 
     def __init__(
@@ -224,7 +234,7 @@ class Plays:
 
 
 class Play:
-    """The rewards and states of one agent in an episode.
+    """Records the rewards and states of one trained agent in an episode.
 
     Args:
         chat: the agent's conversation.
@@ -250,23 +260,24 @@ class Play:
         self._state = ""
 
     async def generate(self) -> Turn:
-        """Generate the agent's next turn."""
+        """Generate the agent's next turn, whose reward is 0 until `record` adds to it."""
         self.chat.states[len(self._rewards)] = self._state
         try:
             return await self.chat.generate()
         finally:
-            # A turn that the engine cut is in the conversation, too.
-            num_turns = sum(turn.role == "assistant" for turn in self.chat.turns)
-            self._rewards += [0.0] * (num_turns - len(self._rewards))
+            # Also if `generate` raises: a turn that the engine cut is in the conversation.
+            num_missing = self.chat.num_assistant_turns - len(self._rewards)
+            self._rewards += [0.0] * num_missing
 
     def record(self, step: Step, actor: int | None = None) -> None:
-        """Record a step: its reward belongs to the agent's last turn.
+        """Record a step. Its reward is added to the agent's last turn.
 
         Args:
             step: response of the environment.
             actor: number of the agent that acted. None: `reset` or `finish`.
         """
         if step.rewards:
+            # An agent that is not named has the reward 0; None is a step that was not scored.
             reward = step.rewards.get(self._agent, 0.0)
             if reward is None:
                 self._is_unscored = True
@@ -282,8 +293,9 @@ class Play:
             self._state = str(step.info.get("state", step.text))
 
     def _add(self, reward: float) -> None:
-        # An agent may be rewarded before its first turn, when another one loses.
+        """Add a reward to the score and to the agent's last turn, if it has one."""
         self._score += reward
+        # An agent may be rewarded before its first turn, when another one loses.
         if self._rewards:
             self._rewards[-1] += reward
 
@@ -305,12 +317,21 @@ class Play:
         chat.outcome = self._outcome(is_graded_elsewhere=is_graded_elsewhere)
 
     def _outcome(self, *, is_graded_elsewhere: bool) -> Outcome | None:
-        """The grade of the episode; 0 if the agent did nothing that the environment rewards.
+        """Grade of the episode: the sum of its rewards.
 
-        None: the environment has no rewards, and the conversation is graded like others.
+        Args:
+            is_graded_elsewhere: see `grade`.
+
+        Returns:
+            The grade. None: the environment gave no rewards, and the conversation is graded by the
+            score function or the reward model.
+
+        Raises:
+            RolloutError: see `grade`.
         """
         if not self._has_rewards and is_graded_elsewhere:
             return None
+        # An episode that a limit has cut off was perhaps not scored because it did not end.
         if not self._has_rewards and self._is_unscored and not self._is_cut:
             raise RolloutError(
                 "environment",
@@ -333,23 +354,6 @@ class Play:
         return bool(self.chat.finish_reason) and not self.is_done
 
 
-def _tool_messages(chat: Conversation, responses: list[ToolResult]) -> list[dict[str, Any]]:
-    """Messages with the responses of tools."""
-    # Templates may need an id for each call; it counts the calls of the conversation.
-    number = sum(len(earlier.tool_responses) for earlier in chat.turns)
-    messages = []
-    for response in responses:
-        message = {
-            "role": "tool",
-            "name": response.name or "unknown",
-            "tool_call_id": f"call{number:05d}",
-            "content": response.text,
-        }
-        messages.append(message)
-        number += 1
-    return messages
-
-
 def is_seed(sample: Sample) -> bool:
     """Whether a row is only a seed, so that its prompt says nothing."""
     return bool((sample.columns.get("extra_info") or {}).get("is_env_seed"))
@@ -358,7 +362,7 @@ def is_seed(sample: Sample) -> bool:
 def episode_seed_of(sample: Sample) -> int:
     """Seed of a row's episode, which all responses to the row share.
 
-    A row of a file that does not name one (`extra_info.env_seed`) has a hash of its content.
+    It is `extra_info.env_seed` of the row, or else a hash of the row's prompt and index.
     """
     extra_info = sample.columns.get("extra_info") or {}
     if "env_seed" in extra_info:
@@ -369,7 +373,7 @@ def episode_seed_of(sample: Sample) -> int:
 
 
 def row_of(sample: Sample) -> dict[str, Any]:
-    """Columns of a row, as arguments of `reset`; none if the row is only a seed."""
+    """Columns of a row for `reset`. There are none if the row is only a seed."""
     if is_seed(sample):
         return {}
     row = {name: value for name, value in sample.columns.items() if name not in _BATCH_COLUMNS}

@@ -5,8 +5,8 @@
     {"type": "reset", "data": {"seed": 7}}    ──>   {"type": "observation", "data": {observation, reward, done}}
     {"type": "step", "data": ACTION}          ──>   the same, or {"type": "error", "data": {message, code}}
 
-A server of tools (MCP) lists them in reply to the action `list_tools`; the model calls them as tools. Of any other
-server an action is JSON, which the server checks against its schema.
+A server of MCP tools lists them in reply to the action `list_tools`, and the model calls them as tools. With any other
+server the model replies with JSON, which the server checks against the schema.
 """
 
 import inspect
@@ -32,7 +32,7 @@ from quadriga.rollout.environments.user_classes import as_observation
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _CONNECT_S = 20.0
-# An episode that has ended may hold its session for a moment.
+# A server may hold the session of an ended episode for a moment, and refuse a new one until then.
 _MAX_WAIT_S = 10.0
 _PAUSE_S = 0.1
 _FULL = "CAPACITY_REACHED"
@@ -43,7 +43,7 @@ _HIDDEN = frozenset({"reward", "done", "metadata"})
 
 
 class OpenEnvEnvironment(TextEnvironment):
-    """Adapter of a session with a server of OpenEnv.
+    """Adapter of a server of OpenEnv. Each object has a session of its own.
 
     Args:
         spec: the environment; its options are arguments of every reset.
@@ -82,7 +82,7 @@ class OpenEnvEnvironment(TextEnvironment):
             self._action_schema = _short(schema)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
-        # A server refuses arguments that its environment does not know, seeds included.
+        # A server refuses arguments that its environment does not know, and not all know seeds.
         reply = self._ask("reset", {"seed": seed, **self._options})
         if reply["type"] == "error":
             reply = self._ask("reset", self._options)
@@ -150,6 +150,7 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"no WebSocket ({type(error).__name__}: {error})") from error
 
     def _list_tools(self) -> list[Mapping[str, Any]]:
+        """Ask the server for the schemas of its tools."""
         reply = self._ask("step", {"type": "list_tools"})
         if reply["type"] == "error":
             raise self._failure(str(reply["data"]))
@@ -159,13 +160,19 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"the tools {json.dumps(reply)[:200]}") from error
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request until the server has a free session for it, and return the reply."""
-        until = time.monotonic() + _MAX_WAIT_S
+        """Send a request and return the reply, which may be an error of the environment.
+
+        While the server has no free session, connect and send again.
+
+        Raises:
+            RolloutError: there is no free session in time, or no reply.
+        """
+        deadline = time.monotonic() + _MAX_WAIT_S
         while True:
             reply = self._ask_once(kind, data)
             if reply["type"] != "error" or reply["data"].get("code") != _FULL:
                 return reply
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise self._failure(
                     f"the error {_FULL}: {reply['data'].get('message')}",
                     "Set env.max_concurrent_episodes to the number of its sessions, or start it "
@@ -176,9 +183,14 @@ class OpenEnvEnvironment(TextEnvironment):
             self._socket = self._connect()
 
     def _ask_once(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request, and return the reply: an object with a known type, and an object `data`.
+
+        Raises:
+            RolloutError: the session was closed, or the reply has another form.
+        """
         exceptions = library("websockets.exceptions")
         try:
-            # A server that closes the session says why before.
+            # If the server has closed the session, its reason may still be there to receive.
             with suppress(exceptions.ConnectionClosed):
                 self._socket.send(json.dumps({"type": kind, "data": data}))
             message = self._socket.recv()
@@ -194,6 +206,15 @@ class OpenEnvEnvironment(TextEnvironment):
         return reply
 
     def _step_of(self, reply: Mapping[str, Any], *, is_first: bool = False) -> Step:
+        """Convert an observation of the server to a step.
+
+        Args:
+            reply: the server's reply.
+            is_first: whether it answers `reset`, so that it has no reward.
+
+        Raises:
+            RolloutError: the reply is an error, or has no observation.
+        """
         data = reply["data"]
         if reply["type"] == "error":
             raise self._failure(f"the error {data.get('code')}: {data.get('message')}")
@@ -209,7 +230,7 @@ class OpenEnvEnvironment(TextEnvironment):
                 is_invalid = is_invalid or bool(result.get("is_error"))
                 result = result.get("data", result.get("content"))
             shown = shown.get("error") or result
-        # An observation without fields says nothing: the prompt is the tools, or the schema.
+        # Without fields the observation is "": then the prompt is only the tools or the schema.
         text = as_observation(shown) if shown else ""
         info = {"is_invalid": True} if is_invalid else {}
         if is_first:
@@ -226,7 +247,7 @@ class OpenEnvEnvironment(TextEnvironment):
 
 
 def _tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool of the server, in the form in which models read it."""
+    """Convert a tool's description by the server to the form that chat templates take."""
     function = {
         "name": tool["name"],
         "description": tool.get("description") or tool["name"],
@@ -236,9 +257,9 @@ def _tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an action without what every action of OpenEnv has."""
-    kept_keys = ("$defs", "type", "properties", "required")
-    short = {key: schema[key] for key in kept_keys if key in schema}
+    """Shorten the schema of an action for the model: leave out titles and the field `metadata`."""
+    shown_keys = ("$defs", "type", "properties", "required")
+    short = {key: schema[key] for key in shown_keys if key in schema}
     properties = dict(short.get("properties", {}))
     properties.pop("metadata", None)
     return {**short, "properties": properties}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Players of the agents in an episode: the policy, a fixed model behind a server, or a script."""
+"""Players, which act for the agents of an episode: the policy, a fixed model, or a script."""
 
 import hashlib
 from collections.abc import Awaitable, Callable
@@ -14,26 +14,26 @@ _END_OF_THOUGHT = "</think>"
 
 
 class Player(Protocol):
-    """Plays one agent of an episode."""
+    """Interface of a player, which acts for one agent in one episode."""
 
     async def act(self, observation: str) -> str:
         """Respond to an observation with an action."""
 
 
 class GeneratesTurns(Protocol):
-    """Generates the turns of a conversation, and notes them."""
+    """Interface of `Play`, which generates turns and keeps count of their rewards."""
 
     def generate(self) -> Awaitable[Turn]:
         """Generate the next turn."""
 
 
 class PolicyPlayer:
-    """The policy, in a conversation of its own.
+    """Player that is the policy. It has a conversation for itself.
 
     Args:
         chat: the conversation.
-        prompt: function that makes the first messages of a conversation and an observation.
-        play: notes the turns of the agent that is trained. None: the agent is not trained.
+        prompt: function that makes the first messages from the conversation and an observation.
+        play: generates the turns of an agent that is trained. None: the agent is not trained.
         name: name of the agent, for the reason why an episode was cut off.
     """
 
@@ -50,7 +50,7 @@ class PolicyPlayer:
         self._name = name
 
     async def act(self, observation: str) -> str:
-        """Generate a turn; its action is the text behind its thoughts.
+        """Generate a turn. The action is its text after the thoughts.
 
         Raises:
             ConversationOver: the conversation reached a limit.
@@ -65,6 +65,8 @@ class PolicyPlayer:
             else:
                 turn = await self._chat.generate()
         except ConversationOver as over:
+            # This ends the whole episode. Conversations of other agents get the reason with the
+            # name of this agent.
             if self._play is not None:
                 self._chat.finish_reason = over.reason
             raise ConversationOver(f"{self._name}: {over.reason}") from over
@@ -73,7 +75,7 @@ class PolicyPlayer:
 
 
 class ScriptedPlayer:
-    """A function of the user, or random actions, in the process of the environment.
+    """Player that is a user's function, or random. It runs in the process of the environment.
 
     Args:
         episode: the episode.
@@ -88,18 +90,18 @@ class ScriptedPlayer:
         self._num_actions = 0
 
     async def act(self, observation: str) -> str:
-        """Draw an action, each with a seed of its own."""
+        """Choose an action. Each has a different seed."""
         seed = seed_of(self._seed, self._num_actions)
         self._num_actions += 1
         return await self._episode.sample(observation, seed, self._reference)
 
 
 class ServerPlayer:
-    """A fixed model behind a server with `/v1/chat/completions`, such as `quadriga serve` or vLLM.
+    """Player that is a fixed model behind a server, such as `quadriga serve` or vLLM.
 
     Args:
-        url: address of the server.
-        chat: conversation of the trained agent, whose sampling this player has, too.
+        url: address of the server, which has `/v1/chat/completions`.
+        chat: conversation of a trained agent, whose sampling parameters are used here too.
         system_prompt: system message. None: none.
         name: name of the agent, for errors.
     """
@@ -115,7 +117,7 @@ class ServerPlayer:
             self._messages.append({"role": "system", "content": system_prompt})
 
     async def act(self, observation: str) -> str:
-        """Ask the server for a reply.
+        """Ask the server for a reply. The action is its text after the thoughts.
 
         Raises:
             RolloutError: the server does not answer, or refuses the request.
@@ -144,11 +146,11 @@ class ServerPlayer:
 
 
 def seed_of(seed: Any, number: int) -> int:
-    """Derive a seed.
+    """Derive a seed from another one and a number.
 
     Args:
         seed: the seed to derive from; anything with a stable `repr`, such as a tuple of integers.
-        number: tells seeds apart that are derived from the same one.
+        number: different numbers give different seeds.
 
     Returns:
         An integer below 2**56, the same in every process.

@@ -5,12 +5,12 @@
     a thread            └── leads one process: sends a call, waits for its answer, restarts it
     a process               └── works on the calls of its episodes in turn (process.py)
 
-    episode.step    waits for the calls before it in its process, then at most `timeout_s`; unblocked
-                    by the answer, or by the end of the process
+`episode.step` waits for earlier calls in the same process, and then at most `timeout_s` for its answer.
 
 A process that dies is started again, and its episodes are replayed there: reset with the same seed,
-then the same actions. A call that is too late ends its own episode; the other episodes of its process
-are replayed. A call in which a process dies three times ends its episode, too.
+then the same actions. If a call exceeds its time limit, its episode ends, the process is killed, and
+the other episodes of the process are replayed. An episode also ends if the process dies three times
+in the same call.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from quadriga.rollout.agent_loop.tool_calls import ToolFailedError
 from quadriga.rollout.environments.interface import Action, Description, EnvironmentSpec, Step
 from quadriga.rollout.environments.process import RAISED, UNUSABLE, EnvironmentProcess
 
+_ENDING_S = 1.0  # for a process that has closed its connection, to end by itself
 _MAX_DEATHS = 3  # of a process in the same call, or before it has loaded the environment
 _COUNTS = ("restarts", "replayed_episodes", "raised", "timeouts", "died", "irreproducible")
 
@@ -48,7 +49,7 @@ class EnvironmentFailedError(ToolFailedError):
 
 
 def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
-    """The environment of a configuration, as its processes receive it."""
+    """Make the description of the configured environment that its processes receive."""
     return EnvironmentSpec(
         name=str(config.name),
         options=config.options,
@@ -59,7 +60,7 @@ def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
 
 
 class EnvironmentPool:
-    """Processes of environments.
+    """Pool of processes that run environments.
 
     Args:
         config: the section `env`.
@@ -102,7 +103,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def open(self, seed: int, row: Mapping[str, Any]) -> "AsyncIterator[Episode]":
-        """An episode, in the process with the fewest of them, as an async context manager.
+        """Async context manager for an episode, in the process that has the fewest.
 
         Args:
             seed: seed of `reset`.
@@ -122,29 +123,30 @@ class EnvironmentPool:
         """Failures and restarts since the last call, as metrics."""
         metrics = {}
         for name in _COUNTS:
-            metrics[f"env/{name}"] = Metric(self._counts[name], "sum")
-        self._counts.clear()
+            # One step, because the threads of the hosts go on counting.
+            metrics[f"env/{name}"] = Metric(self._counts.pop(name, 0), "sum")
         return metrics
 
     def close(self) -> None:
-        """End all processes; a call under way is given up."""
+        """End all processes. A call in progress fails."""
         for host in self._hosts:
             host.close()
         self._printed.close()
 
 
 class Episode:
-    """An episode of an environment. One task at a time uses it.
+    """An episode of an environment. Only one task at a time may use it.
 
     Args:
-        host: the process that has it.
+        host: leads the process in which the episode runs.
         number: number of the episode in the pool.
         seed: see `EnvironmentPool.open`.
         row: see `EnvironmentPool.open`.
 
     Attributes:
-        calls: calls so far, each with a hash of its answer, for a replay.
-        generation: generation of the process that knows the episode; -1 for none.
+        calls: method, arguments and hash of the answer of each call so far, for a replay.
+        generation: number of the host's process that has the episode; -1 for none. The host counts
+            its processes from 1.
     """
 
     def __init__(self, host: "_Host", number: int, seed: int, row: Mapping[str, Any]) -> None:
@@ -168,7 +170,7 @@ class Episode:
         return await self._call("step", (action,))
 
     async def sample(self, text: str, seed: int, reference: str) -> str:
-        """Play for an agent that is no model. Errors are those of `step`.
+        """Choose an action for an agent that is not a model. Errors are those of `step`.
 
         Args:
             text: observation of the agent.
@@ -182,7 +184,7 @@ class Episode:
         return step.text
 
     async def finish(self) -> Step:
-        """End the episode; it takes no more calls. Errors are those of `step`."""
+        """End the episode, after which it takes no calls. Errors are those of `step`."""
         return await self._call("finish", ())
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Step:
@@ -194,8 +196,16 @@ class Episode:
 class _Host:
     """A process, and the thread that leads it.
 
+    All methods except `submit` and `close` run in this thread.
+
+    Args:
+        spec: the environment.
+        timeout_s: time limit of a call, in seconds.
+        printed: shows the output of environments, up to a limit.
+        counts: numbers of failures and restarts by name, shared by the hosts of a pool.
+
     Attributes:
-        episodes: the episodes that the process has.
+        episodes: open episodes of this host.
     """
 
     def __init__(
@@ -217,11 +227,14 @@ class _Host:
         self.episodes: set[Episode] = set()
 
     def submit(self, function: Any, *arguments: Any) -> "Future[Any]":
-        """Call a function in the host's thread."""
+        """Call a function in the host's thread, after the calls before it."""
         return self._thread.submit(function, *arguments)
 
     def start(self) -> Description:
-        """Start the process, unless it runs.
+        """Start the process, unless it runs already.
+
+        Returns:
+            The description of the environment.
 
         Raises:
             RolloutError: it ends, or does not answer, while it loads the environment.
@@ -234,6 +247,7 @@ class _Host:
         content: Any = None
         end = ""
         for _ in range(_MAX_DEATHS):
+            # The first start of the host is no restart.
             self._counts["restarts"] += self._generation > 0
             self._generation += 1
             self._process = EnvironmentProcess(self._spec, self._printed)
@@ -244,7 +258,7 @@ class _Host:
                 self._stop()
                 raise self._unloaded(str(error)) from error
             except EOFError:
-                end = self._stop(is_ending=True)
+                end = self._stop(_ENDING_S)
         else:
             raise self._unloaded(f"{end}, {_MAX_DEATHS} times")
         if kind == UNUSABLE:
@@ -279,27 +293,34 @@ class _Host:
                 episode.generation = self._generation
                 step = self._ask(episode, method, arguments, where)
             except EOFError:
-                end = self._stop(is_ending=True)
+                end = self._stop(_ENDING_S)
                 continue
             episode.calls.append((method, arguments, _digest(step)))
             return step
-        raise self._failed("died", where, f"a process that ended with {end}, {_MAX_DEATHS} times")
+        got = f"a process that ended with {end}, {_MAX_DEATHS} times"
+        raise self._failed("died", where, got, kind="died")
 
     def drop(self, episode: Episode) -> None:
-        """Make the process forget an episode."""
+        """Make the process forget an episode, unless the process has been replaced."""
         if self._process is not None and episode.generation == self._generation:
             self._process.send((episode.number, "drop", ()))
 
     def close(self) -> None:
-        """End the process, and the thread once its call has returned."""
+        """End the process and the thread. Any thread may call this."""
         self._is_closed = True
+        # Without the kill, `_stop` would have to wait for the call in progress.
         if self._process is not None:
             self._process.kill()
         self._thread.submit(self._stop)
         self._thread.shutdown()
 
     def _replay(self, episode: Episode) -> None:
-        """Bring an episode into a new process, by its calls so far."""
+        """Repeat the calls of an episode in a new process.
+
+        Raises:
+            EnvironmentFailedError: a call failed, or its answer differs from the first time.
+            EOFError: the process has ended.
+        """
         self._counts["replayed_episodes"] += 1
         where = f"environment {self._spec.name}, replay after its process was lost"
         for method, arguments, digest in episode.calls:
@@ -312,9 +333,11 @@ class _Host:
                 )
 
     def _ask(self, episode: Episode, method: str, arguments: tuple[Any, ...], where: str) -> Step:
-        """The answer of the process to a call.
+        """Send a call to the process, and return its answer.
 
-        EOFError if the process has ended; EnvironmentFailedError if the call failed.
+        Raises:
+            EnvironmentFailedError: the environment raised, or was too late.
+            EOFError: the process has ended.
         """
         assert self._process is not None, "a host starts its process before a call"
         self._process.send((episode.number, method, arguments))
@@ -334,16 +357,32 @@ class _Host:
     def _failed(
         self, count_name: str, where: str, got: str, *, kind: Kind = "raised", fix: str = ""
     ) -> EnvironmentFailedError:
+        """Count a failure, and make its error.
+
+        Args:
+            count_name: one of `_COUNTS`.
+            where: the call.
+            got: what happened instead of a step.
+            kind: kind of the failure in `Outcome`.
+            fix: advice.
+        """
         self._counts[count_name] += 1
         failure = EnvironmentFailedError(where, got=got, expected="a step", fix=fix)
-        failure.kind = "died" if count_name == "died" else kind
+        failure.kind = kind
         return failure
 
-    def _stop(self, *, is_ending: bool = False) -> str:
-        """End the process; return how it ended."""
+    def _stop(self, patience_s: float = 0.0) -> str:
+        """End the process.
+
+        Args:
+            patience_s: time in which it may end by itself before it is killed, in seconds.
+
+        Returns:
+            How it ended, such as its exit status. "": there is no process.
+        """
         process = self._process
         self._process = None
-        return "" if process is None else process.close(1.0 if is_ending else 0.0)
+        return "" if process is None else process.close(patience_s)
 
 
 def _digest(step: Step) -> str:

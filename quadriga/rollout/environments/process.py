@@ -13,8 +13,8 @@
 A process has many episodes and works on one at a time. Each episode has its own copies of the global
 random states, so that its texts do not depend on the other episodes of its process.
 
-It is a `quadriga.programs.SupervisedProgram`, a fresh interpreter with a fixed seed of hashes, and
-does not load torch unless the environment does.
+The process is a `quadriga.programs.SupervisedProgram`: a fresh interpreter, here with a fixed seed of
+hashes. It does not load torch unless the environment does.
 """
 
 import ctypes
@@ -59,17 +59,18 @@ class EnvironmentProcess:
 
     Args:
         spec: the environment.
-        printed: shows what environments print, up to a limit.
+        printed: shows the output of environments, up to a limit.
     """
 
     def __init__(self, spec: EnvironmentSpec, printed: Printed) -> None:
-        output_fd, their_output_fd = os.pipe()
+        output_fd, program_output_fd = os.pipe()
         try:
-            # The order of sets of texts depends on this seed.
+            # A replay in another process must give the same texts, and the order in which a set of
+            # texts is iterated depends on this seed.
             variables = {"PYTHONHASHSEED": "0"}
-            self._program = SupervisedProgram(__name__, their_output_fd, variables)
+            self._program = SupervisedProgram(__name__, program_output_fd, variables)
         finally:
-            os.close(their_output_fd)
+            os.close(program_output_fd)
         self._connection = self._program.connection
         self._output_fd = output_fd
         self._output = OutputPipe(output_fd, printed)
@@ -80,7 +81,7 @@ class EnvironmentProcess:
         self._connection.send(spec)
 
     def send(self, message: Any) -> None:
-        """Send a message. The end of the process shows when its answer is received."""
+        """Send a message. If the process has ended, `receive` says so."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(message)
 
@@ -97,13 +98,15 @@ class EnvironmentProcess:
             TimeoutError: there is no answer in time.
             EOFError: the process has ended.
         """
+        # The limit on shown output is for each answer.
         self._output.room = SAMPLE_BYTES
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
-            remaining_s = until - time.monotonic()
+            remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
             ready_fds = [fd for fd, _ in self._messages.poll(1000 * remaining_s)]
+            # A full pipe would block the process, so its output is read while it works.
             if self._output_fd in ready_fds and self._output.pass_on():
                 self._messages.unregister(self._output_fd)
             if self._connection.fileno() in ready_fds:
@@ -113,11 +116,18 @@ class EnvironmentProcess:
                     raise EOFError("the process has ended") from error
 
     def kill(self) -> None:
-        """Kill the process. The thread that uses it notices the end. Any thread may call this."""
+        """Kill the process, so that `receive` raises. Any thread may call this."""
         self._program.kill()
 
     def close(self, patience_s: float = 0.0) -> str:
-        """Kill the process; return how it ended. It may end by itself within `patience_s`."""
+        """End the process.
+
+        Args:
+            patience_s: time in which it may end by itself before it is killed, in seconds.
+
+        Returns:
+            How it ended, such as its exit status.
+        """
         was_closed = self._connection.closed
         end = self._program.close(patience_s)
         if not was_closed:
@@ -127,9 +137,9 @@ class EnvironmentProcess:
 
 
 def main(connection_fd: int) -> None:
-    """Serve until the driver closes the connection."""
+    """Main function of the process: answer calls until the driver closes the connection."""
     connection = Connection(connection_fd)
-    # These say that the driver has ended, or needs this process no more.
+    # These errors mean that the driver has ended, or has closed the connection.
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         spec: EnvironmentSpec = connection.recv()
         try:
@@ -144,6 +154,7 @@ def main(connection_fd: int) -> None:
 
 
 def _serve(connection: Connection, host: "EpisodeHost") -> None:
+    """Answer the calls of the driver, one after the other."""
     pid = os.getpid()
     while True:
         episode, method, arguments = connection.recv()
@@ -155,13 +166,13 @@ def _serve(connection: Connection, host: "EpisodeHost") -> None:
         except (Exception, SystemExit) as error:
             answer = (RAISED, traceback_text(error))
         if os.getpid() != pid:
-            # The environment has forked, and this is the copy: its parent answers.
+            # The environment has forked, and this is the child: the parent answers.
             os._exit(0)
         connection.send(answer)
 
 
 class EpisodeHost:
-    """The episodes of a process.
+    """The episodes of this process. They take turns with the global random states.
 
     Args:
         spec: the environment.
@@ -173,6 +184,7 @@ class EpisodeHost:
     def __init__(self, spec: EnvironmentSpec) -> None:
         self.spec = spec
         self._make = environment_maker(spec)
+        # The first object only shows that objects can be made, and which tools they have.
         try:
             environment = self._make()
             self.description = Description(tuple(environment.schemas))
@@ -211,14 +223,18 @@ class EpisodeHost:
         return self._checked(step)
 
     def drop(self, episode: int) -> None:
-        """Forget an episode, which may have ended already."""
+        """Discard an episode, which may have ended already."""
         environment = self._environments.pop(episode, None)
         if environment is not None:
             _discard(environment)
         self._random_states.pop(episode, None)
 
     def _checked(self, step: Step) -> Step:
-        """The step with plain values and a text within the limit."""
+        """Check a step, shorten its texts, and convert its values to those that JSON can express.
+
+        Raises:
+            ValueError: the next agent or a reward is wrong.
+        """
         num_agents = self.spec.num_agents
         if not step.is_done and step.agent not in range(num_agents):
             raise ValueError(f"agent {step.agent!r} is to act, expected one of {num_agents} agents")
@@ -234,7 +250,7 @@ class EpisodeHost:
 
 
 def _discard(environment: TextEnvironment) -> None:
-    """Free what an environment holds; an error of it is printed, for nothing waits for this."""
+    """Free resources of an environment. An error is printed, since no call waits for this."""
     try:
         environment.discard()
     except Exception as error:
@@ -251,7 +267,7 @@ def seed_global_states(seed: int) -> None:
 
 
 def global_states() -> dict[str, Any]:
-    """The global random states of Python, numpy and torch, by name of the module."""
+    """Global random states of Python, and of numpy and torch if loaded, by name of the module."""
     states: dict[str, Any] = {"random": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
@@ -261,7 +277,11 @@ def global_states() -> dict[str, Any]:
 
 
 def restore_global_states(states: Mapping[str, Any]) -> None:
-    """Set the global random states to those of `global_states`."""
+    """Restore global random states.
+
+    Args:
+        states: states that `global_states` returned.
+    """
     random.setstate(states["random"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
@@ -270,19 +290,22 @@ def restore_global_states(states: Mapping[str, Any]) -> None:
 
 
 def leave_network() -> None:
-    """Take the network away from this process, for good.
+    """Take the network away from this process. This cannot be undone.
 
-    The kernel does this where it allows a new network namespace. Everywhere, Python refuses
-    connections with a sentence that says how to allow them.
+    Where the kernel allows it, the process gets a network namespace without interfaces. In any
+    case, Python code that connects gets an error that says how to allow it.
     """
     unshare = ctypes.CDLL(None, use_errno=True).unshare
-    # Without the first right the process needs a user namespace, too.
+    # Without CAP_SYS_ADMIN the process needs a new user namespace, too. A kernel that refuses both
+    # leaves only the hook.
     if unshare(_CLONE_NEWNET) != 0:
         unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
     sys.addaudithook(_refuse_network)
 
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook that raises a PermissionError if code uses the network."""
+    # Addresses of Unix sockets, which stay allowed, are texts or bytes.
     is_connection = event in ("socket.connect", "socket.bind") and not isinstance(
         arguments[1], str | bytes
     )

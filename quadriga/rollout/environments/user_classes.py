@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments that are classes of the user, in one of two forms.
+"""Adapters of environments that are users' classes, in one of two forms.
 
     class Countdown:                                          class Account:
         def reset(self, seed=None):                               def reset(self, **row):
@@ -14,8 +14,8 @@
                                                                   def get_reward(self):
                                                                       return float(self.balance == 5)
 
-The left one has a method `step`, which takes the model's reply. The public methods of the right one are tools; an
-exception of a tool is a response that the model reads. Names that begin with "_" are never tools.
+The left class has a method `step`, which takes the model's reply. The public methods of the right class are tools,
+except for `reset`, `get_reward` and `close`. If a tool raises, the model reads the message of the exception.
 """
 
 import inspect
@@ -42,7 +42,7 @@ _MAX_ERROR_CHARACTERS = 2000
 
 
 def user_environment(user_class: type[Any], spec: EnvironmentSpec) -> TextEnvironment:
-    """Make an object of a user's class, and the adapter that fits its methods.
+    """Make an object of a user's class, and the adapter for the form of the class.
 
     Args:
         user_class: a class with `reset`, and with `step` or with public methods as tools.
@@ -64,7 +64,7 @@ def user_environment(user_class: type[Any], spec: EnvironmentSpec) -> TextEnviro
 
 
 def as_observation(value: Any) -> str:
-    """Text of an observation: text as it is, None as "", anything else as JSON."""
+    """Convert an observation to text: None becomes "", and any value but a text becomes JSON."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -82,9 +82,9 @@ class SteppedEnvironment(TextEnvironment):
 
     Args:
         environment: the object.
-        read_action: converts a reply to the action that `step` takes; a ValueError says what is
-            wrong with the reply, and the model reads it. None: the reply is the action.
-        instructions: text behind the first observation.
+        read_action: converts a reply to the action that `step` takes. The model reads the message
+            if this raises a ValueError. None: the reply is the action.
+        instructions: text after the first observation.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SteppedEnvironment(TextEnvironment):
             try:
                 action = self._read_action(str(action))
             except ValueError as error:
-                # The environment's own mistakes pass: only the reply is read here.
+                # The environment's `step` is outside the `try`: its errors are its own.
                 return Step(f"Error: {error}", self._agent, info={"is_invalid": True})
         result = self.environment.step(action)
         observation, reward, is_done, info = _read_step(result)
@@ -143,14 +143,24 @@ class SteppedEnvironment(TextEnvironment):
         return as_observation(observation)
 
     def _with_state(self, info: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
-        """The info, with the observation as its state if it is no text."""
+        """Add the observation to the info as the state, unless it is a text or there is a state.
+
+        A text needs no entry, since it is the state by default.
+        """
         if "state" in info or observation is None or isinstance(observation, str):
             return info
         return {**info, "state": as_observation(observation)}
 
 
 def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
-    """Observation, reward, whether the episode is over, and info, of what `step` returned."""
+    """Check what a user's `step` has returned, in any of its forms.
+
+    Returns:
+        Observation, reward, whether the episode is over, and info.
+
+    Raises:
+        ValueError: it has none of the forms that `SteppedEnvironment` describes.
+    """
     if not isinstance(result, tuple) or len(result) not in (3, 4, 5):
         shown = type(result).__name__
         if isinstance(result, tuple):
@@ -170,7 +180,7 @@ def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
 class ToolEnvironment(TextEnvironment):
     """Adapter of an object whose public methods are tools, as TRL's `environment_factory` makes it.
 
-    The reward is what `get_reward()` returns at the end, or else the attribute `reward`.
+    The reward of the episode is the result of `get_reward()`, or else the attribute `reward`.
 
     Args:
         environment: the object.
@@ -222,7 +232,7 @@ class ToolEnvironment(TextEnvironment):
         try:
             result = self._methods[name](**arguments)
         except Exception as error:
-            # The contract: a tool raises what the model should read.
+            # In this form of class, a tool raises to tell the model something.
             return _refusal(str(error) or type(error).__name__)
         return Step(as_observation(result))
 
@@ -241,12 +251,12 @@ class ToolEnvironment(TextEnvironment):
 
 
 def _close(environment: Any) -> None:
-    """Call the environment's own `close`, if it has one."""
+    """Call the method `close` of a user's object, if there is one."""
     close = getattr(environment, "close", None)
     if callable(close):
         close()
 
 
 def _refusal(reason: str) -> Step:
-    """The response to a call that was refused."""
+    """Make the response to a call that was refused, which the model reads."""
     return Step(f"Error: {reason[:_MAX_ERROR_CHARACTERS]}", info={"is_invalid": True})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops of one's own that hang, block, leave or print without end: they cost their own conversation."""
 
+import asyncio
 import io
 import logging
 import os
@@ -12,7 +13,7 @@ import pytest
 
 from quadriga.observe import watchdog
 from quadriga.protocol import DataProto
-from quadriga.rollout.agent_loop.guards import BoundedOutput, printed
+from quadriga.rollout.agent_loop.guards import BoundedOutput, guarded, printed
 from quadriga.rollout.agent_loop.loops import REGISTRY
 
 
@@ -78,6 +79,21 @@ def test_a_loop_that_fails_ends_its_own_conversation(
     assert (os.getcwd(), sys.stdout) == before
     assert "conversations printed 9,995,905 more characters" in caplog.text
     assert "left the working directory" in caplog.text
+
+
+def test_batches_that_overlap_restore_the_streams() -> None:
+    """The first to begin ends first, as in a stream of rollouts."""
+    before = (sys.stdout, sys.stderr)
+
+    async def overlap() -> None:
+        first = guarded(60)
+        first.__enter__()
+        with guarded(60):
+            first.__exit__(None, None, None)
+            assert isinstance(sys.stdout, BoundedOutput)
+
+    asyncio.run(overlap())
+    assert (sys.stdout, sys.stderr) == before
 
 
 def test_prints_that_cannot_be_shown_are_counted() -> None:

@@ -26,7 +26,7 @@ from quadriga.rollout.agent_loop.tool_calls import (
     truncate,
 )
 from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, describe, spec_of
-from tests.limits import HANGS_S
+from tests.limits import HANGS_S, SOON_S
 
 Answer = Callable[..., ToolResult]
 
@@ -307,3 +307,25 @@ def test_an_async_function_that_blocks_or_exits_costs_its_own_call() -> None:
 
     asyncio.run(run())
     thread.close()
+
+
+def test_a_tool_is_cancelled_with_its_conversation(thread: ToolThread) -> None:
+    """Otherwise it would still run while the tools of the conversation are released."""
+    started = threading.Event()
+    ended = threading.Event()
+
+    async def wait_long() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(HANGS_S)
+        finally:
+            ended.set()
+
+    async def cancel() -> None:
+        call = asyncio.ensure_future(thread.call("tool", wait_long, {}, HANGS_S))
+        await asyncio.to_thread(started.wait)
+        call.cancel()
+        await asyncio.wait({call})
+
+    asyncio.run(cancel())
+    assert ended.wait(SOON_S)
