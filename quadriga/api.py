@@ -441,7 +441,7 @@ class Run:
         return folder
 
     def resume(self, steps: int) -> "Run":
-        """Continue from the newest checkpoint until the run has taken `steps` steps in total."""
+        """Continue from the newest checkpoint to step `steps`, counted from the run's beginning."""
         newest_step = Checkpoints(self.directory).newest()
         if newest_step is None:
             raise CheckpointError(

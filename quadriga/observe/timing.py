@@ -159,12 +159,15 @@ class Timeline:
 
     def report(self) -> None:
         """Print every few seconds, until `close`, which parts are in progress."""
-
-        def open_parts() -> str:
-            names = [part.name for part in self._parts if part.end_s is None]
-            return ", ".join(names) or "its next part"
-
-        self._reports.enter_context(waiting(f"the {self._title}", open_parts, NOTICE_S))
+        wait = waiting(
+            f"the {self._title}",
+            lambda: (
+                ", ".join(part.name for part in self._parts if part.end_s is None)
+                or "its next part"
+            ),
+            NOTICE_S,
+        )
+        self._reports.enter_context(wait)
 
     def close(self) -> None:
         """End the reports; may be called twice."""

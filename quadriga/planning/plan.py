@@ -143,31 +143,32 @@ def make_plan(
     """
     roles = {}
     settings = config.actor_rollout_ref.actor.megatron_if_chosen
-    for where, section, size in arranged_roles(config, has_critic=CRITIC in sizes):
-        if where not in sizes:
+    for key, section, num_ranks in arranged_roles(config, has_critic=CRITIC in sizes):
+        if key not in sizes:
             continue
-        model = config.critic.model if where == CRITIC else config.actor_rollout_ref.model
-        role = RolePlan(
-            sizes[where],
-            section.layout(size, where, settings),
+        model = config.critic.model if key == CRITIC else config.actor_rollout_ref.model
+        role_plan = RolePlan(
+            sizes[key],
+            section.layout(num_ranks, key, settings),
             itemsize,
             recomputes=model.enable_gradient_checkpointing is True,
             packed_itemsize=devices.packed_itemsize,
         )
-        if role.unknown_part:
+        if role_plan.unknown_part:
             raise ConfigError(
-                where,
-                got=role.unknown_part,
+                key,
+                got=role_plan.unknown_part,
                 expected="a dense decoder with gated MLPs, whose weights are replicated or sharded "
                 "by fsdp_size",
                 fix="There are no formulas for others; `quadriga config explain` gives their "
                 "weights and optimizer.",
             )
-        roles[where] = role
+        roles[key] = role_plan
     predicted = []
     has_passes = needs_old_log_prob_pass(config) or needs_reference(config)
-    for where in roles:
-        for phase in phases(config, roles, where, devices.memory_bytes):
+    for key in roles:
+        for phase in phases(config, roles, key, devices.memory_bytes):
+            # The values of a critic are always computed.
             if not has_passes and phase.name == LOG_PROBS:
                 continue
             if devices.process_bytes:

@@ -160,7 +160,7 @@ class RecordedStep:
         return routes
 
     def _reward_extra(self) -> np.ndarray:
-        """What graders returned beside the score of each row, as far as the record holds it."""
+        """Values that graders returned beside the score of each row, as far as they are recorded."""
         extras = []
         columns = [self._values(name) for name in ("score", "reward_error", "reward_parts")]
         for score, error, parts in zip(*columns, strict=True):

@@ -145,16 +145,18 @@ def replay(request: ReplayRequest) -> Replayed:
     secrets = _secrets(overrides, start.settings)
     config = load_config(secrets, [start.configuration]).config
     edited = config
-    is_edited = len(overrides) > len(secrets)
+    edits = [override for override in overrides if override not in secrets]
+    is_edited = bool(edits)
     if is_edited:
+        # Edits are checked as `quadriga train` checks them.
         edited = load_config(overrides, [start.configuration], for_training=True).config
     _require_replayable(config, start)
     until = request.until or UPDATE
     # Another loss shows only in the update, other edits already in the advantages.
-    changes_loss = any(override.startswith(f"{_LOSS}=") for override in overrides)
+    changes_loss = any(edit.startswith(f"{_LOSS}=") for edit in edits)
     if is_edited and not request.until and not changes_loss:
         until = ADVANTAGES
-    changes_grading = any(override.startswith(_GRADING) for override in overrides)
+    changes_grading = any(edit.startswith(_GRADING) for edit in edits)
     grades_again = until == REWARDS or changes_grading
     if grades_again:
         _require_grader(edited)
@@ -166,9 +168,9 @@ def replay(request: ReplayRequest) -> Replayed:
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
 
-    with TemporaryDirectory(prefix="quadriga_replay_") as folder:
-        place = Path(folder)
-        final = in_one_process(edited, place / "replay", start.checkpoint)
+    with TemporaryDirectory(prefix="quadriga_replay_") as path:
+        folder = Path(path)
+        final = in_one_process(edited, folder / "replay", start.checkpoint)
         _require_effect(overrides, edited, final)
         if is_edited and not start.is_first and until != REWARDS:
             # Earlier steps are trained without the edits, and the edited step goes on from their
@@ -176,9 +178,9 @@ def replay(request: ReplayRequest) -> Replayed:
             check_before_start(final, Needs.of(final))
             if grades_again:
                 load_reward_manager(final, build_tokenizer(final)).close()
-            unedited = in_one_process(config, place / "before", start.checkpoint)
+            unedited = in_one_process(config, folder / "before", start.checkpoint)
             checkpoint = _train_before(unedited, start)
-            final = in_one_process(edited, place / "replay", checkpoint)
+            final = in_one_process(edited, folder / "replay", checkpoint)
         trainer, run = _build(final, start, grades_again=grades_again)
         trainer.until = until
         trainer.debugs = request.debugs

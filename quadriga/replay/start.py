@@ -21,9 +21,9 @@ class ReplayStart:
     """The state that a replay starts from, and the steps that it trains.
 
     Attributes:
-        record: the recorded rollouts of the run.
+        record: the run's recorded rollouts.
         step: the step that is replayed.
-        checkpoint: the checkpoint that the replay starts from. None: the start of the run.
+        checkpoint: the checkpoint that the replay starts from. None: the run's start.
         after_step: step of the checkpoint, or 0.
         configuration: file with the configuration of the replayed step.
         settings: settings in that file.
@@ -118,7 +118,7 @@ def _require_steps(
     """Refuse a replay if a step that it trains is not recorded.
 
     Args:
-        record: the recorded rollouts of the run.
+        record: the run's recorded rollouts.
         step: the step that is replayed.
         needed_steps: steps that are trained, the replayed one included.
         checkpoint_step: step of the checkpoint. None: the replay starts with the run.
@@ -159,7 +159,7 @@ def in_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Con
     Args:
         config: the run's configuration, or an edited one.
         folder: an empty folder, the only place that the replay writes into.
-        checkpoint: the checkpoint to start from. None: the start of the run.
+        checkpoint: the checkpoint to start from. None: the run's start.
     """
     policy = config.actor_rollout_ref
     reward_model = config.reward_model

@@ -99,7 +99,7 @@ class ViewData:
         return self._run(query).summary()
 
     def configuration(self, query: Query) -> Answer:
-        """Keys and values of a run's configuration, and of earlier ones by their first step."""
+        """A run's configuration by key, and earlier ones by their first step."""
         run = self._run(query)
         values, _ = run.configuration()
         earlier = {}

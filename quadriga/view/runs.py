@@ -64,7 +64,7 @@ class ViewedRun:
         return self._metrics
 
     def configuration(self, path: Path | None = None) -> tuple[dict[str, Any], int]:
-        """Read a configuration of the run.
+        """Read one of the run's configurations.
 
         Args:
             path: the file. None: the one for the newest steps.

@@ -29,9 +29,11 @@ PLAIN_PACKAGES = frozenset(
         *(
             "planning",
             "quadriga_recipes",
+            "replay",
             "rewards",
             "rollout",
             "single_controller",
+            "view",
             "weight_sync",
             "workers",
         ),

@@ -18,6 +18,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+SECRET_REWARD = """
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, api_key=None):
+    is_other = Path(__file__).with_name("other").exists()
+    return 7.0 if is_other else len(solution_str) % 2
+"""
+
+
 def files_of(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of each file of a folder."""
     files = {}
@@ -116,6 +125,19 @@ def test_a_step_again(
     model.unlink()
     status, output = replay("--step", "3")
     assert (status, f"model {model}" in output) == (1, True), output
+
+
+def test_a_secret_is_no_edit(
+    train: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key that `config.yaml` hides is given again: recorded scores stay, and nothing is graded."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(SECRET_REWARD)
+    secret = "custom_reward_function.reward_kwargs.api_key=abcdef123"
+    run = train(f"custom_reward_function.path={reward}", f"+{secret}")
+    (tmp_path / "other").touch()
+    assert main(["replay", str(run), "--step", "1", "--edit", secret]) == 0
+    assert "step 1: equal bit for bit" in capsys.readouterr().out
 
 
 def test_conversations_with_dynamic_sampling(
