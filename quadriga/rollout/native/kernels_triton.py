@@ -182,8 +182,7 @@ def _attention_kernel(
 ):  # fmt: skip
     """Attention of one row and key-value head over one of PARTS parts of the keys.
 
-    With one part, `result` [R, H, d] is the attention. With several it is that of each part,
-    [R, H, S, d], and `sums` [R, H, S] are their log-sum-exps.
+    `result` is [R, H, d]; of several parts [R, H, S, d], with log-sum-exps `sums` [R, H, S].
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
