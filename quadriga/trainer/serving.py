@@ -45,10 +45,10 @@ def start_server(
         config: the resolved configuration.
         tokenizer: the tokenizer of the policy.
         rollout: worker group of the rollout.
-        makes_key: whether a key is made if the environment has none.
+        makes_key: whether to make an API key if the environment has none.
 
     Returns:
-        The `quadriga.serve.server.PolicyServer`, and its key; "" if it has none.
+        The `quadriga.serve.server.PolicyServer`, and its API key; "" if it needs none.
 
     Raises:
         ConfigError: the server cannot listen on its address.
@@ -60,7 +60,7 @@ def start_server(
         positions=num_positions(config),
         processor=build_processor(config),
     )
-    # The first rank of a rollout group has its requests.
+    # In a rollout group, the first rank takes the requests.
     leaders = rollout.ranks[:: rollout_group_size(config)]
     exchanges = [partial(_exchange, rollout, rank) for rank in leaders]
     key = environ.get(KEY_VARIABLE, "")
@@ -70,7 +70,7 @@ def start_server(
 
 
 class TrainingServer:
-    """The server of a run. Its address and key are in a file of the run's directory.
+    """The server of a run. It writes its address and API key to a file in the run's directory.
 
     Args:
         config: the resolved configuration.
@@ -89,7 +89,7 @@ class TrainingServer:
         return f"{self._server.url}, key in {self._file}; {self._server.limits}"
 
     def close(self) -> None:
-        """End the server, and remove the file."""
+        """Stop the server, and remove the file."""
         self._server.close()
         with suppress(FileNotFoundError):
             self._file.unlink()
@@ -109,14 +109,15 @@ def serve_rollout(
 def _exchange(
     rollout: WorkerGroup[Any], rank: int, calls: Sequence[Any], cancelled: Collection[int]
 ) -> Any:
-    """Exchange calls with the engine of a rank."""
+    """Exchange calls with the engine of a rank. Arguments and result are `CallQueue.exchange`'s."""
+    # A copy, because the group itself calls all ranks.
     engine = copy(rollout).use_ranks([rank])
-    [outcomes] = engine.resolve(engine.start_all("exchange_calls", [((calls, cancelled), {})]))
-    return outcomes
+    [reply] = engine.resolve(engine.start_all("exchange_calls", [((calls, cancelled), {})]))
+    return reply
 
 
 def _resolved(name: str) -> Callable[..., Any]:
-    """A name of the server's package.
+    """Import the object that an import string names.
 
     Raises:
         MachineError: a package that it needs is missing.
