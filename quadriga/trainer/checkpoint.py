@@ -567,7 +567,7 @@ def _delete(path: Path) -> None:
 
 
 def _reason(error: OSError | CheckpointError) -> str:
-    """What an error says, for the message of another one."""
+    """The part of an error's message that belongs in the message of another one."""
     if isinstance(error, CheckpointError):
         return f"{error.where}: {error.got}"
     return f"{type(error).__name__}: {error.strerror or error}"

@@ -221,7 +221,7 @@ class _Checks:
         )
 
     def _facts_of(self, row: Any) -> dict[str, Any] | None:
-        """What a grader receives of a row besides the response.
+        """Collect everything that a grader receives of a row besides the response.
 
         Returns:
             None, with a notice, if the row has a user's agent loop, which may add to it.
@@ -306,7 +306,7 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
         parts, in the form that `recorded` of trainer/asynchronous/simulation.py reads.
 
     Raises:
-        DataError: the run has not recorded them.
+        DataError: the run has not recorded them, or its steps differ in their numbers of responses.
     """
     folder = RunFolder(run)
     config = load_config([], [run / CONFIGURATION]).config
@@ -317,19 +317,30 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
             expected="metrics and responses (trainer.rollout_record) of a run in lockstep",
         )
     steps = []
+    # Numbers of prompts and of responses to a prompt.
+    shapes = set()
     for step, metrics in folder.metrics.items():
         gen_s = metrics.get("timing_s/gen")
         # The validation before training has no such time, and skipped steps have no responses.
         if gen_s is None or step not in folder.responses:
             continue
         reward_s = metrics.get("timing_s/reward", 0.0)
+        lengths = _lengths(folder, config, step)
+        shapes |= {(len(lengths), len(lengths_of_prompt)) for lengths_of_prompt in lengths}
         steps.append(
             {
-                "lengths": _lengths(folder, config, step),
+                "lengths": lengths,
                 "gen_s": gen_s,
                 "train_s": metrics["timing_s/step"] - gen_s - reward_s,
                 "reward_s": reward_s,
             }
+        )
+    if len(shapes) != 1:
+        raise DataError(
+            f"--recorded {run}",
+            got=f"{len(steps)} steps of {len(shapes)} sizes",
+            expected="steps with the same number of prompts, and of responses to each",
+            fix="Name a run whose batch size did not change, and whose rollouts have one response.",
         )
     return config, steps
 

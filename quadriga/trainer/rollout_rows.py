@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows of a batch form rollouts, and which scores, turn rewards and times they have.
+"""Properties of a batch's rows: the rollouts that they form, scores, turn rewards and times.
 
 Legend: B rows, P prompt positions, T response positions.
 """

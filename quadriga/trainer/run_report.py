@@ -218,7 +218,7 @@ def _of_distinct_prompts(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def _state(run: RunFolder) -> str:
-    """One line that says whether the run is going on or finished, and how far it is."""
+    """A line that says whether the run is going on or finished, and how far it is."""
     last = run.last_step
     done = run.done_steps
     end = f" of {last}" if last else ""

@@ -357,7 +357,7 @@ def _shown(value: Any, key: str) -> str:
 
 
 def _source(value: Any) -> str:
-    """Where a function was defined, if a value names a file that `write_function` wrote; else ""."""
+    """Source of a user's function, if a value names a file that `write_function` wrote; else ""."""
     text = str(value)
     file = Path(text.rpartition(":")[0] if ".py:" in text else text)
     if file.suffix != ".py" or not file.with_suffix(".pickle").is_file():
