@@ -81,7 +81,8 @@ class GroupFilter:
             rows_of_group.setdefault(uid, []).append(row)
         unequal_rows = []
         for rows in rows_of_group.values():
-            numbers = [values[row] for row in rows if values[row] is not None]
+            values_of_group = [values[row] for row in rows]
+            numbers = [value for value in values_of_group if value is not None]
             # The standard deviation of equal numbers need not be exactly zero.
             if numbers and min(numbers) != max(numbers):
                 unequal_rows += rows
