@@ -14,8 +14,6 @@ from quadriga.config.trainer import TrainerConfig
 from quadriga.trainer.checkpoint import quarantined_files
 from quadriga.trainer.responses import write_rows
 
-LIMIT_KEY = "trainer.max_skipped_steps"
-
 
 class Quarantine:
     """The steps that a run skips.
@@ -45,7 +43,9 @@ class Quarantine:
             return f"step {min(neighbours)} is skipped, and no two steps in succession are"
         num_skipped = len(self.num_rows)
         if num_skipped >= self._limit:
-            return f"{num_skipped} steps are skipped already, {LIMIT_KEY}={self._limit}"
+            return (
+                f"{num_skipped} steps are skipped already, trainer.max_skipped_steps={self._limit}"
+            )
         return ""
 
     def add(self, step: int, num_rows: int) -> None:

@@ -2,7 +2,7 @@
 """The HTTP server in front of a rollout, in training and for `quadriga serve`."""
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -32,8 +32,18 @@ def check_server(config: Config) -> None:
         MachineError: a package is missing.
         ConfigError: the server cannot listen on its address.
     """
-    if config.actor_rollout_ref.rollout.serve.enable:
-        _resolved(_REQUIRE_ADDRESS)(config)
+    if not config.actor_rollout_ref.rollout.serve.enable:
+        return
+    try:
+        require_address = resolve_name(_REQUIRE_ADDRESS)
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            "actor_rollout_ref.rollout.serve",
+            got=f"no package {error.name}",
+            expected="starlette and uvicorn",
+            fix='Install them: pip install "quadriga[serve]".',
+        ) from error
+    require_address(config)
 
 
 def start_server(
@@ -114,20 +124,3 @@ def _exchange(
     engine = copy(rollout).use_ranks([rank])
     [reply] = engine.resolve(engine.start_all("exchange_calls", [((calls, cancelled), {})]))
     return reply
-
-
-def _resolved(name: str) -> Callable[..., Any]:
-    """Import the object that an import string names.
-
-    Raises:
-        MachineError: a package that it needs is missing.
-    """
-    try:
-        return resolve_name(name)
-    except ModuleNotFoundError as error:
-        raise MachineError(
-            "actor_rollout_ref.rollout.serve",
-            got=f"no package {error.name}",
-            expected="starlette and uvicorn",
-            fix='Install them: pip install "quadriga[serve]".',
-        ) from error

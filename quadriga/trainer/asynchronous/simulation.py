@@ -95,12 +95,6 @@ class SimulationResult:
     rollout_idle: float = 0.0
     ages: Counter[int] = field(default_factory=Counter)
 
-    @property
-    def age_shares(self) -> str:
-        """Share of the tokens of each staleness."""
-        total = sum(self.ages.values())
-        return " ".join(f"{age}: {self.ages[age] / total:.2f}" for age in sorted(self.ages))
-
 
 class SimulatedWorker:
     """A rollout engine that decodes all of its samples together.
