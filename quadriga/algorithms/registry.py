@@ -380,8 +380,11 @@ def estimate_advantages(
     result = estimator(*inputs, **_provided(estimator, fields, memory))
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not all(isinstance(part, Tensor) for part in result):
-        got = f"a {type(result).__name__}"
-        raise ConfigError(_ESTIMATOR, got=got, expected="two tensors: advantages, returns")
+        raise ConfigError(
+            _ESTIMATOR,
+            got=f"a {type(result).__name__}",
+            expected="two tensors: advantages, returns",
+        )
     advantages, returns = result
     _check_per_token("advantages", advantages, mask)
     _check_per_token("returns", returns, mask)

@@ -104,7 +104,7 @@ class RayPPOTrainer(TrainingLoop):
     Attributes:
         asynchronous: source of batches that are generated during earlier steps; None if batches
             are generated within their step.
-        batch_metrics: metrics of the current batch; with mini-batches of the current one.
+        batch_metrics: metrics of the current batch or mini-batch.
     """
 
     asynchronous: AsyncBatches | None = None
