@@ -25,7 +25,7 @@ from quadriga.config import Config
 from quadriga.errors import DataError, RewardError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.trainer.rollout_rows import scored_rows
+from quadriga.trainer.rollout_rows import scores_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -177,11 +177,7 @@ def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
         RewardError: no row has the metric, or a row's metric is not a number.
     """
     if metric in SCORE_NAMES:
-        scores: list[float | None] = batch.batch["token_level_scores"].sum(-1).tolist()
-        for row, is_scored in enumerate(scored_rows(batch).tolist()):
-            if not is_scored:
-                scores[row] = None
-        return scores
+        return scores_of_rows(batch)
     extras = batch.non_tensor_batch["reward_extra"]
     values = [extra.get(metric) for extra in extras]
     for value in values:

@@ -22,7 +22,7 @@ from quadriga.protocol import DataProto
 # Imported under their own names again because users' files may import them from here.
 from quadriga.trainer.asynchronous.staleness import measure_staleness as measure_staleness
 from quadriga.trainer.asynchronous.staleness import token_versions as token_versions
-from quadriga.trainer.rollout_rows import scored_rows
+from quadriga.trainer.rollout_rows import scored_rows, scores_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -101,19 +101,23 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
         responses; `size` of a score, too large for float32.
     """
     warnings = {}
-    scores = batch.batch["token_level_scores"].sum(-1).tolist()
-    is_scored = scored_rows(batch).tolist()
+    scores = scores_of_rows(batch)
+    columns = batch.non_tensor_batch
+    rollout_ids = columns.get("rollout_id", range(len(scores)))
+    scored_rollouts = set()
     scores_of_group = defaultdict(set)
-    for uid, score, has_score in zip(batch.non_tensor_batch["uid"], scores, is_scored, strict=True):
-        if has_score:
+    # Rows without a score are neither learned from nor part of a group.
+    known_scores = []
+    for uid, rollout_id, score in zip(columns["uid"], rollout_ids, scores, strict=True):
+        if score is not None:
+            known_scores.append(score)
+            scored_rollouts.add(rollout_id)
             scores_of_group[uid].add(score)
     groups = list(scores_of_group.values())
     # With one rollout per prompt, the batch is the group.
-    rollout_ids = batch.non_tensor_batch.get("rollout_id", range(len(scores)))
-    num_rollouts = len(set(rollout_ids))
-    if len(groups) == num_rollouts:
-        groups = [set(scores)]
-    if len(scores) > 1 and all(len(group) == 1 for group in groups):
+    if len(groups) == len(scored_rollouts):
+        groups = [set(known_scores)]
+    if len(known_scores) > 1 and all(len(group) == 1 for group in groups):
         advice = "trainer.rollout_record=all records them."
         if trainer.rollout_data_dir is not None:
             advice = f"they are in {trainer.rollout_data_dir}."
@@ -121,8 +125,8 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
             advice = f"quadriga show {shlex.quote(str(trainer.directory))}"
         where = "all responses" if len(groups) == 1 else "all responses of every group"
         warnings["scores"] = (
-            f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. "
-            f"Read them with their scores: {advice}"
+            f"{where} scored alike (mean {sum(known_scores) / len(known_scores):g}): no reward to "
+            f"learn from. Read them with their scores: {advice}"
         )
 
     width = batch.batch["responses"].shape[1]
@@ -135,10 +139,10 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
         )
 
     # Computing the variance of the batch adds up the squares of its scores.
-    largest = max(scores, key=abs, default=0.0)
-    if largest**2 * len(scores) > torch.finfo(torch.float32).max:
+    largest = max(known_scores, key=abs, default=0.0)
+    if largest**2 * len(known_scores) > torch.finfo(torch.float32).max:
         row = scores.index(largest)
-        places = batch.non_tensor_batch.get("source_row")
+        places = columns.get("source_row")
         place = f"row {row} of the batch" if places is None else places[row]
         warnings["size"] = (
             f"the score {largest:g} of {place} is too large: float32 cannot hold its square, "

@@ -38,7 +38,7 @@ from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
 from quadriga.rewards.by_name import ROW
 from quadriga.trainer.metrics import spread
 from quadriga.trainer.rollout_pool import RolloutPool
-from quadriga.trainer.rollout_rows import has_larger_rollouts, rollout_numbers, scored_rows
+from quadriga.trainer.rollout_rows import has_larger_rollouts, rollout_numbers, scores_of_rows
 from quadriga.workers import ActorRolloutRefWorker, RewardModelWorker
 from quadriga.workers.base import (
     CHAT_OBJECTS,
@@ -180,9 +180,7 @@ def sample_rows(
     columns = batch.non_tensor_batch
     width = tensors["responses"].shape[1]
     masks = tensors["attention_mask"].bool()
-    scores: list[float | None] = tensors["token_level_scores"].sum(-1).tolist()
-    for row in (~scored_rows(batch)).nonzero().flatten().tolist():
-        scores[row] = None
+    scores = scores_of_rows(batch)
     optional_names = [name for name in ("num_turns", "finish_reason") if name in columns]
     if has_larger_rollouts(batch):
         optional_names += [ROLLOUT_ID, "agent"]

@@ -49,6 +49,14 @@ def scored_rows(batch: DataProto) -> torch.Tensor:
     return torch.tensor([not extra.get(UNSCORED) for extra in extras])
 
 
+def scores_of_rows(batch: DataProto) -> list[float | None]:
+    """The score of each row of a graded batch, [B]; None for a row without one."""
+    scores: list[float | None] = batch.batch["token_level_scores"].sum(-1).tolist()
+    for row in (~scored_rows(batch)).nonzero().flatten().tolist():
+        scores[row] = None
+    return scores
+
+
 def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
     """Move each turn's share of the score from the last token to the end of the turn.
 
