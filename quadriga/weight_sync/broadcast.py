@@ -47,7 +47,7 @@ still holds. A parameter larger than a share is sent without a copy. So a sender
 
 @dataclass(frozen=True)
 class Address:
-    """Where and with whom the members of a weight sync meet."""
+    """Meeting point and members of a weight sync."""
 
     host: str  # of the first sender's store
     port: int  # of the store
