@@ -32,6 +32,7 @@ What it does not know: prompts are computed in no time, groups are all kept, and
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,6 +94,12 @@ def choices(
     return found
 
 
+def shares(ages: Mapping[int, float]) -> str:
+    """Share of the tokens of each staleness."""
+    total = sum(ages.values())
+    return " ".join(f"{age}: {ages[age] / total:.2f}" for age in sorted(ages))
+
+
 def table(gpus: int, rules: Rules, workload: Workload, costs: Costs, args: Namespace) -> str:
     """The lines of one number of GPUs."""
     turns = colocated(rules, workload, costs, gpus // args.gpus_per_worker, gpus)
@@ -102,7 +109,7 @@ def table(gpus: int, rules: Rules, workload: Workload, costs: Costs, args: Names
             f"| {gpus} | {one.max_staleness} | {one.train_gpus} + {one.rollout_gpus} "
             f"| {one.outcome.seconds / rules.num_steps:.3g} | {turns.seconds / one.outcome.seconds:.2f} "
             f"| {one.same_split_s / one.outcome.seconds:.2f} "
-            f"| {one.outcome.train_idle:.2f} / {one.outcome.rollout_idle:.2f} | {one.outcome.age_shares} |"
+            f"| {one.outcome.train_idle:.2f} / {one.outcome.rollout_idle:.2f} | {shares(one.outcome.ages)} |"
         )
     fastest = min(one.outcome.seconds for one in found)
     best = next(one for one in found if one.outcome.seconds <= NEAR * fastest)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python interface: what `quadriga train`, `sft`, `generate` and `eval` do, from a program or notebook.
+"""Python interface: `quadriga train`, `sft`, `generate` and `eval` for programs and notebooks.
 
     arguments -> rows and functions, written to files of the run's directory -> configuration
               -> the run that the command would start
 
-A run therefore has the checks, messages, files, checkpoints and numbers of the command, in one
-process and on Ray.
+So a run has the same checks, messages, files, checkpoints and results as that of the command, in
+one process and on Ray.
 """
 
 import inspect
@@ -50,14 +50,14 @@ from quadriga.trainer.loop import MODEL_FOLDER, TrainingLoop, TrainingStep
 from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.settings import CONFIGURATION
 
-_FROM_TRL = {
+_ADVICE_BY_NAME_IN_TRL = {
     "eval_dataset": "Its name here is eval_data.",
     "num_generations": 'Give options={"actor_rollout_ref.rollout.n": NUMBER}.',
     "reward_funcs": "Its name here is reward.",
     "reward_weights": "Give the weights in reward: [(function, weight), ...].",
     "train_dataset": "Its name here is data.",
 }
-"""Counterparts of arguments of TRL's trainers."""
+"""Advice about arguments of TRL's trainers, by their names there."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -93,10 +93,12 @@ class TrainerSettings(Settings, total=False):
 
 
 def _with_settings(**defaults: Any) -> Callable[[_Function], _Function]:
-    """Decorator: name the settings of a run in a signature, for `help` and tab completion.
+    """Decorator: show the settings in the signature of a function with `**settings`.
+
+    `help` and tab completion read it.
 
     Args:
-        defaults: values of settings that the function does not get. The others are None.
+        defaults: defaults of settings; those of other settings are None.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -110,6 +112,7 @@ def _with_settings(**defaults: Any) -> Callable[[_Function], _Function]:
                         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
                     )
                 )
+        # `inspect.signature` returns this attribute.
         vars(function)["__signature__"] = signature.replace(parameters=parameters)
         return function
 
@@ -121,11 +124,11 @@ class Trainer:
 
     Args:
         model: Hugging Face folder or name, directory or checkpoint of a run, a `Run`, or its
-            `model`. None: the one that `config` or `options` name.
+            `model`. None: the model that `config` or `options` name.
         data: training rows. A text in the column `prompt` becomes a user message. The columns
             `data_source` and `reward_model` are optional; a column `ground_truth` can replace
-            the second.
-        reward: function that is called by the names of its arguments (see
+            `reward_model`.
+        reward: function whose arguments are passed by their names (see
             `quadriga.rewards.by_name`), a list of functions, each alone or as
             `(function, weight)`, `file.py` or `file.py:function`. None: the built-in graders.
         callbacks: functions that are called with the `TrainingStep` after each step.
@@ -155,7 +158,7 @@ class Trainer:
                 "quadriga",
                 got=f"the argument {name!r}",
                 expected=f"one of {', '.join(known_names)}",
-                fix=_FROM_TRL.get(name) or did_you_mean(name, known_names),
+                fix=_ADVICE_BY_NAME_IN_TRL.get(name) or did_you_mean(name, known_names),
             )
         estimator = settings.get("estimator")
         algorithm = settings.get("algorithm")
@@ -196,12 +199,13 @@ class Trainer:
         callbacks: Sequence[Callable[[TrainingStep], Any]],
         sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """Set the attributes; `sources` is that of `ConfigDraft`."""
         self.config = config
         self._sources = sources
         self.callbacks = list(callbacks)
         self._steps = launch.steps(config, in_python=True)
         self._loop: TrainingLoop | None = None
-        # If `close` is never called, the run's processes end with the interpreter.
+        # Ends the run's processes even if `close` is never called.
         self._finalizer = weakref.finalize(self, self._steps.close)
 
     @classmethod
@@ -249,7 +253,7 @@ class Trainer:
     def _complete(
         self, step: TrainingStep, callbacks: Sequence[Callable[[TrainingStep], Any]]
     ) -> None:
-        """Write the model after the last step, and call the callbacks."""
+        """Write the model after the last step, and call the callbacks. Their errors end the run."""
         try:
             if step.loop.is_last_step and self.config.task == "rl":
                 step.loop.write_model()
@@ -260,11 +264,12 @@ class Trainer:
             raise
 
     def _throw(self, error: BaseException) -> None:
-        """Raise an error inside the run, so that it ends as after an error of its own."""
+        """Raise an error inside the run, so that it ends just as after its own errors."""
         with quiet_interrupt(is_reported=True):
             self._steps.throw(error)
 
     def _next(self) -> TrainingStep:
+        """Take the next item of the run. Errors name the caller's arguments."""
         try:
             with quiet_interrupt(is_reported=True):
                 return next(self._steps)
@@ -295,9 +300,9 @@ class Run:
     """Results of a run, read from its directory. `print(run)` shows the metrics of the last steps.
 
     Args:
-        directory: where the run wrote its files.
+        directory: directory of the run.
         callbacks: functions that `resume` calls with the `TrainingStep` after each step.
-        config: its configuration. None: the one in the directory.
+        config: configuration of the run. None: the one in the directory.
 
     Raises:
         ConfigError: the directory is not that of a run.
@@ -344,9 +349,9 @@ class Run:
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """Metrics with a row for each step and a column for each metric.
+        """Table of metrics with a row for each step and a column for each metric.
 
-        Row 0 is the validation before the first step.
+        Row 0 has the validation before the first step.
         """
         file = self.directory / METRICS_FILE
         if not file.is_file():
@@ -374,7 +379,7 @@ class Run:
         return pd.DataFrame(responses[step]())
 
     def rollouts(self, step: int, *, validation: bool = False) -> pd.DataFrame:
-        """Everything that is recorded of the rollouts of a step, with a row for each.
+        """Everything that is recorded about the rollouts of a step, one per row.
 
         Args:
             step: the step.
@@ -463,7 +468,7 @@ class Run:
             "trainer.resume_mode": "auto",
         }
         if self.config.trainer.directory.resolve() != self.directory.resolve():
-            # The folder was moved, or the path is relative to another working directory.
+            # The folder was moved, or its path is relative to another working directory.
             changes["trainer.default_local_dir"] = str(self.directory)
         values = self.config.model_dump(mode="json", exclude_unset=True) | changes
         loaded = load_config(for_training=True, values=values, task=self.config.task)
@@ -472,24 +477,28 @@ class Run:
 
 _loaded_models: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Path, int]]"
 _loaded_models = weakref.WeakKeyDictionary()
-"""Models of runs, with their folder and `_num_changes` after loading."""
+"""Models that `Run.model` has loaded, with their folders and their `_num_changes` at that time."""
 
 
 def _num_changes(model: PreTrainedModel) -> int:
-    """Number of changes in place that the weights of a model have had."""
+    """Number of in-place changes of a model's weights so far."""
     return sum(tensor._version for tensor in model.state_dict().values())
 
 
 def _find_model(model: Any) -> str | Path:
-    """Find the folder or name of a model that is given as an argument.
+    """Find the folder or name of the model that an argument stands for.
+
+    Args:
+        model: a folder or name, a `Run`, or the unchanged `model` of a `Run`.
 
     Raises:
-        ConfigError: it is an object other than a `Run` or its unchanged model.
+        ConfigError: it is another object.
         CheckpointError: there is no model in the folder or run.
     """
     if isinstance(model, str | Path):
         return model_folder(model)
     if isinstance(model, Run):
+        # A run that did not come to its last step has no final model, but may have a checkpoint.
         has_checkpoint = Checkpoints(model.directory).newest() is not None
         if has_checkpoint and not (model.directory / MODEL_FOLDER).is_dir():
             return model_folder(model.directory)
@@ -510,12 +519,12 @@ def _find_model(model: Any) -> str | Path:
 
 
 class Evaluation(NamedTuple):
-    """Validation metrics by name, and a table of graded responses with a row for each prompt.
+    """Validation metrics by name, and a table with a graded response to each prompt.
 
     `print(evaluation)` shows the metrics.
 
-    The table has `input`, `output`, `ground_truth` and `score`, what the reward returns beside the
-    score, and the columns of the row.
+    The table has `input`, `output`, `ground_truth` and `score`, the values that the reward returns
+    besides the score, and the columns of the data row.
     """
 
     metrics: dict[str, float]
@@ -669,6 +678,7 @@ def evaluate(
             grades = frozen.evaluate(draft.load())
         except QuadrigaError as error:
             raise with_sources(error, draft.sources) from error.__cause__
+    # The first response to each prompt.
     samples: dict[str, dict[str, Any]] = {}
     for response in grades.rows:
         samples.setdefault(response["uid"], _sample(response))
@@ -676,7 +686,7 @@ def evaluate(
 
 
 def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
-    """A graded response as a row of a table, with the columns of its data row."""
+    """Make a row of a table of a graded response, with the columns of its data row."""
     hidden = ("uid", "output_with_special_tokens", "row")
     sample = {name: value for name, value in response.items() if name not in hidden}
     columns = response.get("row") or {}
@@ -686,7 +696,7 @@ def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
 def _draft_of_frozen(
     model: "str | Path | Run", config: ConfigFiles, options: Mapping[str, Any] | None
 ) -> ConfigDraft:
-    """Draft of the configuration for a model that is not trained."""
+    """Start the configuration of a call that does not train the model."""
     defaults = _defaults_of(model) if isinstance(model, Run) else None
     return ConfigDraft(
         _find_model(model), defaults=defaults, config=config, options=options, is_frozen=True
@@ -694,11 +704,12 @@ def _draft_of_frozen(
 
 
 def _defaults_of(run: Run) -> dict[str, Any]:
-    """Configuration of a run that `evaluate` and `generate` take as their default.
+    """Sections of a run's configuration that are the defaults of `evaluate` and `generate`.
 
     Returns:
-        Sections without what the run hides in its files and what belongs to training: the group
-        size and the folder of validation rows. {} unless the run trained with rewards.
+        All sections, without secrets, which the run's files do not have, and without the group size
+        and the folder of validation rows, which are for training. {} unless the run trained with
+        rewards.
     """
     if "config" in vars(run):
         sections = run.config.model_dump(mode="json", exclude_unset=True)

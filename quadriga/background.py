@@ -19,15 +19,15 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
     """Call `work` in a new thread named `name`; the future gets its result or its error."""
     executor = ThreadPoolExecutor(1, name)
     future = executor.submit(work)
-    # No further work: the thread ends after this call. Its result is waited for by the future.
+    # The thread ends after this call. The future still gets its result.
     executor.shutdown(wait=False)
     return future
 
 
 def off_the_loop(work: Callable[[], T]) -> T:
-    """Call `work` in a thread without a running event loop.
+    """Call `work` in a thread without a running event loop, and return its result.
 
-    This is the current thread, unless a loop runs in it, as in a notebook.
+    This is the current thread, or a new one if a loop is running in it, as in a notebook.
     """
     if asyncio._get_running_loop():
         return in_background(work, "off the loop").result()
@@ -50,7 +50,7 @@ def run_coroutine(
     if not asyncio._get_running_loop():
         return run(work)
 
-    # The task is made in the other thread; it is handed out for cancellation.
+    # Filled in the other thread, so that this one can cancel the task.
     tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
     async def run_as_task() -> T:
@@ -62,7 +62,7 @@ def run_coroutine(
     try:
         return future.result()
     except BaseException:
-        # The error may be the coroutine's own, or one that interrupted the wait.
+        # Either the coroutine has failed, or something has interrupted the wait for it.
         if not future.done():
             for loop, task in tasks:
                 loop.call_soon_threadsafe(task.cancel)
@@ -74,25 +74,25 @@ def run_coroutine(
 class Restarts(Generic[T]):
     """Restarts components in background threads with exponential backoff.
 
-    A component, known by its number, is restarted at once, and after pauses that double while its
-    restarts do not last. Nothing runs by itself: `ended` begins the restarts that are due.
+    Components have numbers. The first restart of a component has no pause; further ones have a
+    pause that doubles each time, until `lasts` is called. After the pause, the restart begins with
+    the next call of `ended` or `request`, not by itself.
 
     Args:
-        start: starts the component of a number and returns it.
+        start: starts the component with a number and returns it; called in a thread.
         name: name of the threads.
     """
 
     def __init__(self, start: Callable[[int], T], name: str) -> None:
         self._start = start
         self._name = name
-        # All by number: time at which a restart is due (`time.monotonic`), restarts under way,
-        # and restarts since the component last did its work.
-        self._due: dict[int, float] = {}
-        self._running: dict[int, Future[T]] = {}
-        self._num_in_a_row = Counter[int]()
+        # By number of the component:
+        self._due: dict[int, float] = {}  # time at which its restart begins (`time.monotonic`)
+        self._running: dict[int, Future[T]] = {}  # restarts that have begun
+        self._num_in_a_row = Counter[int]()  # requests since the last call of `lasts`
 
     def request(self, number: int) -> None:
-        """Restart a component, at once or after its pause; returns without waiting."""
+        """Restart a component, at once or after its pause, without waiting for it."""
         num_before = self._num_in_a_row[number]
         self._num_in_a_row[number] += 1
         pause_s = 0.0
@@ -102,7 +102,7 @@ class Restarts(Generic[T]):
         self._begin()
 
     def ended(self) -> dict[int, Future[T]]:
-        """Return the restarts that have ended, with a result or an error; each is returned once."""
+        """Return the restarts that have ended, with a result or an error. Each is returned once."""
         self._begin()
         done = {number: start for number, start in self._running.items() if start.done()}
         for number in done:
@@ -114,7 +114,7 @@ class Restarts(Generic[T]):
         self._num_in_a_row.pop(number, None)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the restarts under way, whether they succeed or fail.
+        """Wait for the restarts that have begun, whether they succeed or fail.
 
         Raises:
             TimeoutError: a restart took longer than `timeout_s`.
@@ -130,6 +130,7 @@ class Restarts(Generic[T]):
         return self.ended()
 
     def _begin(self) -> None:
+        """Begin all restarts that are due."""
         now = time.monotonic()
         due_numbers = [number for number, due in self._due.items() if due <= now]
         for number in due_numbers:
@@ -139,7 +140,7 @@ class Restarts(Generic[T]):
 
 
 class EventLoopThread:
-    """Event loop in a thread of its own, which goes on while the caller's thread is blocked.
+    """Event loop in a separate thread, which also runs while the caller's thread is blocked.
 
     The thread does not keep the process alive.
     """
@@ -157,7 +158,7 @@ class EventLoopThread:
         """Cancel all coroutines and end the loop; a second call does nothing.
 
         Args:
-            timeout_s: limit for the coroutines to end, and again for the thread to end.
+            timeout_s: limit for the coroutines to end, and the same again for the thread to end.
         """
 
         async def cancel_all() -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the arguments of the Python functions, rows and functions among them, into a configuration."""
+"""Turns the arguments of Quadriga's Python functions into a configuration.
+
+Rows and functions of the caller are written to files that the configuration names.
+"""
 
 import itertools
 import math
@@ -28,9 +31,9 @@ from quadriga.user_file import import_file
 from quadriga.user_function import NAME, source_of, write_function
 
 RESPONSES_OF_A_CORE = 16
-"""Responses of a step for each CPU core, if no batch size is set."""
+"""Responses in a step for each CPU core, if no batch size is set."""
 RESPONSES_OF_A_GPU = 256
-"""Responses of a step for each GPU, if no batch size is set."""
+"""Responses in a step for each GPU, if no batch size is set."""
 
 Rows = (
     str
@@ -40,14 +43,14 @@ Rows = (
     | pd.DataFrame
     | datasets.Dataset
 )
-"""Data: a file, a list of files, dictionaries in an iterable, a data frame, or a data set."""
+"""Data: a file, a list of files, an iterable of dictionaries, a data frame, or a data set."""
 Reward = (
     str
     | Path
     | Callable[..., Any]
     | Sequence[Callable[..., Any] | tuple[Callable[..., Any], float]]
 )
-"""A function, several functions, each alone or as `(function, weight)`, or `file.py:function`."""
+"""A function; a list of functions and of pairs `(function, weight)`; or `file.py:function`."""
 ConfigFiles = str | Path | Sequence[str | Path]
 """A YAML file, or several; later files override earlier ones."""
 
@@ -57,12 +60,13 @@ class ConfigDraft:
 
     Attributes:
         values: keys that override the configuration files.
-        is_frozen: whether the model is not trained.
+        is_frozen: whether the model is used without training.
         defaults: sections that files and keys override.
-        config: what files, arguments and options say, without the defaults of `set_defaults`.
-        directory: where files for rows and functions are written.
-        reward: the reward functions, if they are functions of this program.
-        sources: what errors call the rows of each file that was written for them.
+        config: the configuration at construction: that of files, arguments and options.
+        directory: folder for the files with rows and functions.
+        reward: the reward functions; None if they are not functions of this program.
+        sources: for each file that was written for rows of the caller, the name of these rows in
+            errors.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class ConfigDraft:
         for key, value in (options or {}).items():
             self.values[key] = list(value) if isinstance(value, tuple) else value
         if "trainer.total_training_steps" in self.values:
-            # A number of epochs in a file does not limit the steps that the caller asks for.
+            # A number of epochs in a file must not limit the steps that the caller asks for.
             self.values.setdefault("trainer.total_epochs", None)
         self.config = self._load().config
         self.directory = self.config.trainer.directory
@@ -110,7 +114,7 @@ class ConfigDraft:
         return loaded.config
 
     def choose_directory(self) -> None:
-        """Choose a new directory, unless the configuration names one."""
+        """Choose a new directory for the run, unless the configuration names one."""
         trainer = self.config.trainer
         default = load_config(task=self.task).config.trainer
         keys = ("experiment_name", "default_local_dir")
@@ -125,7 +129,17 @@ class ConfigDraft:
         print(f"run: {self.directory}")
 
     def set_function(self, key: str, function: str | Callable[..., Any] | None, label: str) -> None:
-        """Set a key to a function, which is written to a file, or to the name of one."""
+        """Set a key to a function.
+
+        Args:
+            key: the configuration key.
+            function: a function, which is written to a file, or the name of one. None: the key is
+                not set.
+            label: name of the argument, for errors and for the file.
+
+        Raises:
+            ConfigError: other processes need the function, but it cannot be pickled.
+        """
         if callable(function):
             file, obstacle = write_function(function, self.directory / "functions", label)
             if obstacle and self.config.trainer.backend != "local":
@@ -140,20 +154,20 @@ class ConfigDraft:
             self.values[key] = function
 
     def set_reward(self, reward: Reward | None) -> None:
-        """Set the keys of the reward, and where its functions run.
+        """Set the keys of the reward, and decide in which processes its functions run.
 
         Args:
-            reward: the caller's. None: that of the configuration, whose functions a run may have
-                written to its directory.
+            reward: the caller's argument. None: the reward of the configuration.
         """
         if reward is None:
+            # In the configuration of an earlier run, it may be functions of that run's program.
             section = self.config.custom_reward_function
             if section.path is not None and section.name == NAME:
                 module = import_file(section.path, "custom_reward_function.path")
                 function = getattr(module, NAME, None)
                 self.reward = function if isinstance(function, ItemReward) else None
             return
-        # The reward of the run that is evaluated, and its manager, give way.
+        # It replaces the reward, and the reward manager, of the run that is evaluated.
         self.defaults.pop("custom_reward_function", None)
         for key in ("reward_manager", "reward_kwargs"):
             self.defaults.get("reward_model", {}).pop(key, None)
@@ -172,7 +186,7 @@ class ConfigDraft:
         self.values["custom_reward_function.path"] = file
         self.values["custom_reward_function.name"] = NAME
         if obstacle:
-            # Only this process has the functions.
+            # Other processes cannot load the functions.
             self.values["reward_model.reward_manager"] = "in_process"
             self.values["reward_model.reward_kwargs"] = {"is_batch": is_batch}
             print(
@@ -184,11 +198,11 @@ class ConfigDraft:
         print(f"reward: {names}, in separate processes: changes to global state are not shared")
 
     def set_rows(self, key: str, rows: Rows | None) -> int:
-        """Set a key to the file with the rows, which is written unless the rows are complete files.
+        """Set a key to the files with the rows; a file is written if the trainer needs another one.
 
         Args:
             key: "data.train_files" or "data.val_files".
-            rows: rows of the caller. None: the files that the configuration names, if any.
+            rows: the caller's argument. None: the files that the configuration names, if any.
 
         Returns:
             The number of rows.
@@ -217,7 +231,8 @@ class ConfigDraft:
         if not dictionaries:
             raise DataError(label, got="no rows", expected="at least one")
         self._check_rows(dictionaries, label)
-        # NaN in a text column means that the text is missing. Written as "NaN" it would be learned.
+        # In a text column, pandas writes NaN for a missing text, which must not become the text
+        # "NaN".
         text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
         completed = []
         for row in dictionaries:
@@ -237,7 +252,11 @@ class ConfigDraft:
         return len(completed)
 
     def _check_rows(self, rows: Sequence[Any], label: str) -> None:
-        """Require dictionaries with the column of the prompt, before a model is loaded."""
+        """Check that rows are dictionaries, and that there is a column with prompts.
+
+        Raises:
+            DataError: they are not, or there is none.
+        """
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise DataError(
@@ -245,7 +264,7 @@ class ConfigDraft:
                 )
         data = self.config.data
         column = data.prompt_key
-        # A data set of the user's own may read other columns.
+        # A user's data set class may read other columns.
         is_checked = self.task == "rl" and data.custom_cls.path is None
         if is_checked and not any(column in row for row in rows):
             raise DataError(
@@ -256,7 +275,7 @@ class ConfigDraft:
             )
 
     def _dictionaries(self, rows: Any) -> list[Any]:
-        """Rows as dictionaries, without the nulls that a table adds to chats."""
+        """Convert rows to dictionaries, without the nulls that tables add to chats."""
         if isinstance(rows, pd.DataFrame):
             dictionaries = rows.to_dict("records")
         elif isinstance(rows, datasets.Dataset):
@@ -269,10 +288,14 @@ class ConfigDraft:
         return dictionaries
 
     def _read(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
-        """Read files of rows.
+        """Read files of rows, unless the trainer can use the files as they are.
+
+        Args:
+            files: a file or several.
+            key: the configuration key, for errors.
 
         Returns:
-            The rows, [] if the run can read the files as they are; and the number of rows.
+            The rows, or [] if the trainer can use the files; and the number of rows.
         """
         data = self.config.data
         paths = resolve_files(files, data.cache_dir, where=key)
@@ -286,7 +309,10 @@ class ConfigDraft:
         return rows, len(rows)
 
     def _complete(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the columns that the trainer reads, and copies of all columns if a reward names one."""
+        """Add the columns that the trainer reads to a row.
+
+        If a reward function reads columns by their names, a copy of all columns is added in `ROW`.
+        """
         complete = {
             self.config.data.reward_fn_key: "rows",
             "reward_model": {"style": "rule", "ground_truth": row.get("ground_truth")},
@@ -301,7 +327,7 @@ class ConfigDraft:
             return complete
 
         columns = dict(row)
-        # The name of the prompt in reward functions.
+        # Reward functions know the prompt by this name.
         columns.setdefault("prompt", row.get(self.config.data.prompt_key))
         columns.pop("extra_info", None)
         columns.pop("reward_model", None)
@@ -319,12 +345,12 @@ class ConfigDraft:
         return complete
 
     def set_defaults(self, num_rows: int) -> None:
-        """Set what neither files nor arguments set: batch sizes, trackers and files to write.
+        """Choose batch sizes, trackers and the like that neither files nor arguments have set.
 
         Args:
             num_rows: number of training rows; 0 if unknown.
         """
-        # Arguments such as the estimator are among the values by now.
+        # Loaded again, because arguments such as the estimator have been set since.
         config, choice = with_groups(self._load().config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
@@ -347,7 +373,12 @@ class ConfigDraft:
             self.values["trainer.val_before_train"] = False
 
     def _choose_batch_size(self, num_rows: int, num_responses: int) -> int:
-        """Choose and print the prompts of a step, for the rows and the processors of this machine."""
+        """Choose the number of prompts in a step for the processors of this machine, and print it.
+
+        Args:
+            num_rows: number of training rows, which is the maximum.
+            num_responses: responses to each prompt.
+        """
         trainer = self.config.trainer
         num_processes = trainer.nnodes * trainer.n_gpus_per_node
         if torch.cuda.is_available():
@@ -368,7 +399,12 @@ class ConfigDraft:
 
 
 def with_sources(error: QuadrigaError, sources: Mapping[str, str]) -> QuadrigaError:
-    """Replace written files in an error by the caller's names for their rows; return the same object."""
+    """Replace the names of written files in an error by the caller's names for their rows.
+
+    Args:
+        error: the error, which is changed and returned.
+        sources: names by file (`ConfigDraft.sources`).
+    """
     for name in ("where", "got", "expected", "fix"):
         text = getattr(error, name)
         for file, source in sources.items():
@@ -378,5 +414,5 @@ def with_sources(error: QuadrigaError, sources: Mapping[str, str]) -> QuadrigaEr
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a value of a table is missing, for which pandas writes NaN."""
+    """Whether a value is NaN, which pandas writes for missing values."""
     return isinstance(value, float) and math.isnan(value)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The estimators and policy losses of `quadriga.algorithms` as their decorators declare them.
+"""Reads the declarations of estimators and policy losses from the source of `quadriga.algorithms`.
 
-Configurations are read and checked before torch is loaded. So the
-declarations are read from the source of the package:
+Configurations are checked before torch is loaded, so the package cannot be imported for that:
 
     @register_policy_loss("sapo", needs_advantage=True)
     def sapo(old_log_prob, ..., *, tau_pos: float = 1.0, tau_neg: float = 1.05): ...
@@ -20,14 +19,15 @@ _FOLDER = Path(__file__).parent / "algorithms"
 
 @dataclass(frozen=True)
 class Declaration:
-    """A registered function.
+    """Fields and options of a registered function.
 
     Attributes:
         fields: batch fields that it reads.
         options: keyword-only parameters with a default other than None, which users set in
-            `adv_options` or beside `loss_mode`. Parameters without a default take the value of
-            the key of that name in `algorithm` or `actor_rollout_ref.actor`; those with the
-            default None come from the training step if it has them.
+            `adv_options` or next to `loss_mode`. Parameters without a default are not included:
+            they take the value of the key of that name in `algorithm` or
+            `actor_rollout_ref.actor`. Nor are those with the default None, which the training step
+            provides if it can.
         flags: names of the decorator's keyword arguments that are True, such as
             `needs_advantage`.
     """
@@ -39,13 +39,13 @@ class Declaration:
 
 @cache
 def declared(decorator: str) -> dict[str, Declaration]:
-    """Functions that the package registers.
+    """Read the declarations of all functions that the package registers with a decorator.
 
     Args:
         decorator: `register_adv_est`, `register_policy_loss` or `register_batch_column`.
 
     Returns:
-        The declarations by the name that a configuration uses, sorted.
+        The declarations by the functions' names in a configuration, sorted.
     """
     declarations = {}
     for path in _FOLDER.rglob("*.py"):
@@ -56,7 +56,7 @@ def declared(decorator: str) -> dict[str, Declaration]:
 
 
 def _read(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]:
-    """Yield the functions of a file with a decorator; one function may have several names."""
+    """Yield name and declaration of each function with a decorator; a function may have several."""
     for function in ast.parse(text).body:
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -66,6 +66,7 @@ def _read(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]:
 
 
 def _declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
+    """Read a declaration from a function and the call of its decorator."""
     arguments = function.args
     fields = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     options = []
@@ -77,7 +78,7 @@ def _declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
 
 
 def loss_options() -> dict[str, tuple[str, ...]]:
-    """Options of each policy loss, those of the batch columns that it reads included."""
+    """Options of each policy loss, including those of the batch columns that it reads."""
     columns = declared("register_batch_column")
     options = {}
     for name, loss in declared("register_policy_loss").items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End processes that run users' code, everything that they started, and their temporary folders.
+"""Ends processes that run users' code, everything that they started, and their temporary folders.
 
     driver -- lifeline --> supervisor -- fork --> users' code -- starts --> others, in new sessions
                                ^                                              |
@@ -14,12 +14,12 @@ is a separate process that records the descendants and their shared memory, and 
 ones after the guarded process has ended. It also removes the shared memory of processes that were
 killed. A similar process cleans up after each Ray cluster that a run starts.
 
-A supervisor that is killed takes its child along, but not what the child has started. Where control
-groups (cgroup v2) are writable, the child is in one, and the driver, or the next supervisor there,
-kills what is in it.
+If a supervisor is killed, its child ends with it, but not the processes that the child has started.
+If control groups (cgroup v2) are writable, the child and these are in one, and the driver, or the
+next supervisor on the machine, kills all processes in it.
 
-The owner of a temporary folder (`own_folder`) holds a lock on it for as long as it lives.
-Supervisors remove unlocked folders, of any run, when they start and when they end.
+The owner of a temporary folder (`own_folder`) holds a lock on it while it is alive. Supervisors
+remove unlocked folders of any run when they start and when they end.
 """
 
 import ctypes
@@ -45,14 +45,15 @@ _DIE_WITH_PARENT = 1
 _SUBREAPER = 36
 _SWEEP_LIMIT_S = 10.0
 _POLL_S = 1.0
-# A file of shared memory is new for so long: longer than the time between two looks.
+# Age up to which a file of shared memory counts as new; longer than the time between two looks.
 _NEW_S = 3.0
 _FOLDERS = "quadriga-folder-"
 _MARKS = "QUADRIGA_GUARDED_BY"
-# A guardian runs without site's start-up files (`-S`), by which an editable installation is found.
+# Added to a guardian's import path: it runs with `-S`, so that Python does not find an editable
+# installation by itself.
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
-# Programs that clean up behind others: multiprocessing's, and the one behind a Ray cluster. wandb's
-# service writes to the end as well.
+# Programs that need time after the others have ended: multiprocessing's and a Ray cluster's clean
+# up, and wandb's service still writes.
 _TRACKERS = (b"resource_tracker", b"_end_sessions_behind", b"wandb-core")
 
 
@@ -60,11 +61,12 @@ def supervise(lifeline_fd: int) -> None:
     """Fork this process, which must have a single thread, into a supervisor and its child.
 
     The child returns from this function, in its own process group, and is the first process that
-    the kernel kills when memory runs out. The supervisor never returns: it ends with the status of
+    the kernel kills when memory runs out. The supervisor never returns: it exits with the status of
     the child.
 
     Args:
-        lifeline_fd: file descriptor; a byte in it, or its end, makes the supervisor kill the child.
+        lifeline_fd: file descriptor. When a byte arrives there, or its other end is closed, the
+            supervisor kills the child.
     """
     supervisor = os.getpid()
     driver = os.getppid()
@@ -81,7 +83,7 @@ def supervise(lifeline_fd: int) -> None:
     _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(1)
-    # Some systems refuse these two. The supervisor works without them.
+    # Some systems refuse the next two steps, which are not essential.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(b"1000")
     with suppress(OSError):
@@ -90,7 +92,7 @@ def supervise(lifeline_fd: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Ids of all processes below `root`, parents first, with zombies."""
+    """Ids of all processes below `root`, parents first, including zombies."""
     children: dict[int, list[int]] = defaultdict(list)
     for pid in _all_pids():
         fields = stat_of(pid)
@@ -113,12 +115,12 @@ def end_descendants(root: int) -> None:
 
 
 def end_group(supervisor: int) -> None:
-    """Kill what is in the control group of a supervisor's child, if there is one, and remove it."""
+    """Kill all processes in the control group of a supervisor's child, and remove the group."""
     group = _group(supervisor)
     if group is None or not group.is_dir():
         return
     until = time.monotonic() + _SWEEP_LIMIT_S
-    # Another process may do the same, and the files of a vanishing group fail in several ways.
+    # Another process may do the same at the same time, so that the group's files disappear.
     with suppress(OSError):
         (group / "cgroup.kill").write_bytes(b"1")
         while (group / "cgroup.procs").read_bytes() and time.monotonic() < until:
@@ -133,7 +135,7 @@ def own_folder() -> Iterator[str]:
     lock = -1
     while lock < 0:
         folder = tempfile.mkdtemp(prefix=_FOLDERS)
-        # Until it is locked, another process may think that its owner is dead, and remove it.
+        # Another process may remove the folder before it is locked, because it looks abandoned.
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -151,7 +153,7 @@ def own_folder() -> Iterator[str]:
 def remove_stale_folders() -> None:
     """Remove this user's folders that no living process has locked."""
     for path in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
-        # It is another user's, or another process has removed it.
+        # The folder may be another user's, or another process may have removed it.
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             with suppress(BlockingIOError):
@@ -162,7 +164,7 @@ def remove_stale_folders() -> None:
 
 
 def _remove_folder(folder: str) -> None:
-    """Remove a folder, into which dying processes may still write for some milliseconds."""
+    """Remove a folder. Several attempts, because dying processes may still write there."""
     for pause_s in (0.0, 0.01, 0.1, 1.0):
         time.sleep(pause_s)
         shutil.rmtree(folder, ignore_errors=True)
@@ -179,7 +181,7 @@ def beside(
 
     Args:
         function: name of the function.
-        arguments: its arguments, which have a literal representation.
+        arguments: its arguments, whose `repr` must be valid Python.
         pass_fds: file descriptors that the process inherits.
 
     Returns:
@@ -202,11 +204,11 @@ def beside(
 
 
 class Guardian:
-    """Ends the processes that this process starts from now on, on `close` or when this one ends.
+    """Ends all processes that this process starts from now on, at `close` or when this one ends.
 
-    A separate process looks at the descendants every second, and recognizes processes that are no
-    descendants any more by a mark in their environment. Shared memory is removed once all processes
-    that had mapped it have ended.
+    A separate process lists the descendants every second. It recognizes processes that are no
+    longer descendants by a mark in their environment. A file of shared memory is removed once all
+    processes that had mapped it have ended.
 
     Args:
         folder: folder to remove at the end; "": none.
@@ -222,7 +224,7 @@ class Guardian:
             self.process = beside("_guard", fd, os.getpid(), before, mark, folder, pass_fds=(fd,))
 
     def close(self) -> None:
-        """End all remaining processes, and wait for that."""
+        """End all remaining processes, and wait until they have ended."""
         with self._lifeline as lifeline:
             lifeline.settimeout(3 * _SWEEP_LIMIT_S)
             with suppress(BrokenPipeError, ConnectionResetError):
@@ -234,7 +236,7 @@ def shared_memory(pids: set[int]) -> set[Path]:
     """Files in /dev/shm that processes have mapped."""
     files = set()
     for pid in pids:
-        # The process has ended, or is another user's.
+        # The process may have ended, or be another user's.
         with suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
             for line in maps.splitlines():
@@ -291,10 +293,11 @@ class _Guarded:
 
     def look(self) -> None:
         """Note new processes and shared memory; remove memory whose processes have all ended."""
-        # A process whose parent has ended is not listed as a descendant any more.
+        # Remembered, because a process whose parent has ended is no longer a descendant.
         self._known |= {pid: start_of(pid) for pid in descendants(self._root)}
         self._known = _living(self._known)
-        with suppress(FileNotFoundError):  # no such file system, or a file has gone
+        # The file system may not exist, or a file may have disappeared.
+        with suppress(FileNotFoundError):
             now = time.time()
             entries = os.scandir("/dev/shm")
             new_files = {Path(entry) for entry in entries if now - entry.stat().st_ctime < _NEW_S}
@@ -304,6 +307,7 @@ class _Guarded:
                     self._memory.setdefault(file, {})[pid] = start_of(pid)
         unowned = [file for file, owners in self._memory.items() if not _living(owners)]
         for file in unowned:
+            # Another process may have mapped the file after it was new.
             pids = [pid for pid in _all_pids() if file in shared_memory({pid})]
             if pids:
                 self._memory[file] = {pid: start_of(pid) for pid in pids}
@@ -333,7 +337,7 @@ class _Guarded:
             victims = pids
             if not with_trackers or time.monotonic() < trackers_until:
                 victims = pids - trackers
-            # Read now, because a process that has ended does not list its files any more.
+            # Before they are killed, because the kernel then no longer lists their files.
             for file in shared_memory(victims):
                 self._memory[file] = {}
             # Stopped first, so that none of them sees the end of another and starts a new one.
@@ -359,7 +363,7 @@ def end_session(folder: str) -> None:
         if not pids and not os.path.exists(folder):
             break
         _signal_all(pids, signal.SIGKILL)
-        # Dying processes may still write there: the next turn removes that.
+        # Dying processes may still write there, which the next iteration removes.
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)
     latest = Path(folder).with_name("session_latest")
@@ -368,23 +372,28 @@ def end_session(folder: str) -> None:
 
 
 def _in_session(folder: str) -> set[int]:
-    """Processes whose output goes to a folder, and those of Ray with a file open there."""
+    """Find the processes of a Ray session: their output, or any open file, is in its folder."""
     pids = set()
     for pid in _all_pids():
-        # The process may end meanwhile, or be another user's.
+        # The process may have ended, or be another user's.
         with suppress(OSError):
             files = Path(f"/proc/{pid}/fd")
-            is_named = _read(pid, "cmdline").startswith(b"ray::")
-            outputs = files.iterdir() if is_named else (files / "1", files / "2")
-            if any(os.readlink(file).startswith(f"{folder}/") for file in outputs):
+            # A worker of Ray is recognized by any open file, other processes only by their output.
+            is_ray_worker = _read(pid, "cmdline").startswith(b"ray::")
+            candidates = files.iterdir() if is_ray_worker else (files / "1", files / "2")
+            if any(os.readlink(file).startswith(f"{folder}/") for file in candidates):
                 pids.add(pid)
     return pids
 
 
 def _end_sessions_behind(driver: int, folders: Sequence[str]) -> None:
-    """Program of a process that ends a driver's sessions when the driver ends.
+    """Main function of a process that ends a driver's Ray sessions when the driver ends.
 
-    Ray's agents would stay for a minute after a driver that was killed, and the folders forever.
+    After a driver that was killed, Ray's agents would remain for a minute, and the folders forever.
+
+    Args:
+        driver: id of the driver, the parent of this process.
+        folders: folders of the sessions.
     """
     while os.getppid() == driver:
         time.sleep(0.2)
@@ -393,11 +402,12 @@ def _end_sessions_behind(driver: int, folders: Sequence[str]) -> None:
 
 
 def _living(processes: dict[int, bytes]) -> dict[int, bytes]:
-    """Processes, by id and start, that have not ended."""
+    """The processes among `processes` that have not ended; the values are their start times."""
     return {pid: start for pid, start in processes.items() if start and start_of(pid) == start}
 
 
 def _all_pids() -> list[int]:
+    """Ids of all processes of this machine."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
@@ -409,18 +419,19 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def stat_of(pid: int) -> list[bytes]:
-    """Fields of /proc/PID/stat from the state on; only the state X if there is no such process."""
+    """Fields of /proc/PID/stat, beginning with the state; only `X` if there is no such process."""
+    # Everything before is the id and, in parentheses, the name, which may have parentheses itself.
     return _read(pid, "stat").rpartition(b")")[2].split() or [b"X"]
 
 
 def start_of(pid: int) -> bytes:
-    """When a process was started, which tells it from others with its id; empty if it has ended."""
+    """Start time of a process, which distinguishes it from others with its id; b"" if it has ended."""
     fields = stat_of(pid)
     return b"" if fields[0] in b"ZX" else fields[19]
 
 
 def begin_of_process() -> float:
-    """Seconds since 1970 at which this process was started; now if the kernel does not say so."""
+    """Time at which this process was started, in seconds since 1970; the present time if unknown."""
     ticks = start_of(os.getpid())
     if not ticks:
         return time.time()
@@ -440,10 +451,12 @@ def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # Copies of descriptors here would keep the child's connections open after its end.
     for fd in map(int, os.listdir("/dev/fd")):
         if fd > 2 and fd not in (lifeline_fd, wake_fd, note_fd):
             with suppress(OSError):  # the descriptor of the listing itself
                 os.close(fd)
+    # With a handler, even an empty one, Python writes a byte to the pipe for each SIGCHLD.
     os.set_blocking(note_fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(note_fd, warn_on_full_buffer=False)
@@ -465,13 +478,14 @@ def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd:
     while _reap(ends) and time.monotonic() < until:
         end_descendants(os.getpid())
         time.sleep(0.002)
-    with suppress(ProcessLookupError):  # all that is known without /proc
+    # Without /proc only this group is known.
+    with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     end_group(os.getpid())
     remove_stale_folders()
     code = os.waitstatus_to_exitcode(ends.get(child, signal.SIGKILL))
     if code < 0:
-        # End by the same signal as the child, without a core file of this process.
+        # Die of the same signal as the child, without a core file of this process.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -480,7 +494,7 @@ def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd:
 
 
 def _reap(ends: dict[int, int]) -> bool:
-    """Add the statuses of ended children to `ends`; returns whether there are other children."""
+    """Add the statuses of ended children to `ends`. Returns whether there are any other children."""
     try:
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -492,14 +506,18 @@ def _reap(ends: dict[int, int]) -> bool:
 
 
 def _signal_all(pids: set[int], number: signal.Signals) -> None:
+    """Send a signal to processes, some of which may have ended."""
     for pid in pids:
-        # The process has ended, or has become another user's.
+        # The id may now belong to another user's process.
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def _group(supervisor: int) -> Path | None:
-    """Path of a supervisor's control group, below that of this process; None without cgroup v2."""
+    """Path of the control group for a supervisor's child; None without cgroup v2.
+
+    It is below the group of this process.
+    """
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             if not line.startswith("0::"):
@@ -512,7 +530,11 @@ def _group(supervisor: int) -> Path | None:
 
 
 def _make_group(supervisor: int) -> Path | None:
-    """Make a control group for a child, if possible, and end those of killed supervisors."""
+    """Make the control group for a supervisor's child, and end those of supervisors that died.
+
+    Returns:
+        Its path; None if there is none.
+    """
     group = _group(supervisor)
     if group is None:
         return None
@@ -527,5 +549,6 @@ def _make_group(supervisor: int) -> Path | None:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Call prctl(2); does nothing on systems other than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

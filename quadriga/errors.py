@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that Quadriga raises on purpose.
+"""All errors that Quadriga raises on purpose.
 
     QuadrigaError
     ├── ConfigError        a command line, a configuration file, a key
@@ -33,7 +33,7 @@ _MAX_TRACEBACK_CHARACTERS = 8000
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Sentence with the nearest known names, to be used as `fix`; "" if none is near."""
+    """Suggest known names that are similar to `name`, as a sentence for `fix`; "" if none is."""
     near = [candidate for candidate in known if candidate.casefold() == name.casefold()]
     if not near:
         near = get_close_matches(name, known, cutoff=0.5)
@@ -75,7 +75,7 @@ class QuadrigaError(Exception):
 
     def __reduce__(self):
         fields = {"got": self.got, "expected": self.expected, "fix": self.fix}
-        # Attributes that were set after the error was made travel as they are.
+        # Attributes that were set after construction are pickled as well.
         attached = {key: vars(self)[key] for key in ("worker", "__notes__") if key in vars(self)}
         return partial(type(self), **fields), (self.where,), attached or None
 
@@ -85,10 +85,7 @@ class ConfigError(QuadrigaError):
 
 
 class MachineError(ConfigError):
-    """The configuration needs something this machine does not have.
-
-    This may be a file, a model, a package or a device.
-    """
+    """The configuration needs a file, a model, a package or a device that this machine lacks."""
 
 
 class DataError(QuadrigaError):
@@ -98,7 +95,7 @@ class DataError(QuadrigaError):
 class ProtocolError(QuadrigaError, AssertionError):
     """A DataProto is inconsistent, or two of them do not fit together.
 
-    It is an AssertionError too, which callers of such a class in verl expect.
+    It is also an AssertionError, because verl's DataProto raises those.
     """
 
 
@@ -107,7 +104,7 @@ class WorkerError(QuadrigaError):
 
 
 class WorkerLostError(WorkerError):
-    """A worker's process or node is gone, or does not answer; a run can go on with new ones."""
+    """A worker's process or node is lost, or does not respond. A run can go on with new workers."""
 
 
 class NoRoomError(WorkerError):
@@ -115,19 +112,19 @@ class NoRoomError(WorkerError):
 
 
 class EngineError(QuadrigaError):
-    """A training engine failed or was asked for something that it cannot do."""
+    """A training engine failed, or cannot do what it was asked to do."""
 
 
 class PeerLostError(EngineError):
-    """A collective failed because another process did; that process has the error to look for."""
+    """A collective failed because another process failed, whose error has the cause."""
 
 
 class RolloutError(QuadrigaError):
-    """A generation engine failed or was asked for something that it cannot do."""
+    """A generation engine failed, or cannot do what it was asked to do."""
 
 
 class EngineLostError(RolloutError):
-    """A generation engine failed or its process is gone; another one can answer its requests."""
+    """A generation engine failed or its process is lost. Another one can take its requests."""
 
 
 class WeightSyncError(QuadrigaError):
@@ -143,24 +140,24 @@ class CheckpointError(QuadrigaError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing, cut, changed or cannot be read."""
+    """A file of a checkpoint is missing, truncated, changed or unreadable."""
 
 
 def first_line(error: BaseException) -> str:
-    """Short form of a library's error: its type and the first two lines of its message."""
+    """Shorten a library's error to its type and the first two lines of its message."""
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
     return redacted_text(": ".join([type(error).__name__, *lines]))
 
 
 def traceback_text(error: BaseException, begin: TracebackType | None = None) -> str:
-    """Traceback of a user's error, for a message or a log.
+    """Format the traceback of an error in a user's code, for a message or a log.
 
     Args:
         error: the error.
-        begin: frame to begin at; None means the outermost one.
+        begin: first frame to show; None: the outermost one.
 
     Returns:
-        The text; beyond 8,000 characters its middle is left out.
+        The text, without its middle if it has more than 8,000 characters.
     """
     frames = begin or error.__traceback__
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client for JSON over HTTP whose servers may be busy or down for a while. Works in threads and in event loops.
+"""HTTP client for JSON services that may be busy or down for a while. Works in threads and in event loops.
 
 Reply of the server                           Result
 200 with a JSON object                        the object
@@ -42,11 +42,11 @@ _LONGEST_QUOTE = 500
 
 
 class ServerLostError(Exception):
-    """A server did not answer a request that another attempt, or another server, may answer.
+    """A request has failed, but another attempt, or another server, may succeed.
 
     Args:
-        message: what happened.
-        retry_after_s: seconds that the server asks to wait before the next attempt, if it says so.
+        message: description of the failure.
+        retry_after_s: seconds to wait before the next attempt, if the server has asked for that.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
@@ -56,14 +56,14 @@ class ServerLostError(Exception):
 
 @dataclass(eq=False, repr=False)  # its headers may hold a key
 class HTTPClient:
-    """A client of one server that takes and returns JSON. Threads and event loops may share it.
+    """A client of one server that receives and sends JSON. Threads and event loops may share it.
 
     Args:
         url: address of the server.
         error: class of the errors that users see, such as RewardError.
         setting: configuration key that holds the address.
-        where: purpose of the server. Errors name it in front of the address.
-        fix: advice in the error for a request that the server refuses.
+        where: purpose of the server. Errors show it before the address.
+        fix: advice in the error for a refused request.
         headers: headers of every request, in addition to the content type.
         timeout_s: time limit of one request in seconds. A server that exceeds it counts as lost.
         use_proxies: whether to use the proxies of the environment, such as HTTP_PROXY.
@@ -89,7 +89,8 @@ class HTTPClient:
         self.url = self.url.rstrip("/")
         common = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
         self.headers = {**common, **(self.headers or {})}
-        # The certificates of the machine, which may include a private authority, not those of a package.
+        # Uses the certificates of the machine, which may include a private authority. By default, httpx2 uses those
+        # of a package.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
         trusts_env = self.use_proxies and not is_loopback(self.url)
         self._options: dict[str, Any] = {"verify": verify, "trust_env": trusts_env, "timeout": None}
@@ -206,6 +207,7 @@ class HTTPClient:
         raise TimeoutError(f"{self.where}: no reply within {timeout_s:g} s; {failure}")
 
     async def _read_text(self, reply: "httpx2.Response") -> str:
+        """Read the body of a reply, and refuse one that is too large or has another encoding."""
         encoding = reply.headers.get("Content-Encoding", "")
         if encoding.lower() not in _ENCODINGS:
             raise self.error(
@@ -225,6 +227,7 @@ class HTTPClient:
         return text.decode("utf-8", "replace")
 
     def _parse(self, reply: "httpx2.Response", text: str, path: str, needs_object: bool) -> Any:
+        """Parse the body of a reply, or raise the error that its status or content stands for."""
         status = reply.status_code
         if status in _RETRIED or status >= 500:
             wait = reply.headers.get("Retry-After", "").strip()
@@ -248,17 +251,17 @@ class HTTPClient:
 
 @contextmanager
 def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
-    """Context manager: read the document at a web address in parts. Redirections are followed.
+    """Context manager: download the document at a web address, following redirections.
 
     Args:
         url: address of the document.
         timeout_s: longest wait in seconds for the next bytes.
 
     Yields:
-        Headers of the reply, and an iterator over its bytes.
+        Headers of the reply, and an iterator over chunks of its bytes.
 
     Raises:
-        ServerLostError: no answer, a status other than 200, or a timeout.
+        ServerLostError: there was no reply, a status other than 200, or a timeout.
     """
     import httpx2
 
@@ -286,7 +289,7 @@ def is_loopback(url: str) -> bool:
 
 
 def proxy_route(url: str) -> str:
-    """Environment variable with the proxy for an address, and the proxy's host and port. "" if none applies."""
+    """Describe the proxy for an address: environment variable, host and port; "" if there is none."""
     parts = urlsplit(url)
     if is_loopback(url) or proxy_bypass(parts.hostname or ""):
         return ""
@@ -294,17 +297,17 @@ def proxy_route(url: str) -> str:
     variable = next((name for name in names if os.environ.get(name)), "")
     if not variable:
         return ""
-    # The whole value may hold a user and a password.
+    # The value may have a user and a password, which must not be shown.
     _, _, without_password = os.environ[variable].rpartition("@")
     host_and_port = without_password.rpartition("//")[2].partition("/")[0]
     return f"{variable} ({host_and_port})"
 
 
 def proxy_trouble() -> str:
-    """Reason why the proxies of the environment cannot be used, "" if they can."""
+    """Why the proxies of the environment cannot be used; "" if they can."""
     import httpx2
 
-    # The library's own message may quote the variable with its user and password.
+    # The library's own message is not used, as it may quote the variable with user and password.
     try:
         httpx2.Client().close()
     except ImportError:
@@ -329,4 +332,5 @@ def direct_client(timeout_s: float, read_timeout_s: float) -> "httpx2.AsyncClien
 
 
 def _no_reply(error: Exception) -> str:
+    """Describe an error of the library. Some of its errors have no message."""
     return f"no reply ({type(error).__name__}{f': {error}' if str(error) else ''})"

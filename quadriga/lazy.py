@@ -19,7 +19,7 @@ from quadriga.openmp import threads_for_load
 
 
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
-    """Make a package load its names on first use.
+    """Make a package load its public names on first use.
 
     Args:
         package: name of a package whose `__init__.py` imports its public names under `if TYPE_CHECKING`.
@@ -27,6 +27,7 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
     Returns:
         `__all__` and `__getattr__` for the package.
     """
+    # The names are read from the source, so that they are listed only once.
     module_of = {}
     tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
     for block in tree.body:
@@ -46,7 +47,14 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
 
 
 class _Collector:
-    """State of the pauses of this process's garbage collector."""
+    """Pauses the garbage collector while at least one thread imports modules.
+
+    Attributes:
+        lock: protects the other attributes.
+        num_pauses: number of pauses that have not ended.
+        was_enabled: whether the collector was enabled before the first of them.
+        keeps_modules: see `keep_modules`.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -55,6 +63,7 @@ class _Collector:
         self.keeps_modules = False
 
     def pause(self) -> None:
+        """Disable the collector."""
         with self.lock:
             if self.num_pauses == 0:
                 self.was_enabled = gc.isenabled()
@@ -62,11 +71,14 @@ class _Collector:
             self.num_pauses += 1
 
     def resume(self) -> None:
+        """End a pause, and after the last one enable the collector if it was enabled before."""
         with self.lock:
             self.num_pauses -= 1
             if self.num_pauses:
                 return
-            # Freezing moves all objects to the oldest generation without looking at them.
+            # Otherwise the next collections would visit all new objects. Freezing exempts them;
+            # unfreezing puts them into the oldest generation. That would also affect objects which
+            # a user's program has frozen, so it is left out if there are any.
             if self.keeps_modules:
                 gc.freeze()
             elif gc.get_freeze_count() == 0:
@@ -81,7 +93,7 @@ _COLLECTOR = _Collector()
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Context manager: import modules without the garbage collector, which is as before on exit.
+    """Context manager: import modules while the garbage collector is disabled.
 
     Modules live as long as the process, so collections during an import find nothing.
     """
@@ -93,9 +105,9 @@ def collector_paused() -> Iterator[None]:
 
 
 def keep_modules() -> None:
-    """Exempt all objects that exist after a `collector_paused` block from later collections.
+    """Exempt all objects that exist at the end of a `collector_paused` block from later collections.
 
-    Only for processes of this package: a user's program may have garbage of its own by then.
+    Only for processes of this package: a user's program may have garbage at that time.
     """
     _COLLECTOR.keeps_modules = True
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Old import paths of modules that have moved.
 
-Importing an old path gives the module at its new path itself, not a copy: classes, state and
-patches are the same by either name. Nothing is loaded before an old path is imported.
+Importing an old path returns the very module at its new path, not a copy: classes, state and
+patches are the same under both names. Nothing is loaded before an old path is imported.
 """
 
 import sys
@@ -26,11 +26,11 @@ MOVED: dict[str, str] = {
     "quadriga.trainer.simulation": "quadriga.trainer.asynchronous.simulation",
     "quadriga.trainer.stream_pool": "quadriga.trainer.asynchronous.streams",
 }
-"""New path of each module by its old path. The row of a package holds for all of its modules."""
+"""New path of each module by its old path. An entry for a package covers all of its modules."""
 
 
 def path_today(name: str) -> str | None:
-    """Import path of a module today. None: the module has not moved."""
+    """The new path of a module that has moved; None if it has not."""
     moved = name
     while moved:
         if moved in MOVED:
@@ -42,30 +42,30 @@ def path_today(name: str) -> str | None:
 class MovedModules:
     """Finder and loader of old import paths, for `sys.meta_path`.
 
-    The classes of `importlib.abc` are not inherited: importing them would slow `import quadriga`.
+    It has no base class of `importlib.abc`, because importing that would slow `import quadriga`.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
     ) -> ModuleSpec | None:
-        """Spec of a module that has moved. None: other finders look for the module."""
+        """Return the spec of a module that has moved; None leaves the module to other finders."""
         if not fullname.startswith("quadriga.") or path_today(fullname) is None:
             return None
         return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """None: Python creates an empty module, which `exec_module` replaces."""
+        """Return None: Python creates an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace an empty module under its old path by the one at its new path."""
+        """Replace the empty module by the one at the new path."""
         moved = path_today(module.__name__)
         assert moved is not None, "this loader has found the module"
-        # Python returns what it finds there after this call.
+        # Afterwards, Python's import returns the entry of `sys.modules`.
         sys.modules[module.__name__] = import_module(moved)
 
 
 def install() -> None:
     """Add the finder of old paths to the import system. A second call does nothing."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
-        # First: by the path of a package that moved, Python's own finder would load a second copy.
+        # Before Python's own finder, which would load a second copy of modules in moved packages.
         sys.meta_path.insert(0, MovedModules())

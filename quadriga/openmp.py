@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of how OpenMP's threads wait for each other: spinning or sleeping.
+"""Chooses how OpenMP's threads wait for each other: spinning or sleeping.
 
-Spinning is faster if no other program computes on the machine. If one takes a core, the thread on
-that core is late, and all others spin until it arrives. OpenMP reads the choice from the
-environment once, when torch is loaded.
+Spinning is faster if no other program computes on the machine. If one does, the thread that shares
+its core is late, and all others spin until it arrives. OpenMP reads the choice from the environment
+only once, when torch is loaded.
 """
 
 import os
@@ -26,10 +26,10 @@ _reason = ""
 
 @contextmanager
 def sleeping_threads() -> Iterator[None]:
-    """Context manager: threads of torch sleep while they wait, if torch is loaded inside.
+    """Context manager: if torch is loaded in the block, its threads will sleep while they wait.
 
-    Does nothing if the environment already says how threads wait. Processes that are started later
-    do not inherit the choice.
+    Does nothing if the environment already says how threads wait. Processes that are started after
+    the block do not inherit the choice.
     """
     is_chosen = any(name in os.environ for name in _CHOICES)
     if not is_chosen:
@@ -43,7 +43,7 @@ def sleeping_threads() -> Iterator[None]:
 
 @contextmanager
 def threads_for_load() -> Iterator[None]:
-    """Context manager: as `sleeping_threads` if other programs compute, else without effect."""
+    """Context manager: `sleeping_threads`, but only if other programs compute on this machine."""
     global _reason
     if "torch" in sys.modules or any(name in os.environ for name in _CHOICES):
         yield
@@ -60,12 +60,12 @@ def threads_for_load() -> Iterator[None]:
 
 
 def notice() -> str:
-    """Reason why waiting threads sleep, for people; "" if `threads_for_load` did not choose it."""
+    """Message about `threads_for_load` having chosen sleeping threads; "" if it has not."""
     return _reason and f"waiting threads sleep, since {_reason}"
 
 
 def _num_other_threads() -> int:
-    """Least number of other threads that computed at the same time, in samples over 0.2 s.
+    """Smallest number of other runnable threads in samples over 0.2 s.
 
     Returns 0 on a system without /proc/loadavg.
     """
@@ -76,7 +76,7 @@ def _num_other_threads() -> int:
             num_running, _, _ = _LOAD.read_text(encoding="ascii").split()[3].partition("/")
         except OSError:
             return 0
-        # Without the thread that reads the file.
+        # The thread that reads the file is one of them.
         fewest = min(fewest, int(num_running) - 1)
         if fewest <= 0:
             break

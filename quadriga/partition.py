@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partition of items over equal parts or into buckets of bytes, and of a dimension over ranks.
+"""Partitions items into equal parts or into buckets of bytes, and a dimension over ranks.
 
-This is host code without torch.
+The module does not need torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,12 +20,15 @@ class BalancedParts:
     largest part is at most 4/3 of the optimum. Among equally cheap parts the first is taken.
 
     Args:
-        room: room of each part, [R], in the units of `size` (see `give`).
+        room: room in each part, [R], in the unit of `size` (see `give`).
+
+    Attributes:
+        items: items of each part, in the order in which they came.
+        costs: sum of the costs of each part, [R].
+        room: room that is left in each part, [R].
     """
 
     def __init__(self, room: Sequence[float]) -> None:
-        # Per part: its items in the order of arrival, the sum of their costs [R], and the room
-        # that is still free [R].
         self.items: list[list[Any]] = [[] for _ in room]
         self.costs = np.zeros(len(room))
         self.room = np.array(room, dtype=np.float64)
@@ -43,14 +46,14 @@ class BalancedParts:
         Args:
             items: the items.
             cost: their cost in any part.
-            size: room that they take.
-            extra: additional cost in each part, [R]; they go to the part that is cheapest with it.
-                None means no additional cost.
+            size: room that they need.
+            extra: additional cost in each part, [R], which is considered when the cheapest part is
+                chosen. None: there is no additional cost.
 
         Returns:
             The number of the part, or None if no part has room.
         """
-        # A cost that is the same everywhere does not change which part is the cheapest.
+        # Without `extra`, the cost is the same in all parts and does not affect the choice.
         costs = self.costs if extra is None else self.costs + cost + extra
         has_room = self.room >= size
         if not has_room.any():
@@ -66,12 +69,12 @@ class BalancedParts:
 
 
 def part_of(total: int, parts: int, number: int) -> tuple[int, int]:
-    """Start and size of a part of a dimension that is divided as `torch.chunk` does.
+    """Start and size of a part of a dimension, which is divided as by `torch.chunk`.
 
     Args:
         total: size of the dimension.
         parts: number of parts.
-        number: the part, from 0 on.
+        number: number of the part, starting at 0.
 
     Returns:
         Start and size. The last parts may be smaller than the others, or empty.
@@ -91,16 +94,15 @@ def buckets(
 ) -> Iterator[list[U]]:
     """Pack a stream of items, in order, into buckets of limited size.
 
-    A bucket is yielded before the first item of the next one is put, so all buckets may be written
-    to the same memory.
+    A bucket is yielded before `put` is called for an item of the next one, so that all buckets may
+    be written to the same memory.
 
     Args:
-        items: the items; each is taken when the one before it has been put.
-        num_bytes: size of an item.
+        items: the items; each is taken after `put` was called for the one before it.
+        num_bytes: returns the size of an item.
         max_bytes: size of a bucket. A larger item gets a bucket of its own.
-        put: called with an item and its offset in the bucket, in bytes; its result is what the
-            bucket lists.
-        alignment: every item begins at a multiple of it, in bytes.
+        put: called with an item and its offset in the bucket, in bytes.
+        alignment: offsets are multiples of it, in bytes.
 
     Yields:
         The results of `put` for the items of a bucket.

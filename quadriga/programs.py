@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start fresh interpreters under a supervisor (`quadriga.descendants`), with connections to them."""
+"""Starts fresh interpreters under a supervisor (`quadriga.descendants`), with connections to them."""
 
 import os
 import signal
@@ -18,8 +18,7 @@ from quadriga.descendants import end_descendants, end_group, supervise
 from quadriga.lazy import collector_paused, keep_modules
 
 _END_LIMIT_S = 15.0  # longer than a supervisor takes to end its descendants
-# Arguments: a module, the file descriptors of a connection and of a lifeline, the encoding of its
-# output ("": that of the locale), and the driver's import path.
+# Arguments: those of `run_program`, then the entries of the driver's import path.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[5:]; "
     "from quadriga.programs import run_program; "
@@ -32,14 +31,14 @@ class SupervisedProgram:
 
     Unlike a process of `multiprocessing`, it neither inherits threads, locks, signal handlers and
     memory of this process, nor runs the user's script again. It has its own process group, so that
-    Ctrl-C reaches only this process, which then decides. However this process ends, the program and
-    everything that it has started ends too.
+    Ctrl-C reaches only this process, which decides what to do. However this process ends, the
+    program and everything that it has started end, too.
 
     Args:
         module: name of the module with `main`.
         output_fd: file descriptor for standard output and standard error, in UTF-8. None: those of
             this process.
-        variables: environment variables that the program has besides those of this process.
+        variables: environment variables of the program, in addition to those of this process.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class SupervisedProgram:
         their_lifeline, self._lifeline = os.pipe()
         fds = (theirs.fileno(), their_lifeline)
         encoding = "" if output_fd is None else "utf-8"
-        # Unbuffered, so that its output is complete even if it hangs.
+        # Unbuffered (-u), so that its output is complete even if it hangs.
         command = [
             sys.executable,
             "-u",
@@ -80,10 +79,11 @@ class SupervisedProgram:
 
     def kill(self) -> None:
         """Kill the program and everything it has started. Any thread may call this, also repeatedly."""
-        # The supervisor may have ended, or its child may have stopped it.
+        # The supervisor may already have ended.
         with self._lock, suppress(ProcessLookupError, BrokenPipeError):
             if not self.connection.closed:
                 os.write(self._lifeline, b"x")
+                # Its child may have stopped it.
                 self.process.send_signal(signal.SIGCONT)
 
     def close(self, patience_s: float = 0.0) -> str:
@@ -102,7 +102,7 @@ class SupervisedProgram:
                 end_descendants(self.process.pid)
                 self.process.kill()
                 self.process.wait()
-            # The supervisor has done this already, unless it was killed.
+            # Only needed if the supervisor was killed; otherwise it has done this itself.
             end_group(self.process.pid)
             with self._lock:
                 self.connection.close()
@@ -118,7 +118,7 @@ def run_program(module: str, connection_fd: int, lifeline_fd: int, encoding: str
         module: name of the module with `main`.
         connection_fd: file descriptor of the connection, the argument of `main`.
         lifeline_fd: file descriptor that tells the supervisor to end the program.
-        encoding: encoding of the output; "" for that of the locale.
+        encoding: encoding of the output; "": that of the locale.
     """
     supervise(lifeline_fd)
     streams.install(encoding or None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hide API keys, tokens and passwords in everything that is printed, logged or written.
+"""Hides API keys, tokens and passwords in everything that is printed, logged or written.
 
-A value is hidden if its name says that it is a secret, or if it looks like one whatever its name is. `api_key`,
+A value is hidden if its name says that it is a secret, or if it looks like one regardless of its name. `api_key`,
 `AWS_SECRET_ACCESS_KEY` and `Authorization` are names of secrets; `pad_token`, `max_tokens`, `prompt_key` and
 `api_key_env` are not. Numbers and booleans are never hidden.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 HIDDEN = "<hidden>"
 
-# A name is read word by word: `dbPassword_2` is db, Password, 2.
+# The words of a name: `dbPassword_2` consists of db, Password and 2.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_PART = re.compile(r"password|passwd|passphrase|apikey", re.IGNORECASE)
 _SECRET_WORD = re.compile(r"(?:pwd|secret|credential|authorization|cookie)s?")
-# Secret as the last word only: `db_pass` is a password, `pass_rate` and `auth_mode` are not.
+# Words of secrets only at the end of a name: `db_pass` is a password, `pass_rate` and `auth_mode` are not.
 _SECRET_LAST_WORD = re.compile(r"auth|bearer|pass|pat|jwt")
-# Words written together with another one: `dbpass`, `mysecret`, but not `compass` or `bypass`.
+# Ends of words that are written together: `dbpass`, `mysecret`, but not `compass` or `bypass`.
 _SECRET_ENDING = re.compile(
     r"(?<!^com)(?<!^by)(?<!^sur)(?<!^tres)(?<!^over)(?<!^under)(?<!^encom)pass$|secrets?$"
 )
@@ -38,9 +38,9 @@ _BEFORE_VOCABULARY_TOKEN = re.compile(
     r"pad|eos|bos|unk|mask|cls|sep|image|img|video|audio|vision|stop|special|start|end|begin|per"
     r"|think|boi|eoi|extra|first|last|next"
 )
-# The last word of a name for something about a secret, such as the file that holds it.
+# The last word of a name that is not a secret itself but, say, the file that holds one.
 _ABOUT_SECRET = re.compile(r"env|file|path|name|url|uri|ids?|type|len|length|count|level|budget")
-# Keys that are known by how they begin.
+# Keys that can be recognized by their beginning.
 _BY_VENDOR = {
     "OpenAI, Anthropic": r"sk-(?=[\w-]*\d)[\w-]{16,}",
     "Hugging Face": r"hf_[A-Za-z0-9]{16,}",
@@ -85,7 +85,7 @@ def is_secret(name: str) -> bool:
     if not words or _ABOUT_SECRET.fullmatch(words[-1]):
         return False
     last_word = words[-1]
-    # Tokens are also what a tokenizer makes: `eos_token` is no secret, `hub_token` is.
+    # Tokens of a vocabulary are not secrets: `eos_token` is not, but `hub_token` is.
     if last_word == "token":
         return len(words) == 1 or not _BEFORE_VOCABULARY_TOKEN.fullmatch(words[-2])
     if _SECRET_PART.search(name) or _SECRET_LAST_WORD.fullmatch(last_word):
@@ -100,11 +100,11 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Copy a tree of plain values, such as a configuration, with `HIDDEN` in place of each secret.
+    """Copy a tree of plain values, such as a configuration, and replace each secret by `HIDDEN`.
 
     Args:
         value: mappings, lists and tuples of strings and other values.
-        name: the name of the whole tree. A tree with the name of a secret has only secrets in it.
+        name: name of the tree. If it is that of a secret, all strings in the tree are secrets.
     """
     if isinstance(value, Mapping):
         is_named_secret = is_secret(name)
@@ -116,7 +116,7 @@ def redacted(value: Any, name: str = "") -> Any:
         return [redacted(entry, name) for entry in value]
     if not isinstance(value, str) or not value:
         return value
-    # Placeholders such as <token>, [MASK] and ${TOKEN} hold no secret.
+    # Placeholders such as <token>, [MASK] and ${TOKEN} are not secrets.
     is_placeholder = value[0] + value[-1] in ("<>", "[]", "$}")
     if is_secret(name) and not is_placeholder:
         return HIDDEN
@@ -124,7 +124,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def redacted_text(text: str) -> str:
-    """Put `HIDDEN` in place of each secret in a text, in time linear in its length."""
+    """Replace each secret in a text by `HIDDEN`, in time linear in the length of the text."""
     text = _LOOKS_SECRET.sub(HIDDEN, text)
     text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
     parts = []

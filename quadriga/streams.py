@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard output and standard error that cannot end a run.
+"""Standard output and standard error whose failures cannot end a run.
 
     print, rich, logging, warnings  ->  sys.stdout  ->  Output  ->  descriptor 1
                                         sys.stderr  ->  Output  ->  descriptor 2
 
-Commands install the pair, and so do processes that grade or work for a run; `quadriga.api` leaves
-the caller's streams as they are. Characters that an encoding lacks are written escaped. When a write
-fails (the reader of a pipe has ended, the terminal is gone, the disk is full, the descriptor is
-closed), the descriptor itself is turned to `console.log` in the folder that `log_to` names, so that
-libraries and processes started later write there too. Output that fails before the folder is known
-is held until then.
+Commands, graders and workers of a run install these streams; `quadriga.api` leaves the caller's as
+they are. Characters that an encoding lacks are escaped. If a write fails (the reader of a pipe has
+ended, the terminal is gone, the disk is full, the descriptor is closed), the descriptor itself is
+redirected to `console.log` in the folder that `log_to` sets, so that libraries and processes that
+are started later also write there. Output that fails before the folder is known is held until then.
 """
 
 import codecs
@@ -27,10 +26,10 @@ from typing import Any, ClassVar, TextIO
 
 LOG = "console.log"
 LOG_VARIABLE = "QUADRIGA_CONSOLE_LOG"
-"""Names the log to processes that a command starts."""
+"""Environment variable that tells processes which a command starts where the log is."""
 
 HELD_BYTES = 1 << 20
-"""Most bytes of failed output that are held until the folder is known."""
+"""Largest number of bytes of failed output that are held until the folder is known."""
 
 ESCAPES = "quadriga_escapes"
 """Name of the error handler for characters that an encoding lacks.
@@ -43,6 +42,7 @@ _outputs: dict[str, "Output"] = {}
 
 
 def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Error handler for `codecs`: return what replaces characters, and where to continue."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = _BOXES_AND_BLOCKS.sub("-", error.object[error.start : error.end])
@@ -60,6 +60,13 @@ class Output(io.RawIOBase):
         name: name of the stream in `sys`.
         encoding: encoding of the bytes that are written; the log is UTF-8.
         failure: why the descriptor cannot be written; None if it has not failed.
+
+    Attributes:
+        log: the log of all outputs; None until its folder is known.
+        raises_failure: whether the next failure is raised instead of redirected, see
+            `raise_failures`.
+        is_logged: whether the descriptor is redirected.
+        replaced: the stream that was in `sys` before.
     """
 
     log: ClassVar[Path | None] = None
@@ -70,13 +77,12 @@ class Output(io.RawIOBase):
         self.failure = failure
         self.raises_failure = False
         self.is_logged = False
-        self.replaced: TextIO | None = (
-            None  # referenced, because its end would close the descriptor
-        )
+        # Kept, because the descriptor would be closed with it.
+        self.replaced: TextIO | None = None
         self._fd = fd
         self._title = _TITLES[name]
-        self._is_reported = False
-        self._held = bytearray()
+        self._is_reported = False  # whether the other output was told about the failure
+        self._held = bytearray()  # output before the folder of the log is known
         self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
 
     def fileno(self) -> int:
@@ -91,7 +97,8 @@ class Output(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of `data`, to the descriptor or to the log, and return its size.
 
-        With `raises_failure` a failure is raised once, in the main thread.
+        Raises:
+            OSError: the descriptor has failed, and `raises_failure` is set. Raised only once.
         """
         remaining = memoryview(data)
         size = len(remaining)
@@ -104,7 +111,8 @@ class Output(io.RawIOBase):
             except OSError as error:
                 self.failure = error
         if remaining and self.failure is not None:
-            # Raised in the main thread only: it ends the command, not a thread that reports a wait.
+            # Only in the main thread, so that it ends the command, and not a thread that reports a
+            # wait.
             if self.raises_failure and threading.current_thread() is threading.main_thread():
                 self.raises_failure = False
                 raise self.failure
@@ -112,17 +120,18 @@ class Output(io.RawIOBase):
         return size
 
     def _write_to_log(self, data: bytes) -> None:
+        """Write to the log, or hold the data while its folder is unknown."""
         self.use_log()
         if not self.is_logged:
             self._held += data[: HELD_BYTES - len(self._held)]
             return
         text = self._decoder.decode(data)
-        # The disk of the log may be full as well. The run itself does not depend on what it prints.
+        # The log may fail as well, such as on a full disk. That must not end the run.
         with suppress(OSError):
             os.write(self._fd, text.encode())
 
     def use_log(self) -> None:
-        """Redirect the descriptor to the log, if it has failed and the folder of the log is known."""
+        """Redirect the descriptor to the log if it has failed and the log's folder is known."""
         if self.failure is None or self.is_logged or self.log is None:
             return
         reason = f"{self._title} cannot be written ({self.failure.strerror})"
@@ -154,6 +163,8 @@ class Output(io.RawIOBase):
 def install(encoding: str | None = None) -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that raise neither OSError nor UnicodeError.
 
+    A stream without a descriptor, as in a notebook, is not replaced.
+
     Args:
         encoding: encoding of the output. None: that of the replaced streams.
     """
@@ -169,7 +180,7 @@ def install(encoding: str | None = None) -> None:
             failure = OSError(errno.EBADF, os.strerror(errno.EBADF))
             fd = standard_fd
             if fd not in opened:
-                # Another file has got this number since then.
+                # Its number now belongs to another file, which must not receive the output.
                 fd = os.open(os.devnull, os.O_WRONLY)
         else:
             try:
@@ -193,7 +204,7 @@ def install(encoding: str | None = None) -> None:
 
 
 def _open_closed_descriptors() -> list[int]:
-    """Open the closed ones of the descriptors 0 to 2, and return them.
+    """Open those of the descriptors 0 to 2 that are closed, and return their numbers.
 
     Otherwise the next file that is opened would get such a number, and receive the output.
     """
@@ -209,9 +220,9 @@ def _open_closed_descriptors() -> list[int]:
 
 
 def log_to(folder: Path) -> None:
-    """Set the folder for `console.log`, which takes the output that cannot be written.
+    """Set the folder of `console.log`, to which failed output is redirected.
 
-    Without effect unless `install` was called: the streams are the caller's.
+    Has no effect unless `install` was called, because the streams are then the caller's.
     """
     if not _outputs:
         return
@@ -222,19 +233,19 @@ def log_to(folder: Path) -> None:
 
 
 def raise_failures() -> None:
-    """Raise when standard output cannot be written, for commands whose only result is their output."""
+    """Make failures of standard output raise, for commands whose only result is their output."""
     if "stdout" in _outputs:
         _outputs["stdout"].raises_failure = True
 
 
 def lost_output() -> OSError | None:
-    """Error of a failed write to standard output that no log replaced; None if there was none."""
+    """Error because of which standard output was lost; None if all was written, there or to the log."""
     output = _outputs.get("stdout")
     return None if output is None or output.is_logged else output.failure
 
 
 def write_error(text: str) -> None:
-    """Write to standard error. A signal handler that interrupts a print may call this."""
+    """Write to standard error without buffers, so that a signal handler may call this during a print."""
     if "stderr" in _outputs:
         output = _outputs["stderr"]
         output.write(text.encode(output.encoding, "backslashreplace"))

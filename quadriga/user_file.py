@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load functions and classes from a user's Python file: algorithms, graders, data sets, agent loops."""
+"""Loads functions and classes from users' Python files: algorithms, graders, data sets, agent loops."""
 
 import contextlib
 import hashlib
@@ -21,19 +21,19 @@ PACKAGE = "pkg://"
 FILE = "file://"
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 OTHER_CONTRACT = "Code that is written for verl runs with QUADRIGA_VERL=1."
-"""Advice for an error about a function or class that has the parameters or results of verl's."""
-# Files whose frames are left out at the top of a user's traceback.
+"""Advice in errors about functions or classes that may be written for verl."""
+# Files whose frames are not shown at the top of the traceback of a user's error.
 _OUR_FILES = (__file__, contextlib.__file__, importlib.__file__, "<frozen importlib")
 
-# Hash of the text that each module was made of, by the module's name.
+# Hash of the text from which each module was made, by the module's name.
 _digests: dict[str, str] = {}
 
 
 def import_file(path: str | Path, where: str) -> ModuleType:
     """Import a Python file, or a module by its name.
 
-    The file can import files beside it and packages in the working directory. It runs once in a
-    process, and again only if its text has changed.
+    The file can import other files of its folder, and packages in the working directory. It is
+    executed once per process, and again only if its text has changed.
 
     Args:
         path: path of the file, also as `file://PATH`; or `pkg://package.module`.
@@ -43,7 +43,7 @@ def import_file(path: str | Path, where: str) -> ModuleType:
         The module.
 
     Raises:
-        ConfigError: there is no such file, its name does not end in .py, or it raises.
+        ConfigError: there is no such file, its name does not end in .py, or it raises an error.
     """
     text = str(path)
     if text.startswith(PACKAGE):
@@ -58,8 +58,8 @@ def import_file(path: str | Path, where: str) -> ModuleType:
             expected="a Python file",
             fix=f"Looked for {file}.",
         )
-    # The name depends on the path alone: a file that runs again replaces what it registered, and a
-    # process that unpickles one of its objects finds it under the same name.
+    # The name depends only on the path. So a file that is executed again replaces what it has
+    # registered, and other processes can unpickle its objects.
     name = f"quadriga_user_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if _digests.get(name) == digest and name in sys.modules:
@@ -70,7 +70,8 @@ def import_file(path: str | Path, where: str) -> ModuleType:
             where, got=str(file), expected="a Python file, with a name that ends in .py"
         )
     module = module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    # Before it is executed, because dataclasses look up their module by name.
+    sys.modules[name] = module
     _append_to_path(file.parent, Path.cwd())
     try:
         with _importing(str(file), where):
@@ -83,9 +84,9 @@ def import_file(path: str | Path, where: str) -> ModuleType:
 
 
 def import_external(names: str | Iterable[str] | None) -> None:
-    """Import the files and modules of `actor_rollout_ref.model.external_lib`.
+    """Import the files and modules of `actor_rollout_ref.model.external_lib`, which register things.
 
-    What they register is known afterwards. A name without "/" and ".py" is a module's, as in verl.
+    As in verl, a name without "/" and ".py" is that of a module.
     """
     for name in [names] if isinstance(names, str) else names or []:
         is_file = "/" in name or name.endswith(".py")
@@ -107,8 +108,8 @@ def referred(name: str, where: str, *, base: type | None = None) -> Any:
         base: required base class; None if a function is required.
 
     Returns:
-        The function or class. One with the contract of another framework is replaced by the form in
-        which it can be called here, its attribute `quadriga_form`.
+        The function or class. If it was written for another framework, its attribute
+        `quadriga_form`, which can be called here.
 
     Raises:
         ConfigError: the file cannot be imported, or has no such function or class.
@@ -119,10 +120,10 @@ def referred(name: str, where: str, *, base: type | None = None) -> Any:
 
 
 def member_of(module: ModuleType, name: str, where: str, *, base: type | None = None) -> Any:
-    """Look a function or class up in a user's module.
+    """Look up a function or class in a user's module.
 
     Args:
-        module: module of the user.
+        module: the user's module.
         name: name of the function or class.
         where: configuration key that errors name.
         base: required base class; None if a function is required.
@@ -131,7 +132,7 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
         The function or class.
 
     Raises:
-        ConfigError: the module has none of that name and kind; the error lists those it has.
+        ConfigError: the module has no function or class of that name; the error lists those it has.
     """
 
     def fits(value: Any) -> bool:
@@ -171,14 +172,14 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
 
 
 def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments that a function, or the constructor of a class, accepts.
+    """Select the keyword arguments that a function, or the constructor of a class, accepts.
 
     Args:
         function: function or class.
         offered: keyword arguments by name.
 
     Returns:
-        The accepted ones; all if the function has `**kwargs`.
+        The accepted arguments; all of them if the function has `**kwargs`.
     """
     parameters = signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -187,18 +188,20 @@ def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str,
 
 
 def _append_to_path(*folders: Path) -> None:
-    # At the end, so that no file of the user hides an installed package.
-    sys.path.extend(str(folder) for folder in dict.fromkeys(folders) if str(folder) not in sys.path)
+    """Add folders to the end of the import path, so that users' files hide no installed package."""
+    for folder in map(str, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 @contextlib.contextmanager
 def _importing(source: str, where: str) -> Iterator[None]:
-    """Context manager: import users' code. Report a long wait, and raise its errors as ConfigError."""
+    """Context manager: import users' code; report a long wait, and turn errors into ConfigErrors."""
     try:
         with waiting(f"{source} to be imported ({where})"):
             yield
     except (Exception, SystemExit) as error:
-        # Show the traceback from the user's file on.
+        # Begin the traceback with the user's file.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
             trace = trace.tb_next

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write functions of a Python program to files that a configuration can name: lambdas, closures, notebook cells.
+"""Writes functions of a Python program to files that a configuration can name: lambdas, closures, notebook cells.
 
 function --write_function--> reward_1f0c.py, reward_1f0c.pickle --load--> the function itself in the process that wrote
-                                                                          the file, a copy in any other one
+                                                                          the file, a copy in other processes
 """
 
 import hashlib
@@ -30,7 +30,7 @@ sys.path += [path for path in {paths!r} if path not in sys.path]
 """
 _written_functions: dict[str, Any] = {}  # by the path of the file that this process wrote
 
-# Errors of objects that have no state to pickle.
+# Errors that objects raise if they cannot be pickled.
 _PICKLING_ERRORS = (
     TypeError,
     ValueError,
@@ -43,33 +43,34 @@ _PICKLING_ERRORS = (
 
 
 def source_of(*functions: Any) -> str:
-    """Names of functions and of the files that define them, for messages."""
+    """Describe functions by their names and files, for messages."""
     sources = []
     for function in functions:
         if hasattr(function, "__code__"):
             definition = function
             file = function.__code__.co_filename
         else:
+            # An object that can be called is described by its class.
             definition = type(function)
             file = getattr(sys.modules.get(definition.__module__), "__file__", None)
         name = definition.__qualname__.replace("<locals>.", "")
-        # The file of a notebook's cell is a temporary one.
+        # The file of a notebook cell is temporary, so its name says nothing.
         is_named = file and not file.startswith("<") and "ipykernel_" not in file
         sources.append(f"{name} of {file}" if is_named else name)
     return ", ".join(sources)
 
 
 def write_function(function: Any, folder: Path, label: str, source: str = "") -> tuple[Path, str]:
-    """Write a file in which any process finds the function under `NAME`.
+    """Write a Python file that defines the function under `NAME` when it is imported.
 
     Args:
-        function: what to write.
-        folder: where the file goes; created if it does not exist.
+        function: the function, or another object that can be called.
+        folder: folder of the file; it is created if it does not exist.
         label: beginning of the file's name.
-        source: what messages call the function. Default: `source_of` it.
+        source: description of the function in messages. Default: `source_of(function)`.
 
     Returns:
-        The file, and why other processes cannot load it, "" if they can.
+        The file; and why other processes cannot load it, "" if they can.
     """
     content = b""
     obstacle = ""
@@ -80,6 +81,7 @@ def write_function(function: Any, folder: Path, label: str, source: str = "") ->
     if len(content) > LARGEST_BYTES:
         obstacle = f"it holds {len(content) >> 20} MiB, over {LARGEST_BYTES >> 20}"
 
+    # Equal functions share a file.
     digest = uuid.uuid4().hex if obstacle else hashlib.sha256(content).hexdigest()
     file = folder.absolute() / f"{label}_{digest[:12]}.py"
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ first backward pass, the losses of the parts add up to the loss of the whole, ex
     rollout-mean-token-mean   1 / (rollouts of the batch x tokens of this rollout)
 
 A sequence or rollout without any token under the mask adds nothing and is not counted. A rollout
-may have several sequences; where nothing says so, each sequence is a rollout.
+may have several sequences; by default each sequence is a rollout.
 
 Shapes: B sequences, T response positions.
 """
@@ -47,7 +47,7 @@ class LossCounts:
     batch_num_tokens: int  # tokens under the mask
     global_batch_size: int  # sequences with at least one such token
     num_rollouts: float  # rollouts with at least one such token; a part of a rollout is a fraction
-    num_echo_tokens: int = 0  # tokens of tools and users with a loss of their own
+    num_echo_tokens: int = 0  # tokens of tools and users that have a separate loss
 
     @classmethod
     def of(cls, loss_mask: Tensor, rollout_num_tokens: Tensor | None = None) -> "LossCounts":
@@ -66,7 +66,7 @@ class LossCounts:
         num_sequences = int(mask.any(-1).sum())
         num_rollouts = float(num_sequences)
         if rollout_num_tokens is not None:
-            # Each sequence is the share of its rollout that its tokens are.
+            # A sequence counts as the fraction of its rollout's tokens that it has.
             shares = mask.sum(-1).double() / rollout_num_tokens.clamp(min=1)
             num_rollouts = float(shares.sum())
         return cls(num_tokens, num_sequences, num_rollouts)
@@ -114,7 +114,7 @@ def agg_loss(
     Raises:
         ConfigError: the mode is unknown.
     """
-    # Counting waits for the accelerator, so a mask is only counted when a count is missing.
+    # Only if a count is missing, because counting makes the host wait for the accelerator.
     if batch_num_tokens is None or global_batch_size is None:
         counts = LossCounts.of(loss_mask)
         if batch_num_tokens is None:
@@ -134,7 +134,7 @@ def agg_loss(
         loss_scale_factor=loss_scale_factor,
         dtype=loss_mat.dtype,
     )
-    # The weights are 0 outside the mask already, but a NaN there times 0 is still NaN.
+    # Although the weights are 0 outside the mask: a NaN there times 0 is still NaN.
     return zero_outside(loss_mat * weights, loss_mask).sum()
 
 
@@ -170,7 +170,7 @@ def token_weights(
         ConfigError: the mode is unknown.
     """
     mask = loss_mask.to(dtype)
-    # The clamps to 1 only matter for an empty mask, where the weights are 0 in any case.
+    # `max(..., 1)` and the clamps only matter for an empty mask, where all weights are 0.
     if loss_agg_mode == "token-mean":
         return mask / max(batch_num_tokens, 1)
     if loss_agg_mode == "token-sum":

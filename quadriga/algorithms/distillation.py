@@ -32,7 +32,7 @@ def forward_kl(
         tokens is negative where the student gives them more probability than the teacher does;
         nothing is learned there.
     """
-    # A floor keeps tokens that the student all but excludes from dominating the sum.
+    # A floor keeps tokens that are almost impossible for the student from dominating the sum.
     if floor is not None:
         log_probs = log_probs.clamp(min=floor)
         teacher_log_probs = teacher_log_probs.clamp(min=floor)

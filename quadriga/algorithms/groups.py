@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of responses to the same prompt, and statistics of a response relative to its group.
 
-Groups may have any size, and their rows may stand in any order. A group of one has no other
-response to compare with: its mean is taken as 0 and its standard deviation as 1, so that its score
-passes through unchanged.
+Groups may have any size, and their rows may be in any order. A group of one has no other response
+to compare with: its mean is taken as 0 and its standard deviation as 1, so that its score is not
+changed.
 
 A rollout may have several rows: of several agents, or of the branches of a conversation. With
-`rollout_id`, means and deviations count each rollout once, however many rows it has.
+`rollout_id`, each rollout counts once in means and deviations, however many rows it has.
 
 Shapes: B sequences, T response positions, G groups.
 """
@@ -70,7 +70,8 @@ class Groups:
         if rollout_id is None:
             return groups
 
-        # The rows of a rollout share the weight 1, so weights add up to the number of rollouts.
+        # The weights of a rollout's rows add up to 1, and those of a group to its rollouts. A
+        # rollout whose rows are in several groups counts once in each.
         rollout_numbers = _numbered(rollout_id)
         rollouts = cls.of(zip(numbers, rollout_numbers, strict=True), scores)
         row_weight = 1 / rollouts.size.float()
@@ -78,7 +79,7 @@ class Groups:
         return cls(member, size, num_groups, row_weight)
 
     def count(self, is_chosen: Tensor) -> Tensor:
-        """Number of rollouts with chosen rows, of all groups: [B] bool to []."""
+        """Number of rollouts in all groups, counting only chosen rows: [B] bool to []."""
         if self.row_weight is None:
             return is_chosen.sum()
         return (is_chosen * self.row_weight).sum().round()
@@ -93,7 +94,7 @@ class Groups:
         zeros = values.new_zeros(self.num_groups, *values.shape[1:])
         index = self.member
         if values.dim() > 1:
-            # Unlike `index_add`, `scatter_reduce` wants an index for every element.
+            # Unlike `index_add`, `scatter_reduce` needs an index for every element.
             index = index[:, None].expand_as(values)
         minima = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
         return minima[self.member]
@@ -123,8 +124,8 @@ class Groups:
         """
         if weights is None:
             weights = self._weights(values)
-        # Subtracting the smallest value first makes equal values exactly 0. A rounding error here
-        # would be amplified when it is divided by a tiny standard deviation.
+        # Subtracting the smallest value first makes equal values exactly 0. Otherwise a rounding
+        # error would remain, which the division by a tiny standard deviation would amplify.
         distance = values - self.smallest(values)
         mean = self.sum(distance * weights) / self.sum(weights)
         return torch.where(self.size > 1, distance - mean, values)
@@ -140,7 +141,7 @@ class Groups:
 
 
 def _numbered(names: Iterable[Hashable]) -> list[int]:
-    """Number names from 0 in the order of their first occurrence, which is deterministic."""
+    """Replace names by numbers, from 0 in the order of their first occurrence."""
     numbers: dict[Hashable, int] = {}
     values = names.tolist() if isinstance(names, Tensor) else names
     return [numbers.setdefault(name, len(numbers)) for name in values]

@@ -34,6 +34,7 @@ KL_PENALTIES = (*_KINDS, *(f"{kind}+" for kind in _KINDS))
 
 
 def _half_square(difference: Tensor) -> Tensor:
+    """The estimate k2."""
     return difference.square() / 2
 
 
@@ -45,7 +46,7 @@ def _estimate(difference: Tensor, kind: str) -> Tensor:
         return difference.abs()
     if kind in ("mse", "k2"):
         return _half_square(difference)
-    # k3. Both clamps keep a single outlier from dominating, in exp() and in the estimate.
+    # The estimate k3. Two clamps keep a single outlier from dominating: in exp(), and of the result.
     log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     estimate = log_ratio.exp() - log_ratio - 1
     return estimate.clamp(-MAX_LOW_VARIANCE_KL, MAX_LOW_VARIANCE_KL)

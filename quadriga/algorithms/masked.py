@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums, means, whitening and log-ratios over the tokens that count.
+"""Sums, means, whitening and log-ratios over the tokens under a mask.
 
-Values outside the mask are never read: they may be NaN, and no gradient reaches them.
+Values outside the mask have no effect: they may be NaN, and no gradient reaches them.
 
 Shapes: B sequences, T response positions; masks are 0/1 or bool and have the shape of the values.
 """
@@ -160,9 +160,9 @@ def log_prob_mismatch(
 ) -> dict[str, float]:
     """Differences between the log-probabilities of trainer and rollout for the same weights.
 
-    Both compute the same distribution, with different kernels and in different batches, so only
-    rounding separates them. A larger difference means that the rollout sampled from something
-    else: other weights, another temperature, or a bug.
+    Both compute the same distribution, with different kernels and in different batches, so they
+    should differ only by rounding. A larger difference means that the rollout sampled from another
+    distribution: with other weights, with another temperature, or because of a bug.
 
     Args:
         log_prob: log-probabilities of the sampled tokens by the trainer, [B, T].

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PF-PPO: resampling that favours informative responses. Shen and Zhang, arXiv:2409.06957.
 
-A reward model is most reliable on very good and very bad responses. A batch of the same size is
-therefore drawn from the batch, with replacement, with a weight for each response:
+A reward model is most reliable on very good and very bad responses. Therefore a new batch of the
+same size is drawn from a batch, with replacement, with these weights of the responses:
 
     pow           |score| ^ weight_pow
     max_min       1 for the best and the worst score of the batch, 0 for the others

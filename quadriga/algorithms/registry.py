@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators and policy losses by name. The signature of a function says the rest:
+"""Registers advantage estimators and policy losses by name. Their signatures declare their inputs:
 
     @register_adv_est("grpo")
     def grpo(token_level_rewards, response_mask, uid, *, norm_adv_by_std_in_grpo=True): ...
              └──────── fields of the batch ─────────┘     └──────── options ───────┘
 
 Positional parameters are fields of the batch; keyword-only ones are options of the configuration.
-A training step reads from the signature what it must provide: an estimator with the field `values`
-needs a critic.
+The signature tells a training step what it must provide: an estimator with the field `values` needs
+a critic.
 
-Two keyword-only parameters with the default None are no options. An estimator that takes
+Two keyword-only parameters with the default None are not options. An estimator that takes
 `rollout_id` gets the rollout of each row if rollouts have several rows. One that takes `memory` gets
 a dictionary that is kept from step to step and in checkpoints.
 
@@ -48,7 +48,7 @@ ROLLOUT_ID = "rollout_id"
 MEMORY = "memory"
 _CLIPPED_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"
 
-# Algorithms that have one name in the literature and are set by several keys here.
+# Algorithms that have one name in the literature, but several keys here.
 _SET_BY_SEVERAL_KEYS = {
     "dapo": f"DAPO is algorithm.adv_estimator=grpo and {_CLIPPED_LOSS}, with "
     "actor_rollout_ref.actor.clip_ratio_high=0.28, "
@@ -71,8 +71,8 @@ AdvantageEstimator = StrEnum(  # pyrefly: ignore
 def required_fields(function: Callable[..., Any]) -> tuple[str, ...]:
     """Batch fields that an algorithm reads: its positional parameters, in order.
 
-    A parameter called `index` reads `uid`, the group of a response. The batch's own `index` would
-    not do: it is unique within one data file at best.
+    A parameter called `index` reads `uid`, the group of a response, and not the batch's column
+    `index`, which is at best unique within one data file.
     """
     names = []
     for name, parameter in signature(function).parameters.items():
@@ -99,15 +99,15 @@ def bind_options(
     shared: Mapping[str, Any] | None = None,
     where: str = "algorithm",
 ) -> Callable[..., Any]:
-    """Bind an algorithm's options, so that only its fields are left to pass.
+    """Bind an algorithm's options, so that only its fields remain to be passed.
 
     Args:
         function: an estimator or a policy loss.
         given: values of options that were set for this function, such as the entries of
             `algorithm.adv_options`. The function must take each of them.
-        shared: values that any algorithm may read: all keys of a section, such as `gamma` of
-            `algorithm`. An option of the same name takes such a value, unless `given` sets it;
-            the other keys are ignored.
+        shared: values for any algorithm: all keys of a section, such as `gamma` of `algorithm`.
+            An option of the same name takes such a value, unless `given` sets it; the other keys
+            are ignored.
         where: the key to name in an error.
 
     Returns:
@@ -121,7 +121,7 @@ def bind_options(
     known = _settable(function)
     _check_options(own_values, known, where)
 
-    # A whole section is offered: most of its settings are not options of this function.
+    # Most of the shared values, which are those of a whole section, are not options here.
     values = {name: shared[name] for name in known if name in shared}
     values.update(own_values)
     parameters = signature(function).parameters
@@ -134,9 +134,9 @@ def bind_options(
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An estimator or a policy loss that a configuration chose, with its options bound."""
+    """An estimator or a policy loss chosen by a configuration, with its options bound."""
 
-    name: str  # as the configuration writes it
+    name: str  # as in the configuration
     fields: tuple[str, ...]  # batch fields that the function reads, in order
     function: Callable[..., Any]  # takes the fields
     # Functions that compute further fields from the whole batch, by name, with options bound.
@@ -175,7 +175,7 @@ class Registry(dict[str, Callable[..., Any]]):
         self.key = key
         self.options_key = options_key
         self.needing_advantage: set[str] = set()
-        # Names that this package registers; set once it has registered them.
+        # Names that Quadriga itself registers; set once it has registered all of them.
         self.built_in: frozenset[str] = frozenset()
 
     def register(
@@ -189,8 +189,8 @@ class Registry(dict[str, Callable[..., Any]]):
                 0, for a sequence whose advantages are all 0: engines then skip such sequences.
                 False is always correct.
             compares_group: True for an estimator that compares the responses to a prompt with one
-                another, so that groups of one are refused. Of built-in estimators only, because the
-                check reads it from the source (`declared_algorithms`).
+                another, so that groups of one are refused. It has an effect only for built-in
+                estimators, because the check reads it from the source (`declared_algorithms`).
 
         Returns:
             A decorator that returns the function unchanged.
@@ -207,8 +207,8 @@ class Registry(dict[str, Callable[..., Any]]):
             where = f"{self.key} {key!r}"
             _check_signature(function, where)
             if key in self:
-                # A module that runs twice registers new function objects: compare where the
-                # functions are defined, and not the objects.
+                # A module that runs twice registers new function objects, so where the functions
+                # are defined is compared instead of the objects.
                 new_home = _home_of(function)
                 old_home = _home_of(self[key])
                 if new_home != old_home:
@@ -228,13 +228,16 @@ class Registry(dict[str, Callable[..., Any]]):
     def find(self, name: str) -> Callable[..., Any]:
         """Find an estimator or a loss by its registered name, or load it from a user's file.
 
-        `name` is a registered name, `path/to/file.py:function` or `pkg://package.module:function`.
-        Raises `ConfigError` for an unknown name, with the nearest ones, and for a file or function
-        that cannot be loaded.
+        Args:
+            name: a registered name, `path/to/file.py:function` or
+                `pkg://package.module:function`.
+
+        Raises:
+            ConfigError: the name is unknown, or the file or function cannot be loaded.
         """
         if name in self:
             return self[name]
-        # A path without a function would be reported as a misspelt name below.
+        # Without this, a path without a function would be reported as a misspelt name.
         if name.endswith(".py"):
             fix = "Say which function to take."
             raise ConfigError(self.key, got=repr(name), expected="file.py:function", fix=fix)
@@ -251,16 +254,16 @@ class Registry(dict[str, Callable[..., Any]]):
         return function
 
     def choose(self, name: str, given: Mapping[str, Any], shared: Mapping[str, Any]) -> Algorithm:
-        """Find the function of a configuration and bind its options.
+        """Find the function that a configuration names, and bind its options.
 
-        All errors of the choice are raised here, not in a later step.
+        All errors of the choice are raised here rather than in a training step.
 
         Args:
             name: as for `find`.
             given: values of options that were set for this function, such as the entries of
-                `algorithm.adv_options`. It, or a batch column that it reads, must take each.
-            shared: values that any algorithm may read: all keys of a section, such as `gamma` of
-                `algorithm`. An option of the same name takes such a value, unless `given` sets it.
+                `algorithm.adv_options`. The function, or a batch column that it reads, must take
+                each of them.
+            shared: values for any algorithm, as for `bind_options`.
 
         Returns:
             The algorithm, ready to be called with its fields.
@@ -273,7 +276,7 @@ class Registry(dict[str, Callable[..., Any]]):
         fields = required_fields(function)
         columns = {field: BATCH_COLUMNS[field] for field in fields if field in BATCH_COLUMNS}
 
-        # The options of a loss and those of its columns stand in the same section.
+        # The options of a loss and those of its columns are in the same section.
         where = f"{self.options_key} ({name})"
         known: list[str] = []
         for part in (function, *columns.values()):
@@ -281,6 +284,7 @@ class Registry(dict[str, Callable[..., Any]]):
         _check_options(given, tuple(dict.fromkeys(known)), where)
 
         def bind(part: Callable[..., Any]) -> Callable[..., Any]:
+            """Bind those of the given options that the function, or a column, takes."""
             values = {option: given[option] for option in options(part) if option in given}
             return bind_options(part, values, shared=shared, where=where)
 
@@ -314,10 +318,10 @@ choose_policy_loss = POLICY_LOSSES.choose
 
 
 class EstimatorMemory:
-    """State of an estimator from step to step, for checkpoints.
+    """State that an estimator keeps from step to step, and in checkpoints.
 
     Attributes:
-        values: the dictionary that the estimator gets as `memory`.
+        values: the dictionary that is passed to the estimator as `memory`.
     """
 
     def __init__(self) -> None:
@@ -342,9 +346,9 @@ def estimate_advantages(
     Args:
         estimator: an estimator with bound options, from `choose_estimator` or `bind_options`.
         fields: columns of the batch by name, tensors and arrays; `response_mask` [B, T] must be
-            one of them. If they are missing, `rollout_is_weights` are 1, `agent` is "", and
-            `row_index` numbers the rows.
-        memory: state of an estimator that has one, which is updated. None: it begins empty.
+            one of them. Missing columns have defaults: 1 for `rollout_is_weights`, "" for `agent`,
+            and the number of the row for `row_index`.
+        memory: state of the estimator, which it may update. None: it begins empty.
 
     Returns:
         Advantages and returns, both [B, T] and 0 outside the mask.
@@ -372,21 +376,27 @@ def estimate_advantages(
             "turns are there with actor_rollout_ref.rollout.mode=async.",
         )
 
-    result = estimator(*(fields[name] for name in names), **_given(estimator, fields, memory))
+    inputs = [fields[name] for name in names]
+    result = estimator(*inputs, **_provided(estimator, fields, memory))
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not all(isinstance(part, Tensor) for part in result):
-        got = f"a {type(result).__name__}"
-        raise ConfigError(_ESTIMATOR, got=got, expected="two tensors: advantages, returns")
+        raise ConfigError(
+            _ESTIMATOR,
+            got=f"a {type(result).__name__}",
+            expected="two tensors: advantages, returns",
+        )
     advantages, returns = result
     _check_per_token("advantages", advantages, mask)
     _check_per_token("returns", returns, mask)
     return zero_outside(advantages, mask), zero_outside(returns, mask)
 
 
-def _given(
+def _provided(
     estimator: Callable[..., Any], fields: Mapping[str, Any], memory: dict[Hashable, Any] | None
 ) -> dict[str, Any]:
-    """Keyword arguments that are not options: `rollout_id` and `memory`, if the estimator takes them.
+    """Keyword arguments that the training step provides to an estimator which takes them.
+
+    These are `memory`, and if a rollout has several rows `rollout_id`.
 
     Raises:
         ConfigError: rollouts have several rows, and the estimator compares rows by `uid` alone.
@@ -411,7 +421,7 @@ def _given(
 
 def _check_per_token(name: str, values: Tensor, mask: Tensor) -> None:
     """Refuse values of an estimator that are not finite or not of the mask's shape [B, T]."""
-    # The commonest mistake is a value per sequence, [B], which could even broadcast.
+    # A common mistake is a value per sequence, [B], which might even broadcast.
     if values.shape != mask.shape:
         raise ConfigError(
             _ESTIMATOR,
@@ -435,8 +445,8 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
     """Check the result of a policy loss.
 
     Args:
-        name: the loss, as the configuration writes it.
-        result: what the loss returned.
+        name: name of the loss in the configuration.
+        result: the value that the loss returned.
         mask: the response mask, [B, T].
 
     Returns:
@@ -452,7 +462,7 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
         got = f"a tuple of {len(result)}" if is_tuple else f"a {type(result).__name__}"
         expected = "(losses, diagnostics): a tensor, and a dict of tensors"
         raise ConfigError(where, got=got, expected=expected, fix=OTHER_CONTRACT)
-    # Losses and diagnostics must both be per token: the engine aggregates them alike.
+    # Diagnostics must be per token, too, because the engine aggregates them like losses.
     for part, values in {"losses": result[0], **result[1]}.items():
         is_tensor = isinstance(values, Tensor)
         if is_tensor and values.shape == mask.shape:
@@ -469,14 +479,17 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
 
 
 def check_fields(algorithm: Algorithm, known: Iterable[str], key: str) -> None:
-    """Refuse a field of a user's function that is nearly the name of a known one.
+    """Refuse a field of a user's function whose name is nearly that of a known field.
 
-    Other unknown names may be columns of the data, which are found when the first batch is there.
+    Other unknown names are accepted, because they may be columns of the data.
 
     Args:
         algorithm: the estimator or loss.
-        known: names of fields.
-        key: the configuration key that chose it, for the error.
+        known: names of known fields.
+        key: the configuration key that chose the algorithm, for the error.
+
+    Raises:
+        ConfigError: a name is probably misspelt.
     """
     known_fields = {*known, *BATCH_COLUMNS}
     for name in algorithm.fields:
@@ -494,7 +507,7 @@ def _home_of(function: Callable[..., Any]) -> str:
 
 
 def _check_signature(function: Callable[..., Any], where: str) -> None:
-    """Refuse parameters that do not tell fields from options.
+    """Refuse parameters that could be fields or options.
 
     These are `*args`, `**kwargs`, and positional parameters with a default.
     """

@@ -5,9 +5,9 @@ The generation engine uses other kernels, and perhaps older weights, than the po
 All functions here read the log-ratio of a token, d = log p_train - log p_rollout. There are three
 policies:
 
-    rollout    sampled the responses
-    old        the update starts from it, and the loss keeps the policy close to it
-    current    is in training
+    rollout    has sampled the responses
+    old        the policy before the update, to which the loss keeps the current one close
+    current    the policy in training
 
 `correct_rollout` corrects the difference between rollout and old by weights old / rollout and by
 rejection, once per batch and before the advantages. Changes during the update are left to the loss
@@ -58,7 +58,7 @@ Bounds = tuple[float | None, float]
 
 
 class Rejection(NamedTuple):
-    """A rejection rule. For k1 both bounds are ratios; the other kinds do not read `lower`."""
+    """A rejection rule. For k1 the bounds are those of the ratio; other kinds only use `upper`."""
 
     level: str  # token, seq_sum, seq_mean or seq_max
     kind: str  # k1, k2 or k3
@@ -67,7 +67,7 @@ class Rejection(NamedTuple):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Smallest and largest value of the statistic that pass."""
+        """Smallest and largest value of the statistic that pass the rule."""
         if self.kind == "k1":
             return math.log(self.lower), math.log(self.upper)
         return -math.inf, self.upper
@@ -95,7 +95,7 @@ def correct_rollout(
     old_log_probs = columns["old_log_probs"]
     rollout_log_probs = columns["rollout_log_probs"]
     log_ratio = old_log_probs - rollout_log_probs  # [B, T]
-    # Metrics describe the batch as it was sampled, before weights and rejection.
+    # Before weights and rejection, because metrics describe the batch as it was sampled.
     metrics = divergence_metrics(old_log_probs, rollout_log_probs, mask)
     corrected: dict[str, Tensor] = {}
 
@@ -235,24 +235,24 @@ def keep_mask(
     rules: Sequence[Rejection],
     rollout_index: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Mask of the tokens that pass every rejection rule.
+    """Mask the tokens that fail a rejection rule.
 
     Args:
         log_ratio: log p_train - log p_rollout, [B, T].
         response_mask: [B, T].
         rules: rules that a token must pass.
-        rollout_index: number of each row's rollout, [B]. A response that a rule rejects takes the
-            other rows of its rollout along. None: every row is a rollout.
+        rollout_index: number of each row's rollout, [B]. If a rule rejects a response, the other
+            rows of its rollout are rejected, too. None: every row is a rollout.
 
     Returns:
         The mask, [B, T] in the dtype of `response_mask`, 0 on rejected tokens; and metrics, none
         if the mask was empty. `rollout_rs_masked_fraction` and `rollout_rs_seq_masked_fraction` are
-        the fractions of tokens that were rejected and of responses that lost a token. Each rule
-        has the same (`rollout_rs_RULE_masked_fraction`, ...), and its statistic over the tokens or
-        responses that it judges: `rollout_rs_RULE_mean _std _max _min _fraction_high
-        _fraction_low`. `rollout_rs_RULE_seq_mean _std _max _min _max_deviation _fraction_high
-        _fraction_low` are always over responses (for a rule on tokens, over their mean), with the
-        deviation from 0.
+        the fractions of tokens that were rejected, and of responses that lost a token. Each rule
+        has the same metrics (`rollout_rs_RULE_masked_fraction`, ...), and the distribution of its
+        statistic over the tokens or responses that it judges: `rollout_rs_RULE_mean _std _max _min
+        _fraction_high _fraction_low`. `rollout_rs_RULE_seq_mean _std _max _min _max_deviation
+        _fraction_high _fraction_low` are always over responses, which for a rule on tokens have
+        the mean of their tokens; the deviation is that from 0.
     """
     mask = response_mask.bool()
     has_tokens = mask.any()
@@ -282,7 +282,7 @@ def keep_mask(
 
 
 def _statistic(rule: Rejection, log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Estimated divergence that a rule judges each token by, [B, T]."""
+    """Estimated divergence by which a rule judges each token, [B, T]."""
     if rule.kind == "k1":
         divergence = -log_ratio
     elif rule.kind == "k2":
@@ -322,7 +322,10 @@ def _rule_metrics(
 def _statistics(
     prefix: str, values: Tensor, limits: tuple[float, float], deviation: Tensor
 ) -> dict[str, float]:
-    """Metrics of a statistic; the caller computes the standard deviation, biased or unbiased."""
+    """Metrics of the distribution of a statistic.
+
+    The caller computes the standard deviation, which is biased or unbiased.
+    """
     low, high = limits
     statistics = {
         "mean": values.mean(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of a batch's rows in which equal chunks, one per rank, are equal work.
+"""Orders the rows of a batch so that its equal chunks, one per rank, take equal time.
 
     responses ── order_for_ranks ──> log-probs, values, advantages, updates
               ── back by `row_index` ──> rows for people
@@ -8,11 +8,11 @@
     order                 0 3 6 7 ... ; 1 4 8 ... ; 2 5 9 ...
                           rank 0        rank 1      rank 2
 
-All data-parallel ranks meet at each optimizer step, so the rows of each mini-batch are shared
-evenly, not only those of the batch. The number of rows that a rank gets is fixed, by
-`DataProto.chunk`; which rows is not. The responses to a prompt start on one rank, which computes
-the prompt once for all of them, and are separated only if that shortens the step. The order changes
-no gradient: each row keeps its number, `row_index`.
+All data-parallel ranks synchronize at each optimizer step, so the work of each mini-batch is shared
+evenly, not only that of the batch. `DataProto.chunk` fixes how many rows a rank gets; this module
+chooses which ones. The responses to a prompt are first given to one rank, which computes the prompt
+once for all of them, and are separated only if that shortens the step. The order does not change
+the gradient: each row keeps its number, `row_index`.
 
 Legend: R ranks.
 """
@@ -37,7 +37,7 @@ WORTHWHILE = 1e-3
 class Row:
     """A response: its prompt, its lengths, and its costs."""
 
-    prompt: Hashable  # equal for responses that share its computation
+    prompt: Hashable  # equal for responses whose prompt is computed once
     num_prompt_tokens: int
     num_response_tokens: int
     prompt_cost: float
@@ -46,10 +46,11 @@ class Row:
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Cost of sequences, in units of one token's pass through the layers without attention."""
+    """Cost model of sequences. The unit is one token's pass through all layers without attention."""
 
-    # Length of a sequence at which attention costs as much as the layers: 12 times the hidden size,
-    # or less with grouped heads or a narrow MLP. The default is that of a hidden size of 2048.
+    # Length of a sequence at which attention costs as much as everything else in the layers: 12
+    # times the hidden size, or less with grouped heads or a narrow MLP. The default is for a hidden
+    # size of 2048.
     attention_tokens: float = 24_576
     # Cost of the vocabulary projection for a response token.
     head: float = 0.0
@@ -82,6 +83,7 @@ class SequenceCost:
         )
 
     def _tokens(self, length: int) -> float:
+        """Cost of a sequence in the layers; attention is quadratic in its length."""
         return length * (1 + length / self.attention_tokens)
 
 
@@ -92,17 +94,18 @@ def order_for_ranks(
     config: ActorConfig,
     cost: SequenceCost,
 ) -> dict[str, float]:
-    """Number the rows in `row_index` and arrange them so that equal chunks are equal work.
+    """Number the rows of a batch, and reorder them so that equal chunks take equal time.
 
-    If a rollout has several rows, `rollout_index` numbers the rollouts.
+    Adds the column `row_index`, each row's number before the reordering. If a rollout has several
+    rows, also adds `rollout_index`, the number of each row's rollout.
 
     Args:
         batch: prompts with responses, [B]; it is changed in place. With one rank the rows keep
             their order.
         num_ranks: number of data-parallel ranks.
         responses_per_prompt: rollouts of each prompt.
-        config: the actor's section, whose mini-batches are to be even.
-        cost: costs of the actor's model.
+        config: the actor's section, which defines the mini-batches.
+        cost: cost model of the actor.
 
     Returns:
         Metrics `balance/...`.
@@ -121,13 +124,14 @@ def order_for_ranks(
     for inputs in batch.non_tensor_batch.get("multi_modal_inputs", [{}] * len(batch)):
         grids = [value for name, value in (inputs or {}).items() if name.endswith("grid_thw")]
         image_costs.append(sum(map(cost.images, grids)))
-    columns = (prompts, prompt_lengths.tolist(), response_lengths.tolist(), image_costs)
-    rows = [cost.row(*facts) for facts in zip(*columns, strict=True)]
+    rows = list(
+        map(cost.row, prompts, prompt_lengths.tolist(), response_lengths.tolist(), image_costs)
+    )
 
     mini_batch_size = config.ppo_mini_batch_size * responses_per_prompt
     if config.shuffle or "rollout_index" in batch.batch.keys():
-        # Passes shuffle differently, and mini-batches of rollouts differ in their number of rows:
-        # only the batch as a whole can be even.
+        # Each pass shuffles the rows anew, and mini-batches of rollouts differ in their number of
+        # rows. So only the batch as a whole can be balanced.
         mini_batch_size = len(batch)
     result = balance(rows, num_ranks, mini_batch_size)
     batch.reorder(result.order)
@@ -139,34 +143,36 @@ def order_for_ranks(
 
 @dataclass(frozen=True)
 class Balance:
-    """An order of the rows, and how even the shares of its equal chunks are."""
+    """An order of the rows, and how evenly its equal chunks share the work."""
 
     order: list[int]  # row numbers; the first chunk is for rank 0, and so on
-    # Time of all steps over the time with even shares: 1 is even, R has all work on one rank.
+    # Time of all optimizer steps divided by the time with even shares: 1 if the shares are even, R
+    # if one rank has all the work.
     imbalance: float
-    imbalance_before: float  # the same for the rows in their original order
+    imbalance_before: float  # imbalance of the original order
 
 
 def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balance:
-    """Share the rows of a batch evenly over ranks.
+    """Share the rows of a batch evenly among ranks.
 
     Args:
         rows: the rows, in the order of the batch.
         num_ranks: number of ranks.
         mini_batch_size: rows of an optimizer step; all rows if they are shuffled later.
     """
+    # The rank of each row if the order stayed as it is, see `DataProto.chunk`.
     size, num_larger = divmod(len(rows), num_ranks)
-    rank_of_row = []  # in the original order
+    rank_of_row = []
     for rank in range(num_ranks):
         rank_of_row += [rank] * (size + (rank < num_larger))
 
-    # Per mini-batch and rank the numbers of the rows.
+    # Row numbers, for each mini-batch and rank.
     shares = []
     original_shares = []
     for start in range(0, len(rows), mini_batch_size):
         members = range(start, min(start + mini_batch_size, len(rows)))
-        # The quotas are those of dealing row after row in turn: they add up to each rank's chunk,
-        # and differ by at most one row.
+        # Counting round-robin over the whole batch makes the quotas of a mini-batch differ by at
+        # most one row, and those of a rank add up to the size of its chunk.
         quotas = [0] * num_ranks
         for number in members:
             quotas[number % num_ranks] += 1
@@ -186,11 +192,11 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balanc
 
 
 def cost_of_share(rows: Sequence[Row], share: Iterable[int]) -> float:
-    """Cost of some rows on one rank: each prompt once, and every response.
+    """Cost of the rows of one rank: each distinct prompt once, and every response.
 
     Args:
         rows: all rows.
-        share: numbers of those on the rank.
+        share: numbers of the rank's rows.
     """
     members = [rows[number] for number in share]
     prompt_costs = {row.prompt: row.prompt_cost for row in members}
@@ -198,14 +204,14 @@ def cost_of_share(rows: Sequence[Row], share: Iterable[int]) -> float:
 
 
 def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
-    """Share some rows by groups with the same prompt, the costliest group first.
+    """Assign the rows of a mini-batch to ranks in groups of the same prompt, the costliest first.
 
-    A group goes to the least loaded rank that has room for all of it; if there is none, its rows
-    are shared one by one.
+    A group goes to the least loaded rank that has room for all of it. If there is none, its rows
+    are assigned one by one.
 
     Args:
         rows: all rows.
-        members: numbers of the rows to share.
+        members: numbers of the rows to assign.
         quotas: number of rows that each rank gets, [R].
 
     Returns:
@@ -218,14 +224,14 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
     prompts_of_rank: list[set[Hashable]] = [set() for _ in quotas]
 
     def give(numbers: Sequence[int]) -> bool:
-        """Give rows with the same prompt to one rank. Returns whether a rank has room."""
+        """Assign rows with the same prompt to one rank. Returns False if no rank has room."""
         first = rows[numbers[0]]
         has_prompt = np.array([first.prompt in prompts for prompts in prompts_of_rank])
         rank = ranks.give(
             numbers,
             sum(rows[number].response_cost for number in numbers),
             size=len(numbers),
-            # A rank that has the prompt already computes it once for all of its rows.
+            # A rank that already has the prompt does not compute it again.
             extra=np.where(has_prompt, 0.0, first.prompt_cost),
         )
         if rank is not None:
@@ -240,20 +246,20 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
 
 
 def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
-    """Swap rows between the most and the least loaded rank while that shortens the longest share.
+    """Swap rows of the most and the least loaded rank while that shortens the longest share.
 
     Args:
         rows: all rows.
         shares: row numbers of each rank, changed in place.
     """
     loads = [cost_of_share(rows, share) for share in shares]
-    # Each swap gains at least WORTHWHILE; the limit bounds the time of large batches.
+    # The number of swaps is limited, which bounds the time of large batches.
     for _ in range(100 + 10 * len(shares)):
         heavy = loads.index(max(loads))
         light = loads.index(min(loads))
         if heavy == light or not shares[light]:
             return
-        out, into = _best_swap(rows, shares, (heavy, light), (loads[heavy], loads[light]))
+        out, into = _best_swap(rows, shares[heavy], shares[light], loads[heavy], loads[light])
         heavy_share = [*(number for number in shares[heavy] if number != out), into]
         light_share = [*(number for number in shares[light] if number != into), out]
         heavy_load = cost_of_share(rows, heavy_share)
@@ -268,46 +274,53 @@ def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
 
 def _best_swap(
     rows: Sequence[Row],
-    shares: Sequence[Sequence[int]],
-    ranks: tuple[int, int],
-    loads: tuple[float, float],
+    heavy_share: Sequence[int],
+    light_share: Sequence[int],
+    heavy_load: float,
+    light_load: float,
 ) -> tuple[int, int]:
-    """Find the rows of two ranks whose exchange leaves the smaller maximum.
+    """Find the two rows of a heavy and a light rank whose swap leaves the smallest maximum load.
 
     Two rows with the same prompt are treated as if their prompts were different.
 
     Args:
         rows: all rows.
-        shares: row numbers of each rank.
-        ranks: the two ranks.
-        loads: their costs.
+        heavy_share, light_share: row numbers of the two ranks.
+        heavy_load, light_load: their costs.
 
     Returns:
-        The numbers of a row of each.
+        The number of the heavy rank's row, and of the light rank's.
     """
-    counts = [Counter(rows[number].prompt for number in shares[rank]) for rank in ranks]
+    heavy_rows = [rows[number] for number in heavy_share]
+    light_rows = [rows[number] for number in light_share]
+    heavy_loses, light_gains = _costs_of_moves(heavy_rows, light_rows)
+    light_loses, heavy_gains = _costs_of_moves(light_rows, heavy_rows)
+    # Loads after each swap, [rows of the heavy rank, rows of the light rank].
+    heavy_loads = heavy_load - heavy_loses[:, None] + heavy_gains[None, :]
+    light_loads = light_load + light_gains[:, None] - light_loses[None, :]
+    longest = np.maximum(heavy_loads, light_loads)
+    out, into = np.unravel_index(np.argmin(longest), longest.shape)
+    return heavy_share[int(out)], light_share[int(into)]
 
-    def changes(side: int) -> tuple[np.ndarray, np.ndarray]:
-        """Cost that each row of a side takes from it, and cost that it adds to the other side."""
-        members = [rows[number] for number in shares[ranks[side]]]
-        responses = np.array([row.response_cost for row in members])
-        prompts = np.array([row.prompt_cost for row in members])
-        # A prompt is paid for by the first of its rows on a rank, and saved by the last to leave.
-        is_last = np.array([counts[side][row.prompt] == 1 for row in members])
-        is_new = np.array([row.prompt not in counts[1 - side] for row in members])
-        return responses + prompts * is_last, responses + prompts * is_new
 
-    heavy_loses, light_gains = changes(0)
-    light_loses, heavy_gains = changes(1)
-    # [rows of the first rank, rows of the second]: loads after the exchange.
-    heavy = loads[0] - heavy_loses[:, None] + heavy_gains[None, :]
-    light = loads[1] + light_gains[:, None] - light_loses[None, :]
-    out, into = np.unravel_index(np.argmin(np.maximum(heavy, light)), heavy.shape)
-    return shares[ranks[0]][int(out)], shares[ranks[1]][int(into)]
+def _costs_of_moves(origin: Sequence[Row], target: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Costs of moving each row of one rank, `origin`, to another one, `target`.
+
+    Returns:
+        What the origin's load loses and what the target's gains, [rows of the origin] each.
+    """
+    origin_counts = Counter(row.prompt for row in origin)
+    target_prompts = {row.prompt for row in target}
+    responses = np.array([row.response_cost for row in origin])
+    prompts = np.array([row.prompt_cost for row in origin])
+    # A rank pays for a prompt as long as it has at least one of its rows.
+    is_last = np.array([origin_counts[row.prompt] == 1 for row in origin])
+    is_new = np.array([row.prompt not in target_prompts for row in origin])
+    return responses + prompts * is_last, responses + prompts * is_new
 
 
 def _imbalance(rows: Sequence[Row], shares: Sequence[Sequence[Sequence[int]]]) -> float:
-    """Sum over steps of the longest share, divided by the sum of the mean shares."""
+    """Sum of the longest shares of all optimizer steps, divided by the sum of the mean shares."""
     longest = 0.0
     total = 0.0
     for ranks in shares:

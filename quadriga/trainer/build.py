@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the objects of a run: the one place where a name in a configuration becomes a class."""
+"""Builds the objects of a run. Names in the configuration become classes only here."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,25 +69,25 @@ NSIGHT = {
     "kill": "none",
     "o": "'quadriga_%p'",
 }
-"""Arguments of `nsys profile` for each process: one report per profile, and the process goes on."""
+"""Arguments of `nsys profile` for each process: a report per profile, without ending the process."""
 SUPERVISED = {
     "sft": (SFTWorker, SFTTrainer),
     "reward_model": (RewardModelTrainingWorker, RewardModelTrainer),
 }
-"""Worker and loop of each `task` except `rl`."""
+"""Classes of the worker and the loop of each `task` except `rl`."""
 
 
 @dataclass(frozen=True)
 class Replacements:
-    """Objects that replace what a configuration names; None: nothing replaces it."""
+    """Objects that replace those that a configuration names; None replaces nothing."""
 
-    # Classes by role, subclasses of the role's class.
+    # Worker classes by role; each is a subclass of the role's own class.
     workers: Mapping[Role, type[Any]] = field(default_factory=dict)
     tokenizer: Any = None
-    # reward, val_reward: make the reward managers, and new ones after a restart of the workers.
+    # Make the reward managers. They are called again after a restart of the workers.
     reward: Callable[[], RewardManager] | None = None
     val_reward: Callable[[], RewardManager] | None = None
-    # train, val: data sets
+    # Data sets.
     train: Any = None
     val: Any = None
     sampler: Any = None
@@ -111,19 +111,21 @@ class BuiltRun:
         """Stop the trainer and end the workers.
 
         Args:
-            is_cut_short: the loop did not reach its end, so remote workers may be dead or in the
-                middle of a call. Otherwise all results have arrived, and a worker that is lost now
-                is only reported.
+            is_cut_short: whether the loop ended before its last step, so that remote workers may
+                be dead or in the middle of a call. Otherwise all results have arrived, and the
+                loss of a worker is only reported.
         """
         try:
             if self.server is not None:
                 self.server.close()
             self.trainer.close()
         finally:
-            # `close` calls the workers, `end` does not.
-            end = self.team.end if is_cut_short and self.team.is_remote else self.team.close
             try:
-                end()
+                # `close` calls the workers, which may never reply; `end` does not.
+                if is_cut_short and self.team.is_remote:
+                    self.team.end()
+                else:
+                    self.team.close()
             except WorkerLostError as error:
                 print(f"The run is complete. {error}")
             if isinstance(self.trainer, RayPPOTrainer):
@@ -131,10 +133,10 @@ class BuiltRun:
 
 
 def check_overlap(config: Config, needs: Needs) -> None:
-    """Check that the estimator's inputs can be computed while responses are generated.
+    """Check that the algorithm works with `async_training`.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: it does not.
     """
     settings = config.async_training
     if needs.greedy_baseline and settings.enable:
@@ -155,14 +157,14 @@ def check_overlap(config: Config, needs: Needs) -> None:
 
 
 def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS) -> BuiltRun:
-    """Check, build and load everything that a run needs, whatever its `task`.
+    """Check, build and load everything that a run of any `task` needs.
 
     Remote workers load their models while this process prepares the data.
 
     Args:
         config: the resolved configuration.
         timeline: records how long each part of the start-up takes.
-        parts: objects that replace what the configuration names.
+        parts: objects that replace those that the configuration names.
     """
     config = with_episodes(config)
     with timeline.part("checks"):
@@ -176,10 +178,10 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
     server: TrainingServer | None = None
     team = start_workers(config, tokenizer, needs, parts.workers)
     try:
-        loaded_models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
-        # Remote workers load in parallel to this process, local ones when it is their turn.
+        finish_loading: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
+        # Remote workers load while this process reads the data, local ones afterwards.
         if team.is_remote:
-            loaded_models = in_background(loaded_models, "loading models").result
+            finish_loading = in_background(finish_loading, "loading models").result
         with timeline.part("data"):
             context = prompt_context(config, tokenizer)
             train = build_train_loader(config, tokenizer, context, parts)
@@ -188,9 +190,9 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
                 val = build_val_loader(config, tokenizer, context, parts)
         if config.task == "rl":
             with timeline.part("rewards"):
-                build = parts.reward or partial(build_reward, config, tokenizer, train, val)
-                reward = build()
-        choices = loaded_models()
+                make_reward = parts.reward or partial(build_reward, config, tokenizer, train, val)
+                reward = make_reward()
+        choices = finish_loading()
 
         num_batches = max(1, len(train))
         num_steps = config.trainer.num_steps(num_batches)
@@ -216,7 +218,7 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
                 )
             server = serve_rollout(config, tokenizer, rollout_of(team))
     except BaseException:
-        # Graders and workers are processes that would outlive the error.
+        # Graders and workers are processes, which would otherwise go on.
         if reward is not None:
             reward.close()
         team.end()
@@ -232,18 +234,18 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
 
 
 def check_before_start(config: Config, needs: Needs) -> None:
-    """Refuse a configuration that cannot run, before a process starts.
+    """Refuse a configuration that cannot run, before any process is started.
 
     Args:
         config: the resolved configuration.
-        needs: optional passes of its steps.
+        needs: optional passes of a training step.
 
     Raises:
         ConfigError: an algorithm, an engine, a model or a checkpoint cannot be used.
     """
     check_services(config.trainer.loggers)
     if config.task == "rl":
-        # Both are looked up only to refuse a wrong loss, option or engine.
+        # The first two are called only for their errors: a wrong loss, option or engine.
         UpdateInputs(config)
         rollout_engine_class(config)
         check_overlap(config, needs)
@@ -253,16 +255,16 @@ def check_before_start(config: Config, needs: Needs) -> None:
 
 
 def _with_counted_epochs(config: Config, num_batches: int) -> Config:
-    """Write `after_each_epoch` in `save_freq` and `test_freq` as a number of steps."""
-    counts = {}
+    """Replace `after_each_epoch` in `save_freq` and `test_freq` by the number of steps."""
+    frequencies = {}
     for name in ("save_freq", "test_freq"):
         if getattr(config.trainer, name) == "after_each_epoch":
-            counts[name] = num_batches
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=counts)})
+            frequencies[name] = num_batches
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=frequencies)})
 
 
 def start_workers(
-    config: Config, tokenizer: Any, needs: Needs, given: Mapping[Role, type[Any]]
+    config: Config, tokenizer: Any, needs: Needs, replacements: Mapping[Role, type[Any]]
 ) -> WorkerGroups:
     """Start a worker group for each role.
 
@@ -271,14 +273,15 @@ def start_workers(
     Args:
         config: the resolved configuration.
         tokenizer: the tokenizer of the policy.
-        needs: optional passes, which decide on the roles.
-        given: worker classes that replace those of their roles.
+        needs: optional passes of a training step, which decide on the roles.
+        replacements: worker classes that replace those of their roles. A class for one of the
+            roles with the policy replaces those of all of them.
 
     Raises:
-        ConfigError: a class of `given` is not a subclass of its role's class.
+        ConfigError: a replacement is not a subclass of its role's class.
     """
-    # One class may serve every role that holds the policy.
-    policy_class = next((given[Role(role)] for role in POLICIES if role in given), None)
+    policy_roles = [Role(role) for role in POLICIES]
+    policy_class = next((replacements[role] for role in policy_roles if role in replacements), None)
     role_classes: dict[Role, type[Any]] = {
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
@@ -297,7 +300,11 @@ def start_workers(
     workers = {}
     for role in map(Role, placement.roles):
         base = role_classes.get(role, ActorRolloutRefWorker)
-        cls = given.get(role) or (policy_class if role in POLICIES else None) or base
+        cls = base
+        if role in replacements:
+            cls = replacements[role]
+        elif role in policy_roles:
+            cls = policy_class or base
         if not issubclass(cls, base):
             raise ConfigError(
                 f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}"
@@ -305,7 +312,7 @@ def start_workers(
         if role in role_classes:
             workers[role] = ClassWithInitArgs(cls, config, tokenizer)
         else:
-            # The worker of a policy serves one of several roles.
+            # One class serves several roles with the policy, so it is told which.
             workers[role] = ClassWithInitArgs(cls, config, tokenizer, role)
 
     runtime_env = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
@@ -313,7 +320,7 @@ def start_workers(
     devices = {}
     num_devices = rollout_devices(config)
     if num_devices > 1:
-        # A process of this pool drives several devices.
+        # Each process of the rollout's pool drives several devices.
         pool = placement.roles["rollout"]
         pools[pool] = [count // num_devices for count in pools[pool]]
         devices[pool] = num_devices
@@ -322,28 +329,28 @@ def start_workers(
 
 
 def state_copies(config: Config) -> Any:
-    """Keeper of copies of the state that outlive the workers; None if workers never restart."""
+    """Create the `StateCopies` of a run, which survive its workers; None if it keeps none."""
     trainer = config.trainer
     if trainer.backend != "ray" or not trainer.state_copies:
         return None
     if not trainer.max_worker_restarts or trainer.val_only:
         return None
-    # A copy at every step would have to wait for every request in flight.
+    # With requests in flight between steps, each copy would have to wait for all of them.
     if config.async_training.is_stale:
         return None
     return resolve_name(STATE_COPIES)()
 
 
 def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
-    """Load the models of all workers, at the same time if they are processes of their own.
+    """Load the models of all workers; workers in separate processes load at the same time.
 
     Args:
-        team: the workers, as started.
-        timeline: records the time.
+        team: the workers, which have been started.
+        timeline: records how long it takes.
 
     Returns:
-        Choices that were made, to be printed: those of rank 0, and of each rank that chose
-        otherwise.
+        Automatic choices of the workers, to be printed: those of rank 0, followed by those of
+        ranks that chose differently.
     """
     if team.is_remote:
         with timeline.part("workers"):
@@ -355,26 +362,26 @@ def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
 
     choices = dict(team.describe())
     for choices_of_ranks in choices_of_groups:
-        first = choices_of_ranks[0]
-        merged = dict(first)
+        choices_of_first = choices_of_ranks[0]
+        merged = dict(choices_of_first)
         for rank, choices_of_rank in enumerate(choices_of_ranks):
             for name, choice in choices_of_rank.items():
-                if choice != first.get(name):
+                if choice != choices_of_first.get(name):
                     merged[name] = f"{merged.get(name, 'none')}; rank {rank}: {choice}"
         choices |= merged
     return choices
 
 
 def rollout_of(team: WorkerGroups) -> WorkerGroup[Any]:
-    """Worker group of the rollout: one of its own, or the policy's."""
+    """The worker group that generates: a separate rollout, or the actor's."""
     roles = (Role.Rollout, Role.ActorRolloutRef, Role.ActorRollout)
     return next(team.groups[role] for role in roles if role in team.groups)
 
 
 def handles(team: WorkerGroups, config: Config) -> Workers:
-    """Handles of the team's groups, as the training loop calls them.
+    """Make the handles through which the training loop calls the team's groups.
 
-    A rollout on processes of its own receives the actor's weights through a `RolloutPool`.
+    A rollout in separate processes receives the actor's weights through a `RolloutPool`.
     """
     groups = {Role(role): group for role, group in team.groups.items()}
     workers = {role: group.as_worker() for role, group in groups.items()}
@@ -383,7 +390,7 @@ def handles(team: WorkerGroups, config: Config) -> Workers:
     )
     rollout = workers[policy]
     weights = WeightPublisher(groups[policy])
-    # An actor without the rollout: responses come from processes of their own.
+    # The role `actor` has no rollout, so the rollout runs in separate processes.
     if policy == Role.Actor:
         pool_class = StreamPool if config.async_training.enable else RolloutPool
         rollout = weights = pool_class(
@@ -402,24 +409,24 @@ def handles(team: WorkerGroups, config: Config) -> Workers:
 
 @contextmanager
 def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[list[Any]]:
-    """Context manager: handles of the groups of `frozen_team`, typed as their workers."""
+    """Context manager: start a `frozen_team`; yields a handle for each of the roles, in order."""
     with frozen_team(config, tokenizer, *roles) as team:
         yield [team.groups[role].as_worker() for role in roles]
 
 
 @contextmanager
 def frozen_team(config: Config, tokenizer: Any, *roles: Role) -> Iterator[WorkerGroups]:
-    """Context manager: workers whose models do not learn, on the processes that a run would use.
+    """Context manager: start workers that are not trained, on the processes that a run would use.
 
     Args:
         config: the resolved configuration.
         tokenizer: the tokenizer of the policy.
-        roles: `Role.ActorRollout`, which takes the place of the run's rollout, and
-            `Role.RewardModel`.
+        roles: `Role.ActorRollout`, which is placed like a run's rollout, and `Role.RewardModel`.
     """
     pools = role_pools(config.trainer, [role for role in roles if role == Role.RewardModel])
     policy = next(role for role in (Role.Rollout, *POLICIES) if role in pools)
-    # Nothing is trained: no generation runs beside training, and a call may have all rows.
+    # Nothing is trained, so generation has nothing to overlap with. A single call may have all
+    # rows, so its time is not limited.
     trainer = config.trainer.model_copy(update={"phase_timeout_s": None})
     config = config.model_copy(update={"async_training": AsyncTrainingConfig(), "trainer": trainer})
     workers = {}
@@ -450,6 +457,8 @@ def frozen_team(config: Config, tokenizer: Any, *roles: Role) -> Iterator[Worker
 def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager:
     """Build the reward manager of a run, and check that it can grade every row of the data.
 
+    If the manager reads whole rows, the data sets are set to provide them.
+
     Args:
         config: the resolved configuration.
         tokenizer: the tokenizer of the policy.
@@ -461,12 +470,13 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
     manager = load_reward_manager(config, tokenizer)
     try:
         for loader in loaders:
-            if loader is not None:
-                # A mixture is a data set of several parts.
-                for rows in getattr(loader.dataset, "parts", [loader.dataset]):
-                    _check_rows(manager, rows)
-                    if manager.reads_rows and isinstance(rows, RLHFDataset):
-                        rows.columns_entry = ROW
+            if loader is None:
+                continue
+            # A mixture has several data sets.
+            for dataset in getattr(loader.dataset, "parts", [loader.dataset]):
+                _check_rows(manager, dataset)
+                if manager.reads_rows and isinstance(dataset, RLHFDataset):
+                    dataset.columns_entry = ROW
     except BaseException:
         manager.close()
         raise
@@ -475,21 +485,24 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
     return manager
 
 
-def _check_rows(manager: RewardManager, rows: Any) -> None:
+def _check_rows(manager: RewardManager, dataset: Any) -> None:
     """Check that a reward manager can grade the rows of a data set."""
-    # A class of the user may make other rows of the files.
-    if getattr(type(rows), "__getitem__", None) is not RLHFDataset.__getitem__:
+    # A user's class may change the rows of the files, so they cannot be checked in advance.
+    if getattr(type(dataset), "__getitem__", None) is not RLHFDataset.__getitem__:
         return
-    sources = rows.column(rows.config.reward_fn_key)
-    pairs = zip(sources, rows.column("reward_model"), strict=True)
-    checked = ((place, source, truth) for (place, source), (_, truth) in pairs)
-    # In chunks, which bound the memory.
-    while chunk := list(islice(checked, 4096)):
+    # Each column yields pairs of a row's place and its value.
+    sources = dataset.column(dataset.config.reward_fn_key)
+    truths = dataset.column("reward_model")
+    rows = (
+        (place, source, truth) for (place, source), (_, truth) in zip(sources, truths, strict=True)
+    )
+    # In chunks, to bound the memory.
+    while chunk := list(islice(rows, 4096)):
         manager.check_rows(chunk)
 
 
 def build_tokenizer(config: Config) -> Any:
-    """Load the tokenizer of `data.tokenizer`, by default that of the model."""
+    """Load the tokenizer that `data.tokenizer` names, by default the model's."""
     model = config.actor_rollout_ref.model
     return load_tokenizer(
         config.data.tokenizer or model.path,
@@ -499,12 +512,12 @@ def build_tokenizer(config: Config) -> Any:
 
 
 def _dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_train: bool) -> Any:
-    """The data set of training or of validation."""
+    """Load the training or the validation data set of a task."""
     data = config.data
     files = data.train_files if is_train else data.val_files
     if config.task == "rl":
         if config.reward_model.enable:
-            # A reward model may read the chats.
+            # A reward model with a chat template of its own reads the messages.
             data = data.model_copy(update={"return_raw_chat": True})
         return create_rl_dataset(
             files,
@@ -535,13 +548,13 @@ def _dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_train
 def build_train_loader(
     config: Config, tokenizer: Any, context: PromptContext, parts: Replacements = NO_PARTS
 ) -> Any:
-    """Build the loader of the training rows, which gives only full batches.
+    """Build the loader of the training rows, which yields only full batches.
 
     Args:
         config: the resolved configuration.
         tokenizer: the tokenizer of the policy.
-        context: facts about the rollout and the model that decide about prompts.
-        parts: objects that replace what the configuration names.
+        context: limits of the rollout and the model that prompts must keep to.
+        parts: objects that replace those that the configuration names.
     """
     data = config.data
     rows = parts.train
@@ -550,7 +563,7 @@ def build_train_loader(
     if config.distillation.enable and isinstance(rows, RLHFDataset):
         require_teachers(config, rows.column(data.reward_fn_key))
 
-    # Dynamic sampling may take other numbers of prompts than an update learns from.
+    # With dynamic sampling, a batch of prompts may be larger or smaller than that of an update.
     size = data.train_batch_size
     if data.gen_batch_size is not None and config.algorithm.filter_groups.enable:
         size = data.gen_batch_size
@@ -583,8 +596,8 @@ def build_val_loader(
     Args:
         config: the resolved configuration.
         tokenizer: the tokenizer of the policy.
-        context: facts about the rollout and the model that decide about prompts.
-        parts: objects that replace what the configuration names.
+        context: limits of the rollout and the model that prompts must keep to.
+        parts: objects that replace those that the configuration names.
     """
     data = config.data
     rows = parts.val

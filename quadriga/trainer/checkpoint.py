@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on disk. One counts only after it was written in full, listed, read back and renamed.
+"""Checkpoints on disk. Only one that is written in full, listed, read back and renamed counts.
 
     DIRECTORY/
       config.yaml                           the resolved configuration: see settings.py
@@ -11,7 +11,7 @@
         actor/  critic/                     one folder per role that learns: workers/checkpoint.py
 
 A folder named global_step_N is complete: it gets this name after its last byte is on disk, and
-loses it before its first byte is deleted. Whatever a killed run leaves has another name, and the
+loses it before its first byte is deleted. What a killed run leaves behind has another name, and the
 next save deletes it. A complete checkpoint that turns out to be damaged is kept as
 damaged_global_step_N. Checkpoints of another run in the same directory are kept in superseded_N,
 with their configurations.
@@ -40,7 +40,7 @@ _UNFINISHED = ".unfinished_"
 _SKIPPED = re.compile(r"step_(\d+)\.jsonl")
 _BY_TIME = Path("trainer", "by_time")
 _SUPERSEDED = ".superseded"
-"""File in a checkpoint: a run has resumed from an earlier step since, without this one's steps."""
+"""File in a checkpoint that is no longer part of the run, which has resumed from an earlier one."""
 
 
 class Checkpoints:
@@ -49,11 +49,11 @@ class Checkpoints:
     Args:
         directory: the run's directory; it need not exist yet.
         max_to_keep: number of newest checkpoints that `complete` keeps; None: all.
-        is_by_time: whether the clock decides when one is written. Such checkpoints are marked, and
-            `max_to_keep` counts and deletes no others.
+        is_by_time: whether checkpoints are written by the clock. These are marked, and
+            `max_to_keep` neither counts nor deletes others.
 
     Attributes:
-        last_written: step of the checkpoint that this object wrote last.
+        last_written: step of the checkpoint that this object wrote last; None if it wrote none.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Checkpoints:
     def newest(self, before_step: float = math.inf) -> int | None:
         """Step of the checkpoint that was written last; None if there is none.
 
-        It need not be the highest: a run that resumed from an earlier step leaves the later
-        checkpoints of its predecessor in place.
+        This need not be the highest step: a run that resumed from an earlier step leaves the later
+        checkpoints, which are then superseded, in place.
 
         Args:
-            before_step: only checkpoints of earlier steps count, and none of a predecessor.
+            before_step: consider only earlier steps, and no superseded checkpoints.
         """
         steps = [step for step in self.steps() if step < before_step]
         written = self._written()
         if written in map(str, steps):
             return int(written)
-        # LATEST is missing or damaged, or names a checkpoint that is not there.
+        # LATEST is missing or damaged, or names a checkpoint that is not considered.
         past_steps = self._without_superseded(steps)
         if not past_steps and before_step == math.inf:
             past_steps = steps
@@ -98,7 +98,12 @@ class Checkpoints:
         return None if newest is None else self.path(newest)
 
     def _written(self) -> str:
-        """The step in the file `LATEST`; "" without the file, else a description of the damage."""
+        """Read the file `LATEST`.
+
+        Returns:
+            Its text, which is a step if the file is intact; "" if there is no file; why it cannot
+            be read, or what is wrong with it, otherwise. The latter equal no step.
+        """
         path = self.directory / LATEST
         try:
             if path.exists() and not path.is_file():
@@ -113,6 +118,7 @@ class Checkpoints:
         return text.removesuffix("\n")
 
     def _without_superseded(self, steps: list[int]) -> list[int]:
+        """The steps among `steps` whose checkpoints are part of the run."""
         return [step for step in steps if not os.path.exists(self.path(step) / _SUPERSEDED)]
 
     def path(self, step: int) -> Path:
@@ -122,13 +128,13 @@ class Checkpoints:
     # Writing
 
     def begin(self, step: int) -> Path:
-        """Create an empty folder for the checkpoint of a step; `complete` turns it into one.
+        """Create the folder in which a step's checkpoint is written until `complete` renames it.
 
         Raises:
             CheckpointError: the folder cannot be created.
         """
         with self.guarded(step):
-            # Only one process writes here: what is unfinished is a killed one's.
+            # Only one process writes here, so unfinished folders were left by killed ones.
             for leftover in self.directory.glob(f"{_UNFINISHED}*"):
                 _delete(leftover)
             self._unfinished(step).mkdir(parents=True)
@@ -144,8 +150,8 @@ class Checkpoints:
         The files are listed, synchronized to disk and read back before the folder gets its name.
 
         Raises:
-            CheckpointError: something cannot be written, or differs when it is read back; older
-                checkpoints are untouched.
+            CheckpointError: a file cannot be written, or is not the same when it is read back.
+                Older checkpoints are untouched.
         """
         unfinished = self._unfinished(step)
         with self.guarded(step):
@@ -168,7 +174,7 @@ class Checkpoints:
             write_atomically(self.directory / LATEST, f"{step}\n")
             self.last_written = step
             if self.max_to_keep is not None:
-                # Later checkpoints belong to a predecessor, and count for nothing here.
+                # Checkpoints of later steps are superseded: they are neither counted nor deleted.
                 steps = [past_step for past_step in self.steps() if past_step <= step]
                 if self.is_by_time:
                     steps = [past for past in steps if (self.path(past) / _BY_TIME).exists()]
@@ -184,8 +190,8 @@ class Checkpoints:
         """Context manager: abandon the checkpoint of a step if the block fails.
 
         Raises:
-            CheckpointError: it cannot be written, say because the disk is full; the error names the
-                checkpoint that is left to resume from.
+            CheckpointError: it cannot be written, for example because the disk is full. The error
+                names the checkpoint that is left to resume from.
         """
         try:
             yield
@@ -201,18 +207,19 @@ class Checkpoints:
                 expected="room and permission to write it",
                 fix=f"Free space or set trainer.default_local_dir. {advice}",
             ) from error
-        # On KeyboardInterrupt the folder stays: the checkpoint may still be completed.
+        # Not on KeyboardInterrupt, after which the checkpoint may still be completed.
         except Exception:
             self.abandon(step)
             raise
 
     def _unfinished(self, step: int) -> Path:
+        """Folder in which this process writes the checkpoint of a step."""
         return self.directory / f"{_UNFINISHED}{step}_{os.getpid()}"
 
     def _make_room(self, step: int) -> None:
-        """Take the name of an older checkpoint of the same step away from it."""
+        """Remove an older checkpoint of the same step, or rename it if it is damaged."""
         if self._written() == str(step):
-            # If the process is killed now, LATEST must not name a checkpoint that is not there.
+            # If the process is killed after this, LATEST must not name a missing checkpoint.
             (self.directory / LATEST).unlink()
         try:
             verify(self.path(step))
@@ -228,7 +235,7 @@ class Checkpoints:
         _delete(unfinished)
 
     def _keep_damaged(self, checkpoint: Path) -> Path:
-        """Rename a damaged checkpoint to a name that says so and that nothing else has."""
+        """Rename a damaged checkpoint to a new name that says so. Returns the new path."""
         place = self.directory / f"damaged_{checkpoint.name}"
         number = 1
         while place.exists():
@@ -243,15 +250,16 @@ class Checkpoints:
 
         Args:
             config: section with `resume_mode` and the keys that belong to it.
-            load: reads a checkpoint. After a `DamagedCheckpointError` it may be called again with
-                an older one.
+            load: loads a checkpoint. After it raises a `DamagedCheckpointError` it may be called
+                again with an older one.
 
         Returns:
             The checkpoint; None if the run starts from the beginning.
 
         Raises:
-            DamagedCheckpointError: the checkpoint is damaged, and the user named it, or no older
-                one is intact or may be used.
+            DamagedCheckpointError: the checkpoint is damaged, and no other one may be loaded
+                instead: the user named this one, no older one is intact, or `resume_fallback`
+                forbids it.
             CheckpointError: it belongs to another model or optimizer, or the directory cannot be
                 changed.
         """
@@ -285,7 +293,11 @@ class Checkpoints:
         """Load the newest checkpoint, or with `takes_older` the newest one that is intact.
 
         Returns:
-            The checkpoint, and the damage that was passed over.
+            The checkpoint, None if there is none; and the errors of the damaged files and
+            checkpoints that were passed over, by path.
+
+        Raises:
+            DamagedCheckpointError: there are checkpoints, but none that may be loaded.
         """
         steps = self.steps()
         newest = self.newest()
@@ -318,10 +330,10 @@ class Checkpoints:
         if not damaged:
             return None, {}
 
-        first, *further = damaged.values()
-        findings = [f"{error.where}: got {error.got}." for error in further]
-        first.fix = " ".join([*findings, self._advice(damaged)])
-        raise first
+        first_error, *other_errors = damaged.values()
+        findings = [f"{error.where}: got {error.got}." for error in other_errors]
+        first_error.fix = " ".join([*findings, self._advice(damaged)])
+        raise first_error
 
     def _separate_past(
         self,
@@ -329,12 +341,15 @@ class Checkpoints:
         damaged: Mapping[Path, DamagedCheckpointError],
         config: TrainerConfig,
     ) -> None:
-        """Report and keep damaged checkpoints; mark or move those that are not this run's past.
+        """Report and rename damaged checkpoints; mark or move those of steps that come later.
+
+        Later checkpoints are superseded if the run resumes by itself. If the user said where it
+        starts, they belong to another run.
 
         Args:
             path: the checkpoint that the run resumes from; None: it starts from the beginning.
-            damaged: damage by path.
-            config: says whether the run was told where to start, as in `resume`.
+            damaged: errors of damaged checkpoints, and of a damaged `LATEST`, by path.
+            config: as for `resume`.
         """
         resumed_step = 0
         if path is not None and path.resolve().parent == self.directory.resolve():
@@ -348,7 +363,7 @@ class Checkpoints:
                 f"The run goes on from {path}: what came after step {resumed_step} is done again.",
                 flush=True,
             )
-        # A validation continues nothing.
+        # A run that only validates takes no steps which could supersede others.
         if config.val_only:
             return
 
@@ -366,7 +381,7 @@ class Checkpoints:
             write_atomically(self.directory / LATEST, f"{resumed_step}\n")
 
     def _move_aside(self, steps: list[int], skipped: list[Path]) -> None:
-        """Move checkpoints and skipped rows of another run to a new folder `superseded_N`."""
+        """Move checkpoints, and files of skipped rows, of another run to a folder `superseded_N`."""
         number = 1
         while (aside := self.directory / f"superseded_{number}").exists():
             number += 1
@@ -386,7 +401,7 @@ class Checkpoints:
             print(f"The rows of steps that another run has skipped were moved to {aside}.")
 
     def _advice(self, damaged: Collection[Path]) -> str:
-        """A sentence that says how to go on without the damaged checkpoints."""
+        """Advice on how to continue without the damaged checkpoints."""
         for path in map(self.path, reversed(self.steps())):
             if path in damaged:
                 continue
@@ -404,7 +419,7 @@ class Checkpoints:
 
 
 def quarantined_files(directory: Path) -> dict[int, Path]:
-    """Files with the rows of the steps that a run has skipped (quarantine.py), by step."""
+    """Files with the rows of skipped steps (quarantine.py), by step."""
     files = {}
     for path in (directory / "quarantine").glob("step_*.jsonl"):
         match = _SKIPPED.fullmatch(path.name)
@@ -414,7 +429,7 @@ def quarantined_files(directory: Path) -> dict[int, Path]:
 
 
 def start_of(config: TrainerConfig) -> Path | None:
-    """The checkpoint that a run resumes from if it is intact; None: it starts anew."""
+    """The checkpoint that a run will resume from, if it is intact; None: it starts anew."""
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path or "")
     if config.resume_mode == "auto":
@@ -426,7 +441,7 @@ def step_of(checkpoint: Path) -> int:
     """The training step after which a checkpoint was written.
 
     Raises:
-        CheckpointError: the folder has not the name of a checkpoint.
+        CheckpointError: the folder does not have the name of a checkpoint.
     """
     match = _COMPLETE.fullmatch(checkpoint.resolve().name)
     if match is None:
@@ -437,12 +452,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def model_folder(path: str | Path) -> str | Path:
-    """Find the Hugging Face folder of a run, a checkpoint or a role's part of a checkpoint.
+    """Find the Hugging Face folder of a run, a checkpoint, or a role's folder in a checkpoint.
 
-    A path that does not exist is returned as it is: it may be the name of a model on a hub.
+    A Hugging Face folder is returned as it is. So is a path that does not exist, because it may be
+    the name of a model on a hub.
 
     Raises:
-        CheckpointError: the folder is none of these, nor a Hugging Face folder itself.
+        CheckpointError: the folder is none of these.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -507,6 +523,7 @@ def verify(checkpoint: Path) -> None:
 
 
 def _damage(path: Path, got: str, expected: str) -> DamagedCheckpointError:
+    """The error for a damaged file of a checkpoint."""
     return DamagedCheckpointError(
         str(path), got=got, expected=expected, fix="Take another checkpoint."
     )
@@ -519,12 +536,12 @@ def _require_regular(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file that is never incomplete under its name.
+    """Write a file under a temporary name, then rename it, so that it is never incomplete.
 
     Args:
         path: the file.
         text: its content.
-        mode: its permissions, less those that the process's umask takes.
+        mode: its permissions, before the process's umask is applied.
     """
     unfinished = path.with_name(f"{_UNFINISHED}{path.name}")
     opener = partial(os.open, mode=mode)
@@ -541,7 +558,7 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 def _delete(path: Path) -> None:
     """Delete a file or folder.
 
-    NFS keeps files that are open elsewhere for a while; the next save deletes them.
+    A folder may remain in part: NFS keeps files that are still open. The next save deletes it.
     """
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
@@ -550,6 +567,7 @@ def _delete(path: Path) -> None:
 
 
 def _reason(error: OSError | CheckpointError) -> str:
+    """The part of an error's message that belongs in the message of another one."""
     if isinstance(error, CheckpointError):
         return f"{error.where}: {error.got}"
     return f"{type(error).__name__}: {error.strerror or error}"
@@ -562,7 +580,7 @@ def sha256_of(path: str | Path) -> str:
 
 
 def _sync(directory: Path) -> None:
-    """Synchronize a folder to disk, and if it is an unfinished checkpoint everything in it."""
+    """Synchronize a folder to disk; of an unfinished checkpoint, also everything in it."""
     paths = [directory]
     if directory.name.startswith(_UNFINISHED):
         paths = [*directory.rglob("*"), directory]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy without training: responses to prompts, and their grades; also from and to files.
+"""Uses a policy without training: generates responses and grades them, also from and to files.
 
     OUTPUT         the rows of a file of prompts with a column `responses`; complete, or not there
     OUTPUT.part/   exists until OUTPUT is complete
       responses.jsonl   one line per batch, with the texts of each prompt
       config.yaml       the settings that they were generated with
 
-Prompts are answered in the order of their rows, and what is sampled for one depends only on its
-row. So a call that was killed continues with the batch it was at, and writes the same file as a
-call that was not.
+Responses are generated in the order of the rows, and what is sampled for a prompt depends only on
+its row. So after a call that was killed, the next one continues with the batch that was lost, and
+writes the same file as an uninterrupted call.
 """
 
 import json
@@ -53,17 +53,17 @@ from quadriga.trainer.validate import Validator, interval, means, sample_values
 from quadriga.workers.generation import build_processor, num_positions, prompt_context
 
 RESPONSES = "responses.jsonl"
-AT_A_TIME = 256  # prompts whose responses are written, or lost, together
+AT_A_TIME = 256  # prompts per batch; a killed call loses the responses of one batch
 _OUTPUT = "--output"
-_READ = ("data.", "actor_rollout_ref.")  # prefixes of the keys that responses depend on
+_RESPONSE_KEYS = ("data.", "actor_rollout_ref.")  # prefixes of the keys that responses depend on
 
 
 class Grades(NamedTuple):
     """Grades of responses.
 
     Attributes:
-        metrics: metrics by name.
-        intervals: 95 % confidence intervals of the metrics that are means of scores.
+        metrics: values by name.
+        intervals: 95 % confidence intervals of the metrics that are means of scores, by name.
         rows: all graded rows.
     """
 
@@ -74,15 +74,19 @@ class Grades(NamedTuple):
     @classmethod
     def of(cls, rows: list[dict[str, Any]]) -> "Grades":
         """Compute the metrics of graded rows, which have the columns of `sample_values`."""
+        intervals = {}
         values = sample_values(rows)
-        means_of_scores = [name for name in values if "/std" not in name]
-        return cls(means(values), {name: interval(values[name]) for name in means_of_scores}, rows)
+        for name, values_of_prompts in values.items():
+            # Standard deviations are not means of scores.
+            if "/std" not in name:
+                intervals[name] = interval(values_of_prompts)
+        return cls(means(values), intervals, rows)
 
 
 def evaluate(config: Config) -> Grades:
     """Grade `actor_rollout_ref.model.path` on `data.val_files`.
 
-    All rows are also written to `trainer.validation_data_dir` if it is set.
+    If `trainer.validation_data_dir` is set, all rows are also written there.
 
     Raises:
         DataError: there are no validation files.
@@ -118,9 +122,12 @@ def answer(
     """Generate `rollout.n` responses to each chat.
 
     Args:
-        config: its `actor_rollout_ref.rollout` has the sampling.
+        config: the resolved configuration; `actor_rollout_ref.rollout` has the sampling options.
         chats: lists of messages with `role` and `content`.
-        images: files for the `<image>`s of each chat, in their order. None: there are none.
+        images: image files of each chat, in the order of its `<image>`s. None: there are none.
+
+    Returns:
+        The texts of the responses to each chat.
 
     Raises:
         DataError: a prompt is longer than `data.max_prompt_length`, or its images are wrong.
@@ -143,7 +150,9 @@ def answer(
             read_picture(file, folder=Path(), where=f"{where}, image {i}")
             for i, file in enumerate(files)
         ]
-        messages = chat if processor is None else with_parts(chat, pictures, where=where)[0]
+        messages = chat
+        if processor is not None:
+            messages, _, _ = with_parts(chat, pictures, where=where)
         text = encoder.render(messages, where=where)
         rows.append(
             prompt_columns(text, pictures, (), encoder, processor, config.data, where=where)
@@ -162,24 +171,25 @@ def answer(
 
 
 def with_room(config: Config, num_prompt_tokens: int) -> Config:
-    """The configuration with responses that fit behind the longest prompt.
+    """Limit the length of responses so that the longest prompt and its response fit in the model.
 
-    The default of `data.max_response_length` is lowered to what fits, and the length is printed.
+    The default of `data.max_response_length` is lowered to what fits, and the length is printed. A
+    value that the user has set must fit as it is.
 
     Args:
         config: the resolved configuration.
         num_prompt_tokens: tokens of the longest prompt.
 
     Raises:
-        ConfigError: the length was given, or a prompt leaves no room.
+        ConfigError: the user's value does not fit, or the prompt leaves no room for a response.
     """
     data = config.data
     context = num_positions(config)
-    is_given = "max_response_length" in data.model_fields_set
+    is_set_by_user = "max_response_length" in data.model_fields_set
     room = data.max_response_length
     if context is not None:
         room = min(room, context - num_prompt_tokens)
-    if room < 1 or (is_given and room < data.max_response_length):
+    if room < 1 or (is_set_by_user and room < data.max_response_length):
         fix = "Shorten the prompt."
         if room >= 1:
             fix = "Lower it, or leave it out: then it is what fits."
@@ -189,7 +199,7 @@ def with_room(config: Config, num_prompt_tokens: int) -> Config:
             expected=f"at most {max(room, 0)}: the model has {context} positions",
             fix=fix,
         )
-    if not is_given:
+    if not is_set_by_user:
         print(f"responses: at most {room} tokens (--max-tokens)", file=sys.stderr)
     if room == data.max_response_length:
         return config
@@ -198,20 +208,24 @@ def with_room(config: Config, num_prompt_tokens: int) -> Config:
 
 
 def texts_of(tokenizer: Any, responses: DataProto, num_samples: int) -> list[list[str]]:
-    """Decode the tokens that the policy itself has written.
+    """Decode the tokens that the policy itself has generated.
 
     Args:
         tokenizer: the tokenizer of the policy.
-        responses: `responses` and `response_mask` [B, T] of prompts * num_samples rollouts.
+        responses: rows with `responses` and `response_mask` [B, T], the rollouts of one prompt
+            after those of another.
         num_samples: rollouts of each prompt.
 
     Returns:
-        The texts of each prompt, those of the first row of each rollout.
+        The `num_samples` texts of each prompt. A rollout with several rows has the text of its
+        first one.
     """
-    rows = zip(responses.batch["responses"], responses.batch["response_mask"].bool(), strict=True)
+    masks = responses.batch["response_mask"].bool()
+    rows = zip(rollout_numbers(responses), responses.batch["responses"], masks, strict=True)
     texts = []
-    for number, (tokens, mask) in zip(rollout_numbers(responses), rows, strict=True):
-        if number == len(texts):
+    for rollout, tokens, mask in rows:
+        # Rollouts are numbered in their order, so this is the first row of a new one.
+        if rollout == len(texts):
             texts.append(policy_text(tokenizer, tokens.tolist(), mask.tolist()))
     return [texts[start : start + num_samples] for start in range(0, len(texts), num_samples)]
 
@@ -220,11 +234,11 @@ def texts_of(tokenizer: Any, responses: DataProto, num_samples: int) -> list[lis
 
 
 def answer_files(config: Config, output: Path) -> int:
-    """Write the rows of `data.val_files` with a column `responses`, as Parquet.
+    """Write the rows of `data.val_files` and responses to them to a Parquet file.
 
-    The column has `rollout.n` texts per row, sampled as `actor_rollout_ref.rollout` says. Prompts
-    are in `data.prompt_key`; `data.val_batch_size` of them, or `AT_A_TIME`, are answered at a time.
-    A call after one that was cut short continues it.
+    The column `responses` has `rollout.n` texts per row, sampled with the options of
+    `actor_rollout_ref.rollout`. Prompts are in the column `data.prompt_key`; a batch has
+    `data.val_batch_size` of them, or `AT_A_TIME`. A call after an interrupted one continues it.
 
     Args:
         config: the resolved configuration.
@@ -234,13 +248,14 @@ def answer_files(config: Config, output: Path) -> int:
         The number of rows.
 
     Raises:
-        DataError: a prompt is wrong or too long, not every row would get responses, the output was
-            begun with other settings, or it cannot be written.
+        DataError: a prompt is wrong or too long, not every row would get responses, an interrupted
+            call had other settings, or the output cannot be written.
+        CheckpointError: another process writes to the output.
     """
     data = config.data
     tokenizer = build_tokenizer(config)
     files = resolve_files(data.val_files, data.cache_dir, where="data.val_files")
-    # The tables are written again, with a column more; the data set makes prompts of them.
+    # The tables for the output, with all columns. The data set reads the same files for prompts.
     tables = [read_table(file) for file in files]
     rows = RLHFDataset(
         data.val_files,
@@ -271,19 +286,20 @@ def answer_files(config: Config, output: Path) -> int:
         if len(part.texts) < num_rows:
             _answer_rest(config, tokenizer, rows, part)
         _write_output(output, tables, part.texts)
-    # Only now: a call that is killed before finds all responses again.
+    # Only once the output is complete: if this call is killed before, the next one finds the
+    # responses here.
     shutil.rmtree(part.folder)
     return num_rows
 
 
 class Unfinished:
-    """The responses that an unfinished output has so far, in a journal on disk.
+    """Journal on disk of the responses to an unfinished output.
 
     Args:
-        folder: where the journal is.
+        folder: folder of the journal, which exists.
 
     Attributes:
-        texts: texts of each prompt, in the order of the rows.
+        texts: responses to each prompt so far, in the order of the rows.
 
     Raises:
         DataError: the journal cannot be read or written, or is damaged.
@@ -297,7 +313,7 @@ class Unfinished:
             self._file = path.open("a+b")
             self._file.seek(0)
             *lines, incomplete_line = self._file.read().split(b"\n")
-            # A call that is killed while it writes leaves a line without an end.
+            # A call that was killed while it was writing leaves a line without its end.
             self._file.truncate(self._file.tell() - len(incomplete_line))
         for number, line in enumerate(lines, start=1):
             try:
@@ -311,7 +327,7 @@ class Unfinished:
                 ) from error
 
     def add(self, texts: list[list[str]]) -> None:
-        """Add the texts of each prompt of a batch; they are on disk when this returns."""
+        """Add the responses to each prompt of a batch; they are on disk when this returns."""
         with _on_disk(self.folder):
             self._file.write(f"{json.dumps(texts)}\n".encode())
             self._file.flush()
@@ -324,15 +340,15 @@ class Unfinished:
 
 @contextmanager
 def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
-    """Context manager: the responses that an output has so far, locked against other processes.
+    """Context manager: open the journal of an output, locked against other processes.
 
     Args:
-        output: the file that they are for.
-        config: the settings of this call.
+        output: the file to write in the end.
+        config: the configuration of this call.
 
     Raises:
-        DataError: the output was begun with other settings, or the disk refuses.
-        CheckpointError: another process writes to it.
+        DataError: the journal was begun with other settings, or cannot be read or written.
+        CheckpointError: another process writes to the output.
     """
     folder = output.with_name(f"{output.name}.part")
     file = folder / CONFIGURATION
@@ -340,10 +356,10 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
     with run_lock(folder, _OUTPUT):
         settings_before = RunSettings.read(file, config.task)
         changes = []
-        # Only settings that decide on the responses matter.
+        # Other settings may differ: responses do not depend on them.
         if settings_before is not None:
             for change in settings_before.changes(settings_now):
-                if change.startswith(_READ) or change.endswith(CONTENT):
+                if change.startswith(_RESPONSE_KEYS) or change.endswith(CONTENT):
                     changes.append(change)
         elif (folder / RESPONSES).exists():
             changes.append(f"{file}: it cannot be read")
@@ -371,10 +387,9 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
 
 
 def _answer_rest(config: Config, tokenizer: Any, rows: RLHFDataset, part: Unfinished) -> None:
-    """Generate responses to the rows that have none yet."""
+    """Generate responses to the rows that have none yet, and add them to the journal."""
     rollout = config.actor_rollout_ref.rollout
     num_before = len(part.texts)
-    # Batches continue where the journal ends.
     loader = create_dataloader(
         rows,
         config.data,
@@ -398,7 +413,7 @@ def _answer_rest(config: Config, tokenizer: Any, rows: RLHFDataset, part: Unfini
 
 
 def _write_output(output: Path, tables: Sequence[RowTable], texts: list[list[str]]) -> None:
-    """Write the rows of some tables and their responses, in place of a column `responses`."""
+    """Write the rows of some tables with responses, which replace a column of that name."""
     try:
         table = pa.concat_tables(
             [table.to_arrow() for table in tables], promote_options="permissive"
@@ -418,7 +433,7 @@ def _write_output(output: Path, tables: Sequence[RowTable], texts: list[list[str
 
 @contextmanager
 def _on_disk(path: Path) -> Iterator[None]:
-    """Context manager: raise what the disk refuses as a DataError."""
+    """Context manager: turn an OSError into a DataError about `path`."""
     try:
         yield
     except OSError as error:
@@ -431,7 +446,7 @@ def _on_disk(path: Path) -> Iterator[None]:
 
 
 def _settings(config: Config) -> RunSettings:
-    """The settings of a call; the files of the model are identified by their sizes and times."""
+    """Settings of a call, with a digest of the sizes and times of the model's files."""
     settings = RunSettings.of(config)
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     versions = []
@@ -443,7 +458,7 @@ def _settings(config: Config) -> RunSettings:
     return replace(settings, files=settings.files | {str(folder): digest})
 
 
-# Grades of a file
+# Grading of a file
 
 
 def score_file(
@@ -455,44 +470,45 @@ def score_file(
     """Grade the responses in the rows of a file as in validation, without a model.
 
     Args:
-        config: its reward manager and score function grade; `data.reward_fn_key` names the column
-            of the data source.
+        config: the resolved configuration, with the reward manager and score function;
+            `data.reward_fn_key` names the column of the data source.
         path: a parquet, json or jsonl file.
         response_key: column with the responses of a row, a text or a list of texts.
         reward_model_key: column with the `ground_truth`.
 
     Returns:
-        `test_score/SOURCE`, the mean over rows of the mean score of a row, and the metrics of
-        validation.
+        The metrics of validation, and for each data source `test_score/SOURCE`: the mean over rows
+        of the mean score of a row.
 
     Raises:
-        ConfigError: a reward manager that needs a model or a batch of tokens.
-        DataError, RewardError: the file is wrong, or too many responses could not be graded.
+        ConfigError: the reward manager needs a model or a batch of tokens.
+        DataError: the file is wrong.
+        RewardError: too many responses could not be graded.
     """
     source_key = config.data.reward_fn_key
     table = _responses_table(config, path, (source_key, response_key, reward_model_key))
     with closing(load_reward_manager(config, None)) as manager:
         if config.reward_model.enable:
             raise _needs_texts("reward_model.enable")
-        # A manager that reshapes grades reads more of a response than its text.
+        # A manager that overrides `shaped` reads more of a response than its text.
         if (
             not isinstance(manager, SampleManager)
             or type(manager).shaped is not SampleManager.shaped
         ):
             raise _needs_texts("reward_model.reward_manager")
-        samples, numbers = _samples_of(table, source_key, response_key, reward_model_key)
+        samples, row_numbers = _samples_of(table, source_key, response_key, reward_model_key)
         if manager.reads_rows:
-            for facts, number in zip(samples.rows, numbers, strict=True):
-                facts["extra_info"] = {**facts["extra_info"], ROW: table[number]}
+            for sample, row_number in zip(samples.rows, row_numbers, strict=True):
+                sample["extra_info"] = {**sample["extra_info"], ROW: table[row_number]}
         outcomes = manager.grade_all(samples)
 
     graded_rows = []
-    for row, number, outcome in zip(samples.rows, numbers, outcomes, strict=True):
+    for sample, row_number, outcome in zip(samples.rows, row_numbers, outcomes, strict=True):
         graded_rows.append(
             {
                 **outcome.extra,
-                "data_source": row["data_source"],
-                "uid": number,
+                "data_source": sample["data_source"],
+                "uid": row_number,
                 "score": outcome.score,
             }
         )
@@ -510,7 +526,7 @@ def score_file(
 
 
 def _responses_table(config: Config, path: str, columns: Sequence[str]) -> RowTable:
-    """Read the single file of a path, and require columns of it."""
+    """Read the file of a path, and check that it is a single one with the given columns."""
     file, *further_files = resolve_files(path, config.data.cache_dir, where="responses")
     table = read_table(file)
     if further_files:
@@ -533,6 +549,7 @@ def _responses_table(config: Config, path: str, columns: Sequence[str]) -> RowTa
 
 
 def _needs_texts(key: str) -> ConfigError:
+    """The error for a key that names a grader which cannot grade texts alone."""
     return ConfigError(
         key,
         got="a grader that reads tokens",
@@ -548,17 +565,17 @@ def _samples_of(
 
     Args:
         table: the rows.
-        source, responses, truths: names of columns.
+        source, responses, truths: names of the columns.
 
     Returns:
-        The samples, and the number of the row of each.
+        A sample for each response, and the row number of each.
     """
-    rows = []
+    samples = []
     places = []
-    numbers = []
-    for number in range(len(table)):
-        row = table[number]
-        place = f"{table.path} row {number}"
+    row_numbers = []
+    for row_number in range(len(table)):
+        row = table[row_number]
+        place = f"{table.path} row {row_number}"
         texts = [row[responses]] if isinstance(row[responses], str) else row[responses]
         is_list = isinstance(texts, list) and bool(texts)
         if not is_list or not all(isinstance(text, str) for text in texts):
@@ -569,7 +586,7 @@ def _samples_of(
             )
         truth = ground_truth(row[truths], place, truths)
         for text in texts:
-            rows.append(
+            samples.append(
                 {
                     "data_source": row[source],
                     "ground_truth": truth,
@@ -578,6 +595,7 @@ def _samples_of(
                 }
             )
             places.append(place)
-            numbers.append(number)
-    # Lengths in tokens are not known without a tokenizer.
-    return Samples(rows, torch.zeros(len(rows), dtype=torch.int64), 0, places), numbers
+            row_numbers.append(row_number)
+    # Without a tokenizer the lengths in tokens are unknown.
+    lengths = torch.zeros(len(samples), dtype=torch.int64)
+    return Samples(samples, lengths, 0, places), row_numbers

@@ -2,14 +2,14 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476): a step learns only from groups with unequal rewards.
 
     prompts -> responses -> rewards -> unequal groups -> batch
-       ^                                    | equal ones are left out
+       ^                                    | equal groups are left out
        └──────────────── next prompts ──────┘
 
-It samples until it has `data.train_batch_size` groups, or fails after `max_num_gen_batches`.
+A step samples until it has `data.train_batch_size` groups, or fails after `max_num_gen_batches`.
 
-A group whose responses have equal rewards has no advantage, and so no gradient. Groups beyond a
-full batch are left out, too, and not kept for the next step: a step learns only from responses of
-its own weights, and a resumed run needs to know only the place in the data.
+The responses of a group with equal rewards have no advantage, and so no gradient. Groups beyond a
+full batch are left out, too, rather than kept for the next step: a step then learns only from
+responses of its own weights, and a resumed run only has to know its position in the data.
 
 Legend: B rows, T response positions.
 """
@@ -25,32 +25,32 @@ from quadriga.config import Config
 from quadriga.errors import DataError, RewardError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.trainer.rollout_rows import scored_rows
+from quadriga.trainer.rollout_rows import scores_of_rows
 
 logger = logging.getLogger(__name__)
 
-SCORE_NAMES = frozenset({"score", "seq_reward", "seq_final_reward"})  # names of the score itself
+SCORE_NAMES = frozenset({"score", "seq_reward", "seq_final_reward"})  # metrics that are the score
 REPORT_EVERY = 10  # batches of prompts between progress reports, if a step has no limit
 _KEY = "algorithm.filter_groups"
 
 
 class GroupFilter:
-    """The groups of a step while its batch fills.
+    """Collects the groups with unequal rewards of a step until they fill a batch.
 
     Attributes:
-        num_wanted: groups of a full batch.
-        num_groups: prompts that have responses so far.
+        num_wanted: number of groups in a full batch.
+        num_groups: number of groups so far, equal ones included.
     """
 
     def __init__(self, config: Config) -> None:
         self.settings = config.algorithm.filter_groups
         self.num_wanted = config.data.train_batch_size
         self.num_groups = 0
-        # Per batch of prompts: the rows of its unequal groups, group after group.
+        # For each batch of prompts the rows of its unequal groups, group after group.
         self._parts: list[DataProto] = []
-        # Number of rows of each of these groups.
+        # Number of rows of each unequal group.
         self._sizes: list[int] = []
-        # Number of equal groups by their value.
+        # Number of equal groups by the value that their responses share.
         self._equal: Counter[float | None] = Counter()
         # Sum and number of the values of all responses.
         self._total = 0.0
@@ -58,6 +58,7 @@ class GroupFilter:
 
     @property
     def is_full(self) -> bool:
+        """Whether there are enough groups for a batch."""
         return len(self._sizes) >= self.num_wanted
 
     def add(self, part: DataProto) -> set[Hashable]:
@@ -80,8 +81,9 @@ class GroupFilter:
             rows_of_group.setdefault(uid, []).append(row)
         unequal_rows = []
         for rows in rows_of_group.values():
-            numbers = [number for row in rows if (number := values[row]) is not None]
-            # Not the standard deviation, which need not be exactly zero for equal numbers.
+            values_of_group = [values[row] for row in rows]
+            numbers = [value for value in values_of_group if value is not None]
+            # The standard deviation of equal numbers need not be exactly zero.
             if numbers and min(numbers) != max(numbers):
                 unequal_rows += rows
                 self._sizes.append(len(rows))
@@ -96,7 +98,7 @@ class GroupFilter:
         return set(unequal.non_tensor_batch["uid"])
 
     def _check_progress(self) -> None:
-        """Refuse to go beyond the limit of batches; without a limit report how far the step is."""
+        """Raise an error at the limit of batches; without a limit, log progress now and then."""
         num_batches = len(self._parts)
         limit = self.settings.max_num_gen_batches
         if limit and num_batches == limit and not self.is_full:
@@ -118,7 +120,7 @@ class GroupFilter:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups sampled so far, for a checkpoint in the middle of a step."""
+        """State of a partly filled batch, for a checkpoint in the middle of a step."""
         return {
             "parts": list(self._parts),
             "sizes": list(self._sizes),
@@ -134,7 +136,7 @@ class GroupFilter:
         self._total, self._num_values, self.num_groups = state["counts"]
 
     def _so_far(self) -> str:
-        """Numbers of batches and groups, and the commonest values of equal groups."""
+        """Describe the batches and groups so far, with the commonest values of equal groups."""
         equal = "none of them equal"
         if self._equal:
             counts = []
@@ -144,7 +146,7 @@ class GroupFilter:
         return f"{len(self._parts)} batches of prompts ({self.num_groups} groups, {equal})"
 
     def batch(self) -> DataProto:
-        """The first `data.train_batch_size` groups, in the order of their prompts, and metrics."""
+        """Return the first `num_wanted` groups in the order of their prompts, with metrics."""
         num_rows = sum(self._sizes[: self.num_wanted])
         batch = DataProto.concat(self._parts).slice(0, num_rows)
         mean = self._total / max(self._num_values, 1)
@@ -154,31 +156,28 @@ class GroupFilter:
             "filter_groups/num_groups": Metric(self.num_groups, "sum"),
             "filter_groups/num_equal": Metric(self._equal.total(), "sum"),
             "filter_groups/num_surplus": Metric(len(self._sizes) - self.num_wanted, "sum"),
-            # Over all responses: the batch has none of the prompts that are always or never solved.
+            # Over all responses. That of the batch would omit the prompts that are always or never
+            # solved.
             f"filter_groups/{self.settings.metric}/mean": Metric(mean, "mean", self._num_values),
         }
         return batch
 
 
 def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
-    """The numbers [B] by which responses are compared.
+    """The numbers by which the responses of a group are compared.
 
     Args:
         batch: graded responses.
-        metric: a name of the score, or of what graders return beside it.
+        metric: a name of the score, or of a number that graders return beside it.
 
     Returns:
-        None for rows whose grader failed or returned no such number.
+        A number for each row, [B]; None if its grader failed or returned no such number.
 
     Raises:
         RewardError: no row has the metric, or a row's metric is not a number.
     """
     if metric in SCORE_NAMES:
-        scores = batch.batch["token_level_scores"].sum(-1).tolist()
-        is_scored = scored_rows(batch).tolist()
-        return [
-            score if has_score else None for score, has_score in zip(scores, is_scored, strict=True)
-        ]
+        return scores_of_rows(batch)
     extras = batch.non_tensor_batch["reward_extra"]
     values = [extra.get(metric) for extra in extras]
     for value in values:

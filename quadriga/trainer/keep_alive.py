@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--keep-alive`: a process that restarts its own command when a signal has killed it.
+"""`--keep-alive`: runs the same command in a child process, and again if a signal kills it.
 
-    this process                         the command, in a process group of its own
+    this process                         the child, in its own process group
       start  ------------------------->    trains; writes the number of each step into a shared file
       SIGTERM, SIGINT: passed on  ---->    ends after its step
       killed by another signal  <------    (out of memory, a crash in a library, SIGKILL)
@@ -30,9 +30,9 @@ OPTION = "--keep-alive"
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 MAX_FUTILE_DEATHS = 3  # deaths in a row without a new step
-_STEP_FILE = "QUADRIGA_STEP_FILE"  # variable with the descriptor of the file of the step
-_NOTICED_S = 0.5  # time for a training to react to a signal that was sent to it directly
-_WIDTH = 20  # digits of the number in the file
+_STEP_FILE = "QUADRIGA_STEP_FILE"  # environment variable with the descriptor of the step file
+_NOTICED_S = 0.5  # time for the child to react to a signal that was sent to it directly
+_WIDTH = 20  # characters of the number in the step file
 
 
 def is_kept_alive() -> bool:
@@ -41,10 +41,11 @@ def is_kept_alive() -> bool:
 
 
 def step_reporter() -> Callable[[int], None]:
-    """A function that passes the number of each step to `keep_alive`, if it runs.
+    """Return a function that reports the number of each step to `keep_alive`.
 
-    Processes that this one starts do not see the variable: they are not the command.
+    It does nothing if `keep_alive` has not started this process.
     """
+    # Removed from the environment: processes that this one starts are not the command.
     descriptor = os.environ.pop(_STEP_FILE, None)
     if descriptor is None:
         return lambda step: None
@@ -52,10 +53,10 @@ def step_reporter() -> Callable[[int], None]:
 
 
 def own_command(words: Sequence[str]) -> list[str]:
-    """The command line of this process.
+    """The command line of this process, to run it again.
 
     Args:
-        words: the words that it must end with.
+        words: arguments of the command that is being executed, with which the line must end.
 
     Raises:
         ConfigError: it does not end with them, because a Python program has called the command.
@@ -67,7 +68,7 @@ def own_command(words: Sequence[str]) -> list[str]:
 
 
 def require_resumable(config: Config) -> None:
-    """Check that a restarted run continues from where it was.
+    """Check that a restarted run would continue from its last checkpoint.
 
     Raises:
         ConfigError: it would not.
@@ -90,14 +91,14 @@ def require_resumable(config: Config) -> None:
 
 
 def keep_run_alive(config: Config, words: Sequence[str]) -> int:
-    """Run the command of this process in a child, again after each death by a signal.
+    """Run the command of this process in a child, and again each time a signal kills it.
 
     Args:
         config: the resolved configuration.
-        words: the words that the command ends with.
+        words: arguments of the command, as for `own_command`.
 
     Returns:
-        The exit status, as `keep_alive`.
+        The exit status; see `keep_alive`.
 
     Raises:
         ConfigError: a restarted run would not continue.
@@ -108,34 +109,33 @@ def keep_run_alive(config: Config, words: Sequence[str]) -> int:
 
 
 def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
-    """Run a command, again after each death by a signal.
+    """Run a command, and again each time a signal kills it.
 
-    It is not restarted after SIGTERM, SIGINT or an exit of its own, whatever its status, nor after
-    `MAX_FUTILE_DEATHS` without a new step.
+    It is not restarted if it exits by itself, with any status, or is killed by SIGTERM or SIGINT,
+    or has been killed `MAX_FUTILE_DEATHS` times in a row without a new step.
 
     Args:
         command: a command line whose training calls `step_reporter`.
         pause_s: seconds before the first restart; doubled each time, up to `LONGEST_PAUSE_S`.
 
     Returns:
-        The exit status of the last start.
+        The exit status of the last run of the command; 128 + the signal's number if it was killed.
     """
     newest_step = 0
     num_futile = 0
     with TemporaryFile() as step_file, ExitStack() as stack:
-        steps = step_file.fileno()
-        child = _Child(steps)
+        child = _Child(step_file.fileno())
         for number in (signal.SIGTERM, signal.SIGINT):
-            stack.callback(signal.signal, number, signal.signal(number, child.pass_on))
+            previous_handler = signal.signal(number, child.pass_on)
+            stack.callback(signal.signal, number, previous_handler)
         while True:
             status = child.run(command)
-            # An exit of its own is deliberate, also with an error: a restart would repeat it.
+            # After an exit with an error, a restart would meet the same error.
             if status >= 0:
                 return status
             if -status in (signal.SIGTERM, signal.SIGINT):
                 return 128 - status
-            # The child writes its step into a file that both processes have open.
-            step = _read_step(steps)
+            step = _read_step(step_file.fileno())
             num_futile = 0 if step > newest_step else num_futile + 1
             newest_step = max(step, newest_step)
             place = f"after step {step}" if step > 0 else "before the end of a step"
@@ -150,21 +150,26 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
 
 
 class _Child:
-    """The process of the command, and the signals that are passed on to it."""
+    """The child process, and the signals that are passed on to it.
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    Args:
+        step_fd: descriptor of the file into which the child writes its step.
+    """
+
+    def __init__(self, step_fd: int) -> None:
+        self._step_fd = step_fd
         self._process: subprocess.Popen[bytes] | None = None
         self._num_requests = 0
 
     def run(self, command: Sequence[str]) -> int:
-        """Run the command to its end. Returns its status, below 0 for a signal."""
-        _write_step(self._steps, -1)
+        """Run the command to its end. Returns its status: -N if signal N has killed it."""
+        # Below 0: the training has not begun.
+        _write_step(self._step_fd, -1)
         self._process = subprocess.Popen(
             command,
-            env=os.environ | {_STEP_FILE: str(self._steps)},
-            pass_fds=[self._steps],
-            # Ctrl-C in a terminal reaches the group of this process alone, which passes it on.
+            env=os.environ | {_STEP_FILE: str(self._step_fd)},
+            pass_fds=[self._step_fd],
+            # Then Ctrl-C in a terminal reaches only this process, which passes it on.
             process_group=0,
         )
         status = self._process.wait()
@@ -172,7 +177,7 @@ class _Child:
         return status
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: pass it on to the command, or end this process if none runs."""
+        """Signal handler: pass the signal on to the child, or exit if none runs."""
         if self._process is None:
             raise SystemExit(128 + number)
         self._num_requests += 1
@@ -181,20 +186,22 @@ class _Child:
             self._process.send_signal(number)
 
     def _has_request(self, pid: int) -> bool:
-        """Whether a training has received SIGTERM already, as from a scheduler that signals all.
+        """Whether the child has already received SIGTERM itself.
 
-        A second one would end it at once (`observe/stopping.py`).
+        Schedulers may signal every process of a job. A second SIGTERM would end the training at
+        once instead of after its step (`observe/stopping.py`).
         """
         time.sleep(_NOTICED_S)
         status = Path(f"/proc/{pid}/status")
-        if _read_step(self._steps) < 0 or not status.is_file():
+        if _read_step(self._step_fd) < 0 or not status.is_file():
             return False
-        # A training catches SIGTERM until it has received one: then its handler is removed.
+        # Training catches SIGTERM until it receives one, and then removes its handler.
         caught = re.search(r"^SigCgt:\s*(\w+)$", status.read_text(encoding="utf-8"), re.MULTILINE)
         return caught is not None and not int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
 def _write_step(descriptor: int, step: int) -> None:
+    # With a fixed width, a number overwrites all of a longer one.
     os.pwrite(descriptor, f"{step:{_WIDTH}}".encode(), 0)
 
 

@@ -30,7 +30,7 @@ def run_ppo(config: Config, begun_s: float | None = None) -> None:
 
     Args:
         config: the resolved configuration.
-        begun_s: seconds since 1970 at which the start-up began; None: now.
+        begun_s: when the start-up began, in seconds since 1970; None: now.
     """
     report = step_reporter()
     for step in steps(config, begun_s=begun_s):
@@ -49,8 +49,8 @@ def steps(
     Args:
         config: the resolved configuration; `trainer.backend` says where the workers are.
         build: builds the run; by default `build_run`.
-        begun_s: seconds since 1970 at which the start-up began; None: now.
-        in_python: whether `quadriga.Trainer` has started the run, and not a command.
+        begun_s: when the start-up began, in seconds since 1970; None: now.
+        in_python: whether `quadriga.Trainer` started the run, rather than a command.
 
     Yields:
         The items of `TaskRunner.steps`.
@@ -58,7 +58,7 @@ def steps(
     Raises:
         ConfigError: Ray is configured but not installed, or limits of this machine are too low for
             processes with GPUs.
-        QuadrigaError: an error of the run, wherever it arose.
+        QuadrigaError: the run has failed, in this process or in a worker.
     """
     is_local = config.trainer.backend == "local"
     log_to(config.trainer.directory)
@@ -69,7 +69,7 @@ def steps(
     try:
         with cluster_of(config, timeline, beside=RUNNER):
             with ExitStack() as imports:
-                # On Ray `cluster_of` has imported it already.
+                # On Ray `cluster_of` has already imported the runner.
                 if is_local:
                     imports.enter_context(timeline.part("imports", since_origin=True))
                 runner = _load(RUNNER)()
@@ -85,13 +85,13 @@ def steps(
 def cluster_of(
     config: Config, timeline: Timeline | None = None, beside: str | None = None
 ) -> Iterator[None]:
-    """Context manager: the Ray cluster of a run; with the local backend there is none.
+    """Context manager: connect to the Ray cluster of a run, or do nothing with the local backend.
 
     Args:
         config: the resolved configuration; `trainer.backend` says where the workers are.
         timeline: records the parts of the start-up; None: they are not recorded.
-        beside: import string to load while the cluster starts, which mostly waits for other
-            processes.
+        beside: import string of an object that is imported while the cluster starts, because the
+            start mostly waits for other processes.
 
     Raises:
         ConfigError: Ray is configured but not installed, or limits of this machine are too low for
@@ -108,29 +108,35 @@ def cluster_of(
     # Processes of a cluster that is started here inherit the limits.
     num_processes_here = sum(counts[0] for counts in processes_of_nodes)
     check_machine(config.trainer.device, num_processes_here, num_nodes)
-    # The cores are the workers'.
+    # This process computes little; spinning threads would take the workers' cores.
     with timeline.part("imports", since_origin=True), sleeping_threads():
         cluster = _load(CLUSTER)
         _load("torch")
     with ExitStack() as last_wait, ExitStack() as stack:
-        modules = None
+        loading = None
         if beside:
-            modules = in_background(partial(_load, beside), "imports")
+            loading = in_background(partial(_load, beside), "imports")
         with timeline.part("cluster"):
             settings = config.ray_kwargs
             stack.enter_context(
                 cluster(settings.ray_init, num_processes, settings.timeline_json_file, num_nodes)
             )
-        # The wait begins before the cluster is left, and ends after it has ended.
+        # `stack` unwinds in reverse: this callback starts the notices before the cluster shuts
+        # down. `last_wait`, the outer stack, stops them afterwards.
         ending = waiting("the Ray cluster to end", every_s=NOTICE_S)
         stack.callback(lambda: last_wait.enter_context(ending))
-        if modules is not None:
+        if loading is not None:
             with timeline.part("modules"):
-                modules.result()
+                loading.result()
         yield
 
 
 def _load(target: str) -> Any:
+    """Import the object that an import string names.
+
+    Raises:
+        ConfigError: it needs Ray, which is not installed.
+    """
     try:
         with collector_paused(), threads_for_load():
             return resolve_name(target)

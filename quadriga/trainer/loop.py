@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the loops of `quadriga train` and `quadriga sft`.
+"""Base class of the training loops of `quadriga train` and `quadriga sft`.
 
-It counts and measures steps, knows what is due after each (validation, checkpoint, end of the run),
-resumes from a checkpoint or from a copy in memory, and reports progress and metrics. A subclass
-defines `steps`, and takes each step inside `measured`.
+It counts and measures steps, decides what is due after each (validation, checkpoint, end of the
+run), resumes from a checkpoint or from a copy in memory, and reports progress and metrics. A
+subclass defines `steps`, and takes each step inside `measured`.
 """
 
 import logging
@@ -38,12 +38,12 @@ MODEL_FOLDER = "model"  # the final model in a run's directory: an ordinary Hugg
 
 
 class TrainingStep(NamedTuple):
-    """A step that was taken, measured and reported."""
+    """A completed training step, already measured and reported."""
 
-    # The loop that took the step; another one after the workers were restarted.
+    # The loop that took the step. A restart of the workers makes a new loop.
     loop: "TrainingLoop"
-    # All rows of the step with what was computed for them. None before the first step of a loop and
-    # for a step that was skipped.
+    # All rows of the step with everything that was computed for them. None before the first step of
+    # a loop, and for a skipped step.
     batch: DataProto | None
 
     @property
@@ -66,26 +66,28 @@ class TrainingLoop:
 
     Args:
         config: the resolved configuration.
-        learners: worker groups that save and load checkpoints, by the name of their part.
+        learners: worker groups that save and load checkpoints, by the name of their folder in a
+            checkpoint.
         total_training_steps: number of the last step.
         resumable: objects with `state_dict` and `load_state_dict` that a resumed run restores, by
             their name in `trainer/state.pt`.
 
     Attributes:
-        global_steps: number of the step that has begun; 0 before the first.
-        total_training_steps: the last step; with dynamic sampling an upper bound of it.
+        global_steps: number of the current step, which has begun; 0 before the first.
+        total_training_steps: number of the last step; with dynamic sampling an upper bound of it.
         metrics, timer: metrics and phases of the current step.
-        is_stopping: whether a stop before the last step was requested, as of the last
-            `save_where_due`.
-        num_rows: rows of data that the step has taken so far, if it may take several batches.
-        quarantine: the steps that are skipped.
-        recovery: number of restarts so far, and the monotonic second of the loss before the last
-            one; None if there was no restart, or its metrics have been logged.
+        is_stopping: whether a stop before the last step had been requested when `save_where_due`
+            was last called.
+        num_rows: rows of data that the current step has taken so far, if it may take several
+            batches.
+        quarantine: the steps to skip.
+        recovery: number of restarts so far, and the time of the last loss of a worker (of
+            `time.monotonic`); None without a restart whose metrics are still to be logged.
         copies: the backend's `StateCopies`; None if it keeps none.
         newest_copy: the newest of these copies, to resume from; None if there is none.
         warned: kinds of warnings that `warn_once` does not log again.
         progress, tracking: progress bar (log lines without a terminal) and trackers; they exist
-            inside `reporting`.
+            only inside `reporting`.
     """
 
     progress: Progress
@@ -121,7 +123,7 @@ class TrainingLoop:
 
     def _make_saver(self, learners: Mapping[str, Any]) -> saving.CheckpointSaver:
         def report(text: str) -> None:
-            # A copy in memory may be saved before the progress is shown.
+            # A copy in memory may be saved before there is a progress bar.
             show = self.progress.message if hasattr(self, "progress") else print
             show(text)
 
@@ -136,43 +138,50 @@ class TrainingLoop:
     # Where the run starts from
 
     def load_checkpoint(self) -> bool:
-        """Resume from the newest copy in memory or the checkpoint that the configuration names.
+        """Resume from the newest copy in memory, or from the checkpoint of the configuration.
 
         Returns:
             Whether there was anything to resume from.
         """
-        place: Path | str | None
+        source: Path | str | None
         # A copy in memory is never older than the checkpoints.
         if self.newest_copy is None:
-            place = self.checkpoints.resume(self.settings, self._load)
+            source = self.checkpoints.resume(self.settings, self._load)
         else:
-            place = self._load_copy(self.newest_copy)
-        if place is not None:
-            print(f"resumed from {place}")
+            source = self._load_copy(self.newest_copy)
+        if source is not None:
+            print(f"resumed from {source}")
         if self.copies is not None:
-            reasons = [getattr(part, "cannot_resume", "") for part in self.resumable.values()]
-            reason = next(filter(None, reasons), "")
-            kind = f"none, for {reason}" if reason else self.copies.attach(self.saver.workers)
-            print(f"state copies: {kind}")
-        # Workers that are lost during the next step must find a copy of this state.
-        if place is not None:
+            print(f"state copies: {self._attach_copies()}")
+        # A copy must exist before the next step, which may lose workers.
+        if source is not None:
             self._copy()
 
         settings_now = RunSettings.of(self.config)
         last = self.total_training_steps
-        # The data have been read since `has_nothing_to_do`, so the last step is known.
-        if isinstance(place, Path) and self.is_last_step and not self.settings.val_only:
+        # `has_nothing_to_do` could not always tell. Now the data are loaded, so the last step is
+        # known.
+        if isinstance(source, Path) and self.is_last_step and not self.settings.val_only:
             last = min(last, self.global_steps)
-            say_nothing_to_do(self.config, place, last, settings_now)
+            say_nothing_to_do(self.config, source, last, settings_now)
         self._keep_settings = partial(
             keep_settings, self.config, settings_now, self.global_steps, last
         )
         # A resumed run writes its settings after its first step, see `log_step`.
-        if place is None:
+        if source is None:
             self._keep_settings()
-        return place is not None
+        return source is not None
+
+    def _attach_copies(self) -> str:
+        """Start to keep copies of the state in memory. Returns their kind, or why there are none."""
+        for part in self.resumable.values():
+            reason = getattr(part, "cannot_resume", "")
+            if reason:
+                return f"none, for {reason}"
+        return self.copies.attach(self.saver.workers)
 
     def _load(self, path: Path) -> None:
+        """Load a checkpoint into the workers and into this process."""
         step = step_of(path)
         # Read first: a damaged state is refused before the workers load anything.
         state = saving.load_run_state(path, step)
@@ -182,9 +191,14 @@ class TrainingLoop:
         self._restore(state, step, with_random_states=loads_extra and "random" in state)
 
     def _load_copy(self, newest: Any) -> str:
+        """Load a copy in memory; write the checkpoint of its step if that is due and missing.
+
+        Returns:
+            A description of the copy.
+        """
         newest.load(self.saver.workers)
         self._restore(newest.driver, newest.step, with_random_states=True)
-        # The checkpoint of this step may not have reached the disk.
+        # Workers may have been lost before the checkpoint of this step was complete.
         is_due = self.is_due(self.settings.save_freq)
         if saves_by_time(self.config):
             is_due = self.is_last_step
@@ -193,6 +207,7 @@ class TrainingLoop:
         return f"the copy of step {newest.step} in memory"
 
     def _restore(self, state: Mapping[str, Any], step: int, *, with_random_states: bool) -> None:
+        """Restore this process's part of the state after a step."""
         if with_random_states:
             saving.restore_random_states(state["random"])
         for name, part in self.resumable.items():
@@ -220,7 +235,7 @@ class TrainingLoop:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Context manager: the next step. It is counted, timed, and profiled if configured."""
+        """Context manager: take the next step; count it, time it, and profile it if configured."""
         self.global_steps += 1
         self.num_rows = 0
         self.timer = PhaseTimer()
@@ -233,15 +248,15 @@ class TrainingLoop:
 
     @property
     def skips_next_step(self) -> bool:
-        """Whether the next step is skipped because it has lost workers too often."""
+        """Whether the next step is to be skipped because it has lost workers twice."""
         return self.global_steps + 1 in self.quarantine.num_rows
 
     def skip_step(self, take: Callable[[int], list[dict[str, Any]]]) -> None:
-        """Take the next step without an update, and write its rows to the quarantine.
+        """Skip the next step: take its rows from the data, but write them to the quarantine.
 
         Args:
-            take: takes the step's rows out of the data, at least the given number of them, and
-                returns them as they are written.
+            take: called with the least number of rows to take from the data; returns the rows as
+                they are to be written.
         """
         with self.measured():
             rows = take(self.quarantine.num_rows[self.global_steps])
@@ -254,27 +269,31 @@ class TrainingLoop:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the step that has begun is the last one."""
+        """Whether the current step is the last one."""
         return self.global_steps >= self.total_training_steps
 
     def is_due(self, frequency: int) -> bool:
-        """Whether an action that is due every `frequency` steps is due after this step.
+        """Whether something that happens every `frequency` steps is due after this step.
 
-        The last step is always due, and none is with a frequency of -1.
+        It is also due after the last step; with a frequency of -1 it never is.
         """
         return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
 
     def warn_once(self, warnings: Mapping[str, str]) -> None:
-        """Log the warnings, given by kind, whose kind has not been logged in this run."""
+        """Log warnings, unless one of the same kind has been logged before.
+
+        Args:
+            warnings: texts by kind.
+        """
         for kind, text in warnings.items():
             if kind not in self.warned:
                 logger.warning("step %d: %s", self.global_steps, text)
                 self.warned.add(kind)
 
     def log_step(self) -> None:
-        """Show and track the metrics of the step, and what a restart before it has cost."""
+        """Show and track the metrics of the step, with the cost of a restart before it."""
         if self._keep_settings is not None:
-            # Only now: a run that cannot take a step leaves the settings of earlier ones alone.
+            # Only now: a run that cannot take a step must not replace the settings of earlier ones.
             self._keep_settings()
             self._keep_settings = None
         if self.recovery is not None:
@@ -290,17 +309,17 @@ class TrainingLoop:
     def save_where_due(self) -> None:
         """Start a checkpoint if one is due; complete it if the run may end with this step.
 
-        The run may end because a stop was requested, or because the machine may be taken back
-        before another step could be saved.
+        The run may end because a stop was requested, or because the machine may expire before
+        another step can be taken and saved.
         """
         settings = self.settings
-        # The last step ends the run anyway.
+        # After the last step the run ends anyway.
         self.is_stopping = stop_requested.is_set() and not self.is_last_step
         self._longest_step_s = max(self._longest_step_s, self.timer.seconds["step"])
         needed_s = self._longest_step_s + self.saver.longest_s + settings.esi_redundant_time
-        # An expiry in the past was meant for an earlier machine.
-        expires = 0 < self._expires_at - time.time() <= needed_s
-        may_be_last = self.is_stopping or expires
+        # An expiry in the past belonged to an earlier machine.
+        expires_soon = 0 < self._expires_at - time.time() <= needed_s
+        may_be_last = self.is_stopping or expires_soon
         if writes_checkpoints(self.config):
             self.saver.start_where_due(
                 self.global_steps,
@@ -318,10 +337,10 @@ class TrainingLoop:
         self.saver.finish()
 
     def write_model(self) -> None:
-        """Write the model that learns to the folder `model` of the run's directory."""
+        """Write the trained model to the folder `model` of the run's directory."""
         target = self.checkpoints.directory / MODEL_FOLDER
         learner = self.saver.workers["actor"]
-        # Workers write the folder of their role; only the Hugging Face folder in it is kept.
+        # Workers write the whole folder of their role; only the Hugging Face folder in it is kept.
         with written_aside(target, where="trainer.default_local_dir") as draft:
             parts = draft.absolute().with_suffix(".parts")
             try:
@@ -333,15 +352,18 @@ class TrainingLoop:
         self.progress.message(f"model: {target}")
 
     def _copy(self) -> None:
+        """Copy the state of this step in memory, if copies are kept."""
         if self.copies is not None:
             state = self._run_state() | {"random": saving.random_states()}
             self.copies.copy(self.global_steps, state)
 
     def _write_own_part(self, folder: Path) -> None:
+        """Write this process's part of a checkpoint."""
         has_random_states = "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents
         saving.save_run_state(folder, self._run_state(), with_random_states=has_random_states)
 
     def _run_state(self) -> dict[str, Any]:
+        """This process's part of the state, without random states."""
         with waiting("the state of the data set and the sampler"):
             state = {"step": self.global_steps}
             for name, part in self.resumable.items():
@@ -350,7 +372,7 @@ class TrainingLoop:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Context manager: show progress and track metrics. Both see an error of the block."""
+        """Context manager: show progress and track metrics. An error in the block reaches both."""
         facts = RunFacts(
             project_name=self.settings.project_name,
             experiment_name=self.settings.experiment_name,

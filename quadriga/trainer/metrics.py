@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step: rewards, lengths, advantages, speed, and the mismatch of rollout and trainer.
+"""Metrics and warnings of a step: rewards, lengths, advantages, speed, rollout-trainer mismatch.
 
 Shapes: B sequences, P prompt positions, T response positions.
 """
@@ -19,10 +19,10 @@ from quadriga.errors import RolloutError
 from quadriga.observe.machine import resident_bytes
 from quadriga.protocol import DataProto
 
-# Their old place, from which users' files may import them.
+# Imported under their own names again because users' files may import them from here.
 from quadriga.trainer.asynchronous.staleness import measure_staleness as measure_staleness
 from quadriga.trainer.asynchronous.staleness import token_versions as token_versions
-from quadriga.trainer.rollout_rows import scored_rows
+from quadriga.trainer.rollout_rows import scored_rows, scores_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ _CAUSES = (
     "to step"
 )
 _LARGEST_EXPONENT = 709.0  # exp of more than this overflows a float64
-EARLY_STOP = 1.0  # nats; weights in the right places differ by less than 0.1
+EARLY_STOP = 1.0  # nats; with correctly loaded weights the difference is below 0.1
 NUM_EARLY_STEPS = 2
-MOST_CUT = 0.9  # share of responses at the limit of their length from which a warning is logged
+MOST_CUT = 0.9  # least share of responses at the length limit for which a warning is logged
 PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases that are also measured in milliseconds per token.
 
-The tokens are those of the responses for `gen`, of the whole batch for the others."""
+The time of `gen` is divided by the number of response tokens, that of the others by all tokens."""
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
@@ -52,7 +52,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     prompt_lengths = attention[:, :prompt_width].sum(-1).float()
     response_lengths = attention[:, prompt_width:].sum(-1).float()
 
-    # An aborted response is empty. Its score belongs to no tokens, so it counts only if all are.
+    # An aborted response is empty, so nothing is learned from its score. Such scores count only
+    # if there are no others.
     has_tokens = response_lengths > 0
     is_scored = scored_rows(batch).to(has_tokens.device)
     is_counted = has_tokens & is_scored
@@ -64,7 +65,7 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         if name in tensors.keys() and bool(mask.any()):
             metrics |= spread(f"critic/{name}", tensors[name][mask])
     if "values" in tensors.keys():
-        # 1 if the values explain all of the returns' variance, 0 if no more than a constant.
+        # 1 if the values predict the returns exactly, 0 if no better than a constant.
         returns = tensors["returns"][mask]
         variance = returns.var(correction=0)
         error = (returns - tensors["values"][mask]).var(correction=0)
@@ -81,6 +82,7 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _length_metrics(name: str, lengths: torch.Tensor, limit: int) -> dict[str, float]:
+    """Mean, max and min of some lengths, and the share of them that is at the limit."""
     if not len(lengths):
         return {}
     clip_ratio = float((lengths == limit).float().mean())
@@ -88,27 +90,34 @@ def _length_metrics(name: str, lengths: torch.Tensor, limit: int) -> dict[str, f
 
 
 def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
-    """Warnings, by kind, about a batch from which little can be learned.
-
-    Its rewards may be equal or too large, or most of its responses cut off.
+    """Warn about a batch from which little can be learned.
 
     Args:
         batch: graded responses.
         trainer: the section that says where responses are written.
+
+    Returns:
+        Warnings by kind: `scores`, which are equal in every group; `length`, at the limit in most
+        responses; `size` of a score, too large for float32.
     """
     warnings = {}
-    scores = batch.batch["token_level_scores"].sum(-1).tolist()
-    is_scored = scored_rows(batch).tolist()
+    scores = scores_of_rows(batch)
+    columns = batch.non_tensor_batch
+    rollout_ids = columns.get("rollout_id", range(len(scores)))
+    scored_rollouts = set()
     scores_of_group = defaultdict(set)
-    for uid, score, has_score in zip(batch.non_tensor_batch["uid"], scores, is_scored, strict=True):
-        if has_score:
+    # Rows without a score are neither learned from nor part of a group.
+    known_scores = []
+    for uid, rollout_id, score in zip(columns["uid"], rollout_ids, scores, strict=True):
+        if score is not None:
+            known_scores.append(score)
+            scored_rollouts.add(rollout_id)
             scores_of_group[uid].add(score)
     groups = list(scores_of_group.values())
     # With one rollout per prompt, the batch is the group.
-    num_rollouts = len(set(batch.non_tensor_batch.get("rollout_id", range(len(scores)))))
-    if len(groups) == num_rollouts:
-        groups = [set(scores)]
-    if len(scores) > 1 and all(len(group) == 1 for group in groups):
+    if len(groups) == len(scored_rollouts):
+        groups = [set(known_scores)]
+    if len(known_scores) > 1 and all(len(group) == 1 for group in groups):
         advice = "trainer.rollout_record=all records them."
         if trainer.rollout_data_dir is not None:
             advice = f"they are in {trainer.rollout_data_dir}."
@@ -116,8 +125,8 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
             advice = f"quadriga show {shlex.quote(str(trainer.directory))}"
         where = "all responses" if len(groups) == 1 else "all responses of every group"
         warnings["scores"] = (
-            f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. "
-            f"Read them with their scores: {advice}"
+            f"{where} scored alike (mean {sum(known_scores) / len(known_scores):g}): no reward to "
+            f"learn from. Read them with their scores: {advice}"
         )
 
     width = batch.batch["responses"].shape[1]
@@ -129,11 +138,11 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
             "Raise it if the score depends on what comes last."
         )
 
-    # The variance of the batch sums the squares of its scores.
-    largest = max(scores, key=abs, default=0.0)
-    if largest**2 * len(scores) > torch.finfo(torch.float32).max:
+    # Computing the variance of the batch adds up the squares of its scores.
+    largest = max(known_scores, key=abs, default=0.0)
+    if largest**2 * len(known_scores) > torch.finfo(torch.float32).max:
         row = scores.index(largest)
-        places = batch.non_tensor_batch.get("source_row")
+        places = columns.get("source_row")
         place = f"row {row} of the batch" if places is None else places[row]
         warnings["size"] = (
             f"the score {largest:g} of {place} is too large: float32 cannot hold its square, "
@@ -143,9 +152,12 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
 
 
 def lost_gradients(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Warnings, by metric, about models whose update was dropped for a gradient that is not finite.
+    """Warn about models whose update was skipped because a gradient was not finite.
 
-    With float16 there is none: its loss scale is found by such gradients.
+    With float16 this is normal, because the search for its loss scale causes such gradients.
+
+    Returns:
+        Warnings by the name of the metric.
     """
     warnings = {}
     for name, count in metrics.items():
@@ -159,11 +171,14 @@ def lost_gradients(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def unused_tools(metrics: Mapping[str, float], turns: MultiTurnConfig) -> dict[str, str]:
-    """Warning, by metric, about a step in which no response called a tool.
+    """Warn about a step with tools in which no response called one.
 
     Args:
         metrics: metrics of the step.
         turns: the section `rollout.multi_turn`.
+
+    Returns:
+        The warning by the name of its metric; empty if there is none.
     """
     name = "rollout/num_tool_calls"
     has_tools = turns.enable and (turns.function_tool_path or turns.tool_config_path)
@@ -190,10 +205,10 @@ def performance_metrics(
 
     Args:
         batch: all rows of the step.
-        seconds: of each phase; `step` is the whole step.
-        measured: metrics of the step so far. They have the seconds of phases that overlapped, the
-            number of generated tokens (with those of groups that were filtered out), and whether
-            the responses come from the rollout cache.
+        seconds: seconds of each phase of the driver; `step` is the whole step.
+        measured: metrics of the step so far. They have the seconds of overlapping phases, the
+            number of generated tokens (including those of groups that were filtered out), and
+            whether the responses come from the rollout cache.
     """
     attention = batch.batch["attention_mask"]
     num_tokens = int(attention.sum())
@@ -221,24 +236,24 @@ def performance_metrics(
 def check_log_probs(
     metrics: Mapping[str, float], config: RolloutConfig, step: int, num_steps: int
 ) -> dict[str, float]:
-    """Check how far the rollout's log-probabilities are from the trainer's.
+    """Check how much the rollout's log-probabilities differ from the trainer's.
 
     The difference was measured by the pass for old log-probabilities or, without one, by the
     forward pass of the only update, which computes the same numbers at no cost.
 
     Args:
-        metrics: metrics of the step; without the difference nothing is checked.
+        metrics: metrics of the step; if the difference is not among them, nothing is checked.
         config: limits of the difference.
         step: number of the step, for messages.
-        num_steps: number of steps since the process began, this one included.
+        num_steps: number of steps that this process has taken, this one included.
 
     Returns:
         `rollout/ppl_ratio`: perplexity of the responses under the trainer over that under the
         rollout; 1 if both agree.
 
     Raises:
-        RolloutError: the mean difference is above `log_prob_diff_stop` (in the first two steps
-            of a process with vLLM or SGLang above 1 nat, if it is null), or not a number.
+        RolloutError: the mean difference is NaN or above `log_prob_diff_stop`. If that is null,
+            the limit is 1 nat in the first two steps with vLLM or SGLang, and there is none later.
     """
     mean = metrics.get("rollout/log_prob_diff_mean")
     if mean is None:
@@ -247,9 +262,9 @@ def check_log_probs(
     got = f"a mean difference of {mean:.3g} nats (at most {largest:.3g}) from the trainer's"
     stop = config.log_prob_diff_stop
     if stop is None and num_steps <= NUM_EARLY_STEPS and config.traits.package is not None:
-        # An engine with kernels of its own repacks weights. Fingerprints compare what it received;
-        # only its log-probabilities show that it computes with the same model. The second step is
-        # the first one with weights that replaced others of the trainer's.
+        # An external engine rearranges the weights for its kernels. Fingerprints compare only what
+        # it received; its log-probabilities show whether it computes the same model. The second
+        # step is the first one after weights were replaced during training.
         stop = EARLY_STOP
     if math.isnan(mean) or (stop is not None and mean > stop):
         expected = "a number"
@@ -270,7 +285,7 @@ def check_log_probs(
             config.log_prob_diff_warn,
             _CAUSES,
         )
-    # The mean of log(q / p) over tokens is the difference of the logarithms of the perplexities.
+    # The mean of log(q / p) over tokens is the difference between the log-perplexities.
     divergence = metrics["rollout/kl"]
     ratio = math.exp(divergence) if divergence < _LARGEST_EXPONENT else math.inf
     return {"rollout/ppl_ratio": ratio}

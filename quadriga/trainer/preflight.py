@@ -2,6 +2,7 @@
 """Checks of a run before a model is loaded, made on the configuration and the files it names."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from quadriga.errors import DataError, QuadrigaError, RewardError
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager
 from quadriga.rewards.managers.naive import NaiveRewardManager
-from quadriga.rewards.samples import OF_CONVERSATION
 from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
 from quadriga.trainer.asynchronous.simulation import advice
 from quadriga.trainer.build import (
@@ -41,20 +41,20 @@ ANSWER_FORMS = (
 )
 """Forms in which graders expect an answer."""
 WITHOUT_ANSWER = WITHOUT_TRUTH | {"code"}
-"""Built-in graders whose ground truth is no right response."""
+"""Built-in graders whose ground truth is not itself a correct response."""
 MAX_ANSWER_CHARS = 100
 
 
 class Preflight(NamedTuple):
-    """Findings of the checks.
+    """Results of the checks.
 
     Attributes:
         problems: errors that would keep the run from starting.
-        notices: facts that its user should know.
-        fields: fields that the advantage estimator reads; None if it is not known.
+        notices: facts that the user should know.
+        fields: fields that the advantage estimator reads; None without an estimator.
         num_prompts: rows of the training data; None if they cannot be read.
-        models: sizes and costs of the models that learn.
-        simulated: estimates of what generation beside training would bring.
+        models: sizes and costs of the models to train.
+        simulated: estimates of what asynchronous training would gain.
     """
 
     problems: list[QuadrigaError]
@@ -68,13 +68,13 @@ class Preflight(NamedTuple):
 def preflight(config: Config, recorded: Path | None = None) -> Preflight:
     """Try everything that a run does before its models are loaded.
 
-    Each part is tried even if another fails. No network is needed that a run would not need, and
-    the run's directory is not touched.
+    Every part is tried, even after an error. Network access is used only where a run would use it,
+    and the run's directory is not touched.
 
     Args:
         config: the resolved configuration.
-        recorded: directory of a run without `async_training`, whose lengths and times are used to
-            simulate asynchronous training; None: assumed ones.
+        recorded: directory of a run without `async_training`. Its lengths and times are used to
+            simulate asynchronous training; None: lengths and times are assumed.
     """
     checks = _Checks(config)
     fields = checks.try_algorithm()
@@ -82,9 +82,9 @@ def preflight(config: Config, recorded: Path | None = None) -> Preflight:
     num_prompts = checks.try_data_and_rewards()
     simulated = checks.simulate(recorded)
     # Several parts may fail for the same reason.
-    different_problems = {str(problem): problem for problem in checks.problems}
+    distinct_problems = {str(problem): problem for problem in checks.problems}
     return Preflight(
-        problems=list(different_problems.values()),
+        problems=list(distinct_problems.values()),
         notices=checks.notices,
         fields=fields,
         num_prompts=num_prompts,
@@ -94,7 +94,7 @@ def preflight(config: Config, recorded: Path | None = None) -> Preflight:
 
 
 class _Checks:
-    """The checks of a configuration.
+    """Runs the checks of a configuration, and collects what they find.
 
     Attributes:
         problems: errors so far.
@@ -105,13 +105,13 @@ class _Checks:
         self.config = config
         findings, self.notices = training_findings(config)
         self.problems: list[QuadrigaError] = list(findings)
-        # Keys that are wrong in themselves; what they name is not tried.
+        # Keys with wrong values. The files and models that they name are not tried.
         self._wrong_keys = {problem.where for problem in findings}
         self._tokenizer: Any = None
         self._context = NO_CONTEXT
 
     def _try(self, check: Callable[..., Any], *args: Any) -> Any:
-        """Call a function and note its error. Returns its result, or None after an error."""
+        """Call a function; record its error if it fails. Returns its result, or None if it fails."""
         try:
             return check(*args)
         except QuadrigaError as error:
@@ -119,7 +119,11 @@ class _Checks:
             return None
 
     def try_algorithm(self) -> tuple[str, ...] | None:
-        """Look up estimator, loss, engines and trackers. Returns the fields of the estimator."""
+        """Look up estimator, loss, engine and trackers.
+
+        Returns:
+            The fields that the estimator reads; None without an estimator or after its error.
+        """
         config = self.config
         self._try(check_services, config.trainer.loggers)
         if config.task != "rl":
@@ -127,10 +131,10 @@ class _Checks:
         estimator = self._try(configured_estimator, config)
         self._try(UpdateInputs, config)
         self._try(rollout_engine_class, config)
-        return estimator and estimator.fields
+        return None if estimator is None else estimator.fields
 
     def try_models(self, *, has_critic: bool) -> list[str]:
-        """Read the models' configurations and load the tokenizer. Returns sizes of the models."""
+        """Read the models' configurations and load the tokenizer. Returns the models' sizes."""
         if "actor_rollout_ref.model.path" in self._wrong_keys:
             return []
         config = self.config
@@ -156,20 +160,20 @@ class _Checks:
         if config.task == "rl" and "custom_reward_function.path" not in self._wrong_keys:
             reward = self._try(build_reward, config, self._tokenizer, train, val)
             if reward is not None:
-                if train is not None:
-                    self._try(self._grade_first_row, reward, train.dataset)
-                reward.close()
+                with closing(reward):
+                    if train is not None:
+                        self._try(self._grade_first_row, reward, train.dataset)
         if train is None:
             return None
-        # Only the sampler of a mixture knows how many rows an epoch draws.
+        # Only the sampler of a mixture knows how many rows an epoch has.
         return len(train.sampler if data.mixture else train.dataset)
 
     def _grade_first_row(self, reward: RewardManager, rows: Any) -> None:
         """Grade the ground truth of the first row as if it were a response.
 
-        A notice says if it scores no more than an empty response, in any of the `ANSWER_FORMS`.
-        Only graders of this machine are called, and none for a row that an agent loop of the user
-        leads; a notice says so.
+        Adds a notice if it scores no more than an empty response in any of the `ANSWER_FORMS`.
+        Only graders that run on this machine are called. A row with a user's agent loop is not
+        graded, which a notice says.
 
         Args:
             reward: the reward manager.
@@ -194,30 +198,34 @@ class _Checks:
                 expected="a score",
                 fix="Correct the row, or the function of custom_reward_function.path.",
             )
-        if outcome.score > 0 or not _is_answer(reward.function, facts_of_row):
+        score = outcome.score
+        if score > 0 or not _is_answer(reward.function, facts_of_row):
             return
 
         forms = [form.format(truth) for form in ANSWER_FORMS]
         responses = ["", *forms]
-        others = reward.submit(
-            [self._with_response(facts_of_row, response) for response in responses]
-        ).result()
-        scores = [0.0 if other.error else other.score for other in others]
-        # Some rewards are never above 0: the truth then scores more than an empty response.
-        if outcome.score > scores[0] or max(scores[1:]) > max(0.0, scores[0]):
+        samples = [self._with_response(facts_of_row, response) for response in responses]
+        outcomes = reward.submit(samples).result()
+        empty_score, *scores = [0.0 if outcome.error else outcome.score for outcome in outcomes]
+        # With rewards that are never above 0, the truth still scores more than an empty response.
+        if score > empty_score or max(scores) > max(0.0, empty_score):
             return
         path = reward.function.path
         setting = "" if path is None else f" custom_reward_function.path={path}"
         self.notices.append(
             f"{place}: its ground truth {str(truth)!r}, graded as a response, scores "
-            f"{outcome.score:g}, and no more as {', '.join(map(repr, forms))}. The grader reads "
+            f"{score:g}, and no more as {', '.join(map(repr, forms))}. The grader reads "
             "another column or compares wrongly, unless it expects yet another format or ignores "
             "the ground truth. To check it, write right answers into a column `responses` of the "
             f"data and run `quadriga eval FILE{setting}`."
         )
 
     def _facts_of(self, row: Any) -> dict[str, Any] | None:
-        """What a grader gets of a row beside the response; None if a user's agent loop leads it."""
+        """Collect everything that a grader receives of a row besides the response.
+
+        Returns:
+            None, with a notice, if the row has a user's agent loop, which may add to it.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         extra_info = row.get("extra_info") or {}
         if rollout.mode == "async":
@@ -228,11 +236,16 @@ class _Checks:
                     "grader reads."
                 )
                 return None
-            # What the shortest conversation adds: one turn, no call of a tool.
+            # What the shortest conversation adds (`rewards.samples.OF_CONVERSATION`): one turn
+            # without a tool call.
             has_user = (row.get("interaction_kwargs") or {}).get("name") is not None
             tool_names = [tool["function"]["name"] for tool in self._context.tools_of(row)]
-            values = (1, "stop", dict.fromkeys(tool_names, 0.0), [0.0] * has_user)
-            extra_info = extra_info | dict(zip(OF_CONVERSATION, values, strict=True))
+            extra_info = extra_info | {
+                "num_turns": 1,
+                "finish_reason": "stop",
+                "tool_rewards": dict.fromkeys(tool_names, 0.0),
+                "turn_scores": [0.0] if has_user else [],
+            }
         return {
             "data_source": row.get(self.config.data.reward_fn_key),
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
@@ -240,7 +253,7 @@ class _Checks:
         }
 
     def _with_response(self, facts: dict[str, Any], response: str) -> dict[str, Any]:
-        """Add a response to the facts of a row, in every form in which graders read it."""
+        """Add a response to the facts of a row, under every name under which graders read it."""
         facts = {
             **facts,
             "solution_str": response,
@@ -251,7 +264,7 @@ class _Checks:
         return facts
 
     def simulate(self, recorded: Path | None) -> list[str]:
-        """Estimate what generation beside training would bring, if it is enabled."""
+        """Estimate what asynchronous training would gain, if it is enabled."""
         run = None
         if recorded is not None:
             run = self._try(recorded_run, recorded)
@@ -261,10 +274,10 @@ class _Checks:
 
 
 def _is_answer(function: ScoreFunction, facts: dict[str, Any]) -> bool:
-    """Whether the ground truth of a row may itself be a right response.
+    """Whether the ground truth of a row may itself be a correct response.
 
-    Tests of a program, lists of accepted answers and rubrics are not; a conversation with tools
-    or a user may be graded by what they return.
+    Tests of a program, lists of accepted answers and rubrics are not. Neither are those of
+    conversations with tools or a user, which may be graded by what these return.
 
     Args:
         function: the score function.
@@ -283,17 +296,17 @@ def _is_answer(function: ScoreFunction, facts: dict[str, Any]) -> bool:
 
 
 def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
-    """Read what a run without `async_training` has recorded.
+    """Read the lengths and times that a run without `async_training` has recorded.
 
     Args:
-        run: its directory.
+        run: the run's directory.
 
     Returns:
-        Its configuration, and per step the lengths of its responses and the seconds of its parts,
-        as `recorded` of trainer/asynchronous/simulation.py reads them.
+        Its configuration, and for each step the lengths of its responses and the seconds of its
+        parts, in the form that `recorded` of trainer/asynchronous/simulation.py reads.
 
     Raises:
-        DataError: the run has not recorded them.
+        DataError: the run has not recorded them, or its steps differ in their numbers of responses.
     """
     folder = RunFolder(run)
     config = load_config([], [run / CONFIGURATION]).config
@@ -304,13 +317,16 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
             expected="metrics and responses (trainer.rollout_record) of a run in lockstep",
         )
     steps = []
+    # Numbers of prompts and of responses to a prompt.
+    shapes = set()
     for step, metrics in folder.metrics.items():
         gen_s = metrics.get("timing_s/gen")
-        # Validations have no generation, and skipped steps no responses.
+        # The validation before training has no such time, and skipped steps have no responses.
         if gen_s is None or step not in folder.responses:
             continue
-        lengths = _lengths(folder, config, step)
         reward_s = metrics.get("timing_s/reward", 0.0)
+        lengths = _lengths(folder, config, step)
+        shapes |= {(len(lengths), len(lengths_of_prompt)) for lengths_of_prompt in lengths}
         steps.append(
             {
                 "lengths": lengths,
@@ -319,12 +335,20 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
                 "reward_s": reward_s,
             }
         )
+    if len(shapes) != 1:
+        raise DataError(
+            f"--recorded {run}",
+            got=f"{len(steps)} steps of {len(shapes)} sizes",
+            expected="steps with the same number of prompts, and of responses to each",
+            fix="Name a run whose batch size did not change, and whose rollouts have one response.",
+        )
     return config, steps
 
 
 def _lengths(folder: RunFolder, config: Config, step: int) -> list[list[int]]:
-    """Tokens of each response of a step, one list for each prompt."""
+    """Number of tokens of each response of a step, in a list for each prompt."""
     lengths: dict[str, list[int]] = {}
+    # The rollout record has the tokens, other files only the texts.
     if step in folder.record.steps():
         rows = folder.record.read(step, columns=["uid", "response_ids"]).rows
         counts = pc.list_value_length(rows.column("response_ids")).to_pylist()

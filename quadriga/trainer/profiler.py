@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of chosen training steps: all processes of the run in one trace.
+"""Profiles chosen training steps, with all processes of the run in one trace.
 
     driver     start_profile ─────> step ───────────────────────> stop_profile ──> one file
     workers      └ each rank of `<role>.profiler.ranks` records its operators ┘ parts
@@ -24,11 +24,11 @@ DRIVER = "driver"
 
 
 class Profiler:
-    """Profiles the steps listed in `global_profiler.steps`; without a tool it costs nothing.
+    """Profiles the steps listed in `global_profiler.steps`; without a tool it does nothing.
 
     Args:
         config: the resolved configuration.
-        groups: worker groups by role, whose processes are profiled beside this one.
+        groups: worker groups by role, whose processes are profiled along with this one.
         emit: called with a sentence that says where a profile was written.
     """
 
@@ -49,7 +49,7 @@ class Profiler:
     def step(self, step: int, *, is_last: bool = False) -> Iterator[None]:
         """Context manager: profile the block if `step` is one of the chosen steps.
 
-        If the block raises, only what this process has recorded is written: the others may hang.
+        If the block raises, only this process's recording is written, because the others may hang.
 
         Args:
             step: number of the step.
@@ -70,14 +70,15 @@ class Profiler:
             self._write(self._stop())
 
     def close(self) -> None:
-        """Write what this process has recorded of a profile that has not ended."""
+        """Write this process's recording of a profile that has not ended."""
         if self._open:
             self._write({})
 
     def _start(self) -> None:
+        """Start to record in this process and in the chosen ranks of all groups."""
         tool = str(self._section.tool)
         origin_ns = time.time_ns()
-        # This process is one row of the trace; it sets `Recording.current`.
+        # The constructor registers the recording as `Recording.current`, which `_write` finishes.
         if tool == "torch":
             Recording(tool, DRIVER, 0, origin_ns)
         started = []
@@ -86,16 +87,21 @@ class Profiler:
             calls = []
             for rank in group.ranks:
                 is_profiled = ranks is None or rank in ranks
-                # Processes of a trace are told apart by a number.
-                order = (tool, f"{role}[{rank}]", number * 1000 + rank, origin_ns, is_profiled)
-                calls.append((order, {}))
+                # A number that is different for each process of the trace.
+                process = number * 1000 + rank
+                arguments = (tool, f"{role}[{rank}]", process, origin_ns, is_profiled)
+                calls.append((arguments, {}))
             started.append((group, group.start_all("start_profile", calls)))
         # All groups have started before any is awaited.
         for group, handles in started:
             group.resolve(handles)
 
     def _stop(self) -> dict[str, bytes]:
-        """Stop all workers. Returns their parts by rank; a rank that is lost has none."""
+        """Stop recording in all workers.
+
+        Returns:
+            Their compressed recordings by title, such as `actor[0]`; a lost rank has none.
+        """
         stopped = []
         for role, group in self._groups.items():
             titles = [f"{role}[{rank}]" for rank in group.ranks]
@@ -103,7 +109,7 @@ class Profiler:
             stopped.append((group, dict(zip(handles, titles, strict=True))))
         parts = {}
         for group, title_of_handle in stopped:
-            # Whichever rank is first: a lost rank must not keep the parts of the others.
+            # One by one, because a lost rank must not prevent the others' recordings.
             while title_of_handle:
                 for handle, output in group.first_outcomes(list(title_of_handle)).items():
                     title = title_of_handle.pop(handle)
@@ -114,7 +120,11 @@ class Profiler:
         return parts
 
     def _write(self, parts: dict[str, bytes]) -> None:
-        """Write the profile of the open steps from compressed parts by rank."""
+        """Write the profile of the open steps.
+
+        Args:
+            parts: compressed recordings of the workers by title. That of this process is added.
+        """
         first = self._open[0]
         last = self._open[-1]
         self._open = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endless, resumable stream of training prompts, and their `uid`s.
 
-A step may take one batch or several; a checkpoint keeps the position after the last one that was
+A step may take one batch or several; a checkpoint keeps the position after the last batch that was
 taken. If the loader allows it, a thread reads the next batch in advance.
 """
 
@@ -25,18 +25,18 @@ _BATCH = "a batch of prompts (data set, sampler, collation)"
 
 
 class PromptStream:
-    """Batches of prompts from a stateful loader, pass after pass over the data.
+    """Endless stream of batches of prompts: pass after pass over the data of a stateful loader.
 
-    An epoch has as many batches as the first pass.
+    An epoch has as many batches as the loader reports at the start.
 
     Args:
         loader: the loader.
-        num_epochs: passes of the run; None if it has no end.
-        is_saved: whether checkpoints are written, so that a sampler which cannot be resumed is
-            worth a warning.
+        num_epochs: number of passes of the run; None if it is not limited by passes.
+        is_saved: whether checkpoints are written. Then a sampler that cannot be resumed causes a
+            warning.
 
     Attributes:
-        num_taken: batches since the start of the run, including those before a resume.
+        num_taken: number of batches since the start of the run, including those before a resume.
     """
 
     def __init__(
@@ -44,12 +44,14 @@ class PromptStream:
     ) -> None:
         self.loader = loader
         self.num_epochs = num_epochs
-        # Later passes may have more batches: a user's data set may grow.
+        # Counted only once: a user's data set may grow, and later passes have more batches.
         self._epoch_batches = max(1, len(loader))
         self.num_taken = 0
+        # The current pass; None if the next one has not begun.
         self._batches: Iterator[dict[str, Any]] | None = None
-        self._reads_ahead: bool = getattr(loader, "lets_read_ahead", bool)()
-        # The next batch, and the loader's state after it.
+        # A user's loader need not have the method.
+        self._reads_ahead = hasattr(loader, "lets_read_ahead") and loader.lets_read_ahead()
+        # The batch that is read in advance, and the loader's state after it.
         self._next: Future[tuple[dict[str, Any], dict[str, Any]]] | None = None
         # The loader's state after the last batch taken; None if it is the loader's current state.
         self._place: dict[str, Any] | None = None
@@ -60,7 +62,7 @@ class PromptStream:
 
     @property
     def cannot_resume(self) -> str:
-        """Why a resumed run would see other rows than an uninterrupted one; "" if it would not."""
+        """Why a resumed run would get other rows than an uninterrupted one; "" if it would not."""
         sampler = getattr(self.loader, "sampler", None)
         has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         if hasattr(sampler, "update") and not has_state:
@@ -73,24 +75,25 @@ class PromptStream:
 
     @property
     def epoch(self) -> int:
-        """Number of complete passes over the data before the batch that was taken last."""
+        """Number of complete passes over the data before the last batch that was taken."""
         return max(0, self.num_taken - 1) // self._epoch_batches
 
     @property
     def share_taken(self) -> float:
-        """Share of all passes that was taken, at most 1; 0 if they have no end."""
+        """Fraction of all passes that has been taken, at most 1; 0 if passes are not limited."""
         if not self.num_epochs:
             return 0.0
         return min(1.0, self.num_taken / (self.num_epochs * self._epoch_batches))
 
     def take(self) -> DataProto:
-        """Take the next batch, even after the last pass: a step that has begun is completed.
+        """Take the next batch, even after the last pass, so that a begun step can be completed.
 
         Raises:
             DataError: two passes in a row are empty.
         """
         if self._reads_ahead:
             current = self._next or in_background(self._read_ahead, "reading prompts")
+            # If reading fails, the next call must not get the same error again.
             self._next = None
             with waiting(_BATCH):
                 batch, self._place = current.result()
@@ -101,11 +104,13 @@ class PromptStream:
         return DataProto.from_single_dict(batch)
 
     def _read_ahead(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read the next batch. Returns it, and a copy of the loader's state after it."""
         return self._read(), deepcopy(self.loader.state_dict())
 
     def _read(self) -> dict[str, Any]:
-        # The rest of this pass may be empty, and so may a whole pass, if the loader was resumed at
-        # the very end of an epoch.
+        """Read the next batch from the loader, from the next pass if the current one is over."""
+        # The current pass may have ended. The next one may be empty if the loader was resumed at
+        # the very end of an epoch. The one after that must have a batch.
         for _ in range(3):
             if self._batches is None:
                 self._batches = watched(self.loader, _BATCH)
@@ -130,8 +135,8 @@ class PromptStream:
         """Continue from a position.
 
         Raises:
-            CheckpointError: it is not what `state_dict` returns, or the sampler has a state that
-                was not written.
+            CheckpointError: `state` has other entries than `state_dict` returns, or the sampler
+                cannot be resumed.
         """
         if self.cannot_resume:
             raise CheckpointError(
@@ -160,29 +165,29 @@ class PromptStream:
 
 
 def assign_uids(prompts: DataProto, prefix: str, first: int = 0) -> DataProto:
-    """Give each prompt a `uid`, in place: its number behind a prefix.
+    """Give each prompt the `uid` "PREFIX-NUMBER", in place.
 
-    What is sampled for a prompt depends on its uid. Uids are derived, not drawn, so that a resumed
-    run assigns the same ones.
+    What is sampled for a prompt depends on its uid. Uids are not random, so that a resumed run
+    assigns the same ones.
 
     Args:
         prompts: a batch of prompts.
-        prefix: tells batches apart.
+        prefix: makes the uids of different batches different.
         first: number of the first prompt.
     """
     return _with_uids(prompts, [f"{prefix}-{first + row}" for row in range(len(prompts))])
 
 
 def assign_row_uids(prompts: DataProto, dataset: Any, first: int) -> DataProto:
-    """Give each prompt a `uid` made of the numbers of its file and of its row in it, in place.
+    """Give each prompt a `uid` made of the number of its file and of its row there, in place.
 
     Then what is sampled for a row depends neither on the size of a batch nor on which other rows
     are left out.
 
     Args:
         prompts: a batch of rows of `dataset`.
-        dataset: a `RLHFDataset`. Rows of classes that make their own rows are numbered in their
-            order instead.
+        dataset: a `RLHFDataset`. The rows of a class that overrides `__getitem__` are numbered
+            consecutively instead.
         first: number of rows before the batch.
     """
     if getattr(type(dataset), "__getitem__", None) is not RLHFDataset.__getitem__:
@@ -192,5 +197,6 @@ def assign_row_uids(prompts: DataProto, dataset: Any, first: int) -> DataProto:
 
 
 def _with_uids(prompts: DataProto, uids: list[str]) -> DataProto:
+    """Add the column `uid` in place, and return the prompts."""
     prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
     return prompts

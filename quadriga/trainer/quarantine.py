@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that a run skips because they have lost workers twice.
+"""Quarantine of the steps that a run skips because they have lost workers twice.
 
     DIRECTORY/quarantine/step_7.jsonl     the rows of step 7, one per line
 
-The file is also the record: a run that resumes from an earlier step skips the same step again.
+The files are also the list of these steps: a run that resumes from an earlier step skips them again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,27 +14,26 @@ from quadriga.config.trainer import TrainerConfig
 from quadriga.trainer.checkpoint import quarantined_files
 from quadriga.trainer.responses import write_rows
 
-LIMIT_KEY = "trainer.max_skipped_steps"
-
 
 class Quarantine:
     """The steps that a run skips.
 
     Attributes:
-        num_rows: by step, the least number of rows of data that it takes, as far as that is known.
+        num_rows: for each skipped step, the number of rows of data that it is known to take, at
+            least.
     """
 
     def __init__(self, settings: TrainerConfig) -> None:
         self._directory = settings.directory
         self._limit = settings.max_skipped_steps
         self.num_rows: dict[int, int] = {}
-        # A run that starts anew, or from a checkpoint that the user names, continues no other run.
+        # Only with `auto` does the run continue the one whose files are there.
         if settings.resume_mode == "auto":
             for step, path in quarantined_files(self._directory).items():
                 self.num_rows[step] = path.read_bytes().count(b"\n")
 
     def refusal(self, step: int) -> str:
-        """Why a step cannot be skipped; "" if it can."""
+        """Why a step may not be skipped; "" if it may."""
         if step < 1:
             return "it is no training step"
         if step in self.num_rows:
@@ -44,15 +43,17 @@ class Quarantine:
             return f"step {min(neighbours)} is skipped, and no two steps in succession are"
         num_skipped = len(self.num_rows)
         if num_skipped >= self._limit:
-            return f"{num_skipped} steps are skipped already, {LIMIT_KEY}={self._limit}"
+            return (
+                f"{num_skipped} steps are skipped already, trainer.max_skipped_steps={self._limit}"
+            )
         return ""
 
     def add(self, step: int, num_rows: int) -> None:
-        """Skip a step from now on.
+        """Skip a step when the run comes to it again.
 
         Args:
             step: number of the step.
-            num_rows: least number of rows that it takes.
+            num_rows: number of rows of data that it takes, at least.
         """
         self.num_rows[step] = num_rows
 

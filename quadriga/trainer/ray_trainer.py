@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop: one short sequential program on the driver, over workers that may be anywhere.
+"""The reinforcement learning loop: a short sequential program on the driver that calls workers.
 
     generate ─> rewards ────────┬─> KL in reward -> off-policy correction -> advantages
               ├ old log-probs ──┤                              -> critic -> actor -> publish weights
@@ -10,10 +10,10 @@
 The passes in the left column read only the responses, so all of them are started before any is
 awaited. Models on different pools compute at the same time, models on one pool in this order;
 graders run in separate processes (`trainer/responses.py`). With `algorithm.filter_groups`,
-responses are generated and graded until the batch is full, before the models start.
+responses are generated and graded until the batch is full; only then do the models start.
 
-Each step of the algorithm is one call. What a step needs follows from the estimator and the
-configuration (`Needs`), so that no branch here names an algorithm, an engine or a backend.
+Each step of the algorithm is one method call. Which ones are needed follows from the estimator and
+the configuration (`Needs`), so no branch here names an algorithm, an engine or a backend.
 
 Legend: B rows, T response positions.
 """
@@ -73,10 +73,10 @@ from quadriga.workers.base import MODEL_OBJECTS, UpdateInputs, model_inputs
 
 @dataclass(frozen=True)
 class Workers:
-    """Handles of the worker groups, typed as their workers.
+    """Handles of the worker groups, typed as their workers; None for a role that the run lacks.
 
-    `rollout` and `reference` are the actor's group if its processes generate or hold the reference.
-    `weights` sends the actor's weights to the rollout.
+    `rollout` and `reference` are the actor's group if its processes also have that role. `weights`
+    sends the actor's weights to the rollout.
     """
 
     actor: ActorRolloutRefWorker
@@ -89,22 +89,22 @@ class Workers:
 
 
 class RayPPOTrainer(TrainingLoop):
-    """PPO, GRPO and their relatives, on either backend.
+    """Training loop of PPO, GRPO and related algorithms, for every backend.
 
     Args:
         config: the resolved configuration.
         tokenizer: decodes the rows that are written for people.
         workers: handles of the worker groups.
-        reward: turns responses into rewards, in training and in validation; by graders, a reward
-            model, or both.
-        train_dataloader: stateful; its batches are dictionaries of columns.
-        val_dataloader: the same, or None.
+        reward: computes the rewards of responses in training and in validation, with graders, a
+            reward model, or both.
+        train_dataloader: stateful loader whose batches are dictionaries of columns.
+        val_dataloader: loader of the validation rows, or None.
         total_training_steps: number of the last step.
 
     Attributes:
-        asynchronous: source of batches that are generated while the trainer learns; None if batches
+        asynchronous: source of batches that are generated during earlier steps; None if batches
             are generated within their step.
-        batch_metrics: metrics of the batch that is learned from, or of its mini-batch.
+        batch_metrics: metrics of the current batch or mini-batch.
     """
 
     asynchronous: AsyncBatches | None = None
@@ -145,7 +145,7 @@ class RayPPOTrainer(TrainingLoop):
         super().__init__(config, learners, total_training_steps, resumable)
 
         if not learns_from_rewards(config):
-            # Equal scores are no reason for a warning.
+            # Suppress the warning about equal scores.
             self.warned.add("scores")
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
@@ -170,14 +170,14 @@ class RayPPOTrainer(TrainingLoop):
                 self.weights, self.actor, self.prompts, reward, config, total_training_steps
             )
             self.weights = self.asynchronous
-            # Saved before the position in the data, because it first lets requests in flight end.
+            # Before the position in the data: saving its state may take more prompts.
             self.resumable = {"asynchronous": self.asynchronous, **self.resumable}
 
     def steps(self) -> Iterator[TrainingStep]:
         """Train step by step, after a validation of the first policy if one is configured."""
         trainer = self.config.trainer
         if self.load_checkpoint():
-            # The rollout has loaded the weights that the run began with.
+            # The rollout still has the initial weights.
             self.weights.publish(self.global_steps)
         is_continued = self.global_steps > 0 or self.recovery is not None
         self.recorder.begin(self.global_steps, is_continued=is_continued)
@@ -186,7 +186,8 @@ class RayPPOTrainer(TrainingLoop):
                 self.tracking.log(self.validate(), self.global_steps)
             if trainer.val_only:
                 return
-            # A longer run validates so often that the pace of its steps includes it.
+            # Frequent validations are part of the pace of the steps. A single one at the end takes
+            # as long as the one before the first step.
             self.progress.begin(is_repeated=trainer.test_freq >= self.total_training_steps)
             while not self.is_last_step:
                 batch = None
@@ -204,16 +205,16 @@ class RayPPOTrainer(TrainingLoop):
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the step that has begun is the last one.
+        """Whether the current step is the last one.
 
-        Dynamic sampling also ends with the prompts, which is known only once a step has taken its
-        own.
+        A run with dynamic sampling also ends when the prompts are used up. How many a step takes is
+        known only afterwards.
         """
         ends_with_prompts = self.filters_groups and self.asynchronous is None
         return super().is_last_step or (ends_with_prompts and self.prompts.share_taken == 1.0)
 
     def train_step(self) -> DataProto:
-        """Take and measure the next step, whose numbers are in `metrics` afterwards.
+        """Take and measure the next step; its metrics are in `metrics` afterwards.
 
         Returns:
             The rows of the step with everything that was computed for them.
@@ -232,7 +233,7 @@ class RayPPOTrainer(TrainingLoop):
         return batch
 
     def step(self) -> DataProto:
-        """Go from prompts to responses to new weights; several times with mini-batches.
+        """Generate responses, learn from them and publish the new weights.
 
         Returns:
             The rows of the step with everything that was computed for them.
@@ -254,7 +255,7 @@ class RayPPOTrainer(TrainingLoop):
         return parts[0] if len(parts) == 1 else joined(parts)
 
     def learn(self, batch: DataProto) -> DataProto:
-        """Go from responses to an update of the models.
+        """Compute rewards and advantages of the responses, and update the critic and the actor.
 
         Returns:
             The same batch with everything that was computed for its rows.
@@ -285,7 +286,7 @@ class RayPPOTrainer(TrainingLoop):
         self.correct_rollout(batch)
         self.compute_advantages(batch)
 
-        # The critic learns in every step, the actor after the critic's warm-up.
+        # The critic is updated in every step, the actor only after the critic's warm-up.
         learned, rows = self.draw_rows(batch)
         if self.critic:
             with self.timer.phase("update_critic"):
@@ -293,7 +294,7 @@ class RayPPOTrainer(TrainingLoop):
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("update_actor"):
                 inputs = self.inputs.select(learned, "actor")
-                # A pass for old log-probs has the same outputs.
+                # A pass for old log-probs has already computed what is recorded.
                 with_log_probs = self.recorder.is_on and not self.needs.old_log_probs
                 outputs = self.actor.update_actor(inputs, with_log_probs)
                 self.record(outputs)
@@ -301,7 +302,7 @@ class RayPPOTrainer(TrainingLoop):
         return batch
 
     def publish_weights(self) -> None:
-        """Give the rollout the weights of this step, unless only the critic has learned."""
+        """Send the weights of this step to the rollout, unless only the critic was updated."""
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("publish_weights"):
                 self.weights.publish(self.global_steps)
@@ -309,10 +310,10 @@ class RayPPOTrainer(TrainingLoop):
     # Responses
 
     def batches(self) -> Iterator[DataProto]:
-        """Responses to learn from in this step.
+        """Yield the responses to learn from in this step: a batch, or several mini-batches.
 
-        They are generated now or, with `async_training`, were generated during earlier steps. With
-        `async_training.by_mini_batch` the step has several batches.
+        They are generated now or, with `async_training`, were generated during earlier steps. Only
+        with `async_training.by_mini_batch` are there several batches.
         """
         if self.asynchronous is not None:
             is_last = False
@@ -356,7 +357,7 @@ class RayPPOTrainer(TrainingLoop):
             return self.respond(prompts, self.config.actor_rollout_ref.rollout.n)
 
     def sample_groups(self) -> DataProto:
-        """Dynamic sampling: generate and grade until enough groups have different rewards."""
+        """Dynamic sampling: generate and grade until enough groups have unequal rewards."""
         groups = GroupFilter(self.config)
         while not groups.is_full:
             batch = self.generate(self.next_prompts(num_before=groups.num_groups))
@@ -371,7 +372,7 @@ class RayPPOTrainer(TrainingLoop):
         """Predict the number of steps of a run with dynamic sampling, which ends with the prompts."""
         share_taken = self.prompts.share_taken
         if share_taken:
-            # The number of steps there will be if later ones take as many batches as those so far.
+            # Assumes that later steps take as many batches as those so far.
             num_steps = min(self.total_training_steps, self.global_steps / share_taken)
             batch.meta_info["total_training_steps"] = num_steps
             self.progress.total = round(num_steps)
@@ -380,13 +381,13 @@ class RayPPOTrainer(TrainingLoop):
 
     @contextmanager
     def rewards_and(self, batch: DataProto) -> Iterator[Callable[..., None]]:
-        """Context manager: compute rewards and the passes that the block starts, all at once.
+        """Context manager: compute rewards and, at the same time, the passes that the block starts.
 
-        The block starts a pass by `begin(method, *args)`; on exit their results are columns of the
-        batch.
+        Yields `begin`; the block starts a pass with `begin(method, *args)`. On exit the rewards and
+        the results of all passes are columns of the batch.
 
-        Consumes: the responses. Waits for: graders, a reward model, then the models of all pools at
-        once. Unblocked by: the last of them, or the first that fails; its error is raised, and the
+        Consumes: the responses. Waits for: graders and a reward model, then for all passes together.
+        Unblocked by: the last of them, or the first that fails; its error is raised, and the
         graders are stopped. Each column of results is in memory twice while it is joined.
         """
         futures = []
@@ -408,7 +409,7 @@ class RayPPOTrainer(TrainingLoop):
                 batch.union(result)
 
     def compare_log_probs(self, batch: DataProto) -> None:
-        """Measure the policy's entropy, and the mismatch of its log-probs and the rollout's."""
+        """Add metrics of the policy's entropy, and of the mismatch with the rollout's log-probs."""
         if not self.needs.old_log_probs:
             return
         mask = batch.batch["response_mask"]
@@ -425,34 +426,31 @@ class RayPPOTrainer(TrainingLoop):
             self.note({f"rollout/{name}": value for name, value in mismatch.items()})
 
     def charge_divergence(self, batch: DataProto) -> None:
-        """Add `token_level_rewards` [B, T]: scores, less a KL penalty with `use_kl_in_reward`.
+        """Add `token_level_rewards` [B, T]: the scores, minus a KL penalty if `use_kl_in_reward`.
 
-        This comes before rejection changes the mask: the reward of a response counts all its
-        tokens, whichever of them are learned from.
+        Must be called before `correct_rollout` masks tokens, because the reward of a response
+        counts all of its tokens.
         """
         algorithm = self.config.algorithm
         with self.timer.phase("adv"):
             rewards = batch.batch["token_level_scores"]
             if "turn_rewards" in batch.non_tensor_batch:
                 rewards = with_turn_rewards(rewards, batch)
-            # Updates the coefficient of the next batch, too.
             if algorithm.use_kl_in_reward:
+                fields = {name: batch.batch[name] for name in PENALTY_FIELDS}
+                fields["token_level_scores"] = rewards
+                # Also adapts the controller's coefficient for the next batch.
                 rewards, metrics = apply_kl_penalty(
-                    **{
-                        **{name: batch.batch[name] for name in PENALTY_FIELDS},
-                        "token_level_scores": rewards,
-                    },
-                    kl_ctrl=self.kl_controller,
-                    kind=algorithm.kl_penalty,
+                    **fields, kl_ctrl=self.kl_controller, kind=algorithm.kl_penalty
                 )
                 self.note(metrics)
             batch.batch["token_level_rewards"] = rewards
 
     def correct_rollout(self, batch: DataProto) -> dict[str, float]:
-        """Off-policy correction: add `rollout_is_weights`, change `response_mask`, both [B, T].
+        """Off-policy correction: add `rollout_is_weights`, and mask rejected tokens, both [B, T].
 
         Returns:
-            Metrics, which are also noted.
+            Its metrics, which are also those of the batch.
         """
         correction = self.config.algorithm.rollout_correction
         if not correction.needs_old_log_probs:
@@ -495,10 +493,11 @@ class RayPPOTrainer(TrainingLoop):
         return advantages, returns
 
     def draw_rows(self, batch: DataProto) -> tuple[DataProto, torch.Tensor | None]:
-        """Draw the rows to learn from by their scores, with `use_pf_ppo`.
+        """With `use_pf_ppo`, draw the rollouts to learn from by their scores.
 
         Returns:
-            The rows, and their places in the batch; None: all rows are learned from.
+            The rows to learn from, and their places in the batch. Without `use_pf_ppo` the batch
+            itself, and None.
         """
         algorithm = self.config.algorithm
         if not algorithm.use_pf_ppo:
@@ -513,14 +512,15 @@ class RayPPOTrainer(TrainingLoop):
         for row, rollout in enumerate(rollout_numbers(ordered)):
             rows_of_rollout[rollout].append(row)
         rows = []
-        numbers = []
+        # A rollout that is drawn twice counts as two.
+        rollout_index = []
         for number, rollout in enumerate(drawn.tolist()):
             rows += rows_of_rollout[rollout]
-            numbers += [number] * len(rows_of_rollout[rollout])
+            rollout_index += [number] * len(rows_of_rollout[rollout])
         sample = ordered.select_idxs(rows)
         sample.batch["row_index"] = torch.arange(len(sample))
         if "rollout_index" in sample.batch.keys():
-            sample.batch["rollout_index"] = torch.tensor(numbers)
+            sample.batch["rollout_index"] = torch.tensor(rollout_index)
         return sample, order[rows]
 
     # After the update
@@ -556,17 +556,17 @@ class RayPPOTrainer(TrainingLoop):
         write_samples(directory, self.global_steps, rows)
 
     def hand_back(self, batch: DataProto) -> None:
-        """Show the batch to a sampler and a data set that learn from batches.
+        """Pass the batch to a sampler with `update` and to a data set with `on_batch_end`.
 
-        It also has a column for each value that graders return beside the score, unless a column
-        has that name.
+        Each value that graders return besides the score becomes a column, unless there is already a
+        column of that name.
         """
         loader = self.train_dataloader
         if not hasattr(loader.sampler, "update") and not hasattr(loader.dataset, "on_batch_end"):
             return
         columns = dict(batch.non_tensor_batch)
         extras = columns.get("reward_extra", ())
-        for name in {name for extra in extras for name in extra} - columns.keys():
+        for name in set().union(*extras) - columns.keys():
             columns[name] = object_array([extra.get(name) for extra in extras])
         batch = DataProto(batch.batch, columns, batch.meta_info)
         with waiting("the sampler and the data set to take note of a batch (update, on_batch_end)"):
@@ -576,18 +576,18 @@ class RayPPOTrainer(TrainingLoop):
                 loader.dataset.on_batch_end(batch=batch)
 
     def validate(self) -> dict[str, float]:
-        """Respond to all validation prompts, and log samples. Returns the metrics."""
+        """Validate the current policy and log samples. Returns the metrics."""
         with self.timer.phase("testing"):
             metrics, rows = self.validator.run(self.global_steps)
         self.tracking.log_samples(rows, self.global_steps)
         return metrics
 
     def rows_to_skip(self, num_rows: int) -> list[dict[str, Any]]:
-        """Take the prompts of a step that is skipped.
+        """Take the prompts of a skipped step from the data.
 
         Args:
-            num_rows: least number of prompts to take. With `async_training` the step takes the
-                batches that it would have learned from instead.
+            num_rows: least number of prompts to take. It is not used with `async_training`, where
+                the step takes the batches that it would have learned from.
 
         Returns:
             One row per prompt, as it is written to the quarantine.
@@ -607,16 +607,16 @@ class RayPPOTrainer(TrainingLoop):
         return list(rows_by_uid.values())
 
     def record(self, result: DataProto) -> None:
-        """Move the metrics that a worker group returned into those of the batch."""
+        """Move the metrics that a worker group returned to those of the batch."""
         self.batch_metrics |= result.meta_info.pop("metrics", {})
 
     def note(self, numbers: Mapping[str, float]) -> None:
-        """Add metrics computed on the driver; a step reports the means of its mini-batches."""
+        """Add metrics to those of the batch; a step reports means over its mini-batches."""
         for name, value in numbers.items():
             self.batch_metrics[name] = Metric(value)
 
     def close(self) -> None:
-        """Stop asynchronous generation, the record of rollouts, the profiler and the graders."""
+        """Stop asynchronous generation, the rollout recorder, the profiler and the graders."""
         if self.asynchronous is not None:
             self.asynchronous.stop()
         self.recorder.finish()
@@ -628,12 +628,12 @@ class RayPPOTrainer(TrainingLoop):
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate the mini-batches of a step and number their rows through, in `row_index`."""
+    """Concatenate the mini-batches of a step; `row_index` numbers the rows consecutively."""
     num_before = 0
     for part in parts:
         part.batch["row_index"] = part.batch["row_index"] + num_before
         num_before += len(part)
-        # Numbers of one mini-batch, which no step reads after its update.
+        # The column numbers the rollouts of one mini-batch, and nothing reads it after the update.
         part.batch.pop("rollout_index", None)
     return DataProto.concat(parts)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the rollout record: the columns of a batch without padding, as an Arrow table.
+"""Converts batches to rows of the rollout record: Arrow tables without padding.
 
 Legend: B rows, P prompt positions, T response positions, L layers, k experts per token.
 """
@@ -37,7 +37,7 @@ _TOKEN_COLUMNS = {
     "token_versions": "token_versions",
     "token_staleness": "token_staleness",
 }
-"""Column of the batch, [B, T], of each column of the record with a value per response token."""
+"""Columns of the record with a value per response token, and the batch's columns [B, T]."""
 _JSON_COLUMNS = {
     "turn_spans": "turn_spans",
     "turn_rewards": "turn_rewards",
@@ -46,7 +46,7 @@ _JSON_COLUMNS = {
     "turn_scores": "turn_scores",
     "messages": "solution_messages",
 }
-"""Object column of the batch of each column of the record that holds JSON."""
+"""Columns of the record that hold JSON, and the batch's object columns."""
 _ERROR = "reward_error"
 ROUTES = "routed_experts"
 
@@ -57,7 +57,8 @@ def record_table(batch: DataProto, config: DataConfig, *, not_computed: str = ""
     Args:
         batch: graded responses, with everything that was computed for them.
         config: names of the columns with the data source, images and videos.
-        not_computed: why rows have no log-probs of the trainer, if no update has computed them.
+        not_computed: why rows without log-probs of the trainer have none. "": the update skipped
+            them, because their advantages are 0.
 
     Returns:
         B rows with the columns of `SCHEMA`.
@@ -70,12 +71,12 @@ def _json(value: Any) -> str:
 
 
 def _utf8(value: Any) -> str:
-    """A text that UTF-8 can express: half of a surrogate pair becomes its escape."""
+    """A value as a text that UTF-8 can encode: half of a surrogate pair becomes an escape."""
     return str(value).encode(errors="backslashreplace").decode()
 
 
 class _ConvertedBatch:
-    """A batch whose rows are converted.
+    """Converts the columns of a batch.
 
     Attributes:
         order: [B], places in the batch of the rows in the order of the data.
@@ -131,9 +132,11 @@ class _ConvertedBatch:
         return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
     def _in_order(self, name: str) -> np.ndarray:
+        """A tensor column, in the order of the data."""
         return self.tensors[name].detach().cpu()[self.order].numpy()
 
     def _objects_in_order(self, name: str) -> list[Any]:
+        """An object column, in the order of the data."""
         column = self.objects[name]
         return [column[place] for place in self.order.tolist()]
 
@@ -145,12 +148,12 @@ class _ConvertedBatch:
         return [None if value is None else convert(value) for value in values]
 
     def _values_of_rows(self) -> dict[str, Any]:
-        """Columns with one value of a row."""
+        """Columns with one value per row."""
         uids = list(map(str, self._objects_in_order("uid")))
         rollout_ids = self._texts(ROLLOUT_ID)
         if rollout_ids is None:
             rollout_ids = name_rollouts(uids)
-        # A row without a score is not one with the score 0.
+        # A row without a score is null. Its scores in the batch are 0.
         has_score = scored_rows(self.batch)[self.order].numpy()
         scores = pa.array(self._in_order("token_level_scores").sum(1), mask=~has_score)
         columns: dict[str, Any] = {
@@ -183,11 +186,12 @@ class _ConvertedBatch:
         return columns
 
     def _masks(self) -> dict[str, Any]:
-        """`response_mask`, and `trained_mask` if a correction may have rejected tokens."""
+        """`response_mask` as generated, and `trained_mask` if tokens were masked later."""
         mask = self._in_order("response_mask").astype(bool)
         if "token_versions" not in self.tensors.keys():
             return {"response_mask": _lists(mask, self._response_mask)}
-        # The correction changes the mask, but not the versions of the tokens.
+        # Off-policy correction changes the mask, but not the versions of the tokens, which are
+        # negative where the policy did not generate the token.
         is_generated = self._in_order("token_versions") >= 0
         columns = {"response_mask": _lists(is_generated, self._response_mask)}
         if not np.array_equal(is_generated, mask):
@@ -195,7 +199,10 @@ class _ConvertedBatch:
         return columns
 
     def _log_probs(self, not_computed: str) -> dict[str, Any]:
-        """Log-probs and entropies of the trainer, of a pass before the update or of its first."""
+        """Log-probs and entropies of the trainer, or why there are none.
+
+        They come from the pass for old log-probs or from the update's first forward pass.
+        """
         num_rows = len(self.order)
         if "old_log_probs" in self.tensors.keys():
             columns = {"log_probs": _lists(self._in_order("old_log_probs"), self._response_mask)}
@@ -219,12 +226,14 @@ class _ConvertedBatch:
         parts = []
         for extra in self._objects_in_order("reward_extra"):
             entries = dict(extra)
-            errors.append(_utf8(entries.pop(_ERROR, None) or "") or None)
+            error = entries.pop(_ERROR, None)
+            errors.append(_utf8(error) if error else None)
             parts.append(_json(entries) if entries else None)
         return {_ERROR: errors, "reward_parts": parts}
 
     def _data_rows(self) -> list[str | None]:
-        """The user's columns of each data row as JSON; responses to one prompt share them."""
+        """The user's columns of each data row as JSON; None for a row without any."""
+        # Responses to the same prompt have the same text, which is made once.
         texts: dict[str, str | None] = {}
         rows = []
         for place, uid in zip(self.order.tolist(), self._objects_in_order("uid"), strict=True):
@@ -245,8 +254,8 @@ def _lists(
 
     Args:
         values: values with padding.
-        mask: whether a place is a token.
-        has_values: [B], whether the row has values; the others are null. None: all have.
+        mask: True where there is a token.
+        has_values: [B], False for rows that become null. None: there are none.
     """
     is_null = None
     if has_values is not None:
@@ -258,12 +267,15 @@ def _lists(
 
 
 def _known(values: np.ndarray) -> pa.Array:
-    """Values [B] with null in the place of NaN."""
+    """Values [B] with null instead of NaN."""
     return pa.array(values, mask=np.isnan(values))
 
 
 def _once_for_each_object(function: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Call a function once for an object that several rows share."""
+    """Wrap a function so that it is called only once for an object that several rows share.
+
+    The objects must live as long as the wrapped function is used, as they are known by their `id`.
+    """
     results: dict[int, str] = {}
 
     def call(value: Any) -> str:
@@ -275,7 +287,7 @@ def _once_for_each_object(function: Callable[[Any], str]) -> Callable[[Any], str
 
 
 def joined_tables(tables: Iterable[pa.Table]) -> pa.Table:
-    """Concatenate the rows of several batches, and number them through."""
+    """Concatenate the rows of several batches, and number them consecutively."""
     table = pa.concat_tables(tables)
     numbers = pa.array(np.arange(len(table)), pa.int32())
     for name in ("row_index", "position"):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of the rollout, their rewards, and both as rows that a person can read.
+"""Generates responses, grades them, and makes rows of them that people can read.
 
     generate -> begin ─> old log-probs, reference, values ─> join -> advantages -> ...
                   ├────── graders, in processes of their own ───┤
                   └────── reward model ─────────────────────────┘
 
-    early        the rollout gives each response to a grader as soon as it is written, and `begin`
-                 finds the outcomes in the batch
-    in process   graders on the driver work at the join, while models in other processes compute
+    early grading   the rollout passes each response to a grader as soon as it is complete, and
+                    `begin` finds the outcomes in the batch
+    in process      graders on the driver work during `join`, while models in other processes compute
 
 Legend: B rows, T response positions.
 """
@@ -38,7 +38,7 @@ from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
 from quadriga.rewards.by_name import ROW
 from quadriga.trainer.metrics import spread
 from quadriga.trainer.rollout_pool import RolloutPool
-from quadriga.trainer.rollout_rows import has_larger_rollouts, rollout_numbers, scored_rows
+from quadriga.trainer.rollout_rows import has_larger_rollouts, rollout_numbers, scores_of_rows
 from quadriga.workers import ActorRolloutRefWorker, RewardModelWorker
 from quadriga.workers.base import (
     CHAT_OBJECTS,
@@ -52,10 +52,10 @@ from quadriga.workers.base import (
 
 logger = logging.getLogger(__name__)
 
-# Columns that `RLHFDataset` makes of others, or that a written sample has under another name.
+# Columns that `RLHFDataset` derives from others, or that a written sample has under another name.
 _NOT_OF_ROW = {"reward_model", "index", "tools_kwargs", "interaction_kwargs"}
 PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
-"""Columns of a prompt that its responses do not have, or have in another form."""
+"""Columns of prompts that responses do not have, or have with other contents."""
 
 
 def generate_responses(
@@ -67,21 +67,21 @@ def generate_responses(
     """Generate responses to prompts.
 
     Args:
-        rollout: the rollout's handle.
+        rollout: handle of the rollout.
         config: the resolved configuration.
         prompts: rows with a `uid` each; meta_info has the step and whether to sample. They are not
             changed.
         num_samples: responses to each prompt.
 
     Returns:
-        The rows of `num_samples` rollouts for each prompt, one below the other, with its columns
-        and its responses. meta_info is that of the prompts, and `metrics`.
+        The rows of `num_samples` rollouts of each prompt, in succession, with the prompt's columns
+        and the responses. meta_info is that of the prompts, with `metrics`.
     """
     rows = repeat_prompts(prompts, num_samples)
     with Tally.opened(len(rows)) as tally:
         num_before = tally.num_ended
         responses = rollout.generate_sequences(rollout_inputs(rows, config))
-        # Also where the engines are in other processes.
+        # Engines in other processes do not count here, so the number is set at the end.
         tally.num_ended = num_before + len(rows)
     return with_prompt_columns(rows, responses)
 
@@ -91,7 +91,7 @@ def with_prompt_columns(rows: DataProto, responses: DataProto) -> DataProto:
 
     Args:
         rows: prompts from `repeat_prompts`, one for each rollout.
-        responses: the rows of each rollout, one or more, in the order of the prompts. Without
+        responses: one or more rows of each rollout, in the order of `rows`. Without the column
             `rollout_id` each rollout has one row.
 
     Returns:
@@ -100,7 +100,7 @@ def with_prompt_columns(rows: DataProto, responses: DataProto) -> DataProto:
     columns = without_passing(rows)
     if ROLLOUT_ID in responses.non_tensor_batch:
         columns = columns.select_idxs(rollout_numbers(responses))
-    # A conversation may show the model more images than its prompt does.
+    # The responses' own column has more images than the prompt's if a conversation has added some.
     for name in set(MODEL_OBJECTS) & responses.non_tensor_batch.keys():
         columns.non_tensor_batch.pop(name, None)
     return columns.union(responses)
@@ -109,12 +109,11 @@ def with_prompt_columns(rows: DataProto, responses: DataProto) -> DataProto:
 def rollout_inputs(rows: DataProto, config: Config) -> DataProto:
     """Select the columns of prompts that the rollout reads.
 
-    With `rollout.mode=async`, a conversation finds the name of its data set as `data_source`,
-    whatever `data.reward_fn_key` calls that column.
+    With `rollout.mode=async`, the column that `data.reward_fn_key` names is called `data_source`.
     """
     columns = rows.non_tensor_batch
     is_async = config.actor_rollout_ref.rollout.mode == "async"
-    names = [*PROMPT_OBJECTS]
+    names = list(PROMPT_OBJECTS)
     if is_async:
         names += CONVERSATION_OBJECTS
     inputs = rows.select(PROMPT_TENSORS, [name for name in names if name in columns])
@@ -126,19 +125,20 @@ def rollout_inputs(rows: DataProto, config: Config) -> DataProto:
 def repeat_prompts(prompts: DataProto, count: int) -> DataProto:
     """Repeat each row `count` times, once for each rollout.
 
-    `sample_index` numbers the copies of a row, so that they may be generated on several ranks.
-    `rollout_id` names the rollout.
+    Adds `sample_index`, the number of a copy among those of its row, which makes its sampling
+    independent of the rank that generates it; and `rollout_id`, the name of the rollout.
     """
     rows = prompts.repeat(count)
     indices = np.tile(np.arange(count), len(prompts)).astype(object)
-    pairs = zip(rows.non_tensor_batch["uid"], indices, strict=True)
+    uids_and_indices = zip(rows.non_tensor_batch["uid"], indices, strict=True)
+    rollout_ids = object_array(f"{uid}/{index}" for uid, index in uids_and_indices)
     rows.non_tensor_batch["sample_index"] = indices
-    rows.non_tensor_batch[ROLLOUT_ID] = object_array(f"{uid}/{index}" for uid, index in pairs)
+    rows.non_tensor_batch[ROLLOUT_ID] = rollout_ids
     return rows
 
 
 def without_passing(rows: DataProto) -> DataProto:
-    """Drop the columns of prompts that their responses do not have."""
+    """Drop the `PASSING` columns of prompts."""
     tensors = [name for name in rows.batch.keys() if name not in PASSING]
     objects = [name for name in rows.non_tensor_batch if name not in PASSING]
     return rows.select(tensors, objects)
@@ -148,7 +148,7 @@ def without_passing(rows: DataProto) -> DataProto:
 
 
 def prompt_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Prompts as people read them: place in the data, text, and the user's columns."""
+    """Make readable rows of prompts: uid, place in the data, text, and the user's columns."""
     columns = batch.non_tensor_batch
     names = [name for name in columns if name in ("uid", "source_row") or name not in RESERVED]
     prompts = batch.batch["prompts" if "prompts" in batch.batch.keys() else "input_ids"]
@@ -163,25 +163,24 @@ def prompt_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
 def sample_rows(
     batch: DataProto, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[dict[str, Any]]:
-    """Graded responses as people read them: data source, texts, ground truth and score.
-
-    If rollouts have several rows, each has `rollout_id` and `agent`.
-
-    Rows also have `row` (other columns of the data row), the entries of `extra_info` under reserved
-    names, as `data/NAME` if the name is taken, and what graders have added, then as `reward/NAME`.
+    """Make readable rows of graded responses.
 
     Args:
         batch: graded responses.
         tokenizer: decodes them.
         config: names of the columns with the data source, images and videos.
+
+    Returns:
+        A row for each response with `uid`, data source, texts, ground truth and score, and
+        `rollout_id` and `agent` if a rollout has several rows. Further entries are: `row`, with the
+        user's other columns; those of `extra_info` under reserved names, as `data/NAME` if the name
+        is taken; and those that graders have added, as `reward/NAME` if the name is taken.
     """
     tensors = batch.batch
     columns = batch.non_tensor_batch
     width = tensors["responses"].shape[1]
     masks = tensors["attention_mask"].bool()
-    scores: list[float | None] = tensors["token_level_scores"].sum(-1).tolist()
-    for row in (~scored_rows(batch)).nonzero().flatten().tolist():
-        scores[row] = None
+    scores = scores_of_rows(batch)
     optional_names = [name for name in ("num_turns", "finish_reason") if name in columns]
     if has_larger_rollouts(batch):
         optional_names += [ROLLOUT_ID, "agent"]
@@ -206,7 +205,7 @@ def sample_rows(
         row_columns = user_columns(columns, row, config)
         if row_columns:
             facts["row"] = row_columns
-        # A grader may give any name to what it adds.
+        # Last, because a grader may use any name.
         _add_entries(facts, columns["reward_extra"][row], "reward")
         rows.append(facts)
     return rows
@@ -225,7 +224,7 @@ def user_columns(columns: Mapping[str, np.ndarray], row: int, config: DataConfig
     values = {name: columns[name][row] for name in sorted(names)}
     values = {name: value for name, value in values.items() if value is not None}
     if isinstance(values.get("extra_info"), Mapping):
-        # From Python, the columns are there a second time for reward functions.
+        # Runs from Python have all columns once more in `ROW`, for reward functions.
         hidden_names = RESERVED | {ROW}
         values["extra_info"] = {
             name: value for name, value in values["extra_info"].items() if name not in hidden_names
@@ -237,7 +236,7 @@ def user_columns(columns: Mapping[str, np.ndarray], row: int, config: DataConfig
 
 
 def _add_entries(facts: dict[str, Any], entries: Mapping[str, Any], prefix: str) -> None:
-    """Add entries to a row, under a prefix where the row has one of that name already."""
+    """Add entries to a row; those whose name the row already has get a prefix."""
     names = set(facts)
     for name, value in entries.items():
         facts[f"{prefix}/{name}" if name in names else name] = value
@@ -281,9 +280,10 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, where: str) -> 
 
 
 class BatchRewards:
-    """The rewards of a batch, whose grading starts at construction.
+    """Computes the rewards of a batch. Grading starts at construction.
 
-    The rows of a rollout that have no grade of their own share one: that of the first of them.
+    A rollout with several rows is graded once, except for rows that were graded early on their own:
+    all other rows have the grade of the first of them.
 
     Args:
         reward: grades the responses.
@@ -292,7 +292,7 @@ class BatchRewards:
 
     def __init__(self, reward: RewardManager, batch: DataProto) -> None:
         outcomes = batch.non_tensor_batch.pop("reward_outcome", None)
-        # Row from which each row has its grade, [B]. None: each row has its own.
+        # [B], the row whose grade each row has. None: each row has its own.
         self._sources: np.ndarray | None = None
         graded = batch
         if has_larger_rollouts(batch):
@@ -307,11 +307,11 @@ class BatchRewards:
     def join(self, batch: DataProto) -> RewardOutput:
         """Wait for the rewards, and add them to the batch.
 
-        The batch gets `token_level_scores` [B, T], `reward_extra` (what graders return beside the
-        score), and metrics.
+        The batch gets `token_level_scores` [B, T], `reward_extra` (values that graders return
+        besides the score), the times of grading, and metrics.
 
         Args:
-            batch: the batch that was given at construction.
+            batch: the batch that was passed at construction.
 
         Raises:
             RewardError: too many responses could not be graded.
@@ -338,7 +338,7 @@ class BatchRewards:
 
 
 def _sources_of_grades(batch: DataProto, outcomes: np.ndarray | None) -> np.ndarray:
-    """Row from which each row has its grade, [B]: itself, or the first of its rollout without one."""
+    """The row whose grade each row has, [B]; see `BatchRewards`."""
     first_rows: dict[int, int] = {}
     sources = []
     for row, number in enumerate(rollout_numbers(batch)):
@@ -350,18 +350,18 @@ def _sources_of_grades(batch: DataProto, outcomes: np.ndarray | None) -> np.ndar
 
 
 def _shared(output: RewardOutput, sources: np.ndarray, batch: DataProto) -> RewardOutput:
-    """Rewards of all rows from those of the graded ones.
+    """Expand the rewards of the graded rows to all rows.
 
     Args:
-        output: rewards of the rows that `sources` names, in their order.
-        sources: row from which each row has its grade, [B].
+        output: rewards of the distinct rows in `sources`, in ascending order.
+        sources: row whose grade each row has, [B].
         batch: all rows.
     """
     places = np.searchsorted(np.unique(sources), sources)
     scores = output.scores[torch.from_numpy(places)]
     lengths = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1).tolist()
     for row in np.flatnonzero(sources != np.arange(len(sources))).tolist():
-        # The score stands at the last token of each row, which differs between rows.
+        # Move the score to this row's own last token.
         total = scores[row].sum()
         scores[row] = 0.0
         scores[row, max(lengths[row] - 1, 0)] = total
@@ -376,13 +376,13 @@ def grade(reward: RewardManager, batch: DataProto) -> RewardOutput:
 
 
 class ModelReward(RewardManager):
-    """A reward model beside graders: the score of a response is the sum of both.
+    """A reward model in addition to graders: the score of a response is the sum of both.
 
-    Graders give 0 to responses that they do not grade.
+    The score of a response that graders do not grade is that of the model.
 
-    It adds these metrics to those of the graders: mean, max and min of the two summands,
-    `reward/rm_score` and `reward/rule_score`; `reward/rm_cut`, inputs of the reward model that were
-    too long; `timing_s/rm`, seconds of its slowest rank.
+    Adds these metrics to those of the graders: mean, max and min of the two summands,
+    `reward/rm_score` and `reward/rule_score`; `reward/rm_cut`, the number of inputs that were too
+    long for the reward model; `timing_s/rm`, the seconds of its slowest rank.
     """
 
     def __init__(self, model: RewardModelWorker, graders: RewardManager) -> None:
@@ -398,7 +398,7 @@ class ModelReward(RewardManager):
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         """Start the graders and the reward model.
 
-        The result also adds the model's `rm_scores` [B, T] to the batch.
+        Waiting for the result also adds the model's `rm_scores` [B, T] to the batch.
 
         Args:
             data: the responses.
@@ -412,7 +412,7 @@ class ModelReward(RewardManager):
             # A future: the model computes while the graders work.
             scores: Any = self.model.compute_rm_score(model_inputs(data, objects))
         except BaseException:
-            # Otherwise the graders would work on for nobody.
+            # Nobody will wait for the graders.
             grading.cancel()
             raise
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Roles of the models of a run, and the optional passes of a training step.
 
-Which passes a step makes follows from the configuration and the fields that the estimator reads; no
-table lists algorithms.
+The configuration and the fields that the estimator reads decide which passes a step needs; there is
+no table of algorithms.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ _FIELDS_OF_OLD_LOG_PROB_PASS = frozenset({"old_log_probs", "sum_pi_squared"})
 
 
 class Role(StrEnum):
-    """A worker group's role, under the name that errors and logs use."""
+    """Role of a worker group. The values are the names in errors and logs."""
 
     ActorRolloutRef = "actor_rollout_ref"
     ActorRollout = "actor_rollout"
@@ -47,17 +47,18 @@ class Needs:
     critic: bool  # the estimator reads `values`
     greedy_baseline: bool  # the estimator reads `reward_baselines`
     reference: bool  # a KL term is configured, or the estimator reads `ref_log_prob`
-    old_log_probs: bool  # they may differ from the current ones, or are read before the update
+    # Old log-probs may differ from those of the update, or something reads them before it.
+    old_log_probs: bool
     sum_pi_squared: bool  # the estimator reads it; the pass for old log-probs computes it
-    larger_groups: bool  # the estimator compares the responses to one prompt, and there is only one
+    larger_groups: bool  # the estimator compares the responses to a prompt, but there is only one
 
     @classmethod
     def of(cls, config: Config) -> "Needs":
-        """Passes that each step of a run with this configuration makes."""
+        """Determine the passes of a step for a configuration."""
         fields = ()
         if config.task == "rl":
             import_external(config.actor_rollout_ref.model.external_lib)
-            # Chosen even if it is not used, so that a wrong name is refused.
+            # Looked up even if rewards are not used, so that a wrong name is refused.
             estimator = configured_estimator(config)
             if learns_from_rewards(config):
                 fields = estimator.fields
@@ -72,7 +73,7 @@ class Needs:
         )
 
     def describe(self) -> dict[str, str]:
-        """The passes that are made or left out, each with its reason, to be printed."""
+        """Describe automatic choices about the passes and their reasons, to be printed."""
         choices = {}
         if not self.reference:
             choices["reference"] = "not needed: no KL term is configured"
@@ -104,16 +105,20 @@ def configured_estimator(config: Config) -> Algorithm:
     shared = {**dict(algorithm), "config": algorithm}
     estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared)
     check_fields(estimator, FIELDS, "algorithm.adv_estimator")
-    # A user's estimator may need groups or columns that only the data have.
+    # A user's own estimator may need larger groups, or columns that only the data have.
     if estimator.is_built_in:
         _try_estimator(estimator)
     return estimator
 
 
 def _try_estimator(estimator: Algorithm) -> None:
-    """Call an estimator with two responses of three tokens: it checks its options when called."""
+    """Call an estimator on two made-up responses, so that it checks the values of its options.
+
+    Raises:
+        ConfigError: the estimator refuses them.
+    """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    # Rewards of every name that options may ask for.
+    # Options may name any reward.
     rewards: defaultdict[str, float] = defaultdict(float)
     fields: dict[str, Any] = {
         "uid": np.array(["prompt", "prompt"], dtype=object),
@@ -132,7 +137,7 @@ def _try_estimator(estimator: Algorithm) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        # Such as a text where the estimator computes with a number.
+        # For example a TypeError, if an option is a text instead of a number.
         raise ConfigError(
             f"algorithm.adv_options ({estimator.name})",
             got=f"{type(error).__name__}: {error}, with two responses of three tokens",

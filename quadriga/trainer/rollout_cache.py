@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout cache (`actor_rollout_ref.rollout.skip`): responses are stored in files and reused.
+"""The rollout cache (`actor_rollout_ref.rollout.skip`) stores responses in files and reuses them.
 
     DUMP_DIR/
       5_0.answers           step 5, prompts 0 and on
@@ -7,11 +7,11 @@
       5_16.answers          a second batch of prompts in the step (algorithm.filter_groups)
 
 `cache` reuses the responses of the same step to the same prompts. `repeat` uses prompts and responses
-of the first step in the folder in every step. Files hold no rewards, so a reward function can be
-changed and tried without generating again. Validation always generates.
+of the first step in the folder in every step. Files hold no rewards, so reward functions can be
+tried without generating again. Validation always generates.
 
-A file records how it was generated: prompts, sampling, model. A run with other values refuses it,
-because the log-probabilities would be wrong.
+A file records how its responses were generated: prompts, sampling, model. A run with other values
+refuses the file, because the log-probabilities would be wrong.
 """
 
 import hashlib
@@ -41,11 +41,11 @@ _PROMPTS = "prompts"
 
 
 class RolloutCache:
-    """Reads the responses to a batch from a file, or generates them and writes the file.
+    """Callable that reads the responses to a batch from a file, or generates them and writes it.
 
     Args:
-        generate: generates responses; see `generate_responses`.
-        config: the run.
+        generate: generates responses, as `generate_responses` does.
+        config: the resolved configuration.
     """
 
     def __init__(self, generate: Callable[[DataProto, int], DataProto], config: Config) -> None:
@@ -63,15 +63,16 @@ class RolloutCache:
             num_samples: responses per prompt.
 
         Returns:
-            The rows of `generate`. Metrics of responses from a file have no times, and
-            `rollout/replayed` is 1.
+            The rows that `generate` returns. Those from a file have no times, neither as a column
+            nor as metrics, and the metric `rollout/replayed` is 1.
 
         Raises:
-            DataError: a file has responses to something else, or cannot be read or written.
+            DataError: the file's responses were generated otherwise, or it cannot be read or
+                written.
         """
         path = self._path_of(prompts)
         rollout = self.config.actor_rollout_ref.rollout
-        # Keys of the configuration whose values must be the same.
+        # Configuration keys whose values must be the same as when the file was written.
         facts = {
             f"{_ROLLOUT}.n": num_samples,
             "data.train_batch_size": len(prompts),
@@ -81,7 +82,7 @@ class RolloutCache:
         }
         actor = self.config.actor_rollout_ref.actor
         if actor.echo_coeff:
-            # Responses are stored with the tokens of these roles marked.
+            # The stored responses mark the tokens of these roles.
             facts["actor_rollout_ref.actor.echo_roles"] = sorted(actor.echo_roles)
         for name in _SAMPLING:
             facts[f"{_ROLLOUT}.{name}"] = getattr(rollout, name)
@@ -92,7 +93,7 @@ class RolloutCache:
         return rows
 
     def _path_of(self, prompts: DataProto) -> Path:
-        """File of the responses to a batch of prompts."""
+        """File of the responses to a batch of prompts; with `repeat` the first one in the folder."""
         greedy = "" if prompts.meta_info.get("do_sample", True) else "_greedy"
         step = int(prompts.meta_info["global_steps"])
         first_prompt = int(prompts.non_tensor_batch["uid"][0].rpartition("-")[2])
@@ -108,7 +109,11 @@ class RolloutCache:
     def _replayed(
         self, path: Path, prompts: DataProto, num_samples: int, facts: dict[str, Any]
     ) -> DataProto:
-        """Read the rows of a file, as the rollout would have returned them."""
+        """Read the responses of a file, and make the rows that the rollout would have returned.
+
+        Raises:
+            DataError: they were generated otherwise, or the file cannot be read.
+        """
         cached = self._read(path)
         cached_facts = cached.meta_info[_FACTS]
         differing = [name for name in facts if cached_facts.get(name) != facts[name]]
@@ -123,9 +128,10 @@ class RolloutCache:
         rows = rows.select_idxs(rollout_numbers(cached))
         names = cached.meta_info[_OBJECTS]
         if self.is_repeated:
-            # The file's prompts replace those of the step; only the names of the step remain.
-            names = [*cached.non_tensor_batch]
+            # The file's prompts replace those of the step.
+            names = list(cached.non_tensor_batch)
         for name in names:
+            # Rows keep the ids that this step has given them.
             if name not in ("uid", ROLLOUT_ID):
                 rows.non_tensor_batch[name] = cached.non_tensor_batch[name]
         rows.union(DataProto(cached.batch))
@@ -136,6 +142,11 @@ class RolloutCache:
         return rows
 
     def _read(self, path: Path) -> DataProto:
+        """Load a file of this cache.
+
+        Raises:
+            DataError: it cannot be read, or is no such file.
+        """
         expected = "responses that a run has written"
         try:
             cached = DataProto.load_from_disk(path)
@@ -148,18 +159,19 @@ class RolloutCache:
     def _write(
         self, path: Path, prompts: DataProto, rows: DataProto, facts: dict[str, Any]
     ) -> None:
-        known = without_passing(prompts)
+        """Write the responses to a batch, without the tensors of its prompts, to a file."""
+        prompt_columns = without_passing(prompts)
         tensors = {}
         for name in rows.batch.keys():
-            if name not in known.batch.keys():
+            if name not in prompt_columns.batch.keys():
                 tensors[name] = rows.batch[name]
         objects = dict(rows.non_tensor_batch)
-        # A response that is read from the file is graded again.
+        # Responses from a file are graded again.
         objects.pop("reward_outcome", None)
-        # Objects that come from the rollout. In conversations the model also reads images of tools.
+        # Columns that the rollout has made. Conversations may also add images to the model's inputs.
         response_objects = []
         for name in objects:
-            if name in MODEL_OBJECTS or name not in known.non_tensor_batch:
+            if name in MODEL_OBJECTS or name not in prompt_columns.non_tensor_batch:
                 response_objects.append(name)
         metrics = {}
         for name, value in reduce_metrics(rows.meta_info.get("metrics", {})).items():
@@ -176,6 +188,7 @@ class RolloutCache:
             cached.save_to_disk(draft)
 
     def _refusal(self, path: Path, got: str, expected: str) -> DataError:
+        """The error for a file that cannot be used."""
         fix = (
             f"Set {_ROLLOUT}.skip.dump_dir to another folder, delete this file, "
             f"or turn {_ROLLOUT}.skip off."

@@ -10,11 +10,11 @@
     rank 2   ── chunk 2 ────────────> done     ── second half of chunk 1 ─> done
 
 Consumes: batches of prompts. Waits for: the first engine that responds or is lost. Unblocked by: its
-rows, or its error. The other engines generate the rows of a lost engine. Each row brings its own
-seed, so the responses are the same.
+rows, or its error. The other engines generate the rows of a lost engine. Each row has its own seed,
+so the responses are the same on any engine.
 
 An engine may be a group of ranks: all of them get its rows, and the outputs of the first one count.
-The loss of a rank of a group is raised.
+The loss of a rank of a group ends the run.
 """
 
 import logging
@@ -32,7 +32,8 @@ from quadriga.single_controller import WorkerGroup
 logger = logging.getLogger(__name__)
 
 LOST = (WorkerLostError, EngineLostError)
-# On Ray a process that leaves a weight sync causes a PeerLostError.
+# Errors of a weight sync that was not completed. On Ray, ranks whose peer has left raise a
+# PeerLostError.
 UNSENT = (WeightSyncError, PeerLostError)
 
 
@@ -59,16 +60,16 @@ class WeightPublisher:
         return {}
 
     def close(self) -> None:
-        """Wait for engines that are being started. Their workers must have been shut down."""
+        """Wait for engines that are being restarted. The workers must have been shut down."""
 
 
 class RolloutPool(WeightPublisher):
-    """Engines in separate processes, which may be lost and started again during a run.
+    """Engines in separate processes, which may be lost and restarted during a run.
 
-    A lost engine is started again in the background, wherever the cluster has room, and generates
-    from the next batch on, once its weights have the version and fingerprints of the actor's. The
-    loss of the last engine is raised, and so is the loss of a rank of a rollout group. Engines start
-    with weights of version 0.
+    A lost engine is restarted in the background, wherever the cluster has room. It generates again
+    from the next batch on for which its weights have the version and fingerprints of the actor's.
+    The loss of the last engine raises its error, and so does the loss of a rank of a rollout group.
+    Engines start with weights of version 0.
 
     Args:
         actor: worker group that sends the weights.
@@ -76,7 +77,8 @@ class RolloutPool(WeightPublisher):
         group_size: ranks per engine.
 
     Attributes:
-        is_lazy: whether weights are sent when there are rows to generate, not when published.
+        is_lazy: whether `publish` does not send the weights; they are sent before the next rows
+            are generated.
     """
 
     is_lazy = False
@@ -112,7 +114,7 @@ class RolloutPool(WeightPublisher):
             self._send_all()
 
     def _send_all(self) -> None:
-        """Send the weights to all engines; start over without an engine that is lost meanwhile."""
+        """Send the current weights to all engines, again if an engine is lost on the way."""
         self._take_back()
         is_complete = False
         while not is_complete:
@@ -121,10 +123,10 @@ class RolloutPool(WeightPublisher):
         self._is_sent = True
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Respond to each row once, in order, like the workers' method of this name."""
+        """Generate a response to each row. The interface is that of the workers' method."""
         if self._take_back() or not self._is_sent:
             self._send_all()
-        outputs: list[tuple[int, DataProto]] = []  # with the number of the first row
+        outputs: list[tuple[int, DataProto]] = []  # number of the first row, responses
         pending = self._begin(0, prompts)
         while pending:
             lost_rows: list[tuple[int, DataProto]] = []
@@ -172,11 +174,11 @@ class RolloutPool(WeightPublisher):
     def _send(self, version: int) -> bool:
         """Send the weights to all engines.
 
-        With an adapter that is not merged, engines that have the frozen weights get the adapter
-        alone.
+        With an adapter that is not merged, engines that already have the frozen weights get only
+        the adapter.
 
         Returns:
-            Whether all engines have them; False if one was lost meanwhile.
+            Whether all engines have the weights; False if one was lost on the way.
         """
         # New engines, and engines that were started again, have no frozen weights.
         if self._connected != self._rollout.ranks:
@@ -186,7 +188,7 @@ class RolloutPool(WeightPublisher):
             if not self._call("expect_weights", address):
                 return False
         has_frozen = self._has_frozen
-        # Unknown until every engine has replied: an error on the way leaves it False.
+        # An error below leaves it False, because some engines may not have them.
         self._has_frozen = False
         sent = self._actor.method("send_weights")(version, has_frozen)
         try:
@@ -223,7 +225,8 @@ class RolloutPool(WeightPublisher):
                 if isinstance(output, BaseException):
                     failures[rank] = output
         losses = {rank: error for rank, error in failures.items() if isinstance(error, LOST)}
-        # If no engine is lost, each failure is an engine's own: new engines are refused.
+        # A lost engine may make others fail. Without a loss, each engine is the cause of its own
+        # failure, and new ones are refused.
         refused_ranks = set() if losses else self._new_ranks & failures.keys()
         if failures and not losses and not refused_ranks:
             raise next(iter(failures.values()))
@@ -234,13 +237,13 @@ class RolloutPool(WeightPublisher):
         return [] if failures else list(outputs.values())
 
     def _lose(self, rank: int, error: BaseException, *, is_refused: bool = False) -> None:
-        """Continue without an engine, and start it again.
+        """Continue without an engine, and restart it in the background.
 
         Args:
-            rank: the engine.
-            error: raised again if it is not a loss, if the engine spans several ranks, if no other
-                engine remains, or if the process also held other roles.
-            is_refused: whether the engine runs, but has other weights.
+            rank: rank of the engine.
+            error: its error. It is raised if it is not a loss, if the engine spans several ranks,
+                if no other engine remains, or if the process also has other roles.
+            is_refused: whether the engine is running but has wrong weights, which counts as a loss.
         """
         remaining = [other_rank for other_rank in self._rollout.ranks if other_rank != rank]
         if self._group_size > 1:
@@ -254,7 +257,7 @@ class RolloutPool(WeightPublisher):
             return
         self._rollout.use_ranks(remaining)
         self._new_ranks.discard(rank)
-        # Connect again even if the engine is back by the next weight sync.
+        # So that all engines connect again, even if this one is back by the next weight sync.
         self._connected = []
         state = "refused" if is_refused else "lost"
         num_left = len(remaining)
@@ -262,12 +265,14 @@ class RolloutPool(WeightPublisher):
         self._restarts.request(rank)
 
     def _restart(self, rank: int) -> None:
+        """Start an engine again and load its model. Called in a thread."""
         self._rollout.restart(rank)
-        [handle] = copy(self._rollout).use_ranks([rank]).start_all("init_model", [((), {})])
-        self._rollout.resolve([handle])
+        # A copy, because the group itself must not use the rank before it has weights.
+        engine = copy(self._rollout).use_ranks([rank])
+        engine.resolve(engine.start_all("init_model", [((), {})]))
 
     def _take_back(self) -> bool:
-        """Add engines that have started again. Returns whether there are new ones."""
+        """Add engines that have been restarted. Returns whether any has no weights yet."""
         for rank, start in self._restarts.ended().items():
             error = start.exception()
             if error:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the rollouts of a run in its directory, beside training.
+"""Records the rollouts of a run in its directory while training continues.
 
     driver                          thread
       make the rows of a step         write the file of the step
       next step ...                   remove texts and older steps if the record is too large
 
-Consumes: the batch of a step, before anyone else may change it. Waits for: the file of the step
-before, so that at most two steps are in memory. Unblocked by: the thread. If the disk is full or
-refuses to be written, the record ends, which is logged once; training goes on.
+Consumes: the batch of a step, before anything else may change it. Waits for: the file of the
+previous step, so that at most two steps are in memory. Unblocked by: the thread. If the disk is full
+or cannot be written, the record ends, which is logged once; training continues.
 """
 
 import logging
@@ -38,16 +38,17 @@ _VALIDATION = "validation"
 
 
 class RolloutRecorder:
-    """The record of a run that goes on.
+    """Writes the rollout record of a run.
 
     Args:
-        config: the run.
+        config: the resolved configuration.
         tokenizer: tokenizer of the policy, whose tokens are written once.
-        checkpoints: checkpoints of the run; steps after the oldest one stay on disk.
+        checkpoints: checkpoints of the run. Steps after the oldest one are never removed, because a
+            replay needs them.
 
     Attributes:
-        is_on: whether rollouts are recorded, from `begin` on.
-        take_call_times: returns the calls of the workers since it was called last.
+        is_on: whether rollouts are recorded; False before `begin`, and after an error.
+        take_call_times: returns the workers' calls since it was last called.
     """
 
     take_call_times: Callable[[], Sequence[CallTime]] = staticmethod(tuple)
@@ -70,20 +71,20 @@ class RolloutRecorder:
         self._pending: Future[None] | None = None
 
     def begin(self, after_step: int, *, is_continued: bool) -> None:
-        """Prepare the folder for the steps after a step, and start to record if configured.
+        """Prepare the folder and start to record, unless `trainer.rollout_record` is off.
 
         Args:
-            after_step: the step that the run goes on from, or 0.
-            is_continued: whether the record that exists belongs to this run.
+            after_step: step from which the run continues, or 0.
+            is_continued: whether an existing record belongs to this run.
         """
         if self._config.trainer.rollout_record == "off":
             return
         self.is_on = True
-        # A replay elsewhere need not be equal bit for bit.
+        # A replay on a machine with other numerics need not be bit-identical.
         self._machine = describe_numerics()
         try:
             if self._config.trainer.val_only:
-                # The run takes no steps, so those that are recorded stay.
+                # The run takes no steps, so it must not remove recorded ones.
                 self._folder.begin(inf, is_continued=True)
             else:
                 self._folder.begin(after_step, is_continued=is_continued)
@@ -102,7 +103,7 @@ class RolloutRecorder:
         """
         if not self.is_on:
             return
-        # First: the step ends here.
+        # First, because the step ends at this moment.
         calls = step_calls(
             self.take_call_times(), facts["metrics"].get("timing_s/step", 0.0), end_s=time.time()
         )
@@ -121,14 +122,14 @@ class RolloutRecorder:
         self._write(step, STEP, rows, facts)
 
     def add_validation(self, batch: DataProto) -> None:
-        """Record graded responses to a batch of validation prompts, with `end_validation`."""
+        """Add graded responses to a batch of validation prompts; `end_validation` writes them."""
         if not self.is_on:
             return
         table = record_table(batch, self._config.data, not_computed=_VALIDATION)
         self._validation_tables.append(table)
 
     def end_validation(self, step: int) -> None:
-        """Write the rows of the validation after a step."""
+        """Write the responses of the validation after a step."""
         tables = self._validation_tables
         self._validation_tables = []
         if self.is_on and tables:
@@ -146,6 +147,7 @@ class RolloutRecorder:
             self._end(error)
 
     def _write(self, step: int, kind: str, rows: pa.Table, facts: Mapping[str, Any]) -> None:
+        """Write a file of the record in a thread, after the previous one is on disk."""
         self.finish()
         if not self.is_on:
             return
@@ -157,11 +159,11 @@ class RolloutRecorder:
         self._pending = in_background(write, "rollout record")
 
     def _thin(self) -> None:
-        """Shrink the record if it is larger than it may be."""
+        """Shrink the record if it has too many bytes or steps."""
         is_too_large = self._num_bytes > self._max_bytes
         if not is_too_large and self._max_steps == inf:
             return
-        # A replay begins at a checkpoint.
+        # A replay starts at a checkpoint and needs all steps after it.
         first_needed_step = min(self._checkpoints.steps(), default=inf) + 1
         self._num_bytes = self._folder.thin(
             self._max_bytes, self._max_steps, first_needed_step=first_needed_step
@@ -176,6 +178,7 @@ class RolloutRecorder:
             )
 
     def _end(self, error: Exception) -> None:
+        """Stop to record after an error."""
         self.is_on = False
         reason = getattr(error, "strerror", None) or str(error)
         logger.warning(
@@ -187,19 +190,19 @@ class RolloutRecorder:
 
 
 def add_update_outputs(batch: DataProto, outputs: DataProto, rows: torch.Tensor | None) -> None:
-    """Add the outputs of an update's first forward pass to the batch, if the update returns them.
+    """Add the outputs of the update's first forward pass to the batch, if there are any.
 
     Args:
         batch: all rows of the step.
-        outputs: what `update_actor` returned.
+        outputs: result of `update_actor`.
         rows: [B'], places in the batch of the rows that were learned from; None: all.
     """
     if outputs.batch is None:
         return
     for name, values in outputs.batch.items():
         if rows is not None:
-            # Rows that were drawn several times have the same values.
-            spread = values.new_zeros(len(batch), *values.shape[1:])
-            spread[rows] = values
-            values = spread
+            # A row that was drawn several times has the same values each time.
+            scattered = values.new_zeros(len(batch), *values.shape[1:])
+            scattered[rows] = values
+            values = scattered
         batch.batch[name] = values

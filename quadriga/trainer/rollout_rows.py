@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a batch as parts of rollouts: which rows belong together, and which rewards they have.
+"""Properties of a batch's rows: the rollouts that they form, scores, turn rewards and times.
 
 Legend: B rows, P prompt positions, T response positions.
 """
@@ -18,7 +18,11 @@ from quadriga.rewards.outcome import UNSCORED
 
 
 def name_rollouts(uids: Iterable[Any]) -> list[str]:
-    """Names of rollouts of one row each, from the ids of their prompts, as `repeat_prompts`."""
+    """Name rollouts of one row each as `repeat_prompts` does.
+
+    Args:
+        uids: uid of the prompt of each rollout.
+    """
     num_before = Counter[str]()
     names = []
     for uid in map(str, uids):
@@ -28,7 +32,7 @@ def name_rollouts(uids: Iterable[Any]) -> list[str]:
 
 
 def rollout_numbers(rows: DataProto) -> list[int]:
-    """Number of each row's rollout, [B], in the order in which rollouts first appear."""
+    """The number of each row's rollout, [B]. Rollouts are numbered in order of appearance."""
     ids = rows.non_tensor_batch.get(ROLLOUT_ID, range(len(rows)))
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(rollout_id, len(numbers)) for rollout_id in ids]
@@ -45,22 +49,31 @@ def scored_rows(batch: DataProto) -> torch.Tensor:
     return torch.tensor([not extra.get(UNSCORED) for extra in extras])
 
 
+def scores_of_rows(batch: DataProto) -> list[float | None]:
+    """The score of each row of a graded batch, [B]; None for a row without one."""
+    scores: list[float | None] = batch.batch["token_level_scores"].sum(-1).tolist()
+    for row in (~scored_rows(batch)).nonzero().flatten().tolist():
+        scores[row] = None
+    return scores
+
+
 def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
-    """Rewards of turns at the last tokens of their turns.
+    """Move each turn's share of the score from the last token to the end of the turn.
 
     Args:
         scores: [B, T], with the score of each row at its last token.
         batch: rows with `turn_spans`, `turn_rewards`, and `attention_mask` [B, P + T].
 
     Returns:
-        The rewards, [B, T]. The last token has what the turns' rewards leave of the score.
+        The rewards, [B, T]: those of turns at the last token of each turn, and the rest of the
+        score at the last token of the row. The sum of a row is its score.
     """
     columns = batch.non_tensor_batch
     lengths = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1).tolist()
     rewards = scores.clone()
     for row, rewards_of_turns in enumerate(columns["turn_rewards"]):
         for (_, end), reward in zip(columns["turn_spans"][row], rewards_of_turns, strict=False):
-            # The last turn ends with the last token.
+            # The last turn ends at the last token, which has the rest.
             if end < lengths[row]:
                 rewards[row, end - 1] += reward
                 rewards[row, lengths[row] - 1] -= reward
@@ -68,10 +81,11 @@ def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
 
 
 def forget_times(rows: DataProto) -> None:
-    """Set the times of responses that another run has generated, or an older version, to NaN.
+    """Set the times of responses that this run did not generate to NaN, also if they are missing.
 
     Args:
-        rows: responses, or prompts, which have no times. Conversations have only that of grading.
+        rows: responses, which may be graded. Prompts have no times, and conversations have only
+            that of grading.
     """
     names = rows.batch.keys()
     unknown = torch.full((len(rows), 3), math.nan, dtype=torch.float64)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a run has left in its directory, whether it has ended or goes on.
+"""Reads the files of a run's directory, while the run is going on or later.
 
-    config.yaml      keys that name the other files, and the last step      settings.py
+    config.yaml      configuration, names of other files, and the last step      settings.py
     metrics.jsonl    metrics of each step, if `jsonl` is in trainer.logger
     responses        trainer.rollout_data_dir, else the record in rollouts/; else those of validations:
                      trainer.validation_data_dir, else the record, else samples.jsonl with
                      trainer.log_val_generations
 
-Files of a run that goes on are complete up to its last step: a line or a file is read whole or not
-at all.
+While a run is going on, its files are complete up to the last step: an unfinished line or file is
+not read.
 """
 
 import math
@@ -30,7 +30,7 @@ from quadriga.trainer.run_lock import LOCK, is_held
 from quadriga.trainer.settings import CONFIGURATION, RunSettings
 
 Sample = dict[str, Any]
-"""A response as `responses.sample_rows` describes it. Those of samples.jsonl have fewer entries."""
+"""A response in the form of `responses.sample_rows`. Those of samples.jsonl have fewer entries."""
 
 
 class RunFolder:
@@ -41,8 +41,8 @@ class RunFolder:
 
     Attributes:
         directory: the directory.
-        settings: settings of the newest steps; None if the run has not taken them down yet.
-        record: the record of its rollouts.
+        settings: settings of the newest steps; None if the run has not written them yet.
+        record: the rollout record.
 
     Raises:
         DataError: it is not the directory of a run.
@@ -68,7 +68,7 @@ class RunFolder:
         self.settings = RunSettings.read(self.directory / CONFIGURATION, "rl")
 
     def value(self, key: str) -> Any:
-        """Value of a key of the configuration; None if it is not known."""
+        """Value of a configuration key; None if it is not known."""
         return self.settings.values.get(key) if self.settings else None
 
     @property
@@ -78,17 +78,17 @@ class RunFolder:
 
     @property
     def last_step(self) -> int:
-        """Number of the step that ends the run; 0 if it is not known."""
+        """Number of the run's last step; 0 if it is not known."""
         return self.settings.last if self.settings else 0
 
     @property
     def done_steps(self) -> int:
-        """Number of steps that are done, as far as files show it."""
+        """Number of steps that are done, as far as the files show."""
         return max([0, Checkpoints(self.directory).newest() or 0, *self.metrics, *self.responses])
 
     @property
     def has_metrics(self) -> bool:
-        """Whether the run writes metrics. A file beside another logger is of an earlier run."""
+        """Whether the run writes metrics. If not, an existing file is that of an earlier run."""
         return self.settings is None or "jsonl" in (self.value("trainer.logger") or ())
 
     @cached_property
@@ -99,12 +99,12 @@ class RunFolder:
 
     @cached_property
     def responses(self) -> dict[int, Callable[[], list[Sample]]]:
-        """Functions that read the written responses of a step, by step; empty if there are none."""
+        """Functions that read the responses of a step, by step; empty if none were written."""
         for name, kind in (("rollout_data_dir", STEP), ("validation_data_dir", VALIDATION)):
             folder = self._folder(name)
             readers: dict[int, Callable[[], list[Sample]]] = {}
             for path in folder.glob("*.jsonl") if folder else ():
-                # Later steps are those of another run that wrote there.
+                # Later steps were written by another run.
                 if path.stem.isdecimal() and int(path.stem) <= (self.last_step or math.inf):
                     readers[int(path.stem)] = partial(_read_samples, path)
             if not readers:
@@ -121,13 +121,17 @@ class RunFolder:
 
     @property
     def has_training_responses(self) -> bool:
-        """Whether `responses` are those that were learned from, not those of validations."""
+        """Whether `responses` are those of training rather than of validation."""
         folder = self._folder("rollout_data_dir")
         has_files = folder is not None and any(folder.glob("*.jsonl"))
         return has_files or bool(self.record.steps())
 
     def _folder(self, name: str) -> Path | None:
-        """A folder that the configuration names, or if the run was moved the one beside its files."""
+        """Folder that a key of `trainer` names; None without a value.
+
+        If that folder does not exist, because the run was moved, the folder of the same name in the
+        run's directory.
+        """
         value = self.value(f"trainer.{name}")
         if not value:
             return None

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock of a run's directory: one driver at a time writes there.
+"""The lock of a run's directory, so that only one driver at a time writes there.
 
-    DIRECTORY/.lock     who holds it: host, process, start; deleted when its run ends
+    DIRECTORY/.lock     names its holder: host, process, start; deleted when the run ends
 
 The lock itself is the kernel's (flock): it ends with its process, however that ends. Forks of the
-process, such as graders, give it up at once. On NFS Linux takes it at the server, for all hosts.
+process, such as graders, release it at once. On NFS, Linux takes it at the server, for all hosts.
 
-But there are mounts where locks stay on one host, and file systems without any. So the holder
-changes the file's time every few seconds, and a run on another host, or without locks, takes the
-file over only after half a minute without a change. Two runs that start within that half minute
-without locks are not told apart.
+But some mounts keep locks on one host, and some file systems have no locks. So the holder updates
+the file's time every few seconds, and a run on another host, or on a file system without locks,
+takes the file over only after half a minute without an update. Without locks, two runs that start
+within the same half minute do not notice each other.
 """
 
 import fcntl
@@ -28,14 +28,15 @@ from quadriga.observe.kernel import kernel_identity
 
 LOCK = ".lock"
 KEY = "trainer.default_local_dir"
-BEAT_S = 5.0
-SILENCE_S = 30.0
-# A killed process holds its lock until the kernel has freed its memory.
+BEAT_S = 5.0  # between two updates of the file's time
+SILENCE_S = 30.0  # without an update, after which the holder counts as dead
+# Wait for the lock of a killed process, which is held until the kernel has freed its memory.
 DEATH_S = 3.0
 _held: set[int] = set()  # descriptors of the locks of this process
 
 
 def _give_up_in_fork() -> None:
+    """Close the locks that a forked child has inherited."""
     while _held:
         os.close(_held.pop())
 
@@ -49,17 +50,18 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
 
     Args:
         directory: the directory.
-        key: the key or option that names it, for errors.
+        key: the key or option that names the directory, for errors.
 
     Raises:
-        CheckpointError: another run holds the lock, or nothing can be written there; nothing was
-            changed.
+        CheckpointError: another run holds the lock, or the directory cannot be written. Nothing
+            was changed.
     """
     path = directory / LOCK
     holder = os.getpid()
     is_over = threading.Event()
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # Tried again if the holder deletes the file at the same moment.
         while (descriptor := _take(path)) is None:
             pass
     except OSError as error:
@@ -77,7 +79,7 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
 
     def beat() -> None:
         while not is_over.wait(BEAT_S):
-            # The run reports a disk that has gone away. The kernel's lock holds without this.
+            # If the disk has gone away, the run's own writes report it.
             with suppress(OSError):
                 os.utime(descriptor)
 
@@ -87,9 +89,9 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        # A fork that leaves the block by an error does not hold the lock.
+        # A forked child that leaves the block, such as by an error, does not hold the lock.
         if os.getpid() == holder:
-            # A file that cannot be deleted does no harm: it names a process that has ended.
+            # If the file cannot be deleted, it names a process that has ended, which does no harm.
             with suppress(OSError):
                 path.unlink()
             beating.join()
@@ -104,7 +106,7 @@ def is_held(directory: Path) -> bool:
     except OSError:
         return False
     try:
-        # Shared and at once given up: a run that starts meanwhile tries again.
+        # A shared lock, released at once. A run that starts meanwhile tries for a while.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         is_here = _holder(descriptor).get("kernel") == kernel_identity()
         return not is_here and time.time() - os.fstat(descriptor).st_mtime < SILENCE_S
@@ -118,12 +120,15 @@ def is_held(directory: Path) -> bool:
 
 
 def _take(path: Path) -> int | None:
-    """Lock the file and write this process into it.
+    """Lock the file, and write who holds it.
 
     Returns:
-        The descriptor; None if the holder has deleted the file meanwhile.
+        The descriptor; None if the previous holder has deleted the file meanwhile.
+
+    Raises:
+        CheckpointError: another run holds the lock.
     """
-    # Not through a symbolic link, which would have another file overwritten.
+    # A symbolic link is not followed, because its target would be overwritten.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         without_locks = _lock(descriptor, path)
@@ -132,7 +137,7 @@ def _take(path: Path) -> int | None:
         if holder and (without_locks or holder.get("kernel") != kernel):
             reason = without_locks or "locks may not reach from its host to this one"
             _wait_for_silence(path, holder, reason)
-        # The holder may have deleted the file between opening and locking it.
+        # The previous holder may have deleted the file after it was opened here.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             facts = {
                 "host": socket.gethostname(),
@@ -173,12 +178,12 @@ def _lock(descriptor: int, path: Path) -> str:
 
 
 def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
-    """Wait until the holder has given no sign of life for long enough, or has deleted the file.
+    """Wait until the holder has not updated the file for `SILENCE_S`, or has deleted it.
 
     Args:
         path: the file.
         holder: its content.
-        reason: why the kernel's lock does not suffice.
+        reason: why the kernel's lock is not sufficient.
 
     Raises:
         CheckpointError: the holder is alive.
@@ -192,7 +197,7 @@ def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
     until = time.monotonic() + SILENCE_S
     while time.monotonic() < until:
         try:
-            # Opened each time, because NFS then looks for changes.
+            # Opened each time, because NFS checks for changes when a file is opened.
             with path.open("rb") as file:
                 times.add(os.fstat(file.fileno()).st_mtime_ns)
         except FileNotFoundError:
@@ -204,6 +209,7 @@ def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
 
 
 def _refusal(path: Path, holder: dict[str, str]) -> CheckpointError:
+    """The error for a directory whose lock another run holds."""
     return CheckpointError(
         str(path.parent),
         got=f"the directory of a run that is still running: {_described(holder)} holds {path.name}",
@@ -213,12 +219,13 @@ def _refusal(path: Path, holder: dict[str, str]) -> CheckpointError:
 
 
 def _described(holder: dict[str, str]) -> str:
+    """The holder of a lock, for messages."""
     pid, host, started = (holder.get(name, "unknown") for name in ("pid", "host", "started"))
     return f"process {pid} on {host}, begun {started}"
 
 
 def _holder(descriptor: int) -> dict[str, str]:
-    """Content of the file; empty if a process died before it had written it."""
+    """Content of the file; empty if its holder died before writing it."""
     try:
         return dict(json.loads(os.pread(descriptor, 4096, 0)))
     except (ValueError, TypeError, RecursionError):

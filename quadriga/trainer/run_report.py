@@ -25,20 +25,20 @@ MAX_SUMMARY_LINES = 12
 MAX_CURVE_ROWS = 10
 MAX_PHASES = 4  # in a summary
 MAX_VALIDATIONS = 3
-MAX_RESPONSES = 2  # best, and as many of the worst
+MAX_RESPONSES = 2  # of the best, and of the worst, in a report
 MAX_CHARACTERS = 1200  # of a text in a report
 MAX_LINE_CHARACTERS = 60  # of a text in a summary
 BAR_WIDTH = 32
 _ALIKE = "all scored alike"
 _PHASES = "timing_s/"
-# Phases of a step that consist of others, which may overlap.
+# Parts of phases. The parts of a phase may overlap.
 _PARTS = {
     "gen": ("generate_sequences", "tools"),
     "prepare": ("old_log_prob", "ref", "teacher", "values", "rm", "reward"),
 }
 _ALL_PARTS = {part for parts in _PARTS.values() for part in parts}
-_LEAST_SHARE = 0.005  # of the time, for a phase that is shown
-# Entries of a sample that are shown by name. All others are parts of the reward.
+_LEAST_SHARE = 0.005  # phases with a smaller share of the time are not shown
+# Entries of a sample that are not parts of the reward; all others are.
 _NOT_PARTS = {
     *("uid", "data_source", "input", "output", "output_with_special_tokens", "ground_truth"),
     *("score", "num_turns", "finish_reason", "step", "row", "reward_error"),
@@ -86,7 +86,7 @@ def _sample_text(sample: Sample) -> str:
 
 
 def _best_title(graded: Sequence[Sample], worst: Sequence[Sample]) -> str:
-    """The title of the best samples, which are not better than others if there are no worst ones."""
+    """Title of the best samples. Without worst ones, all of several samples have equal scores."""
     return "best" if worst or len(graded) == 1 else _ALIKE
 
 
@@ -95,7 +95,7 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
 
     Args:
         run: the run.
-        step: the step whose responses and numbers are shown; None: the newest with responses.
+        step: step whose responses and metrics are shown; None: the newest one with responses.
 
     Raises:
         DataError: nothing was written about the step.
@@ -136,11 +136,12 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
 
 
 def _named(steps: Sequence[int]) -> str:
+    """The number of some steps, and the first and the last one."""
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
 def headline_curve(metrics: Mapping[int, Mapping[str, float]]) -> tuple[str, Curve]:
-    """The mean reward of each step, or without rewards the loss; with its name."""
+    """Return the name and the curve of the main metric: the mean reward, or else the loss."""
     reward_and_loss = HEADLINES[:2]
     for headline in reward_and_loss:
         for source in headline.sources:
@@ -151,7 +152,11 @@ def headline_curve(metrics: Mapping[int, Mapping[str, float]]) -> tuple[str, Cur
 
 
 def phase_seconds(metrics: Mapping[int, Mapping[str, float]]) -> tuple[dict[str, float], float]:
-    """Seconds of each phase in all steps that takes a share of them; and of the steps."""
+    """Sum the seconds of each phase over all steps.
+
+    Returns:
+        Seconds of each phase that takes more than `_LEAST_SHARE` of the time, and of all steps.
+    """
     seconds: dict[str, float] = defaultdict(float)
     for values in metrics.values():
         for name, value in values.items():
@@ -164,17 +169,21 @@ def phase_seconds(metrics: Mapping[int, Mapping[str, float]]) -> tuple[dict[str,
 
 
 def _longest_phases(seconds: Mapping[str, float], phases: Iterable[str]) -> list[str]:
-    """The measured ones among `phases`, the longest first."""
+    """The phases among `phases` that have been measured, the longest first."""
     measured_phases = [phase for phase in phases if phase in seconds]
     return sorted(measured_phases, key=lambda phase: -seconds[phase])
 
 
 def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
-    """Samples with the highest and with the lowest scores, each of another prompt.
+    """Find the samples with the highest and those with the lowest scores, one per prompt.
 
     Args:
         samples: samples of a step.
-        count: most samples of either kind. If all scores are equal, there are no worst ones.
+        count: at most as many of the best, and of the worst.
+
+    Returns:
+        The best and the worst. All of the best have higher scores than the worst. If all scores are
+        equal, there are no worst ones.
     """
     ranked = sorted(_scored(samples), key=_score, reverse=True)
     scores = list(map(_score, ranked))
@@ -201,6 +210,7 @@ def _score(sample: Sample) -> float:
 
 
 def _of_distinct_prompts(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """The first sample of each prompt, of the first `count` prompts."""
     first_samples: dict[str, Sample] = {}
     for sample in samples:
         first_samples.setdefault(sample["input"], sample)
@@ -208,6 +218,7 @@ def _of_distinct_prompts(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def _state(run: RunFolder) -> str:
+    """A line that says whether the run is going on or finished, and how far it is."""
     last = run.last_step
     done = run.done_steps
     end = f" of {last}" if last else ""
@@ -220,8 +231,9 @@ def _state(run: RunFolder) -> str:
 
 
 def _missing(run: RunFolder) -> list[str]:
-    """Advice on how to record the metrics and responses that the run did not write."""
+    """Advice on how to record metrics or responses that the run did not write."""
     lines = []
+    # Without the configuration it is not known what the run writes.
     if run.settings is None:
         return lines
     if not run.has_metrics:
@@ -233,6 +245,7 @@ def _missing(run: RunFolder) -> list[str]:
 
 
 def _first_and_last(curve: Curve) -> str:
+    """The first and last value of a curve, and the highest one between them."""
     first_step, first = curve[0]
     last_step, last = curve[-1]
     text = f"{first:.3f} at step {first_step}"
@@ -245,7 +258,8 @@ def _first_and_last(curve: Curve) -> str:
 
 
 def _curve_rows(curve: Curve) -> Iterator[str]:
-    """Means over at most `MAX_CURVE_ROWS` spans of steps, with bars."""
+    """Mean of each of at most `MAX_CURVE_ROWS` spans of steps, with a bar."""
+    # Rounded up.
     length = -(-len(curve) // MAX_CURVE_ROWS)
     rows = []
     for start in range(0, len(curve), length):
@@ -267,7 +281,7 @@ def _curve_rows(curve: Curve) -> Iterator[str]:
 
 
 def _phase_rows(run: RunFolder) -> Iterator[str]:
-    """Seconds of each phase and, indented, of its parts."""
+    """Lines with the seconds of each phase and, indented, of its parts."""
     seconds, total_s = phase_seconds(run.metrics)
     if not seconds:
         return
@@ -284,6 +298,7 @@ def _phase_rows(run: RunFolder) -> Iterator[str]:
 
 
 def _validation_lines(run: RunFolder) -> list[str]:
+    """First and last value of each validation result, one per line."""
     curves: dict[str, Curve] = defaultdict(list)
     for step, values in run.metrics.items():
         for result in validation_results(values):
@@ -293,6 +308,7 @@ def _validation_lines(run: RunFolder) -> list[str]:
 
 
 def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[str]:
+    """Statistics of a step's responses; the best, the worst, and one whose grader failed."""
     kind = "Responses" if run.has_training_responses else "Validation responses"
     scores = [_score(sample) for sample in samples if sample["score"] is not None]
     mean = f"mean score {sum(scores) / len(scores):.3f}" if scores else "without scores"
@@ -315,17 +331,18 @@ def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[
 
 
 def _num_truncated(run: RunFolder, step: int, samples: Sequence[Sample]) -> int | None:
-    """Number of responses that ended at the length limit; None if nothing tells it."""
+    """Number of responses that ended at the length limit; None if it is not known."""
     reasons = [sample["finish_reason"] for sample in samples if sample.get("finish_reason")]
     if reasons:
         return reasons.count("length")
-    # The engine may name no reason for the end of a response.
+    # Some engines do not say why a response has ended.
     share = run.metrics.get(step, {}).get("response_length/clip_ratio")
     is_known = share is not None and run.has_training_responses
     return round(share * len(samples)) if is_known else None
 
 
 def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
+    """A line with the score and other facts of a sample, and its texts."""
     parts = [
         f"{name} {_value_text(value)}"
         for name, value in sample.items()
@@ -342,7 +359,7 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
         facts.append("the tool's answer did not fit in data.max_response_length")
     yield f"\n  {title}: {', '.join(facts)}"
     output = sample["output"]
-    # Special tokens tell the turns of a conversation apart.
+    # In a conversation, special tokens show where turns begin and end.
     if (num_turns or 0) > 2:
         output = sample.get("output_with_special_tokens", output)
     texts = {"error": _error(sample)} if _error(sample) else {}
@@ -350,9 +367,10 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     if sample.get("ground_truth") is not None:
         texts["ground truth"] = _value_text(sample["ground_truth"])
     row = sample.get("row")
-    # A grader may give this name to a number.
-    for name, value in row.items() if isinstance(row, Mapping) else ():
-        texts[f"row.{name}"] = _value_text(value)
+    # A grader may have used this name for a number.
+    if isinstance(row, Mapping):
+        for name, value in row.items():
+            texts[f"row.{name}"] = _value_text(value)
     for name, text in texts.items():
         first, *further = _shortened(str(text), MAX_CHARACTERS).splitlines() or [""]
         yield f"    {name}: {first}"
@@ -366,7 +384,7 @@ def _value_text(value: Any) -> str:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """A text without its middle if it is long, and without what would control a terminal."""
+    """Shorten a long text in the middle, and replace characters that could control a terminal."""
     if len(text) > limit:
         half = limit // 2
         omitted = len(text) - 2 * half

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving while training goes on: a checkpoint starts between two steps and is complete some later.
+"""Saves checkpoints while training continues: one starts between two steps and ends some later.
 
     driver                                    workers
       start    -- save_checkpoint ---------->   copy their state; threads write it
@@ -11,8 +11,8 @@
       poll     report the checkpoint if the thread has finished
 
 Consumes: the folder that the workers write. Waits for: nothing, except that `start` waits for the
-checkpoint before, and `finish` for the current one. Unblocked by: the threads of the workers, which
-call no collective. An error in any thread is raised by the next call.
+previous checkpoint, and `finish` for the current one. Unblocked by: the threads of the workers,
+which call no collective. An error in any thread is raised by the next call.
 
 The second half of this file is the driver's part of a checkpoint: the position in the data, the KL
 controller and the random states, which make a resumed run the same run.
@@ -57,8 +57,8 @@ class CheckpointSaver:
 
     Args:
         checkpoints: where they are written.
-        workers: worker groups with `save_checkpoint` and `checkpoint_written`, by the name of their
-            part.
+        workers: worker groups with `save_checkpoint` and `checkpoint_written`, by the name of the
+            folder that they write.
         report: called with a sentence when a checkpoint is complete.
 
     Attributes:
@@ -77,26 +77,27 @@ class CheckpointSaver:
     def start_where_due(
         self, step: int, write_own_part: Callable[[Path], None], *, is_due: bool, is_last: bool
     ) -> None:
-        """Start the checkpoint of a step if there is a reason for one.
+        """Start the checkpoint of a step if it is due or the run may end.
 
         Args:
             step: number of the step.
             write_own_part: writes the driver's part into a folder.
-            is_due: whether one is due after this step, as `trainer.save_freq` says.
+            is_due: whether `trainer.save_freq` asks for one after this step.
             is_last: whether the run may end with this step.
         """
         if is_due or is_last:
             self.start(step, write_own_part)
 
     def start(self, step: int, write_own_part: Callable[[Path], None]) -> None:
-        """Start the checkpoint of a step, after the one before is complete.
+        """Start the checkpoint of a step, after waiting for the previous one.
 
         Args:
             step: number of the step.
             write_own_part: writes the driver's part into a folder.
 
         Raises:
-            CheckpointError: this one or the one before cannot be written; older ones are untouched.
+            CheckpointError: this checkpoint or the previous one cannot be written. Older ones are
+                untouched.
         """
         # The workers' threads write one checkpoint at a time.
         self.finish()
@@ -115,13 +116,13 @@ class CheckpointSaver:
         self._pending = PendingCheckpoint(step, folder, begun, begun_at)
 
     def poll(self, *, wait: bool = False) -> bool:
-        """Advance the checkpoint that is being written.
+        """Check how far the current checkpoint is, and start its completion once it is written.
 
         Args:
             wait: wait until it is complete.
 
         Returns:
-            Whether no checkpoint is being written any more.
+            True if no checkpoint is being written any more.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -132,7 +133,8 @@ class CheckpointSaver:
         try:
             if pending.completion is None:
                 with self.checkpoints.guarded(pending.step):
-                    # All groups are asked each time: the ranks of each move on together.
+                    # Every group is asked, even if one has not finished: the call also lets the
+                    # ranks of a group advance together.
                     outputs = []
                     for worker in self.workers.values():
                         outputs += worker.checkpoint_written(wait=wait)
@@ -144,7 +146,7 @@ class CheckpointSaver:
             if not wait and not pending.completion.done():
                 return False
             pending.completion.result()
-        # Not on KeyboardInterrupt: the threads go on, and `settle` may still complete it.
+        # Not on KeyboardInterrupt: the threads continue, and `settle` may complete the checkpoint.
         except Exception:
             self._pending = None
             raise
@@ -154,11 +156,15 @@ class CheckpointSaver:
         return True
 
     def complete(self, pending: PendingCheckpoint) -> None:
-        """Turn what the workers have written into a checkpoint. Called in a thread."""
+        """Turn the workers' files into a complete checkpoint. Called in a thread."""
         self.checkpoints.complete(pending.step)
 
     def _require_shared_folder(self, folder: Path) -> None:
-        """Check that the parts which workers on other nodes have written are visible here."""
+        """Check that files which workers on other nodes have written are visible here.
+
+        Raises:
+            CheckpointError: they are not.
+        """
         for part in self.workers:
             if not (folder / part).is_dir():
                 raise CheckpointError(
@@ -180,11 +186,11 @@ class CheckpointSaver:
                 self.poll(wait=True)
 
     def settle(self, *, can_ask: bool) -> None:
-        """Complete or remove the checkpoint of a run that ends before its last step.
+        """Complete or remove the current checkpoint when a run ends before its last step.
 
         Args:
-            can_ask: whether the workers can still be called. If they cannot, only a checkpoint
-                whose parts they have already written is completed.
+            can_ask: whether the workers can still be called. If not, only a checkpoint whose files
+                they have already written is completed.
         """
         pending = self._pending
         if pending is None:
@@ -218,23 +224,23 @@ def save_run_state(
     target.mkdir(parents=True, exist_ok=True)
     if with_random_states:
         state = state | {"random": random_states()}
-    # Through memory: torch reports a full disk in its own words, Python as an OSError.
+    # Through memory: on a full disk, torch would raise a RuntimeError instead of an OSError.
     content = io.BytesIO()
     torch.save(state, content)
-    # Read back now: a state that cannot be loaded must not become a checkpoint.
+    # A state that cannot be loaded must not become a checkpoint.
     _parse_state(content.getvalue(), target / RUN_STATE)
     (target / RUN_STATE).write_bytes(content.getvalue())
 
 
 def load_run_state(directory: Path, step: int) -> dict[str, Any]:
-    """Read what `save_run_state` wrote; the random states, if any, are under "random".
+    """Read the driver's part of a checkpoint; random states, if any, are under "random".
 
     Args:
         directory: folder of the checkpoint.
         step: the step after which it was written.
 
     Raises:
-        DamagedCheckpointError: the file cannot be read, or is that of another step.
+        DamagedCheckpointError: the file cannot be read, or belongs to another step.
     """
     path = directory / "trainer" / RUN_STATE
     try:
@@ -247,7 +253,7 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
     state = _parse_state(content, path)
     step_of_state = state.get("step") if isinstance(state, dict) else None
     if step_of_state != step:
-        # Each folder agrees with its own manifest even if two were swapped.
+        # The manifest does not show that the folders of two checkpoints were swapped.
         raise DamagedCheckpointError(
             str(path),
             got=f"the state after step {step_of_state}",
@@ -258,9 +264,9 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch.
+    """Seed the global random generators of Python, NumPy and torch.
 
-    Data sets and rewards of users may draw from them; ours have generators of their own.
+    Users' data sets and rewards may draw from them. Quadriga's code has its own generators.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -268,7 +274,7 @@ def seed_generators(seed: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Random states of Python, numpy and torch in this process."""
+    """Random states of Python, NumPy and torch in this process, as plain values and tensors."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     states = {
         "python": random.getstate(),
@@ -276,7 +282,7 @@ def random_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": [],
     }
-    # A driver whose workers compute must not claim their GPU.
+    # Reading the state would otherwise initialize CUDA, on a GPU that belongs to the workers.
     if torch.cuda.is_initialized():
         states["cuda"] = [torch.cuda.get_rng_state()]
     return states
@@ -293,7 +299,11 @@ def restore_random_states(saved: dict[str, Any]) -> None:
 
 
 def _parse_state(content: bytes, path: Path) -> dict[str, Any]:
-    """Parse the file of a state without running code from it: plain values and tensors only."""
+    """Parse a file of `save_run_state` without running code from it.
+
+    Raises:
+        DamagedCheckpointError: it holds anything but plain values and tensors, or is damaged.
+    """
     try:
         return torch.load(io.BytesIO(content), weights_only=True)
     except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:

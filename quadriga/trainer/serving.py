@@ -2,7 +2,7 @@
 """The HTTP server in front of a rollout, in training and for `quadriga serve`."""
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -32,8 +32,18 @@ def check_server(config: Config) -> None:
         MachineError: a package is missing.
         ConfigError: the server cannot listen on its address.
     """
-    if config.actor_rollout_ref.rollout.serve.enable:
-        _resolved(_REQUIRE_ADDRESS)(config)
+    if not config.actor_rollout_ref.rollout.serve.enable:
+        return
+    try:
+        require_address = resolve_name(_REQUIRE_ADDRESS)
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            "actor_rollout_ref.rollout.serve",
+            got=f"no package {error.name}",
+            expected="starlette and uvicorn",
+            fix='Install them: pip install "quadriga[serve]".',
+        ) from error
+    require_address(config)
 
 
 def start_server(
@@ -45,10 +55,10 @@ def start_server(
         config: the resolved configuration.
         tokenizer: the tokenizer of the policy.
         rollout: worker group of the rollout.
-        makes_key: whether a key is made if the environment has none.
+        makes_key: whether to make an API key if the environment has none.
 
     Returns:
-        The `quadriga.serve.server.PolicyServer`, and its key; "" if it has none.
+        The `quadriga.serve.server.PolicyServer`, and its API key; "" if it needs none.
 
     Raises:
         ConfigError: the server cannot listen on its address.
@@ -60,7 +70,7 @@ def start_server(
         positions=num_positions(config),
         processor=build_processor(config),
     )
-    # The first rank of a rollout group has its requests.
+    # In a rollout group, the first rank takes the requests.
     leaders = rollout.ranks[:: rollout_group_size(config)]
     exchanges = [partial(_exchange, rollout, rank) for rank in leaders]
     key = environ.get(KEY_VARIABLE, "")
@@ -70,7 +80,7 @@ def start_server(
 
 
 class TrainingServer:
-    """The server of a run. Its address and key are in a file of the run's directory.
+    """The server of a run. It writes its address and API key to a file in the run's directory.
 
     Args:
         config: the resolved configuration.
@@ -89,7 +99,7 @@ class TrainingServer:
         return f"{self._server.url}, key in {self._file}; {self._server.limits}"
 
     def close(self) -> None:
-        """End the server, and remove the file."""
+        """Stop the server, and remove the file."""
         self._server.close()
         with suppress(FileNotFoundError):
             self._file.unlink()
@@ -109,24 +119,8 @@ def serve_rollout(
 def _exchange(
     rollout: WorkerGroup[Any], rank: int, calls: Sequence[Any], cancelled: Collection[int]
 ) -> Any:
-    """Exchange calls with the engine of a rank."""
+    """Exchange calls with the engine of a rank. Arguments and result are `CallQueue.exchange`'s."""
+    # A copy, because the group itself calls all ranks.
     engine = copy(rollout).use_ranks([rank])
-    [outcomes] = engine.resolve(engine.start_all("exchange_calls", [((calls, cancelled), {})]))
-    return outcomes
-
-
-def _resolved(name: str) -> Callable[..., Any]:
-    """A name of the server's package.
-
-    Raises:
-        MachineError: a package that it needs is missing.
-    """
-    try:
-        return resolve_name(name)
-    except ModuleNotFoundError as error:
-        raise MachineError(
-            "actor_rollout_ref.rollout.serve",
-            got=f"no package {error.name}",
-            expected="starlette and uvicorn",
-            fix='Install them: pip install "quadriga[serve]".',
-        ) from error
+    [reply] = engine.resolve(engine.start_all("exchange_calls", [((calls, cancelled), {})]))
+    return reply

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a run, stored with its checkpoints, and how they change when it is resumed.
+"""Settings of a run: stored in its directory, and compared when it is resumed.
 
 DIRECTORY/
-  config.yaml               the resolved configuration. Comments at its end name the steps that
-                            it holds for, and the SHA-256 of each data file and each file of the
-                            user that it names
-  config_from_step_1.yaml   the configuration of earlier steps, from that step on
+  config.yaml               the resolved configuration. Comments at its end name the steps for
+                            which it is valid, and the SHA-256 of each data file and each file of
+                            the user that it names
+  config_from_step_1.yaml   configuration of earlier steps, which begin with that one
 """
 
 import glob
@@ -33,11 +33,11 @@ from quadriga.trainer.checkpoint import (
 )
 
 CONFIGURATION = "config.yaml"
-CONTENT = ": its content"  # end of a line about a file that has changed
+CONTENT = ": its content"  # suffix of a change in the content of a file
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 _FILE = re.compile(r"^# ([0-9a-f]{64})  (.+)$", re.MULTILINE)
-_SOURCE = re.compile(r"^# source: (.+)$", re.MULTILINE)  # line of files by `write_function`
-# Keys that say where a run resumes and when the clock saves it, not how it continues.
+_SOURCE = re.compile(r"^# source: (.+)$", re.MULTILINE)  # in files that `write_function` writes
+# Keys that do not affect the steps: where a run resumes, and when the clock saves it.
 _RESUMING = (
     "trainer.resume_mode",
     "trainer.resume_from_path",
@@ -53,26 +53,22 @@ _WITH_FILES = (
     "custom_reward_function",
     "algorithm",
 )
-_STEPS_FROM = (
-    "data.",
-    "trainer.total_",
-)  # prefixes of the keys that the number of steps depends on
+_STEPS_FROM = ("data.", "trainer.total_")  # prefixes of keys that the number of steps depends on
 _MAX_SHOWN = 80  # characters of a value in a message
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The configuration that some steps of a run were made with."""
+    """The configuration with which some steps of a run were taken."""
 
-    values: dict[str, Any]  # value of each key of the task, by its dotted name
+    values: dict[str, Any]  # value of each key that the task reads, by its dotted name
     files: dict[str, str]  # SHA-256 of the files that it names, by path
-    # first, last: the steps that it holds for; `last` is 0 if it is not known
-    first: int = 1
-    last: int = 0
+    first: int = 1  # first step for which it is valid
+    last: int = 0  # last step of the run; 0 if it is not known
 
     @classmethod
     def of(cls, config: Config) -> "RunSettings":
-        """Take the settings of a run that starts."""
+        """Compute the settings of a run that starts with a configuration."""
         with waiting("the checksums of data files and of files that the configuration names"):
             return cls(_values(show(config), config.task), _checksums(config))
 
@@ -91,9 +87,10 @@ class RunSettings:
         return cls(values, files, first=int(steps[1]), last=int(steps[2]))
 
     def changes(self, now: "RunSettings") -> list[str]:
-        """Describe what has changed since these settings, one line per key or file.
+        """Describe how later settings differ from these, one line per key or file.
 
-        A key that only one of the two has is not a change: another version added or removed it.
+        A key that only one of the two has was added or removed by another version of Quadriga, and
+        is not a change.
         """
         lines = []
         for key, value in now.values.items():
@@ -103,10 +100,10 @@ class RunSettings:
             if value != self.values[key]:
                 before = _shown(self.values[key], key)
                 after = _shown(value, key)
-                # The versions of a function have files of different names.
-                change = (
-                    f"{before} -> {after}" if before != after else f"another version of {after}"
-                )
+                change = f"{before} -> {after}"
+                # Each version of a user's function is written to a file of another name.
+                if before == after:
+                    change = f"another version of {after}"
                 lines.append(f"{key}: {change}")
         for name, digest in now.files.items():
             if self.files.get(name, digest) != digest:
@@ -115,7 +112,7 @@ class RunSettings:
 
 
 def settings_of(checkpoint: Path, task: str) -> RunSettings | None:
-    """The settings of the last step before a checkpoint; None if they are not known.
+    """The settings of the step after which a checkpoint was written; None if they are not known.
 
     Args:
         checkpoint: folder of the checkpoint.
@@ -126,7 +123,7 @@ def settings_of(checkpoint: Path, task: str) -> RunSettings | None:
 
 
 def configuration_of(directory: Path, step: int, task: str) -> tuple[Path, RunSettings | None]:
-    """The file with the configuration of a step, and its settings.
+    """Find the file with the configuration of a step.
 
     Args:
         directory: the run's directory.
@@ -134,8 +131,8 @@ def configuration_of(directory: Path, step: int, task: str) -> tuple[Path, RunSe
         task: `task` of the configuration.
 
     Returns:
-        The newest configuration that begins at the step or before; `CONFIGURATION` and None if no
-        readable file does.
+        The path of the newest configuration that begins at the step or before, and its settings. If
+        there is no readable one, the path of `CONFIGURATION` and None.
     """
     path = directory / CONFIGURATION
     settings = None
@@ -150,15 +147,15 @@ def configuration_of(directory: Path, step: int, task: str) -> tuple[Path, RunSe
 
 
 def has_nothing_to_do(config: Config, now: RunSettings, *, in_python: bool = False) -> bool:
-    """Compare the settings with those of the checkpoint to resume from; print what differs.
+    """Compare the settings with those of the checkpoint to resume from, and print what differs.
 
     Args:
         config: the resolved configuration.
         now: its settings.
-        in_python: whether messages name arguments of Python, and not keys.
+        in_python: whether messages name arguments of Python functions rather than keys.
 
     Returns:
-        Whether no step is left, as far as that is known before the data are read.
+        True if no step is left; False also if that is not known before the data are loaded.
 
     Raises:
         ConfigError: no step is left, and settings differ.
@@ -178,13 +175,13 @@ def has_nothing_to_do(config: Config, now: RunSettings, *, in_python: bool = Fal
                 change.startswith(_STEPS_FROM) or change.endswith(CONTENT) for change in changes
             )
             last = 0 if steps_may_differ else before.last
-        # A supervised run may have been cut short before it wrote its model.
+        # A supervised run may have been interrupted before it wrote its model, so it goes on.
         if last and step >= last and (config.task == "rl" or changes):
             verify(path)
             say_nothing_to_do(config, path, last, now, in_python=in_python)
             return True
     except CheckpointError:
-        # A wrong name or damage is reported when the checkpoint is loaded.
+        # Loading the checkpoint will raise the error again.
         return False
     if changes:
         print(f"The run goes on from step {step} with other settings than before:")
@@ -203,14 +200,14 @@ def say_nothing_to_do(
         checkpoint: the checkpoint to resume from.
         last: number of the last step.
         now: settings of the configuration.
-        in_python: whether messages name arguments of `quadriga.train` instead of keys.
+        in_python: whether messages name arguments of Python functions rather than keys.
 
     Raises:
         ConfigError: the checkpoint was made with other settings.
     """
     trainer = config.trainer
     done = f"{step_of(checkpoint)} of {last} steps are done"
-    # The settings that make the run longer, and that choose another directory.
+    # The settings that make the run longer, and that select another directory.
     length_key = "trainer.total_epochs"
     if trainer.total_training_steps == last:
         length_key = "trainer.total_training_steps"
@@ -239,7 +236,7 @@ def say_nothing_to_do(
 
 
 def keep_settings(config: Config, now: RunSettings, done: int, last: int) -> None:
-    """Write config.yaml for the coming steps; the file of earlier steps is renamed.
+    """Write config.yaml for the coming steps; a file with other settings is kept under a new name.
 
     Args:
         config: the resolved configuration.
@@ -256,7 +253,7 @@ def keep_settings(config: Config, now: RunSettings, done: int, last: int) -> Non
     before = RunSettings.read(path, config.task)
     if path.exists() and (config.trainer.val_only or done >= last):
         return
-    # The file holds for the coming steps as it is.
+    # The file is already valid for the coming steps.
     if before and before.first < first and before.last == last and not before.changes(now):
         return
     text = f"{show(config)}# steps {first} to {last}\n"
@@ -264,7 +261,7 @@ def keep_settings(config: Config, now: RunSettings, done: int, last: int) -> Non
         text += f"# {digest}  {name}\n"
     try:
         for earlier_first, earlier_path in _earlier(directory).items():
-            # Its steps are not part of the run any more.
+            # The run is about to take these steps again.
             if earlier_first >= first:
                 earlier_path.unlink()
         if before and before.first < first:
@@ -288,7 +285,7 @@ def keep_settings(config: Config, now: RunSettings, done: int, last: int) -> Non
 
 
 def _earlier(directory: Path) -> dict[int, Path]:
-    """Files with the configurations of earlier steps, by the first of these steps."""
+    """Files `config_from_step_N.yaml`, by N."""
     files = {}
     for path in directory.glob("config_from_step_*.yaml"):
         number = path.stem.removeprefix("config_from_step_")
@@ -298,7 +295,7 @@ def _earlier(directory: Path) -> dict[int, Path]:
 
 
 def _values(text: str, task: str) -> dict[str, Any]:
-    """Values of the keys that a task reads, as far as a configuration's text has them.
+    """Values of the keys that a task reads, as far as the text of a configuration has them.
 
     Raises:
         ValueError: the text is no configuration.
@@ -335,7 +332,7 @@ def _checksums(config: Config) -> dict[str, str]:
 
 @cache
 def _sha256(path: str, _mtime_ns: int) -> str:
-    """SHA-256 of a file; it is computed again once the file has another time."""
+    """SHA-256 of a file. The time is part of the cache's key: a changed file is read again."""
     return sha256_of(path)
 
 
@@ -351,6 +348,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _shown(value: Any, key: str) -> str:
+    """The value of a key as a short text for messages."""
     source = _source(value)
     if source:
         return source
@@ -359,8 +357,9 @@ def _shown(value: Any, key: str) -> str:
 
 
 def _source(value: Any) -> str:
-    """Name and file of a function of a Python program, if a key's value is the file written for it."""
-    file = Path(str(value).rpartition(":")[0] if ".py:" in str(value) else str(value))
+    """Source of a user's function, if a value names a file that `write_function` wrote; else ""."""
+    text = str(value)
+    file = Path(text.rpartition(":")[0] if ".py:" in text else text)
     if file.suffix != ".py" or not file.with_suffix(".pickle").is_file():
         return ""
     source = _SOURCE.search(file.read_text(encoding="utf-8"))

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of `quadriga sft`: rows -> a batch -> one optimizer step.
+"""Training loops of `quadriga sft`: each step is one optimizer step on a batch of rows.
 
 Validation, checkpoints and tracking work as in `quadriga train`.
 
     SupervisedTrainer     the loop
-      SFTTrainer          conversations: the likelihood of the assistant's tokens
-      RewardModelTrainer  pairs of responses to a prompt: the better one is to get the higher score
+      SFTTrainer          conversations: maximizes the likelihood of the assistant's tokens
+      RewardModelTrainer  pairs of responses to a prompt: the better one should score higher
 
 Reward models: Bradley, Terry, 1952; arXiv:2203.02155, equation 1. The probability that the first of
 two responses is the better one is sigmoid(score of the first - score of the second); the loss is
-its negative log, averaged over pairs.
+its negative log, averaged over pairs. A step makes two passes:
 
     scores, without gradients
       -> on the driver: loss of each pair, and its slope with respect to each score
       -> slope x score, with gradients
 
 The second pass has exactly the gradient of the loss, and the rows of a pair need not stay together:
-a response may be in another micro-batch, or on another rank, than the one that it is compared with.
-The price is the first pass.
+the responses of a pair may be in different micro-batches, or on different ranks. The cost is the
+first pass.
 
 Legend: B rows, L positions of a sequence, T response positions.
 """
@@ -66,14 +66,14 @@ class SupervisedTrainer(TrainingLoop, ABC):
 
     @abstractmethod
     def step(self, rows: DataProto) -> int:
-        """Update the model on a batch, and add to `metrics`. Returns the number of its tokens."""
+        """Update the model on a batch, and add to `metrics`. Returns the batch's number of tokens."""
 
     @abstractmethod
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
-        """Sum and count of each metric of validation rows."""
+        """Evaluate the model on validation rows. Returns the sum and the count of each metric."""
 
     def steps(self) -> Iterator[TrainingStep]:
-        """Train step by step, with validation before and after if configured; write the model."""
+        """Train step by step, validate where it is due, and write the final model."""
         self.load_checkpoint()
         validates_first = self.settings.val_before_train and self.val_dataloader is not None
         with self.reporting():
@@ -99,7 +99,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
             self.write_model()
 
     def train_step(self, rows: DataProto) -> None:
-        """Take and measure the next step, whose numbers are in `metrics` afterwards."""
+        """Take and measure the next step; its metrics are in `metrics` afterwards."""
         with self.measured():
             num_tokens = self.step(rows)
         for phase, duration in self.timer.seconds.items():
@@ -114,14 +114,18 @@ class SupervisedTrainer(TrainingLoop, ABC):
         }
 
     def rows_to_skip(self, rows: DataProto) -> list[dict[str, Any]]:
-        """The rows of a step that is skipped, as texts: one each, or two that are compared."""
+        """Decode the rows of a skipped step for the quarantine.
+
+        Returns:
+            A row with `texts` for each row: one text, or the two of a pair.
+        """
         tokenizer = self.train_dataloader.dataset.tokenizer
         width = rows.batch["input_ids"].shape[-1]
         masks = rows.batch["attention_mask"].bool()
         decoded_rows = []
         for ids, mask in zip(rows.batch["input_ids"], masks, strict=True):
             texts = []
-            # [sequences of the row, L]
+            # A row has one sequence [L], or a pair [2, L].
             for tokens, is_token in zip(ids.view(-1, width), mask.view(-1, width), strict=True):
                 texts.append(tokenizer.decode(tokens[is_token]))
             decoded_rows.append({"texts": texts})
@@ -130,7 +134,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
     def finish_step(self) -> None:
         """Validate, report, and start a checkpoint, each where it is due."""
         self.saver.poll()
-        # The final model is validated even with test_freq=-1.
+        # The final model is validated even if `test_freq` is -1.
         is_at_end = self.is_last_step and self.val_dataloader is not None
         if is_at_end or self.is_due(self.settings.test_freq):
             self.metrics |= self.validate()
@@ -146,7 +150,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
         self.warn_once(lost_gradients(self.metrics))
 
     def validate(self) -> dict[str, float]:
-        """Metrics of all validation rows; empty without validation data."""
+        """Evaluate the model on all validation rows. Returns metrics; empty without such rows."""
         if self.val_dataloader is None:
             return {}
         sums = {}
@@ -187,15 +191,15 @@ class SFTTrainer(SupervisedTrainer):
 
 
 def conversations_batch(rows: DataProto) -> DataProto:
-    """Convert conversations to the engine's format: a first token, and the rest as its response.
+    """Convert conversations to the engine's format: the first token is the prompt of the others.
 
     Args:
         rows: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the
             right; positions may be [B, 3, L], with `multi_modal_inputs`.
 
     Returns:
-        The same columns without those that are padding in every row, and `response_mask` [B, T]
-        in place of `loss_mask`.
+        The same tensors without positions that are padding in every row, and `response_mask`
+        [B, T] instead of `loss_mask`.
 
     Raises:
         DataError: no row has more than one token.
@@ -211,7 +215,7 @@ def conversations_batch(rows: DataProto) -> DataProto:
 
 
 class RewardModelTrainer(SupervisedTrainer):
-    """Training of reward models.
+    """Trains reward models on pairs of responses.
 
     Validation has `loss`, and `accuracy`, the share of pairs in the right order.
     """
@@ -254,7 +258,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
 
 def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of each pair, and the derivative of their mean with respect to each score.
+    """Loss of each pair, and the derivative of the mean loss with respect to each score.
 
     Args:
         scores: [pairs, 2], the better response's first.
@@ -263,13 +267,13 @@ def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Losses [pairs] and slopes [pairs, 2].
     """
     margins = scores[:, 0] - scores[:, 1]
-    # Probability that the model gives to the wrong order, over the number of pairs.
+    # The probability of the wrong order according to the model, divided by the number of pairs.
     wrong = torch.sigmoid(-margins) / len(margins)
     return -logsigmoid(margins), torch.stack([-wrong, wrong], dim=-1)
 
 
 def pairs_batch(rows: DataProto) -> DataProto:
-    """Convert pairs to the engine's format: two rows each, the better response first.
+    """Convert pairs to the engine's format: two rows for each, the better response first.
 
     Args:
         rows: `input_ids`, `attention_mask` and `position_ids` [B, 2, L], and `num_prompt_tokens`

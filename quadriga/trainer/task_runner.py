@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from its configuration to its last step: how it survives lost workers, and how it ends.
+"""Runs a training from its configuration to its last step, and restarts lost workers.
 
 a worker, a node, or the run's own cluster is lost   the workers are restarted on what is left,
                                                      the newest state is loaded, and the step is
@@ -49,7 +49,7 @@ class TaskRunner:
     """Runs one training from configuration to last step. On Ray this is the driver.
 
     Attributes:
-        in_python: whether messages advise what to call in Python, and not commands.
+        in_python: whether messages recommend Python functions rather than commands.
     """
 
     in_python = False
@@ -65,9 +65,9 @@ class TaskRunner:
         start_up: Timeline | None = None,
         build: Callable[[Config, Timeline], BuiltRun] | None = None,
     ) -> Iterator[TrainingStep]:
-        """Build everything, report where the time went, train, and close what was opened.
+        """Build everything, report how long it took, train, and close everything.
 
-        The run stands still between two items; closing the iterator ends it. It survives up to
+        The run pauses between two items; closing the iterator ends it. It survives up to
         `trainer.max_worker_restarts` losses of workers within an hour; a completed checkpoint
         resets the count.
 
@@ -77,14 +77,14 @@ class TaskRunner:
             build: builds the run; by default `build_run`.
 
         Yields:
-            A `TrainingStep` without a batch once everything is built, then each step of the
+            A `TrainingStep` without a batch each time everything is built, then each step of the
             training.
 
         Raises:
-            QuadrigaError: the configuration, the data or the models are wrong, which is found
-                before the first step.
-            WorkerLostError: a worker was lost and the run does not continue by itself; the error
-                says why, and how to continue.
+            QuadrigaError: the configuration, the data or the models are wrong. This is found before
+                the first step.
+            WorkerLostError: a worker was lost, and the run does not continue by itself; the error
+                says why not, and how to continue.
         """
         self.config = config
         self._build_run = build or build_run
@@ -92,7 +92,7 @@ class TaskRunner:
         self._is_stopping = False
         self._written: int | None = None  # step of the newest checkpoint that this run has written
         self._restarts: list[float] = []  # monotonic seconds of the restarts within the window
-        self._losses: list[tuple[str, str]] = []  # where in the run, and what was lost
+        self._losses: list[tuple[str, str]] = []  # place in the run, and what was lost
         with run_lock(config.trainer.directory), ExitStack() as stack:
             self._quarantine = Quarantine(config.trainer)
             self._copies = state_copies(config)
@@ -101,7 +101,7 @@ class TaskRunner:
             yield from self._until_done(config, start_up or Timeline())
 
     def _until_done(self, config: Config, timeline: Timeline) -> Iterator[TrainingStep]:
-        """Train, and after each loss of a worker again, until the last step."""
+        """Train to the last step, and start over after each loss of a worker."""
         if has_nothing_to_do(config, RunSettings.of(config), in_python=self.in_python):
             return
         print(describe_machine())
@@ -111,11 +111,11 @@ class TaskRunner:
             try:
                 yield from self._train(config, timeline)
                 break
-            # Other errors would come again.
+            # A restart would meet any other error again.
             except (WorkerLostError, PeerLostError, EngineLostError) as error:
                 timeline.close()
                 config = self._after_loss(error)
-            # The data set is built again, and must draw the same.
+            # The data set is built again, and must draw the same random numbers.
             restore_random_states(initial_states)
             timeline = Timeline("restart")
         if self._losses:
@@ -124,14 +124,14 @@ class TaskRunner:
                 print(f"  in {place}: {lost}")
 
     def _after_loss(self, error: QuadrigaError) -> Config:
-        """Decide how to continue after a loss.
+        """Decide how to continue after a loss, and print it.
 
         Returns:
             The configuration to continue with.
 
         Raises:
-            QuadrigaError: `error`, extended by why the workers are not restarted and how the run
-                can be continued.
+            QuadrigaError: `error`, with the reason why the workers are not restarted, and how to
+                continue the run.
         """
         now = time.monotonic()
         limit = self.config.trainer.max_worker_restarts
@@ -139,11 +139,11 @@ class TaskRunner:
         step = trainer.global_steps if trainer else 0
         place = f"step {step}" if trainer else f"the start-up after step {self._written or 0}"
         is_repeated = any(place == earlier_place for earlier_place, _ in self._losses)
-        # Progress on disk: losses before it do not count any more.
+        # With a new checkpoint, earlier restarts do not count any more.
         if trainer and trainer.checkpoints.last_written not in (None, self._written):
             self._written = trainer.checkpoints.last_written
             self._restarts.clear()
-        self._restarts = [at for at in self._restarts if now - at < RESTART_WINDOW_S]
+        self._restarts = [time_s for time_s in self._restarts if now - time_s < RESTART_WINDOW_S]
 
         reason = self._obstacle(place, step, is_repeated=is_repeated)
         if reason:
@@ -161,7 +161,7 @@ class TaskRunner:
         resume = {}
         state = "where it began, for it has written no checkpoint yet"
         if self._written is not None:
-            # Whatever the user named, the newest checkpoint of this run, or older ones behind it.
+            # Even if the user named a checkpoint: this run has written newer ones.
             resume["resume_mode"] = "auto"
             state = f"the checkpoint of step {self._written}"
         if self._copies is not None and self._copies.steps:
@@ -178,10 +178,16 @@ class TaskRunner:
         return self.config.model_copy(update={"trainer": settings})
 
     def _obstacle(self, place: str, step: int, *, is_repeated: bool) -> str:
-        """Why the workers are not restarted after a loss; "" if they are."""
+        """Why the workers are not restarted after a loss; "" if they are.
+
+        Args:
+            place: where in the run the loss occurred.
+            step: number of the step.
+            is_repeated: whether there was a loss in the same place before.
+        """
         if self._is_stopping:
             return "a stop was requested"
-        # The step is not taken a third time, so it must be skipped.
+        # A step that has lost workers twice has to be skipped.
         refusal = self._quarantine.refusal(step) if is_repeated else ""
         if refusal:
             return f"{place} has lost a worker before, so the cause may be in it, and {refusal}"
@@ -194,7 +200,11 @@ class TaskRunner:
         return ""
 
     def _train(self, config: Config, timeline: Timeline) -> Iterator[TrainingStep]:
-        """Build the run and train to the last step, or until workers are lost."""
+        """Build the run, train to the last step, and close the run.
+
+        Raises:
+            WorkerLostError, PeerLostError, EngineLostError: workers were lost on the way.
+        """
         self._run = None
         self._is_stopping = False
         try:
@@ -214,7 +224,7 @@ class TaskRunner:
             if self._copies is not None:
                 trainer.copies = self._copies
                 newest = self._copies.newest()
-                # A checkpoint may be newer, of a step whose copy was lost with its workers.
+                # A checkpoint is newer if the copy of its step was lost with the workers.
                 if newest is not None and newest.step >= (self._written or 0):
                     trainer.newest_copy = newest
             with heeding_sigterm(lambda: f"If it is killed before: {self._how_to_go_on(config)}"):
@@ -225,7 +235,7 @@ class TaskRunner:
                     self._is_stopping = stop_requested.is_set()
             is_cut_short = False
         except KeyboardInterrupt:
-            # First, so that the message names the checkpoint that is just being written.
+            # First, so that the message names the checkpoint that is being written.
             trainer.saver.settle(can_ask=not run.team.is_remote)
             print(f"\ninterrupted in step {trainer.global_steps}. {self._how_to_go_on(config)}")
             raise
@@ -241,7 +251,7 @@ class TaskRunner:
         return how_to_go_on(config, in_python=self.in_python)
 
     def _build(self, config: Config, timeline: Timeline) -> BuiltRun:
-        """Build the run; after a loss with fewer processes if the cluster has no room for all."""
+        """Build the run; after a loss, with fewer processes if the cluster has no room for all."""
         try:
             return self._build_run(config, timeline)
         except NoRoomError as error:
@@ -262,7 +272,7 @@ class TaskRunner:
 
 
 def print_summary(config: Config) -> None:
-    """Print what a finished run has done. A file that cannot be read does not fail the run."""
+    """Print a summary of a finished run, or why its files cannot be read."""
     try:
         lines = summary(RunFolder(config.trainer.directory))
     except (QuadrigaError, OSError) as error:
@@ -272,7 +282,7 @@ def print_summary(config: Config) -> None:
 
 
 def what_next(config: Config, step: int | None) -> str:
-    """Message about what to do with a finished run.
+    """Say what to do with a finished run.
 
     Args:
         config: the resolved configuration.
@@ -304,7 +314,7 @@ def what_next(config: Config, step: int | None) -> str:
 
 
 def what_next_in_python(config: Config, step: int | None) -> str:
-    """Message about what to call after a finished run; the arguments are those of `what_next`."""
+    """Say what to call in Python after a finished run; the arguments are those of `what_next`."""
     run = config.trainer.directory
     lines = [f"done: run = quadriga.Run({str(run)!r}) opens it again. Next:"]
     if config.task == "reward_model":
@@ -320,7 +330,12 @@ def what_next_in_python(config: Config, step: int | None) -> str:
 
 
 def how_to_go_on(config: Config, *, in_python: bool = False) -> str:
-    """Message about the checkpoint of an interrupted run and how to resume from it."""
+    """Say from which checkpoint an interrupted run can be resumed, and how.
+
+    Args:
+        config: the resolved configuration.
+        in_python: whether to recommend a Python function rather than a command.
+    """
     trainer = config.trainer
     step = Checkpoints(trainer.directory).newest()
     if step is None:

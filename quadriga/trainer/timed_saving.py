@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints by the clock, of runs that were not told when to write them: `trainer.save_minutes`.
+"""Writes checkpoints by the clock for runs without `trainer.save_freq`: `trainer.save_minutes`.
 
-Nobody asked for these checkpoints, so they must not cost a run much, and never end it. One is put
-off while the disk has no room for it, or while checkpoints would take more than a small share of
-the time so far (`MAX_SHARE_OF_TIME`). One that cannot be written is reported, and the run goes on.
+The user has not asked for these checkpoints, so they must cost little and never end a run. One is
+put off while the disk has no room for it, or while checkpoints would take more than a small share
+of the time so far (`MAX_SHARE_OF_TIME`). One that cannot be written is reported, and the run goes on.
 
     begun ──── workers write ──── last file       complete: list, sync, read back, rename ──── done
           <─────── counted ──────>          ....  <─────────────────── counted ──────────────>
 
-The time between them does not count: the workers have finished, and the driver is in a step.
+The time in between does not count: the workers have finished, and the driver is in a step.
 """
 
 import shutil
@@ -24,21 +24,21 @@ from quadriga.trainer.saving import CheckpointSaver, PendingCheckpoint
 
 NUM_KEPT = 2  # newest checkpoints that stay on disk, unless `trainer.max_ckpt_to_keep` is set
 MAX_SHARE_OF_TIME = 0.05
-ASSUMED_BYTES_PER_S = 500e6  # speed of the first checkpoint, before one was measured
-# Free space beyond the tensors: tokenizer, manifests, and files that the run writes meanwhile.
+ASSUMED_BYTES_PER_S = 500e6  # assumed speed until a checkpoint has been measured
+# Space for what is not in the tensors: tokenizer, manifests, and other files of the run.
 SPARE_BYTES = 64 << 20
 _GB = 1e9
 
 
 class TimedSaver(CheckpointSaver):
-    """Writes checkpoints by the clock, where disk and time allow. Their failure is not raised.
+    """Writes checkpoints by the clock if disk and time allow; failures are reported, not raised.
 
     Args:
         checkpoints: where they are written.
         workers: worker groups as for `CheckpointSaver`, with `checkpoint_bytes`.
-        report: called with a sentence when a checkpoint is complete, put off or failed.
-        period_s: seconds between the starts of two checkpoints.
-        clock: returns seconds, from any origin.
+        report: called with a sentence when a checkpoint is complete, is put off or has failed.
+        period_s: seconds between the starts of two checkpoints, at least.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -54,20 +54,24 @@ class TimedSaver(CheckpointSaver):
         self._clock = clock
         self._run_start_s = clock()
         self._last_start_s = self._run_start_s
-        self._spent_s = 0.0  # sum over the checkpoints so far
-        self._longest_work_s = 0.0
-        self._num_bytes: int | None = None
-        self._reported: set[str] = set()
+        self._spent_s = 0.0  # counted time of all checkpoints so far
+        self._longest_work_s = 0.0  # counted time of the slowest checkpoint
+        self._num_bytes: int | None = None  # size of a checkpoint; None until it is first needed
+        self._reported: set[str] = set()  # kinds of messages that are not reported again
 
     def start_where_due(
         self, step: int, write_own_part: Callable[[Path], None], *, is_due: bool, is_last: bool
     ) -> None:
         """Start the checkpoint of a step if it is time for one and the disk has room for it.
 
-        With `is_last` the time does not matter.
+        Args:
+            step: number of the step.
+            write_own_part: writes the driver's part into a folder.
+            is_due: not used.
+            is_last: whether the run may end with this step. Then the time does not matter.
         """
         if is_last:
-            # What is lost now is not made up for by a later checkpoint.
+            # No later checkpoint makes up for this one, so its failure is always reported.
             self._reported.clear()
         else:
             is_early = self._clock() - self._last_start_s < self.period_s
@@ -84,15 +88,14 @@ class TimedSaver(CheckpointSaver):
         self.start(step, write_own_part)
 
     def _obstacle(self, *, is_last: bool) -> tuple[str, str]:
-        """Why no checkpoint can be started now: its kind, and in words; empty if one can."""
+        """Why no checkpoint can be started now.
+
+        Returns:
+            The kind of the obstacle, and a description; both are "" if there is none.
+        """
         directory = self.checkpoints.directory
         if self._num_bytes is None:
-            sizes: dict[tuple[str, str], int] = {}
-            for part, worker in self.workers.items():
-                # Ranks report tensors that they share under the same name.
-                for sizes_of_rank in worker.checkpoint_bytes():
-                    sizes |= {(part, name): size for name, size in sizes_of_rank.items()}
-            self._num_bytes = sum(sizes.values())
+            self._num_bytes = self._checkpoint_bytes()
         try:
             free_bytes = shutil.disk_usage(directory).free
         except OSError as error:
@@ -113,7 +116,19 @@ class TimedSaver(CheckpointSaver):
             )
         return "", ""
 
+    def _checkpoint_bytes(self) -> int:
+        """Size of the tensors of a checkpoint."""
+        num_bytes = 0
+        for worker in self.workers.values():
+            # Ranks report tensors that they share under the same name.
+            sizes: dict[str, int] = {}
+            for sizes_of_rank in worker.checkpoint_bytes():
+                sizes |= sizes_of_rank
+            num_bytes += sum(sizes.values())
+        return num_bytes
+
     def _report_once(self, kind: str, sentence: str) -> None:
+        """Report a sentence, unless one of the same kind has been reported."""
         if kind not in self._reported:
             self._reported.add(kind)
             self.report(sentence)
@@ -125,7 +140,7 @@ class TimedSaver(CheckpointSaver):
     def poll(self, *, wait: bool = False) -> bool:
         with self._tolerated():
             return super().poll(wait=wait)
-        # It has failed.
+        # The checkpoint has failed, so none is being written any more.
         return True
 
     @contextmanager
@@ -139,11 +154,12 @@ class TimedSaver(CheckpointSaver):
     def complete(self, pending: PendingCheckpoint) -> None:
         start_s = time.monotonic()
         super().complete(pending)
+        # When the workers had written their last file, in seconds since 1970.
         written_at = 0.0
         for path in self.checkpoints.path(pending.step).rglob("*"):
             if path.is_file() and path.name != MANIFEST:
                 written_at = max(written_at, path.stat().st_mtime)
-        # Another machine, whose clock may differ, sets the times of files on a network disk.
+        # The times of files on a network disk are those of another machine, whose clock may differ.
         until_start_s = start_s - pending.begun
         writing_s = min(max(written_at - pending.begun_at, 0.0), until_start_s)
         work_s = writing_s + time.monotonic() - start_s

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: respond to every held-out prompt with the validation's own sampling, and grade.
+"""Validation: respond to every held-out prompt with its own sampling options, and grade.
 
-The metrics are exact, quick, and without a random draw. A prompt has n responses. Per data source
-and per variable (the reward, an accuracy, ...):
+The metrics are computed exactly, without random draws. A prompt has n responses. For each data
+source and variable (the reward, an accuracy, ...):
 
     mean@N         the mean of a prompt's responses, averaged over prompts
     std@N          their standard deviation (over n, not n - 1), averaged over prompts
     best@k/mean    expected maximum of k of the n responses, drawn without replacement, averaged
                    over prompts
     best@k/std     standard deviation of that maximum over the draws, averaged over prompts
-    worst@k/...    the same of the minimum
-    maj@k/...      the same of the score of the answer that is most frequent among the k
+    worst@k/...    the same for the minimum
+    maj@k/...      the same for the score of the answer that is most frequent among the k
 
 These are expectations over all draws, not averages over some of them. With x_1 <= ... <= x_n
 sorted, the maximum is x_j in C(j-1, k-1) of C(n, k) draws. For the majority, draws are counted by
-how often each distinct answer occurs in them; answers that tie win equally often, the score of an
-answer is the mean of the responses that gave it, and "no answer" (None) is an answer like any
+how often each distinct answer occurs in them. Answers that tie win equally often, the score of an
+answer is the mean over the responses that gave it, and "no answer" (None) is an answer like any
 other.
 
 N is the largest number of responses that a prompt of the data source has; k is 2, 4, 8, ... and N.
@@ -23,8 +23,8 @@ If prompts have different numbers of responses, mean@N takes all prompts, std@N 
 2 responses, and k those with at least k.
 
 Names are `val-core/<data source>/<variable>/<metric>` for mean@N, best@N/mean and maj@N/mean of the
-core variable (`acc` if there is one, else `reward`), and `val-aux/...` for all others. The standard
-deviation is left out at k = N, which has only one draw.
+core variable (`acc` if there is one, else `reward`), and `val-aux/...` for all others. At k = N
+there is only one draw, so the standard deviation over draws is left out.
 """
 
 import math
@@ -62,10 +62,11 @@ class Validator:
     """Runs a policy over the validation data.
 
     Args:
-        config: its `actor_rollout_ref.rollout.val_kwargs` has the sampling.
+        config: the resolved configuration; `actor_rollout_ref.rollout.val_kwargs` has the sampling
+            options.
         tokenizer: tokenizer of the policy.
         rollout: generates the responses.
-        reward: grades them.
+        reward: grades the responses.
         dataloader: batches of prompts; None if there is nothing to validate.
         recorder: records the responses; None: they are not recorded.
     """
@@ -90,7 +91,7 @@ class Validator:
         """Validate the policy of a step.
 
         Returns:
-            Metrics, and rows for trackers to show; both are empty without validation data.
+            Metrics, and sample rows for trackers to show; both are empty without validation data.
         """
         with self._tally():
             rows, errors = self.graded(step)
@@ -100,7 +101,10 @@ class Validator:
         return metrics, first_samples(rows, self.config.trainer.log_val_generations)
 
     def _tally(self) -> AbstractContextManager[Any]:
-        """Count the responses to all prompts; those of each batch if their number is unknown."""
+        """Context manager: count responses for the progress display.
+
+        The total is the number of all responses; if it is unknown, each batch has its own.
+        """
         dataset = getattr(self.dataloader, "dataset", None)
         if not hasattr(dataset, "__len__"):
             return nullcontext()
@@ -110,11 +114,11 @@ class Validator:
     def graded(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """Respond to all prompts and grade the responses.
 
-        They are also written to `trainer.validation_data_dir` if it is set.
+        If `trainer.validation_data_dir` is set, the rows are also written there.
 
         Returns:
-            A row per response with its grades, and the metric of responses that could not be
-            graded, if the reward manager counts them.
+            A row for each response with its grades; and a metric with the number of responses that
+            could not be graded, if the reward manager counts them.
         """
         rows = []
         errors = {}
@@ -122,7 +126,7 @@ class Validator:
         dataset = getattr(self.dataloader, "dataset", None)
         num_prompts = 0
         for columns in watched(self.dataloader or (), "a batch of validation prompts"):
-            # Seeds follow from these, so responses do not depend on the size of a batch.
+            # Seeds depend on the uids of rows, so responses do not depend on the batch size.
             prompts = assign_row_uids(DataProto.from_single_dict(columns), dataset, num_prompts)
             num_prompts += len(prompts)
             prompts.meta_info["global_steps"] = step
@@ -144,7 +148,7 @@ class Validator:
 
 
 def first_samples(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first response to each of the first `count` prompts, with the columns to show."""
+    """The first response to each of the first `count` prompts, reduced to the columns to show."""
     samples = {}
     for row in rows:
         if row["uid"] not in samples:
@@ -153,17 +157,17 @@ def first_samples(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]
 
 
 def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """`validation_values` of the scores of rows and of all numbers that graders add.
+    """Compute the `validation_values` of scores, and of all numbers that graders have added.
 
     Args:
-        rows: have `data_source`, `uid` and `score`, and perhaps the answer `pred`. Rows with the
-            same `rollout_id` count once, with the means of their numbers.
+        rows: graded responses with `data_source`, `uid` and `score`, and possibly the answer
+            `pred`. Rows with the same `rollout_id` count once, with the means of their numbers.
     """
     rows = _rollouts(rows)
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_MEASURED)
     variables = {"reward": [row["score"] for row in rows]}
     for name in names:
-        # A grader's own number of this name does not replace the score.
+        # A grader's number called "reward" does not replace the score.
         variables.setdefault(name, [row.get(name) for row in rows])
     predictions = None
     if any("pred" in row for row in rows):
@@ -174,7 +178,7 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the rows of each rollout into its first row; numbers become means over its rows."""
+    """Merge the rows of each rollout into one: the first row, with numbers averaged over all."""
     rows_of_rollout: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
     for number, row in enumerate(rows):
         rows_of_rollout[row.get("rollout_id", number)].append(row)
@@ -190,7 +194,7 @@ def _rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _comparable(prediction: Any) -> Hashable:
-    """A prediction in a form that can be counted: graders may return lists."""
+    """A prediction, or its text if it cannot be a key, such as a list."""
     try:
         hash(prediction)
     except TypeError:
@@ -204,10 +208,11 @@ def means(values: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of values [prompts], a sample of many prompts.
+    """The 95 % confidence interval of the mean of values [prompts], as a sample of many prompts.
 
-    It is Wilson's interval if all values lie in [0, 1], for as many prompts with values 0 and 1 as
-    give the same variance of the mean; otherwise 1.96 standard errors to both sides.
+    If all values are in [0, 1], it is Wilson's interval for an effective number of prompts: as many
+    values of 0 or 1 would give the same variance of the mean. Otherwise it is the mean plus and
+    minus 1.96 standard errors.
     """
     mean = float(values.mean())
     num_prompts = len(values)
@@ -216,8 +221,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     if values.min() < 0 or values.max() > 1:
         half = 1.96 * math.sqrt(variance) if num_prompts > 1 else math.inf
         return mean - half, mean + half
-    # Wilson's interval. A prompt of right or wrong has variance `spread`, so n of them give the
-    # variance of the mean.
+    # A value of 0 or 1 with this mean has variance `spread`, so the mean of n has spread / n.
     spread = mean * (1 - mean)
     n = spread / variance if spread and variance else num_prompts
     middle = mean + 1.96**2 / (2 * n)
@@ -232,18 +236,19 @@ def validation_values(
     variables: Mapping[str, Sequence[Any]],
     predictions: Sequence[Hashable | None] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Compute all validation metrics, each as the values of the prompts that it is the mean of.
+    """Compute all validation metrics, as one value per prompt; a metric is the mean of its values.
 
     Args:
         data_sources: data source of each response.
         uids: uid of each response, equal for responses to the same prompt.
-        variables: numbers of each response by name, "reward" among them; None or NaN if a response
-            has none. Variables that hold anything else, such as texts, are not measured.
+        variables: for each name, "reward" among them, the number of each response; None or NaN if
+            a response has none. Variables with other values, such as texts, are left out.
         predictions: the final answer extracted from each response, compared by equality; None if
             there is none. Without predictions there is no maj@k.
 
     Returns:
-        Metrics by full name, float64 [prompts], by data source in order of appearance.
+        Values by the metric's full name, float64 [prompts]. Data sources are in order of
+        appearance.
     """
     columns = {}
     for name, values in variables.items():
@@ -256,7 +261,7 @@ def validation_values(
 
     metrics = {}
     for source, rows in rows_of_source.items():
-        # Rows that have a number, by variable.
+        # For each variable, the rows that have a number.
         measured_rows = {}
         for name, column in columns.items():
             rows_with_number = [row for row in rows if not np.isnan(column[row])]
@@ -356,11 +361,11 @@ def majority_values(
     num_most = max(map(len, scores))
     moments = defaultdict(list)
     for prompt, answers in zip(scores, predictions, strict=True):
-        # Distinct answers are numbered in order of appearance.
+        # Number the distinct answers.
         numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
         number_of_response = np.array([numbers[answer] for answer in answers])
         counts = np.bincount(number_of_response)
-        # Ascending counts, so that prompts with the same counts share the cached chances.
+        # In ascending order, prompts with the same counts share an entry of the cache.
         order = np.argsort(counts, kind="stable")
         answer_scores = (np.bincount(number_of_response, weights=prompt) / counts)[order]
         chances = majority_chances(tuple(counts[order].tolist()))
@@ -376,11 +381,12 @@ def majority_values(
 
 @lru_cache(maxsize=4096)
 def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
-    """The chance of each answer to be the most frequent of k drawn, for every k.
+    """The probability of each answer to be the most frequent among k drawn responses, for every k.
 
-    A draw in which answer a occurs v times and wins is one of C(counts[a], v) choices of a's, times
-    a choice of the others in which none exceeds v. `ways[t, s]` counts the latter by their size s
-    and by the number t of answers that tie with a, which share the win among 1 + t.
+    A draw in which answer a occurs v times and wins consists of one of C(counts[a], v) choices of
+    responses with a, and a choice of other responses in which no answer occurs more than v times.
+    `ways[t, s]` is the number of such choices of size s in which t answers tie with a, so that each
+    of the 1 + t answers gets an equal part of the win.
 
     Args:
         counts: how often each distinct answer was given, ascending; their sum is at most 1000, for
@@ -398,7 +404,7 @@ def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
         other_counts.remove(count)
         for v in range(1, count + 1):
             ways = _draws_of_others(tuple(other_counts), v, n)
-            # [n + 1]: by size of the draw, with the win divided by the number of tying answers.
+            # [n + 1], by the size of the choice: wins of this answer, divided among those that tie.
             shares = (ways / np.arange(1, len(ways) + 1)[:, None]).sum(0)
             wins[v:, is_alike] += (math.comb(count, v) * shares[: n + 1 - v])[:, None]
     num_draws = np.array([float(math.comb(n, k)) for k in range(n + 1)])
@@ -406,18 +412,18 @@ def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
 
 
 def _draws_of_others(other_counts: tuple[int, ...], v: int, n: int) -> np.ndarray:
-    """Numbers of draws from the other answers in which none occurs more than v times.
+    """Number of ways to choose responses with other answers so that none occurs more than v times.
 
     Returns:
-        [ties + 1, n + 1]: by the number of answers that occur exactly v times, and by the size of
-        the draw.
+        [ties + 1, n + 1]: by the number of answers that occur exactly v times, and by the number
+        of chosen responses.
     """
-    # Answers with fewer than v responses can neither tie nor exceed, so they count as one.
+    # Answers with fewer than v responses cannot even tie, so their responses are one pool.
     num_below = sum(count for count in other_counts if count < v)
     ways = np.array([[float(math.comb(num_below, s)) for s in range(n + 1)]])
     for count in other_counts:
         if count >= v:
-            # One answer more: it takes `num_drawn` of each draw, and may be one tie more.
+            # Include another answer. It occurs `num_drawn` times, and ties if that is v.
             extended = np.zeros((len(ways) + 1, n + 1))
             for num_drawn in range(v + 1):
                 tie = int(num_drawn == v)
@@ -429,14 +435,19 @@ def _draws_of_others(other_counts: tuple[int, ...], v: int, n: int) -> np.ndarra
 
 
 def _moments(values: np.ndarray, chances: np.ndarray) -> np.ndarray:
-    """Mean and standard deviation [2, prompts] of each row of values, drawn with some chances."""
+    """Mean and standard deviation, [2, prompts], of a draw from each row of values.
+
+    Args:
+        values: [prompts, n].
+        chances: [n], probability of each column.
+    """
     mean = values @ chances
     variance = np.square(values - mean[:, None]) @ chances
     return np.stack([mean, np.sqrt(variance)])
 
 
 def _summary(name: str, moments: np.ndarray, *, is_only_draw: bool) -> dict[str, np.ndarray]:
-    """The metrics of some moments [2, prompts]; a single draw has no standard deviation."""
+    """Metrics `NAME/mean` and, unless there is only one draw, `NAME/std` of moments [2, prompts]."""
     mean, deviation = moments
     metrics = {f"{name}/mean": mean}
     if not is_only_draw:
@@ -445,7 +456,7 @@ def _summary(name: str, moments: np.ndarray, *, is_only_draw: bool) -> dict[str,
 
 
 def _draw_sizes(num_most: int) -> list[int]:
-    """2, 4, 8, ... below `num_most`, and `num_most`; nothing for a single response."""
+    """The values of k: powers of 2 below `num_most`, and `num_most`; none for a single response."""
     if num_most == 1:
         return []
     sizes = []

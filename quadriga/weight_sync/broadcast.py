@@ -4,16 +4,16 @@
     trainer                                             rollout
     every rank gathers each parameter in turn
     rank 0: compute its fingerprint, pack it
-        {entries} + bucket          ────────────>       compute fingerprints, lend to the engine
+        {entries} + bucket          ────────────>       compute fingerprints, pass to the engine
         ...
         {version, fingerprints}     ────────────>       received as sent? loaded? which version?
      or {failed}                    ────────────>       WeightSyncError
 
-If the parameters sent, received and held by the engine differ, the receiver raises and its engine
-generates nothing. A receiver that fails still reads the rest of the stream, so that it does not
-block the others. Headers are sent over gloo; buckets over gloo on a CPU and over nccl on GPUs. The
-process group is separate from torch's default group. Rank 0 is the trainer's first process, which
-hosts the store; the other ranks are the rollout's.
+If the parameters that were sent, received and loaded by the engine differ, the receiver raises and
+its engine generates nothing. A receiver that fails still reads the rest of the stream, so that it
+does not block the others. Headers are sent over gloo; buckets over gloo on a CPU and over nccl on
+GPUs. The process groups are separate from torch's default group. Rank 0 is the trainer's first
+process, which hosts the store; the other ranks are the rollout's.
 """
 
 import json
@@ -33,25 +33,25 @@ from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, NamedWeights, WeightTarget, name_some
 
 TIMEOUT = timedelta(minutes=30)  # the other side may still be generating, or updating
-# All processes connect at about the same time. One that dies before it connects breaks no
-# connection, so only this timeout reveals it.
+# All processes connect at about the same time. If one dies before it connects, no connection
+# breaks, so only this timeout shows it.
 MEETING_TIMEOUT = timedelta(seconds=60)
 SHARES = 4
-"""Divisor of `bucket_bytes`: a bucket takes one share of it.
+"""Number of shares of `bucket_bytes`: a bucket takes one of them.
 
-The other shares leave room for the shards of the parameter being gathered, and for tensors that
-gloo still holds. A parameter larger than a share is sent without a copy. So a sender needs at most
-`bucket_bytes` beside the model, if none of its parameters exceeds a sixth of that.
+The others are for the shards of the parameter that is being gathered, and for tensors that gloo
+still holds. A parameter larger than a share is sent without a copy. So a sender needs at most
+`bucket_bytes` in addition to the model, if none of its parameters exceeds a sixth of that.
 """
 
 
 @dataclass(frozen=True)
 class Address:
-    """Host and port of the first sender's store, ranks of all receivers, and number of senders."""
+    """Meeting point and members of a weight sync."""
 
-    host: str
-    port: int
-    ranks: tuple[int, ...]
+    host: str  # of the first sender's store
+    port: int  # of the store
+    ranks: tuple[int, ...]  # of the receivers in the rollout's worker group
     num_senders: int = 1
 
 
@@ -101,7 +101,14 @@ def meet(
 
 
 class Channel:
-    """Broadcast from rank 0, which hosts the store, to the receivers. Connects at first use."""
+    """Broadcasts from rank 0, which hosts the store, to the receivers. Connects at first use.
+
+    Args:
+        address: address of the store.
+        rank: rank of this process in the group; the sender is 0.
+        device: device of the buckets.
+        store: the store, in the process that opened it.
+    """
 
     def __init__(
         self,
@@ -117,7 +124,7 @@ class Channel:
         self._size = len(address.ranks) + 1
         self._headers: Any = None
         self._contents: Any = None
-        # A receiver's memory for buckets, as large as the largest one of this publication so far.
+        # Memory of a receiver for all buckets of a publication.
         self._buffer: torch.Tensor | None = None
 
     def send(self, header: dict[str, Any], content: torch.Tensor | None = None) -> None:
@@ -151,11 +158,11 @@ class Channel:
             self._headers.broadcast(text, 0).wait()
         header = json.loads(text.numpy().tobytes())
         if "num_bytes" not in header:
-            # The publication is complete, so nobody reads the buckets any more.
+            # The publication is complete, and its last bucket has been read.
             self._buffer = None
             return header, None
-        # Allocate for every bucket at once: views of the old memory may still live while a larger
-        # buffer is made.
+        # Large enough for all buckets at once: if the buffer grew with each, views of the old one
+        # could still exist, and both would need memory.
         if self._buffer is None or self._buffer.numel() < header["num_bytes"]:
             room_bytes = header["room_bytes"]
             self._buffer = torch.empty(room_bytes, dtype=torch.uint8, device=self._device)
@@ -170,6 +177,7 @@ class Channel:
         self._buffer = None
 
     def _broadcast(self, content: torch.Tensor) -> None:
+        """Send or receive a bucket, and wait until its memory may be used again."""
         with self._connected("a bucket"):
             self._contents.broadcast(content, 0).wait()
             if content.is_cuda:
@@ -178,17 +186,17 @@ class Channel:
 
     @contextmanager
     def _connected(self, activity: str) -> Iterator[None]:
-        """Connect if necessary, and turn errors of torch into a WeightSyncError."""
+        """Context manager: connect if necessary, and turn errors of torch into a WeightSyncError."""
         try:
             if self._headers is None:
                 groups = meet(self._address, self._rank, self._device, self._store)
                 self._headers, self._contents = groups
             yield
         except torch.OutOfMemoryError:
-            # A RuntimeError that the connection did not cause.
+            # Although it is a RuntimeError, the connection did not cause it.
             raise
         except RuntimeError as error:
-            # The others wait for this process: let them see its connections end.
+            # The others are waiting for this process, and get an error when its connections end.
             self.close()
             raise WeightSyncError(
                 f"weight sync by broadcast, process {self._rank} of {self._size} in {activity}",
@@ -199,13 +207,13 @@ class Channel:
 
 
 class WeightSender:
-    """The trainer's side, in its first process; its other ranks only help to gather parameters.
+    """The trainer's side, in its first process. The other ranks only help to gather parameters.
 
     Args:
         host: name or address of this host, which receivers can resolve.
         ranks: ranks of the receivers.
         device: device of the parameters.
-        bucket_bytes: memory to use beside the model (see `SHARES`).
+        bucket_bytes: memory to use in addition to the model (see `SHARES`).
     """
 
     def __init__(
@@ -226,7 +234,7 @@ class WeightSender:
             WeightSyncError: the connection broke.
         """
         sent: dict[str, str] = {}
-        # Connect first: the first bucket may take a while.
+        # Connect first, because the first bucket may take longer than receivers wait to connect.
         with self.channel._connected("the meeting"):
             pass
         try:
@@ -240,7 +248,7 @@ class WeightSender:
         except WeightSyncError:
             raise
         except Exception as error:
-            # Gathering failed: tell the receivers, which would wait for the next bucket.
+            # Gathering has failed. Receivers would otherwise wait for the next bucket.
             self.channel.send({"failed": f"{type(error).__name__}: {error}"})
             raise
         self.channel.send({"version": version, "fingerprints": sent})
@@ -272,7 +280,8 @@ class WeightReceiver(CopiedWeights):
 
         Raises:
             WeightSyncError: a parameter changed in transfer, the target did not load it, the
-                version is another, or the trainer failed. The target's version is then -1.
+                version is not the announced one, or the trainer failed. The target's version is
+                then -1.
         """
         received: dict[str, str] = {}
         self.publish(self._stream(version, received), target, version, received)
@@ -282,7 +291,12 @@ class WeightReceiver(CopiedWeights):
         self.channel.close()
 
     def _stream(self, version: int, received: dict[str, str]) -> NamedTensors:
-        """Parameters as they arrive; at the end, checks the fingerprints noted in `received`."""
+        """Yield parameters as they arrive, and compare their fingerprints at the end.
+
+        Args:
+            version: the version that was announced.
+            received: is filled with the fingerprint of each parameter.
+        """
         where = f"weights of version {version}"
         while True:
             header, content = self.channel.receive()
@@ -312,9 +326,9 @@ class WeightReceiver(CopiedWeights):
 
 
 def _fingerprinted(weights: NamedWeights, fingerprints: dict[str, str]) -> NamedTensors:
-    """The stream itself; adds the fingerprint of each parameter that passes to `fingerprints`."""
+    """Pass a stream of parameters on, and add the fingerprint of each to `fingerprints`."""
     for name, tensor in weights:
         fingerprints[name] = tensor_fingerprint(tensor)
         yield name, tensor
-        # Free it before the next one is requested.
+        # Free its memory before the next parameter is requested.
         del tensor

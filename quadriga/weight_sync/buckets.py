@@ -48,11 +48,12 @@ def pack(
     content = torch.empty(0)
 
     def put(weight: tuple[str, torch.Tensor], offset: int) -> list[Any]:
+        """Copy a parameter to its place in the bucket. Returns its entry."""
         nonlocal memory, content
         name, tensor = weight
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         entry = [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset]
-        # It fills a bucket alone, and can be lent as it is.
+        # It is alone in its bucket, so its own memory can be the bucket.
         if flat.numel() > size and allocate is None:
             content = flat
             return entry
@@ -71,7 +72,7 @@ def pack(
 
 
 def unpack(entries: Iterable[Sequence[Any]], content: torch.Tensor) -> NamedTensors:
-    """The parameters of a bucket, as views of its memory.
+    """Yield the parameters of a bucket, as views of its memory.
 
     Args:
         entries: name, shape, dtype and offset of each parameter, from `pack`.

@@ -35,18 +35,18 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
 
 
 def tensor_fingerprint(tensor: torch.Tensor) -> str:
-    """16 hexadecimal digits computed from shape, dtype and content, on any device."""
+    """Fingerprint of a tensor: 16 hexadecimal digits that depend on shape, dtype and content."""
     return _digest(tensor, *_weighted_sums(tensor).tolist())
 
 
 class PendingFingerprints:
-    """Fingerprints of a stream of tensors whose sums stay on the device until all are read at once.
+    """Fingerprints of a stream of tensors, whose sums stay on the device until all are read.
 
-    Reading each fingerprint would make the host wait for the device twice per tensor.
+    Reading each fingerprint at once would make the host wait for the device for every tensor.
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}  # on "meta": shapes and dtypes
+        self._tensors: dict[str, torch.Tensor] = {}  # shapes and dtypes, on the device "meta"
         self._sums: dict[str, torch.Tensor] = {}  # [2] int64
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -76,6 +76,7 @@ class PendingFingerprints:
 
 
 def _digest(tensor: torch.Tensor, row_sum: int, column_sum: int) -> str:
+    """Fingerprint from the `_weighted_sums` of a tensor, and from its shape and dtype."""
     source = repr((tuple(tensor.shape), str(tensor.dtype), (row_sum, column_sum)))
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
 
@@ -89,7 +90,7 @@ def _weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
     if full_rows_bytes:
         blocks.append(content[:full_rows_bytes])
     if full_rows_bytes < content.numel():
-        # The rest is a row of its own; zeros complete its last word.
+        # The remaining bytes are a shorter row, whose last word is padded with zeros.
         rest = content[full_rows_bytes:]
         padded = rest.new_zeros(-(-rest.numel() // _WORD) * _WORD)
         padded[: rest.numel()] = rest

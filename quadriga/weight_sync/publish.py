@@ -29,26 +29,32 @@ class WeightTarget(Protocol):
         """Load a complete set of weights, and set `weight_version`: to -1 if loading failed.
 
         Args:
-            weights: names and tensors [...]. A tensor's memory is reused when the iterator goes on,
-                so copy what must stay. An engine with `has_frozen_weights` may receive the matrices
-                of an adapter only; they complete the weights that it has.
+            weights: names and tensors [...]. A tensor's memory is reused when the iterator
+                continues, so tensors must be copied. An engine with `has_frozen_weights` may
+                receive only the matrices of an adapter, which complete the weights that it has.
             version: version of the weights.
         """
 
     @abstractmethod
     def named_weights(self) -> NamedWeights:
-        """The weights used for generation, by the trainer's names; empty if stored otherwise."""
+        """The weights used for generation, by the trainer's names.
+
+        Empty if they are stored in another form.
+        """
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:
-        """Fingerprint of the weights used for generation; if stored otherwise, as received."""
+        """Fingerprint of the weights used for generation.
+
+        If these are stored in another form, that of the weights that were received.
+        """
 
 
 class SharedWeights:
     """Weight sync between a trainer and a rollout that share parameters: sends only the version.
 
-    An update by the trainer changes the rollout's parameters at once, and the rollout must not go
-    on under the old version. Such writes are detected by the address of each parameter and by
+    An update by the trainer changes the rollout's parameters at once, and the rollout must not
+    continue with the old version. Such writes are detected by the address of each parameter and by
     torch's count of writes to it.
     """
 
@@ -112,7 +118,7 @@ class SharedWeights:
 
 
 class CopiedWeights:
-    """Weight sync for a rollout with its own copy of the model: copies and compares."""
+    """Weight sync for a rollout with its own copy of the model: copies weights and compares them."""
 
     def __init__(self) -> None:
         self._published: dict[str, str] = {}  # fingerprints by name
@@ -131,11 +137,11 @@ class CopiedWeights:
                 `WeightTarget.load_weights`). Converted to the target's dtypes.
             target: the rollout engine.
             version: version of the weights.
-            known: fingerprints by name, where they were computed before. May be filled while the
-                stream runs.
+            known: fingerprints that have already been computed, by name. It may be filled while
+                the stream is read.
 
         Raises:
-            WeightSyncError: the target refused the weights, or holds other ones afterwards. Its
+            WeightSyncError: the target refused the weights, or has other ones afterwards. Its
                 version is then -1, and it generates nothing until it has a complete set.
         """
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
@@ -143,9 +149,10 @@ class CopiedWeights:
         pending = PendingFingerprints()
 
         def stream() -> NamedTensors:
+            """Convert the weights, and note their fingerprints."""
             for name, tensor in weights:
                 converted = tensor.detach().to(dtypes.get(name, tensor.dtype))
-                # A known fingerprint is that of the tensor before conversion.
+                # A known fingerprint is that of the tensor before its conversion.
                 digest = None
                 if known is not None and converted.dtype == tensor.dtype:
                     digest = known.get(name)
@@ -158,14 +165,14 @@ class CopiedWeights:
         running = stream()
         try:
             target.load_weights(running, version)
-            # A target that stops early must not block the sender of the remaining parameters.
+            # If the target stops early, the sender must still get rid of the other parameters.
             for _ in running:
                 pass
             self._published |= sent | pending.read()
             self.verify(target, version)
         except BaseException as error:
             target.weight_version = -1
-            # Not on a KeyboardInterrupt; and a mapping's items have no sender that would wait.
+            # Not on a KeyboardInterrupt. And only an iterator may have a sender that would wait.
             if isinstance(error, Exception) and isinstance(weights, Iterator):
                 _drain(weights, error)
             raise
@@ -199,9 +206,9 @@ class CopiedWeights:
 
 
 def _drain(weights: NamedTensors, error: Exception) -> None:
-    """Read the rest of a stream after an error, since the senders continue.
+    """Read the rest of a stream after an error, because the senders continue.
 
-    A generator that has raised the error itself is finished, and yields nothing more.
+    A generator that has raised the error itself has ended, and yields nothing more.
     """
     try:
         for _ in weights:
@@ -239,9 +246,10 @@ def name_some(names: Iterable[str]) -> str:
 
 
 def _address(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Everything that two tensors have in common if they are the same memory and layout."""
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _states(target: WeightTarget) -> dict[str, tuple[object, ...]]:
-    """Address and count of writes of each parameter."""
+    """Address of each parameter, and torch's count of writes to it."""
     return {name: (*_address(tensor), tensor._version) for name, tensor in target.named_weights()}

@@ -6,10 +6,11 @@
     ...           rank 1  [ to 0 | to 3 |  from 0 ]             want, and receives what it wants
     compare       fingerprints of what each rank sent to each other one, with what arrived
 
-A rank needs memory for both of its shards and for one bucket, in which it sends and receives. What
-a rank wants and holds itself is copied locally, or shared if it is exactly a shard that it wants. A
-parameter larger than a bucket is sent in slices of its rows. An engine that shards parameters by
-itself wants full ones, and is lent those of one bucket at a time.
+A rank needs memory for its shards of both layouts, and for one bucket in which it sends and
+receives. Blocks that a rank both holds and wants are copied locally, or shared if the shard that it
+holds contains the whole shard that it wants. A parameter larger than a bucket is sent in slices of
+its rows. An engine that shards parameters by itself wants full ones, and gets those of one bucket
+at a time.
 """
 
 import json
@@ -31,7 +32,7 @@ _ALIGNMENT = 8  # bytes: the size of a fingerprint's words, and a multiple of ev
 
 
 class Box(NamedTuple):
-    """Position of a shard, or of a block of one, in its parameter: start and shape, by dimension."""
+    """Position of a shard or block in its parameter: start and shape, for each dimension."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -49,14 +50,14 @@ class Box(NamedTuple):
         return Box(start, shape)
 
     def view(self, tensor: torch.Tensor, inner: "Box") -> torch.Tensor:
-        """A block of this box's tensor, as a view.
+        """A view of a block in the tensor of this box.
 
         Args:
             tensor: [*shape], the content of this box.
-            inner: a box within this box.
+            inner: the block, a box within this box.
 
         Returns:
-            [*inner.shape].
+            The block, [*inner.shape].
         """
         for dim, (origin, start, size) in enumerate(zip(self.start, *inner, strict=True)):
             tensor = tensor.narrow(dim, start - origin, size)
@@ -70,15 +71,17 @@ Shard = Box
 Boxes = Mapping[str, Box]
 """Boxes by the names of their parameters."""
 Held = Mapping[str, tuple[Box, torch.Tensor]]
-"""Shard of each parameter that a rank holds. The boxes of two ranks are equal or disjoint."""
+"""Box and content of the shard that a rank holds, by the name of the parameter.
+
+The boxes of two ranks are equal or disjoint."""
 Wanted = Mapping[str, tuple[Box, torch.dtype]]
-"""Box of the shard that a rank computes with, and its dtype, by parameter."""
+"""Box and dtype of the shard that a rank wants, by the name of the parameter."""
 
 
 class Move(NamedTuple):
-    """A block of a parameter that one rank holds and another one, or the same one, wants."""
+    """A block of a parameter that one rank holds, and that another one or the same one wants."""
 
-    name: str
+    name: str  # of the parameter
     sender: int
     receiver: int
     box: Box
@@ -96,14 +99,15 @@ class ReshardedWeights:
     Args:
         rank: rank of this process among them.
         size: number of ranks.
-        device: device of tensors to send.
+        device: device of the tensors to send.
         bucket_bytes: memory in which a rank sends and receives.
-        meet: forms two process groups of the ranks; the second one sends tensors on `device`. By
-            default torch's default group is used.
+        meet: forms two process groups of the ranks, of which the second one sends tensors on
+            `device`. None: torch's default group is used.
 
     Attributes:
-        num_shared: shards of the rollout that are the trainer's own memory.
-        num_sliced: parameters that are sent in slices, being larger than a bucket.
+        num_shared: number of shards of the rollout that are the trainer's own memory.
+        num_sliced: number of parameters that are sent in slices because they are larger than a
+            bucket.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class ReshardedWeights:
         self._meet = meet
         self._group: Any = None
         self._buckets: list[Bucket] = []  # moves from or to this rank
-        self._dtypes: dict[str, torch.dtype] = {}  # in which parameters are sent
+        self._dtypes: dict[str, torch.dtype] = {}  # of each parameter while it is sent
         self._shards: dict[str, torch.Tensor] = {}  # of the rollout engine on this rank
         self._published = Fingerprint({})
 
@@ -132,19 +136,20 @@ class ReshardedWeights:
 
         Args:
             held: this rank's shards of the trainer.
-            target: the rollout engine of this rank, or None. Its version is -1 after an error.
+            target: the rollout engine of this rank, if it has one. Its version is -1 after an
+                error.
             version: version of the weights.
 
         Raises:
             WeightSyncError: no rank holds a block that is wanted, a block changed in transfer, or a
                 rank has another version.
-            PeerLostError: a rank is gone.
+            PeerLostError: a rank is lost.
         """
         wanted_shards: Wanted = {}
         if target is not None:
             wanted_shards = target.wanted_shards()
             target.weight_version = -1
-        # Layouts do not change during a run, so the plan of the first publication serves for all.
+        # Layouts do not change during a run, so all publications use the plan of the first.
         if self._group is None:
             self._connect(held, wanted_shards)
             if target is not None:
@@ -168,7 +173,7 @@ class ReshardedWeights:
         self.publish({}, target, version)
 
     def close(self) -> None:
-        """Keep the connections, which end with the processes."""
+        """Do nothing: connections end with the processes."""
 
     def verify(self, target: WeightTarget, version: int) -> None:
         """Check that no shard was written to since `publish`.
@@ -191,7 +196,7 @@ class ReshardedWeights:
             )
 
     def describe(self) -> str:
-        """Buckets, ranks and shared shards, as text for people."""
+        """Describe buckets, ranks and shared shards, to be printed."""
         bucket_mib = self.bucket_bytes / 2**20
         return (
             f"{len(self._buckets)} buckets of up to {bucket_mib:g} MiB between {self.size} ranks, "
@@ -199,14 +204,14 @@ class ReshardedWeights:
         )
 
     def _connect(self, held: Held, wanted_shards: Wanted) -> None:
-        """Form the group, exchange which shards each rank holds and wants, and plan the moves."""
+        """Form the group, exchange which shards ranks hold and want, and plan the moves."""
         with taking_part(self._where("the meeting")):
             if self._meet is None:
                 self._group = dist.group.WORLD
             else:
                 _, self._group = self._meet()
 
-        # Each rank sends JSON: tuples arrive as lists, dtypes as their names.
+        # As JSON. Tuples arrive as lists, and dtypes are sent by their names.
         held_here = {name: shard for name, (shard, _) in held.items()}
         wanted_here = {
             name: (shard, str(dtype).removeprefix("torch."))
@@ -224,14 +229,14 @@ class ReshardedWeights:
                 self._dtypes[name] = getattr(torch, dtype)
 
         itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
-        # All ranks compute the plan of all moves from the same facts; each keeps its own moves.
+        # All ranks make the same plan from the same data; each keeps only its own moves.
         buckets, self.num_sliced = plan(having, wanting, itemsizes, self.bucket_bytes)
         for bucket in buckets:
             moves = [move for move in bucket if self.rank in (move.sender, move.receiver)]
             self._buckets.append(moves)
 
     def _allocate(self, held: Held, target: Any, wanted_shards: Wanted) -> None:
-        """Give the target memory for its shards: the trainer's own where both are the same."""
+        """Give the target memory for its shards: the trainer's memory where it has the same."""
         for name, (shard, dtype) in wanted_shards.items():
             memory = None
             if name in held and name not in target.merged_shards:
@@ -246,7 +251,14 @@ class ReshardedWeights:
     def _shared_view(
         self, held: Box, tensor: torch.Tensor, target: Box, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """A view of the trainer's memory at the box `target`, or None if it cannot be shared."""
+        """A view of the trainer's memory for a shard of the target; None if it cannot be shared.
+
+        Args:
+            held: box of the trainer's shard.
+            tensor: content of the trainer's shard.
+            target: box of the target's shard.
+            dtype: dtype of the target's shard.
+        """
         if tensor.dtype != dtype or held.overlap(target) != target:
             return None
         view = held.view(tensor, target)
@@ -263,7 +275,7 @@ class ReshardedWeights:
             num_missing.update(move.name for move in bucket if move.receiver == self.rank)
         num_bytes = max((_rank_bytes(bucket)[self.rank] for bucket in buckets), default=0)
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        # [ranks, 1 + buckets]: the version, then a fingerprint of each bucket, by peer.
+        # For each peer, [ranks, 1 + buckets]: the version, then a fingerprint of each bucket.
         sent = torch.full((self.size, 1 + len(buckets)), version)
         received = torch.full((self.size, 1 + len(buckets)), version)
 
@@ -303,15 +315,16 @@ class ReshardedWeights:
         self._compare(sent, received)
 
     def _bytes_by_peer(self, moves: Bucket, side: Literal["sender", "receiver"]) -> list[int]:
-        """Bytes [ranks] that moves exchange with each rank."""
+        """Bytes [ranks] of moves by the rank on one side of them."""
         total = Counter[int]()
         for move in moves:
             total[getattr(move, side)] += move.num_bytes
         return [total[rank] for rank in range(self.size)]
 
     def _store(self, move: Move, block: torch.Tensor, wanted_shards: Wanted) -> None:
-        """Copy a block into its shard, which is allocated here for the first one if necessary."""
+        """Copy a block into its shard."""
         shard, dtype = wanted_shards[move.name]
+        # `StreamedWeights` has no shards before their first block.
         if move.name not in self._shards:
             self._shards[move.name] = torch.empty(shard.shape, dtype=dtype, device=self.device)
         target = shard.view(self._shards[move.name], move.box)
@@ -322,20 +335,29 @@ class ReshardedWeights:
     def _blocks(
         self, moves: Iterable[Move], memory: torch.Tensor
     ) -> Iterator[tuple[Move, torch.Tensor | None]]:
-        """Each move with its block in a bucket's memory; None for a move within this rank."""
+        """Yield each move with its block in a bucket's memory; None for a move within this rank."""
         end = 0
         for move in moves:
             if not move.num_bytes:
                 yield move, None
                 continue
             flat = memory[end : end + move.num_bytes].view(self._dtypes[move.name])
-            # The bucket is padded to the alignment.
+            # Without the padding of the block to the alignment.
             numel = torch.Size(move.box.shape).numel()
             yield move, flat[:numel].view(move.box.shape)
             end += move.num_bytes
 
     def _compare(self, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """Check versions and fingerprints [ranks, 1 + buckets] against those of the senders."""
+        """Compare versions and fingerprints with those of the senders.
+
+        Args:
+            sent: versions and fingerprints of what this rank sent to each rank,
+                [ranks, 1 + buckets].
+            received: the same of what it received from each rank.
+
+        Raises:
+            WeightSyncError: they differ.
+        """
         expected = torch.empty_like(sent, device=self.device)
         with taking_part(self._where("the comparison of fingerprints")):
             self._group.alltoall_base(expected, sent.to(self.device), [], []).wait()
@@ -347,7 +369,7 @@ class ReshardedWeights:
             got = f"version {min(other_versions)} from another rank"
             raise WeightSyncError(where, got=got, expected="one version everywhere")
         for rank, number in (expected != received).nonzero().tolist():
-            # The fingerprint covers all blocks from that rank, so any of them may be corrupt.
+            # The fingerprint is that of all blocks from the rank, so any of them may be corrupt.
             names = []
             for move in self._buckets[number - 1]:
                 if move.sender == rank and move.receiver == self.rank:
@@ -361,7 +383,7 @@ class ReshardedWeights:
             )
 
     def _gather(self, value: Any) -> list[Any]:
-        """The values [ranks] of all ranks; JSON."""
+        """Exchange values that JSON can hold. Returns those of all ranks, [ranks]."""
         content = bytearray(json.dumps(value).encode())
         text = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         length = torch.tensor([text.numel()], device=self.device)
@@ -374,7 +396,7 @@ class ReshardedWeights:
             self._group.allgather([texts], [padded]).wait()
         values = []
         for text_of_rank, size in zip(texts, sizes, strict=True):
-            # Cut off the padding, which allgather needed for texts of different lengths.
+            # Without the padding, which allgather needs for texts of different lengths.
             values.append(json.loads(bytes(text_of_rank[:size].cpu().numpy())))
         return values
 
@@ -385,13 +407,13 @@ class ReshardedWeights:
 class StreamedWeights(ReshardedWeights):
     """Resharding for an engine that shards parameters by itself.
 
-    Each of its ranks wants full parameters, and holds those of one bucket beside the bucket. Takes
-    the arguments of `ReshardedWeights`.
+    Each of its ranks wants full parameters, and needs memory for those of one bucket in addition to
+    the bucket. Takes the arguments of `ReshardedWeights`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # The other half is for the parameters that were just received.
+        # The other half is for the parameters of the bucket, which the engine has not loaded yet.
         self.bucket_bytes //= 2
         self._copied = CopiedWeights()
 
@@ -417,27 +439,26 @@ def plan(
     itemsizes: Mapping[str, int],
     bucket_bytes: int,
 ) -> tuple[list[Bucket], int]:
-    """Plan which rank sends what to which, in buckets.
+    """Plan which rank sends which blocks to which rank, in buckets.
 
-    If several ranks hold the same shard, a rank that wants it takes its own; other receivers are
-    spread over the holders.
+    If several ranks hold the same shard, one of them that wants it uses its own; the other
+    receivers are spread over the holders.
 
     Args:
         having: shards that each rank holds, by parameter.
         wanting: shards that each rank wants, by parameter.
         itemsizes: bytes of an element, by parameter.
-        bucket_bytes: the most that a rank sends and receives together in one bucket.
+        bucket_bytes: largest number of bytes that a rank sends and receives, together, in a bucket.
 
     Returns:
-        The buckets, and the number of parameters in slices because no bucket holds them.
+        The buckets, and the number of parameters that are sliced because they are larger.
 
     Raises:
         WeightSyncError: a shard that is wanted is not held, or a parameter that is held is not
             wanted.
     """
-    names = dict.fromkeys(
-        chain.from_iterable(having)
-    )  # in the order of the first rank that has them
+    # In the order of the first rank that has them.
+    names = dict.fromkeys(chain.from_iterable(having))
     differing = sorted(names.keys() ^ set(chain.from_iterable(wanting)))
     if differing:
         count = f"{len(differing)} weights"
@@ -470,8 +491,12 @@ def _moves(
     wanting: Sequence[Boxes],
     itemsize: int,
 ) -> Iterator[Move]:
-    """Moves that fill all wanted shards of a parameter."""
-    # Replicas hold the same shard.
+    """Yield the moves that fill all wanted shards of a parameter.
+
+    Raises:
+        WeightSyncError: they cannot be filled.
+    """
+    # Replicas hold the same shard. Empty shards have nothing to send.
     holders: dict[Box, list[int]] = {}
     for rank, shards in enumerate(having):
         if name in shards and 0 not in shards[name].shape:
@@ -501,8 +526,8 @@ def _moves(
 
 
 def _slice(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
-    """Slice the moves of a parameter by rows until a bucket holds each slice."""
-    # The rows that all moves together cover; a scalar has none.
+    """Slice the moves of a parameter by rows until each slice fits in a bucket."""
+    # Range of rows of all moves; a scalar has none.
     boxes = [move.box for move in moves if move.box.start]
     first = min((box.start[0] for box in boxes), default=0)
     end = max((box.start[0] + box.shape[0] for box in boxes), default=1)
@@ -523,6 +548,7 @@ def _slice(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
 
 
 def _aligned_bytes(box: Box, itemsize: int) -> int:
+    """Size of a block in a bucket, rounded up to the alignment."""
     num_words = -(-torch.Size(box.shape).numel() * itemsize // _ALIGNMENT)
     return num_words * _ALIGNMENT
 
@@ -537,7 +563,7 @@ def _rank_bytes(moves: Iterable[Move]) -> Counter[int]:
 
 
 def _fingerprints(memory: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """[ranks] int64: fingerprints of consecutive blocks of a bucket, of `sizes` bytes."""
+    """Fingerprints of the consecutive parts of a bucket, of `sizes` bytes each; [ranks] int64."""
     digests = []
     for block in memory.split(list(sizes)):
         digest = int(tensor_fingerprint(block), 16)

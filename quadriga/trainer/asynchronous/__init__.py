@@ -3,14 +3,14 @@
 
 To understand how staleness is bounded, read in this order:
 
-    rules        settings of a run, versions of the weights, and the decisions that there are
-    schedule     which decisions follow from which events; the gate that bounds staleness
-    batches      threads: events go to the schedule, its decisions to the other parts
-    prefetcher   groups of responses from their prompts to a step
-    streams      engines, in this process or in others, and the weights that they load
-    snapshot     what a checkpoint has of all this
-    staleness    the check of the bound on the tokens of each batch
+    rules        settings of a run, versions of the weights, and the kinds of decisions
+    schedule     turns events into decisions; the gate that bounds staleness
+    batches      threads: passes events to the schedule, and carries out its decisions
+    prefetcher   groups of responses, from their prompts to a training step
+    streams      engines in this process or in others, and the weights that they load
+    snapshot     state of all this in a checkpoint
+    staleness    checks the bound on the tokens of each batch
 
-Apart from that, `record` repeats the schedule of an earlier run, and `simulation` predicts what
-asynchronous training is worth.
+In addition, `record` repeats the schedule of an earlier run, and `simulation` predicts how much
+faster asynchronous training would be.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of responses that are generated while earlier batches are learned from (`async_training`).
+"""Generates batches of responses while earlier batches are learned from (`async_training`).
 
     trainer             take(s) ─── waits ──> batch s ── update ── publish(s) ── take(s + 1) ── ...
                           │ wants_batch         ^ HandOver            │ a copy of the weights
@@ -7,10 +7,10 @@
                           v Start               │ ended, graded       v Load
     rollout (threads)     step ─ step ─ step ─ done(group) ─ step ─ newer weights ─ step ─ ...
 
-Events come from three kinds of threads, and `schedule.py` decides what follows from them. This file
-carries the decisions out. With an engine in this process its thread reports ended groups, loads and
-saves; with engines in other processes the listening threads do (`streams.py`). A background thread
-grades a round of dynamic sampling.
+Events come from three kinds of threads. `schedule.py` turns them into decisions, which this file
+carries out. The thread of an engine in this process reports ended groups, loads and saves; for
+engines in other processes, listening threads do (`streams.py`). A background thread grades a round
+of dynamic sampling.
 
     thread       consumes                    waits for                       unblocked by
     trainer:
@@ -28,10 +28,10 @@ grades a round of dynamic sampling.
                                              `deterministic`
     grading      a round of groups           the graders                     these
 
-One lock protects the schedule and everything below. It is reentrant: an engine may end a group
-inside the call that starts it. After the first step it is not held while weights are copied, nor
-while a round is graded, unless `deterministic`. Locks of engines and streams are taken inside it,
-never around it. Whatever changes what a thread may wait for calls `notify_all`.
+One lock protects the schedule and all other state. It is reentrant, because an engine may end a
+group inside the call that starts it. After the first step it is not held while weights are copied,
+nor, unless `deterministic`, while a round is graded. Locks of engines and streams are taken inside
+it, never around it. Each change that a thread may wait for is followed by `notify_all`.
 
 `Prefetcher` has the groups, `StreamWorkers` the engines and their weights, `Snapshot` the state for
 a checkpoint.
@@ -83,28 +83,28 @@ from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.stream import GenerationStream, UnderWay
 
 TEND_S = 1.0
-"""Seconds between two looks at engines in other processes, while the trainer waits."""
+"""Seconds between two checks for lost and new engines, while the trainer waits."""
 
 
 class AsyncBatches(WeightPublisher):
-    """Coordinates generation and training: batches come from here, and weights go here.
+    """Coordinates generation and training: it provides batches, and publishes weights.
 
     Args:
         weights: publishes the actor's weights for validation.
-        actor: worker group whose weights the rollout gets copies of.
-        prompts: stream of the training prompts. Nobody else may take from it.
+        actor: worker group whose weights are copied to the rollout.
+        prompts: stream of the training prompts. Nothing else may take from it.
         reward: grades rounds of dynamic sampling.
-        config: configuration.
-        num_steps: the last training step.
+        config: the resolved configuration.
+        num_steps: number of the last training step.
 
     Attributes:
         rules: rules of the schedule.
-        schedule: its state. None: no batch was taken yet.
-        is_current: whether the batch that was taken last begins with the newest version, and
-            nothing was learned since its publication.
+        schedule: the schedule; None before the first batch is taken.
+        is_current: whether the actor had exactly the newest version of the weights when the last
+            batch was taken. Only then can log-probs of that version be compared.
 
     Raises:
-        ConfigError: a sampler or data set learns from batches, ahead of which prompts are taken.
+        ConfigError: a sampler or data set learns from batches, but prompts are taken in advance.
     """
 
     def __init__(
@@ -139,30 +139,31 @@ class AsyncBatches(WeightPublisher):
         self._snapshot = Snapshot()
         self._schedule_record: ScheduleRecord | None = None
         self._has_begun = False  # whether there are workers, so that decisions can be carried out
-        self._error: BaseException | None = None  # the first one in another thread
+        self._error: BaseException | None = None  # first error of another thread
         self._is_ended = False
-        self._last_taken = 0  # step of the batch that was taken last
+        self._last_taken = 0  # step of the last batch that was taken
 
     # Called by the training loop.
 
     def publish(self, step: int) -> None:
-        """Publish weights to validation, and a copy of them to the rollout if a version is due.
+        """Publish weights for validation, and a copy for the rollout if a new version is due.
 
         Args:
-            step: step that the weights come from, which is their version in validation. 0, or the
-                step of the checkpoint: the weights before the first step.
+            step: step after which the actor has these weights, which is their version in
+                validation. Before the first step it is 0, or the step of the checkpoint.
         """
         self._validation.publish(step)
         if self.schedule is None or not self.rules.publishes(step):
             return
-        # Without the lock, so that groups may end and start meanwhile.
+        # Without the lock, so that groups can end and start meanwhile.
         copied = self._workers.actor.copy_weights()
         next_version = self.rules.version_at(step + 1)
         with self._changed:
             self._workers.weights[next_version] = copied
             self._workers.unannounced = next_version
-            # In lockstep prompts are taken after the step, because a sampler may learn from its
-            # batch. In a deterministic run a save must not depend on what starts before it.
+            # Otherwise the next `take` announces the version. In lockstep no prompts may be taken
+            # before the step is over, because a sampler may learn from its batch. In a
+            # deterministic run a save must not depend on what starts before it.
             if self.rules.max_staleness > 0 and not self.rules.deterministic:
                 self._announce()
                 self._act()
@@ -172,8 +173,8 @@ class AsyncBatches(WeightPublisher):
         """Wait for the batch of a step, or for its next mini-batch.
 
         Returns:
-            The columns of `generate_sequences` with `token_staleness` [B, T], and whether the batch
-            of the step is complete with them.
+            Responses with `token_staleness` [B, T], and whether they complete the batch of the
+            step.
 
         Raises:
             RolloutError: a token is older than allowed.
@@ -184,7 +185,7 @@ class AsyncBatches(WeightPublisher):
             if self.schedule is None:
                 self._begin(step)
             schedule = self._running
-            # The save after the previous step is over: engines that paused for it continue.
+            # A save after the previous step is over, so engines that paused for it continue.
             schedule.release()
             self._announce()
             self._tend()
@@ -200,12 +201,12 @@ class AsyncBatches(WeightPublisher):
             versions_by_group = dict(zip(handed.groups, versions, strict=True))
             self._schedule_record.add_step(step, versions_by_group)
 
-        # Without the lock: the groups belong to this thread now.
+        # Without the lock, because nothing else has these groups any more.
         batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
         batch.meta_info["global_steps"] = step
         batch.meta_info["total_training_steps"] = self.rules.num_steps
         is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
-        # A later part of the batch comes after an update on the parts before it.
+        # A later mini-batch of the step follows an update on the earlier ones.
         self.is_current = is_newest and step != self._last_taken
         self._last_taken = step
         metrics = {
@@ -227,7 +228,7 @@ class AsyncBatches(WeightPublisher):
             if schedule is None:
                 return self._snapshot.resumed
             schedule.hold(self._workers.unannounced)
-            # Engines that are saved where they wait for these weights must not get them yet.
+            # If engines are saved while they pause for these weights, they must not get them yet.
             if not self.rules.pauses_to_save:
                 self._announce()
             self._act()
@@ -239,13 +240,14 @@ class AsyncBatches(WeightPublisher):
         return written(state)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Resume from a state of `state_dict`, with the first step that is taken.
+        """Store a state of `state_dict`, from which the first `take` resumes.
 
         Args:
-            state: the state. None or empty: the earlier run was in lockstep.
+            state: the state. None or empty: the earlier run had none, because it took no batch or
+                was not asynchronous.
 
         Raises:
-            CheckpointError: it is not from `state_dict`.
+            CheckpointError: the state has other entries.
         """
         self._snapshot.resumed = state or {}
         if state:
@@ -267,20 +269,25 @@ class AsyncBatches(WeightPublisher):
             self._workers.pool.stop()
 
     def close(self) -> None:
-        """Close the record and what publishes weights for validation."""
+        """Close the record, and the publisher of weights for validation."""
         self._validation.close()
         if self._schedule_record is not None:
             self._schedule_record.close()
 
-    # The trainer's thread, with the lock.
+    # Called by the trainer's thread, with the lock.
 
     @property
     def _running(self) -> Schedule:
+        """The schedule, which exists once the first batch is taken."""
         assert self.schedule is not None, "the first step has begun"
         return self.schedule
 
     def _begin(self, step: int) -> None:
-        """Begin with the first step that is taken: the rollout gets the current weights."""
+        """Create the schedule and its workers, and load the current weights on them.
+
+        Args:
+            step: the first step that is taken.
+        """
         schedule = self._new_schedule(step)
         record = self._config.trainer.directory / RECORD
         if step > 1:
@@ -295,14 +302,14 @@ class AsyncBatches(WeightPublisher):
             self._begin_here(schedule)
         else:
             self._wait_for_workers()
-        # Nothing was decided until here, so that all workers take part in the first decisions.
+        # Only from here on are decisions made, so that all workers take part in the first ones.
         self._has_begun = True
-        # Rounds of the checkpoint that were complete, but not graded.
+        # The checkpoint may have rounds that were complete but not graded.
         for batch in self._prefetcher.open_rounds:
             self._grade_round(batch)
 
     def _new_schedule(self, step: int) -> Schedule:
-        """Schedule of the run, or of the record that it repeats."""
+        """Make a schedule, or one that repeats the record of `async_training.replay`."""
         replay = self._config.async_training.replay
         if replay is None:
             return Schedule(self.rules, step=step - 1)
@@ -314,20 +321,21 @@ class AsyncBatches(WeightPublisher):
         stream = self._workers.actor.open_stream(self._end_group)
         self._join(stream)
         self._wait_for_workers()
-        # No other worker joins with these weights.
+        # There is only this worker, so nothing else loads these weights.
         self._workers.weights.clear()
         engine: Any = stream.engine
         engine.num_steps = self._snapshot.resumed.get("num_steps", 0)
         if isinstance(schedule, RecordedSchedule):
             engine.before_step = self._replay
-            # Nothing is loaded, but the idle engine wakes up and calls `before_step`.
+            # Loads nothing, but wakes the idle engine, which then calls `before_step`.
             stream.load(lambda: None, schedule.published, keeps_cache=True)
 
     def _wait_for_workers(self) -> None:
+        """Wait until there are workers, and all streams have loaded their first weights."""
         self._wait_for(lambda: bool(self._workers.streams) and not self._workers.joining)
 
     def _wait_for(self, is_there: Callable[[], bool]) -> None:
-        """Wait until a condition holds, and look after engines in other processes meanwhile.
+        """Wait until a condition holds; meanwhile replace lost engines in other processes.
 
         Raises:
             Exception: an error of the rollout.
@@ -335,7 +343,7 @@ class AsyncBatches(WeightPublisher):
         timeout_s = None if self._workers.pool is None else TEND_S
         while self._error is None and not is_there():
             self._tend()
-            # What is waited for may have come about in `_tend`.
+            # `_tend` itself may have fulfilled the condition.
             if not is_there():
                 self._changed.wait(timeout_s)
         if self._error is not None:
@@ -351,7 +359,7 @@ class AsyncBatches(WeightPublisher):
         for worker in self._workers.remove(lost):
             schedule.lost(worker)
             if worker in self._snapshot.reports:
-                # Its groups start anew, also in a run that resumes from this snapshot.
+                # It has nothing to save: its groups start anew, also in a run that resumes.
                 self._snapshot.reports[worker] = ()
                 self._take_snapshot(schedule.step, num_steps=0)
         if lost:
@@ -360,10 +368,10 @@ class AsyncBatches(WeightPublisher):
             self._join(stream)
 
     def _join(self, stream: Stream) -> None:
-        """Load weights on a stream. It is a worker of the schedule once it has them.
+        """Load weights on a new stream, which then becomes a worker of the schedule.
 
-        It gets the oldest weights that other workers generate with, so that in a deterministic run
-        the same weights begin a batch.
+        It gets the oldest version among the workers, because in a deterministic run all workers
+        generate with every version.
         """
         schedule = self._running
         number = next(self._workers.numbers)
@@ -381,7 +389,7 @@ class AsyncBatches(WeightPublisher):
         stream.load(lambda: copied, version, keeps_cache=False).add_done_callback(join)
 
     def _announce(self) -> None:
-        """Tell the schedule about weights that were published."""
+        """Tell the schedule about a published version, if it does not know it yet."""
         version = self._workers.unannounced
         if version is not None:
             self._workers.unannounced = None
@@ -389,17 +397,17 @@ class AsyncBatches(WeightPublisher):
         self._changed.notify_all()
 
     def _state(self) -> str:
-        """Describe what a long wait waits for."""
+        """Progress of generation, for the notice about a long wait."""
         num_complete = len(self._prefetcher.complete)
         return f"{len(self._running.groups)} groups are started, {num_complete} complete"
 
-    # Other threads.
+    # Called by other threads.
 
     @contextmanager
     def _deciding(self) -> Iterator[None]:
-        """Context manager of an event in another thread: carry out what follows from it on exit.
+        """Context manager around an event in another thread: on exit, carry out new decisions.
 
-        An error is raised in the trainer's thread instead.
+        An error is not raised here, but stored for the trainer's thread.
         """
         try:
             yield
@@ -412,23 +420,29 @@ class AsyncBatches(WeightPublisher):
             self._changed.notify_all()
 
     def _end_group(self, number: int, output: Callable[[], DataProto]) -> None:
-        """A group has ended: `done` of the streams."""
+        """Handle the end of a group; this is the callback `done` of the streams.
+
+        Args:
+            number: number of the group.
+            output: returns its responses, or raises the error of the engine.
+        """
         with self._deciding(), self._changed:
             rows = output()
             schedule = self._running
             group = schedule.groups.get(number)
             if group is None:
-                # It was dropped meanwhile.
+                # The group was dropped before its end was reported.
                 self._prefetcher.discard(rows)
                 return
             self._prefetcher.finish(group, rows)
-            # Streams report whole groups, so all of their samples end at once.
+            # Streams report whole groups, so all samples of the group end at once.
             samples = torch.tensor(rollout_numbers(rows))
             versions = token_versions(rows)
             for sample, worker in tuple(group.running.items()):
-                drawn = versions[samples == sample]
-                drawn = drawn[drawn >= 0]
-                oldest = int(drawn.min()) if len(drawn) else None
+                versions_of_sample = versions[samples == sample]
+                # The policy has not drawn tokens of version -1.
+                drawn_versions = versions_of_sample[versions_of_sample >= 0]
+                oldest = int(drawn_versions.min()) if len(drawn_versions) else None
                 schedule.ended(worker, number, sample, oldest)
                 if not self._workers.streams[worker].num_open:
                     self._workers.idle_since[worker] = time.perf_counter()
@@ -438,17 +452,18 @@ class AsyncBatches(WeightPublisher):
                 schedule.graded(number)
 
     def _grade_round(self, batch: int) -> None:
-        """Grade the round of a batch, if all of its groups are complete."""
+        """Start to grade the round of a batch, if all of its groups are complete."""
         graded = self._prefetcher.find_round(batch)
         if graded is None:
             return
         if self.rules.deterministic:
-            # The rollout waits for the graders, so that their time decides nothing.
+            # The rollout waits for the graders, so that nothing depends on how long they take.
             self._grade(graded)
         else:
             in_background(partial(self._grade, graded), "grading of a round")
 
     def _grade(self, graded: SamplingRound) -> None:
+        """Grade a round, and tell the schedule which groups are kept."""
         with self._deciding():
             self._prefetcher.grade(graded)
             with self._changed:
@@ -456,20 +471,21 @@ class AsyncBatches(WeightPublisher):
                     self._running.graded(number, verdict)
 
     def _replay(self, num_steps: int) -> None:
-        """Carry out the decisions of a record before the next step of the engine."""
+        """Carry out a record's decisions before the engine's next step, in the engine's thread."""
         with self._deciding(), self._changed:
             schedule = self._running
             assert isinstance(schedule, RecordedSchedule)
             (worker,) = self._workers.streams
             self._carry_out(schedule.at(num_steps, worker))
 
-    # Decisions, in any thread with the lock.
+    # Carrying out decisions, in any thread, with the lock.
 
     def _act(self) -> None:
-        """Carry out the decisions of the schedule until it has no more."""
+        """Carry out all decisions that the schedule makes now."""
         if not self._has_begun:
             return
         decisions: list[Decision] = []
+        # A decision may make room for others.
         new_decisions = self._running.decide()
         while new_decisions:
             decisions += new_decisions
@@ -477,6 +493,7 @@ class AsyncBatches(WeightPublisher):
         self._carry_out(decisions)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        """Carry out decisions: first all others, then those to start groups."""
         starts = []
         for decision in decisions:
             match decision:
@@ -495,14 +512,15 @@ class AsyncBatches(WeightPublisher):
                     for worker in {worker for worker, _ in running}:
                         self._workers.streams[worker].abort(group)
                     self._prefetcher.drop(decision)
-        # After the loads that were decided with them: otherwise time would decide which of the two
-        # the engine takes first.
+        # After the loads that were decided with them: otherwise it would be a matter of time which
+        # of the two the engine does first.
         self._start(starts)
 
     def _start(self, starts: Sequence[Start]) -> None:
+        """Take the prompts of some groups, and start the groups on their workers."""
         # Prompts are taken in the order of the schedule.
         rows = {start.group: self._prefetcher.inputs_of(start) for start in starts}
-        # One call for all groups of a worker: the engine begins them with the same step.
+        # One call for all groups of a worker, so that the engine begins them in the same step.
         for worker in dict.fromkeys(start.worker for start in starts):
             starts_here = [start for start in starts if start.worker == worker]
             self._start_on(worker, starts_here, rows)
@@ -513,7 +531,7 @@ class AsyncBatches(WeightPublisher):
         Args:
             worker: number of the worker.
             starts: decisions for this worker.
-            rows: rows of each group, of other workers too.
+            rows: input rows by group, also those of other workers.
         """
         groups = {start.group: rows[start.group] for start in starts}
         record = self._schedule_record
@@ -521,7 +539,7 @@ class AsyncBatches(WeightPublisher):
         idle_s = self._workers.end_idleness(worker)
         if idle_s is not None:
             self._prefetcher.counts["rollout_wait_s"] += idle_s
-        # Groups of the checkpoint continue; the record of the earlier run has their starts.
+        # Groups of the checkpoint continue. Their starts are in the record of the earlier run.
         unfinished = self._prefetcher.pop_unfinished(groups)
         resumed_groups = {response[0] for response in unfinished}
         new = [
@@ -536,12 +554,13 @@ class AsyncBatches(WeightPublisher):
         )
 
     def _load(self, worker: int, version: int) -> None:
-        """Load weights on a worker, which waits for them if they are not published yet."""
+        """Load weights on a worker, which pauses until they are published."""
         schedule = self._running
         pause = Pause()
         self._workers.pauses[worker] = pause
 
         def weights() -> DataProtoFuture | None:
+            """Wait for the weights. Returns None if the worker continues without them."""
             with self._changed:
                 self._changed.wait_for(
                     lambda: version <= schedule.published or pause.is_over or self._is_ended
@@ -554,7 +573,7 @@ class AsyncBatches(WeightPublisher):
         done.add_done_callback(partial(self._end_load, worker, version))
 
     def _end_load(self, worker: int, version: int, done: Future[int]) -> None:
-        """A worker has loaded weights, or has continued without them."""
+        """Handle the end of a load. The worker may have continued without the weights."""
         with self._deciding(), self._changed:
             num_steps = done.result()
             # The worker may be lost, or have continued without the weights (`Resume`).
@@ -562,7 +581,8 @@ class AsyncBatches(WeightPublisher):
             if stream is None or stream.weight_version != version:
                 return
             schedule = self._running
-            # The steps of several engines have no order.
+            # Only a local engine's loads are recorded: those of several engines have no common
+            # count of steps.
             if self._workers.pool is None and self._schedule_record is not None:
                 self._schedule_record.add(at=num_steps, load=version)
             schedule.loaded(worker, version)
@@ -571,11 +591,11 @@ class AsyncBatches(WeightPublisher):
             )
 
     def _save(self, worker: int, step: int) -> None:
-        """Take the snapshot of a step, once each worker has reported its unfinished responses."""
+        """Save the unfinished responses of a worker; with the last worker's, take the snapshot."""
         schedule = self._running
         stream = self._workers.streams[worker]
         if not self.rules.saves_running:
-            # There are none. The decision for the first worker suffices.
+            # There are no unfinished responses, so the first worker's decision is enough.
             if self._snapshot.state is None:
                 num_steps = 0
                 if isinstance(stream, GenerationStream):
@@ -588,7 +608,7 @@ class AsyncBatches(WeightPublisher):
                 self._snapshot.reports[worker] = under_way
                 self._take_snapshot(step, num_steps)
                 if self.rules.pauses_to_save and not schedule.is_over:
-                    # The engine makes no step until the trainer takes its next batch.
+                    # Keep the engine from its next step until the trainer takes its next batch.
                     self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
 
         def end_save(done: Future[int]) -> None:
@@ -599,11 +619,13 @@ class AsyncBatches(WeightPublisher):
         stream.save(report).add_done_callback(end_save)
 
     def _take_snapshot(self, step: int, num_steps: int) -> None:
-        """Take the snapshot if all workers have reported. A repetition only notes it in its record.
+        """Take the snapshot if all workers have reported.
+
+        A run that repeats a record writes no checkpoints, so it only records the event.
 
         Args:
             step: step of the checkpoint.
-            num_steps: steps that the engine has made; 0 for engines in other processes.
+            num_steps: number of steps that the engine has made; 0 for engines in other processes.
         """
         under_way = self._snapshot.pop_reports()
         if under_way is None:

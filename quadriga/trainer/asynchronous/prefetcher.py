@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of responses that are generated ahead of the step that learns from them.
+"""Keeps groups of responses from the time they start until a step learns from them.
 
     prompts ── inputs_of ──> started ── finish ──> complete ── pop_batch ──> rows of a step
                                                       └ dynamic sampling, a round at a time:
@@ -32,9 +32,9 @@ class SamplingRound(NamedTuple):
     """Complete groups that dynamic sampling grades together.
 
     Attributes:
-        batch: step that they are for.
-        groups: their numbers, in order.
-        rows: their responses, group after group.
+        batch: step for which they are.
+        groups: numbers of the groups, in order.
+        rows: responses, group after group.
     """
 
     batch: int
@@ -45,18 +45,19 @@ class SamplingRound(NamedTuple):
 class Prefetcher:
     """Takes prompts for groups, and keeps the groups until a step learns from them.
 
-    It has neither threads nor a lock: `AsyncBatches` calls it with its lock, `grade` apart.
+    It has neither threads nor a lock: `AsyncBatches` holds its lock when it calls any method except
+    `grade`.
 
     Args:
         rules: rules of the schedule.
         prompts: stream of the training prompts.
         reward: grades rounds of dynamic sampling.
-        config: configuration.
+        config: the resolved configuration.
 
     Attributes:
         started: prompt of each unfinished group, one row, by number of the group.
         complete: rows of each complete group, graded or not, by number of the group.
-        handed: groups that are handed over to the trainer, which has not taken them yet.
+        handed: decision to hand groups over that the trainer has not taken yet; None: there is none.
         counts: metrics since the last `take_counts`.
     """
 
@@ -72,24 +73,25 @@ class Prefetcher:
         self._reward = reward
         self._config = config
         # Prompts are assigned to groups in the order of the groups' numbers.
-        self._unassigned: list[DataProto] = []
-        self._assigned: dict[int, DataProto] = {}
-        self._num_assigned = 0
+        self._unassigned: list[DataProto] = []  # prompts that have been taken, but have no group
+        self._assigned: dict[int, DataProto] = {}  # prompts of groups that have not started yet
+        self._num_assigned = 0  # number of the next group to get a prompt
         # Unfinished responses of a checkpoint that have not started again.
         self._under_way: list[UnderWay] = []
-        # Dynamic sampling, by step: complete groups that are not graded, and groups that are.
+        # For dynamic sampling, by step: complete groups that are not graded, and filters that have
+        # those that are.
         self._rounds: dict[int, list[int]] = {}
         self._filters: dict[int, GroupFilter] = {}
 
     def inputs_of(self, start: Start) -> DataProto:
-        """Rows from which the rollout generates a group.
+        """Make the rows from which the rollout generates a group.
 
-        A new group takes the next prompt; a group whose worker was lost keeps its prompt.
+        A new group takes the next prompt; a group that starts again keeps its prompt.
         """
         if start.group not in self.started:
             self.started[start.group] = self._take_prompt(start)
         else:
-            # A group that a checkpoint continues has a prompt as well, but lost no worker.
+            # A group either continues from the checkpoint, or starts again after a lost worker.
             resumed_groups = {number for number, *_ in self._under_way}
             if start.group not in resumed_groups:
                 self.counts["restarted_groups"] += 1
@@ -97,7 +99,8 @@ class Prefetcher:
         return rollout_inputs(rows, self._config)
 
     def _take_prompt(self, start: Start) -> DataProto:
-        # A repeated schedule with several workers may start groups in another order.
+        """Take the prompt of a new group from the data, and name it."""
+        # A schedule that repeats a record on several workers may start groups in another order.
         while start.group not in self._assigned:
             if not self._unassigned:
                 batch = self._prompts.take()
@@ -105,7 +108,7 @@ class Prefetcher:
             self._assigned[self._num_assigned] = self._unassigned.pop(0)
             self._num_assigned += 1
         row = self._assigned.pop(start.group)
-        # Names follow from the place in the batch, so that a resumed run assigns the same ones.
+        # The uid follows from the place in the batch, so that a resumed run assigns the same one.
         meta_info = dict(row.meta_info)
         meta_info["global_steps"] = start.batch
         meta_info["total_training_steps"] = self._rules.num_steps
@@ -113,23 +116,28 @@ class Prefetcher:
         return assign_uids(prompt, str(start.batch), first=start.row)
 
     def pop_unfinished(self, groups: Mapping[int, Any]) -> list[UnderWay]:
-        """Unfinished responses of some groups in the checkpoint; each is returned once."""
-        chosen = []
+        """Take the unfinished responses that the checkpoint has of some groups."""
+        unfinished = []
         remaining = []
         for response in self._under_way:
             if response[0] in groups:
-                chosen.append(response)
+                unfinished.append(response)
             else:
                 remaining.append(response)
         self._under_way = remaining
-        return chosen
+        return unfinished
 
     def finish(self, group: Group, rows: DataProto) -> None:
-        """Take the responses of a group that has ended, without the columns of their prompt."""
+        """Add the responses of a group that has ended, and the columns of its prompt.
+
+        Args:
+            group: the group.
+            rows: responses without the columns of the prompt.
+        """
         prompt = self.started.pop(group.number)
         prompts = repeat_prompts(prompt, self._rules.group_size)
         complete = with_prompt_columns(prompts, rows)
-        # Other entries may differ between groups, and then the groups could not be concatenated.
+        # Other entries could differ between groups, which could then not be concatenated.
         complete.meta_info = {"metrics": rows.meta_info["metrics"]}
         self.complete[group.number] = complete
         if self._rules.round_size:
@@ -151,16 +159,17 @@ class Prefetcher:
         """Take the groups that are handed over.
 
         Returns:
-            The decision, the rows of each group, and with dynamic sampling the filter of the batch.
+            The decision; the rows of each group; and the filter of the batch, which is None without
+            dynamic sampling.
         """
         handed = self.handed
-        assert handed is not None, "awaited before"
+        assert handed is not None, "the caller has waited for it"
         self.handed = None
         parts = [self.complete.pop(number) for number in handed.groups]
         return handed, parts, self._filters.pop(handed.step, None)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics since the last call."""
+        """Return the metrics since the last call."""
         counts = self.counts
         self.counts = defaultdict(float)
         return counts
@@ -173,7 +182,7 @@ class Prefetcher:
         return tuple(self._rounds)
 
     def find_round(self, batch: int) -> SamplingRound | None:
-        """Copy of the round of a step, if all of its groups are complete."""
+        """Copy the round of a step, if all of its groups are complete; otherwise return None."""
         numbers = sorted(self._rounds[batch])
         if len(numbers) < self._rules.round_size:
             return None
@@ -181,7 +190,7 @@ class Prefetcher:
         return SamplingRound(batch, numbers, rows)
 
     def grade(self, graded: SamplingRound) -> None:
-        """Grade a round in place. Called without the lock, unless the run is deterministic."""
+        """Grade the rows of a round in place. The lock is held only in a deterministic run."""
         grade(self._reward, graded.rows)
 
     def close_round(self, graded: SamplingRound) -> dict[int, Verdict]:
@@ -190,10 +199,11 @@ class Prefetcher:
         Returns:
             Whether each of its groups is kept, or left out because its rewards are equal.
         """
-        # Until here a checkpoint has the round, and a resumed run grades it again.
+        # A checkpoint before this has the round, so that a resumed run grades it again.
         del self._rounds[graded.batch]
         group_filter = self._filters.setdefault(graded.batch, GroupFilter(self._config))
-        # The filter keeps the rows for the batch; the groups stay complete until it is handed over.
+        # The filter now has the rows of the batch; those in `complete` are dropped with their group
+        # or when the batch is taken.
         kept_uids = group_filter.add(graded.rows)
         verdicts: dict[int, Verdict] = {}
         for number in graded.groups:
@@ -211,15 +221,17 @@ class Prefetcher:
             "rows": list(self._unassigned),
             "counts": dict(self.counts),
             "rounds": {batch: list(numbers) for batch, numbers in self._rounds.items()},
-            "filters": {batch: each.state_dict() for batch, each in self._filters.items()},
+            "filters": {
+                batch: group_filter.state_dict() for batch, group_filter in self._filters.items()
+            },
         }
 
     def restore(self, state: dict[str, Any], num_groups: int) -> None:
         """Continue from a checkpoint.
 
         Args:
-            state: entries of `state`, and `under_way`, the unfinished responses.
-            num_groups: groups that were started before it.
+            state: result of `state`, and `under_way`, the unfinished responses.
+            num_groups: number of groups that were started before the checkpoint.
         """
         self.started = state["begun"]
         self.complete = state["groups"]

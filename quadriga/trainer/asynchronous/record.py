@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record of the schedule of an asynchronous run, and schedules that repeat it.
+"""Records the schedule of an asynchronous run, and repeats recorded schedules.
 
 DIRECTORY/async_schedule.jsonl has a line for each event. `at` is the number of steps that the
-engine had made before it:
+engine had made before the event:
 
     {"at": 31, "start": [[8, 3, 0], [9, 3, 1]]}     groups that begin with the next step: number,
                                                     batch, row
@@ -18,9 +18,9 @@ engine had made before it:
                                                     position of its first token
 
 The native engine, in float32 on a CPU, draws the same tokens if groups start and weights load at
-the same of its steps, whatever took how long. A resumed run continues the count of steps of its
-checkpoint, and its unfinished samples start at once. So the record of the run that wrote the
-checkpoint, from its `save` on, is also that of the resumed run, and the other way round.
+the same of its steps, independent of time. A resumed run continues the count of steps of its
+checkpoint, and its unfinished samples start at once. So the rest of the interrupted run's record,
+after the `save`, is also valid for the resumed run, and the other way round.
 
 Legend: B rows, T response positions.
 """
@@ -41,7 +41,7 @@ RECORD = "async_schedule.jsonl"
 
 
 class ScheduleRecord:
-    """Writes the record of a run, or of a resumed run, to a new file."""
+    """Writes the record of a run, from its start or from where it resumed, to a new file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,10 +52,10 @@ class ScheduleRecord:
         self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
 
     def add_start(self, groups: Sequence[tuple[int, int, int]], **where: int) -> None:
-        """Write that groups begin, unless there are none.
+        """Write that groups begin; write nothing if there are none.
 
         Args:
-            groups: number, batch and row of each group that is not in the checkpoint.
+            groups: number, batch and row of each group.
             where: `at` or `version`, as in the file.
         """
         if groups:
@@ -66,8 +66,8 @@ class ScheduleRecord:
 
         Args:
             step: the training step.
-            versions_by_group: version of each token of each of its groups, [rows, T]. -1: not a
-                response token.
+            versions_by_group: versions of the tokens of each group, [rows, T]; -1 for tokens that
+                were not drawn.
         """
         spans_by_group: dict[int, list[list[list[int]]]] = {}
         for number, versions in versions_by_group.items():
@@ -87,11 +87,13 @@ class ScheduleRecord:
 
 
 class RecordedSchedule(Schedule):
-    """Repeats a record: starts and loads at the same steps of the engine, and hands over the same
+    """Schedule that repeats a record on an engine in this process.
+
+    Groups start and weights load at the same steps of the engine, and training steps get the same
     groups.
 
     Args:
-        rules: rules of the recorded run, which are those of the repetition.
+        rules: rules of the recorded run, which are also those of the repetition.
         path: file of the record.
         step: step of the checkpoint that the run resumes from.
 
@@ -102,12 +104,12 @@ class RecordedSchedule(Schedule):
     def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
         super().__init__(rules, step=step)
         self._events: deque[dict[str, Any]] = deque()
-        # Version of the weights with which each group began last.
+        # Version of the weights with which each group began; the last time, if it began again.
         self._versions: dict[int, int] = {}
         # Groups of each part of a step's batch, by step.
         self._parts: dict[int, deque[list[int]]] = defaultdict(deque)
 
-        # Starts of a local engine are recorded without a version: it is that of the last load.
+        # Starts on a local engine are recorded without a version, which is that of the last load.
         version = self.published
         for event in _events_after(path, step):
             if "step" in event:
@@ -120,14 +122,14 @@ class RecordedSchedule(Schedule):
                 self._versions[number] = event.get("version", version)
 
     def at(self, num_steps: int, worker: int) -> list[Decision]:
-        """Decisions of the record before the engine's next step.
+        """Return the recorded decisions before the engine's next step.
 
         Args:
-            num_steps: steps that the engine has made.
-            worker: the only worker.
+            num_steps: number of steps that the engine has made.
+            worker: number of the only worker.
         """
         decisions: list[Decision] = []
-        # Unfinished samples of the checkpoint.
+        # The unfinished samples of the checkpoint start first.
         for number in sorted(self._to_start):
             self._begin(worker, self.groups[number])
         while self._events and self._events[0]["at"] <= num_steps:
@@ -143,6 +145,7 @@ class RecordedSchedule(Schedule):
         return decisions
 
     def _recorded_group(self, number: int, batch: int, row: int) -> Group:
+        """Add a group of the record, and its batch if it is the first one."""
         self._batches.setdefault(batch, Batch(self.rules.num_groups))
         return self._new_group(number, batch, row)
 
@@ -164,11 +167,11 @@ class RecordedSchedule(Schedule):
 
 
 class RecordedVersions(RecordedSchedule):
-    """Repeats a record on any number of engines in other processes.
+    """Schedule that repeats a record on any number of engines in other processes.
 
-    Each group starts with weights of its recorded version, on whichever engine has them, and steps
-    get the same groups. If samples end with the weights that they began with
-    (`in_flight="finish"`), this determines the numbers, up to rounding in batches of other sizes.
+    Each group starts with weights of its recorded version, on any engine that has them, and
+    training steps get the same groups. If samples end with the weights that they began with
+    (`in_flight="finish"`), this determines the results, up to rounding in batches of other sizes.
     """
 
     def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
@@ -192,7 +195,7 @@ class RecordedVersions(RecordedSchedule):
                 self._begin(worker, self._recorded_group(number, batch, row))
 
     def _is_round_due(self, batch: int, row: int) -> bool:
-        """Whether the rounds before that of a row are graded, with dynamic sampling."""
+        """Whether the rounds of dynamic sampling before that of a row have been graded."""
         size = self.rules.round_size
         if not size:
             return True
@@ -208,7 +211,7 @@ class RecordedVersions(RecordedSchedule):
         return min(loads)[1] if loads else None
 
     def _load(self) -> None:
-        """Load the next version on workers whose version no group needs any more."""
+        """Make workers load the next version if no group needs their present one any more."""
         incomplete = list(self._coming)
         for number, group in self.groups.items():
             if not group.is_complete:
@@ -221,7 +224,7 @@ class RecordedVersions(RecordedSchedule):
 
 
 def _events_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Events of a record after the save of a step, or all if the record begins later.
+    """Read the events of a record after the save of a step, or all if the record begins later.
 
     Raises:
         DataError: the file cannot be read, or has no checkpoint of the step.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that a schedule of asynchronous training follows, and the decisions that it makes.
+"""Rules of a schedule of asynchronous training, and the kinds of decisions that it makes.
 
 `schedule.py` turns events into these decisions.
 """
@@ -16,22 +16,24 @@ Reason = Literal["stale", "equal", "surplus", "end"]
 class Rules:
     """Settings of a schedule, and the versions of the weights that follow from them.
 
-    A version is the number of publications before it. Weights are published after every
+    The version of weights is the number of publications so far. Weights are published after every
     `sync_every` steps.
 
     Attributes:
         num_groups: groups that a step learns from (`data.train_batch_size`).
         group_size: samples of a group (`rollout.n`).
-        num_steps: the last training step.
-        max_staleness: versions that the oldest token of a sample may be behind.
-        in_flight: whether unfinished samples continue with newer weights or finish first.
-        on_stale: whether a step waits for its own groups or drops groups that are too old.
+        num_steps: number of the last training step.
+        max_staleness: how many versions old the oldest token of a sample may be.
+        in_flight: whether unfinished samples continue with newer weights, or finish first.
+        on_stale: whether a step waits for its own groups, or takes any and drops those that are too
+            old.
         sync_every: steps from one publication to the next.
-        deterministic: whether loads are tied to batches instead of to time.
-        warmup_steps: first steps, in which the policy does not learn and nothing is published.
-        round_size: prompts of a round of dynamic sampling. 0: all groups are kept.
-        part_size: groups of each part of a batch; the last may have fewer. 0: a batch is handed
-            over as a whole.
+        deterministic: whether batches, rather than time, determine when weights are loaded.
+        warmup_steps: number of first steps in which only the critic learns, and nothing is
+            published.
+        round_size: prompts in a round of dynamic sampling. 0: all groups are kept.
+        part_size: groups in each part of a batch; the last part may have fewer. 0: a batch is
+            handed over as a whole.
         saves_running: whether unfinished samples are saved. Otherwise a save waits for them.
     """
 
@@ -72,7 +74,7 @@ class Rules:
         )
 
     def version_at(self, step: int) -> int:
-        """Version of the weights that a step begins with: V(step), publications before it."""
+        """Version of the weights that a step begins with, the number of publications before it."""
         return max(0, (step - 1) // self.sync_every - self.warmup_steps // self.sync_every)
 
     def publishes(self, step: int) -> bool:
@@ -81,7 +83,7 @@ class Rules:
 
     @property
     def pauses_to_save(self) -> bool:
-        """Whether workers are saved where they pause, at a place that does not depend on time."""
+        """Whether workers are saved while they pause for weights, a place independent of time."""
         return self.saves_running and self.deterministic
 
     def last_step_with(self, version: int) -> int:
@@ -112,7 +114,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Load:
-    """Decision to load newer weights. Nothing starts on the worker until it has them.
+    """Decision to load newer weights on a worker. Nothing starts on it until it has them.
 
     If the version is not published yet, the worker pauses until it is.
     """
@@ -123,7 +125,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Resume:
-    """Decision to end a worker's pause without the weights that it waits for."""
+    """Decision to end a worker's pause without the weights that it is waiting for."""
 
     worker: int
 
@@ -132,7 +134,7 @@ class Resume:
 class Save:
     """Decision to save the unfinished samples of a worker in the checkpoint of a step.
 
-    They continue as if the worker had begun with this checkpoint.
+    They then continue just as they would in a run that resumes from the checkpoint.
     """
 
     worker: int
@@ -146,7 +148,7 @@ class HandOver:
     Attributes:
         step: the training step.
         groups: numbers of the groups.
-        is_last: whether the batch of the step is complete with them.
+        is_last: whether these groups complete the batch of the step.
     """
 
     step: int

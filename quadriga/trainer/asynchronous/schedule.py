@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule of asynchronous training: which group of samples starts where and when, with which
-weights, and which step learns from it. It decides without tensors, threads or a clock.
+"""Schedule of asynchronous training, without tensors, threads or a clock.
+
+It decides which group of samples starts when, on which worker and with which weights, and which
+step learns from it.
 
     events in                                          decisions out
     joined, lost (a worker)                            Start     samples of a group, on a worker
-    has_published, loaded (weights)              ──>   Load      newer weights, by a worker
-    ended (a sample), graded (a group)                 Resume    without them, by a worker
+    has_published, loaded (weights)              ──>   Load      newer weights, on a worker
+    ended (a sample), graded (a group)                 Resume    a worker without newer weights
     wants_batch (the trainer)                          HandOver  groups, to a training step
     hold, release (before and after a save)            Drop      a group, with the reason
-                                                       Save      what a worker has under way
+                                                       Save      unfinished samples of a worker
 
 Staleness. Weights have a *version*, the number of publications before them. Step s begins with
 version V(s), which follows from s alone (`Rules.version_at`). In step s a token of version w is
@@ -20,23 +22,25 @@ V(s) - w versions old, and a sample is as old as its oldest token.
 Later tokens of a sample have the same version or a newer one, so the bound holds even if workers
 are slow or lost. It is checked again at each hand-over.
 
-Batches. With `on_stale="wait"` a group belongs to the step that it was started for, and that step
+Batches. With `on_stale="wait"` a group belongs to the step for which it was started, and that step
 waits for it. With "drop" a step takes the oldest groups that are ready, and a group that would be
 too old for the next step is dropped. With `part_size` a batch is handed over in parts, each as soon
 as it is complete: in the order of the prompts if `deterministic`, else the first groups that are
-ready. With dynamic sampling (`round_size`) a batch starts in rounds, until enough of its groups are
-kept.
+ready. With dynamic sampling (`round_size`) the groups of a batch start in rounds, until enough of
+them are kept.
 
-Weights. A worker loads newer weights at once (`in_flight="continue"`: unfinished samples continue
-with them), or when its samples have ended, until which it starts no others ("finish").
-`deterministic` ties loads to batches instead of to time: a worker pauses for version w + 1 when all
-batches that version w may begin are generated, or with "continue" all that version w - 1 may begin.
-What is generated with which weights then follows from the rules.
+Weights. With `in_flight="continue"` a worker loads newer weights at once, and unfinished samples
+continue with them. With "finish" it loads them when its samples have ended, and starts no others
+until then. If `deterministic`, batches rather than time determine the loads: a worker pauses for
+version w + 1 when all batches that may begin with version w are generated, or with "continue" all
+that may begin with version w - 1. So it follows from the rules alone what is generated with which
+weights.
 
-Saves. `hold` comes before a save. Once `is_quiet`, each worker gets the decision `Save`. With
-`saves_running` the schedule is quiet when all workers have the newest weights, or if deterministic,
-when all pause for the next ones. Otherwise it is quiet when all samples have ended. Nothing starts
-until `release`, both in the schedule that continues and in one that resumes from `state`.
+Saves. `hold` is called before a save. Once the schedule `is_quiet`, each worker gets the decision
+`Save`. With `saves_running` it is quiet when all workers have the newest weights or, if
+`deterministic`, when all pause for the next ones. Otherwise it is quiet when all samples have
+ended. Nothing starts until `release`, both in the schedule that continues and in one that resumes
+from `state`.
 """
 
 from bisect import insort
@@ -62,17 +66,17 @@ Verdict = Literal["kept", "equal"]
 
 @dataclass
 class Group:
-    """Samples of one prompt.
+    """The samples of one prompt.
 
     Attributes:
         number: number of the group, in the order of starts.
-        batch: step that the group was started for.
+        batch: step for which the group was started.
         row: number of its prompt in this batch.
         waiting: samples without a worker.
         oldest: version of the oldest token of its samples.
         running: worker of each unfinished sample.
-        starts: version of the first token of each sample that has begun, and of the oldest token
-            of each sample that has ended.
+        starts: for each sample that has begun, the version of its first token; once it has ended,
+            that of its oldest token.
         is_complete: whether all samples have ended.
         is_kept: whether the group is graded and a step may learn from it.
     """
@@ -90,17 +94,17 @@ class Group:
 
 @dataclass
 class Batch:
-    """Groups that are started for one step.
+    """The groups that are started for one step.
 
-    With `on_stale="drop"` any step may learn from them or drop them. The batch then only numbers
-    their rows, and bounds the weights that they start with.
+    With `on_stale="drop"` any step may learn from them. The batch then only numbers their rows, and
+    bounds the staleness of the weights with which they start.
 
     Attributes:
-        num_wanted: groups to start; with `on_stale="wait"`.
-        num_rows: groups that were started.
-        num_open: groups that are neither graded nor dropped.
-        num_handed: groups that were handed over.
-        kept: groups that may be handed over, by number; with `on_stale="wait"`.
+        num_wanted: number of groups to start; only with `on_stale="wait"`.
+        num_rows: number of groups that were started.
+        num_open: number of groups that are neither graded nor dropped.
+        num_handed: number of groups that were handed over.
+        kept: numbers of groups that may be handed over, sorted; only with `on_stale="wait"`.
     """
 
     num_wanted: int
@@ -111,7 +115,7 @@ class Batch:
 
     @property
     def is_generated(self) -> bool:
-        """Whether all groups are complete and graded."""
+        """Whether all groups have been started and graded."""
         return not self.num_open and self.num_rows >= self.num_wanted
 
 
@@ -121,9 +125,9 @@ class _WorkerState:
 
     Attributes:
         version: version of its weights.
-        capacity: most samples at a time. None: no limit.
+        capacity: largest number of samples at a time. None: no limit.
         running: group and number of each unfinished sample.
-        loading: version that it loads or waits for. None: no load is under way.
+        loading: version that it is loading or waiting for. None: neither.
     """
 
     version: int
@@ -133,14 +137,14 @@ class _WorkerState:
 
 
 class _WorkerStates(dict[int, _WorkerState]):
-    """Workers by number, and which of them can take samples or weights.
+    """Workers by number, with sets of those that can take samples or weights.
 
-    The sets keep decisions cheap for many workers. `Schedule._refresh` updates them.
+    The sets save decisions from looking at every worker. `Schedule._refresh` updates them.
 
     Attributes:
-        free: workers that take samples.
-        behind: workers that may load newer weights.
-        loading: workers that load weights which are published.
+        free: workers that can take samples.
+        behind: workers for which there are newer weights, and which are not loading any.
+        loading: workers that are loading published weights.
     """
 
     def __init__(self) -> None:
@@ -157,20 +161,22 @@ class _WorkerStates(dict[int, _WorkerState]):
 
 
 class Schedule:
-    """Takes events by its methods, and answers with decisions by `decide`.
+    """Makes decisions about generation from events.
+
+    Callers report events by calling methods, and then get decisions from `decide`.
 
     Args:
         rules: rules to follow.
-        step: the last step whose batch was handed over earlier. The first workers are expected to
-            join with the version that the next step begins with, `published`.
+        step: last step that is already over. The first workers are expected to join with the
+            version that the next step begins with, `published`.
 
     Attributes:
-        step: the last step whose batch was handed over.
-        published: the newest version that workers can load.
-        groups: groups that are started and neither handed over nor dropped, by number.
-        num_groups: number of groups that were started.
+        step: last step whose batch was handed over.
+        published: newest version that workers can load.
+        groups: groups that have been started and neither handed over nor dropped, by number.
+        num_groups: number of groups that have been started.
         workers: workers by number.
-        hold_after: only batches up to this step may start groups. None: all.
+        hold_after: only batches of steps up to this one may start groups. None: all.
     """
 
     def __init__(self, rules: Rules, *, step: int = 0) -> None:
@@ -182,12 +188,12 @@ class Schedule:
         self.workers = _WorkerStates()
         self.hold_after: int | None = None
         self._batches: dict[int, Batch] = {}  # by step
-        self._kept: list[int] = []  # kept groups of all batches, with on_stale="drop"
+        self._kept: list[int] = []  # kept groups of all batches, sorted, with on_stale="drop"
         self._to_start: set[int] = set()  # groups with samples that have no worker
         self._generated = step  # all batches up to this step are generated
-        self._wants = False  # whether the trainer waits for a batch
-        self._awaits_save = False
-        self._pending: list[Decision] = []
+        self._wants = False  # whether the trainer is waiting for a batch
+        self._awaits_save = False  # whether `hold` was called, but no worker saved yet
+        self._pending: list[Decision] = []  # decisions that `decide` has not returned yet
 
     # Events.
 
@@ -195,9 +201,9 @@ class Schedule:
         """A worker is ready to generate.
 
         Args:
-            worker: number that no other worker has had.
+            worker: its number, which no other worker has had.
             version: version of its weights.
-            capacity: most samples at a time. None: no limit.
+            capacity: largest number of samples at a time. None: no limit.
         """
         self.workers[worker] = _WorkerState(version, capacity)
         self._refresh(worker)
@@ -205,7 +211,7 @@ class Schedule:
     def lost(self, worker: int) -> None:
         """A worker is lost. Its unfinished samples start anew on other workers."""
         state = self.workers.remove(worker)
-        # Samples of the same groups that have ended, here or elsewhere, stay as they are.
+        # Samples of its groups that have already ended are kept.
         for number, sample in sorted(state.running):
             group = self.groups[number]
             del group.running[sample]
@@ -220,7 +226,7 @@ class Schedule:
 
     def loaded(self, worker: int, version: int) -> None:
         """A worker has loaded weights."""
-        # The worker may have been lost meanwhile.
+        # The worker may have been lost while it was loading.
         if worker in self.workers:
             self.workers[worker].version = version
             self.workers[worker].loading = None
@@ -236,8 +242,8 @@ class Schedule:
             oldest: version of its oldest token, as the engine reports it. None: unknown.
 
         Returns:
-            Whether this completes the group. False also if the sample is not expected from this
-            worker.
+            Whether this completes the group. A sample that this worker is not generating, such as
+            one of a dropped group, is ignored.
 
         Raises:
             RolloutError: the engine used older weights than the worker had.
@@ -253,7 +259,7 @@ class Schedule:
             )
             raise RolloutError("async_training", got=got, expected=f"version {started} or newer")
 
-        # A sample without generated tokens counts as old as the weights that it began with.
+        # A sample without generated tokens keeps the version that it began with.
         if oldest is not None:
             state.starts[sample] = oldest
         del state.running[sample]
@@ -264,14 +270,14 @@ class Schedule:
         return state.is_complete
 
     def graded(self, group: int, verdict: Verdict = "kept") -> None:
-        """A complete group is graded.
+        """A complete group has been graded.
 
         Args:
             group: number of the group.
-            verdict: "kept", or "equal" if dynamic sampling leaves it out for its equal rewards.
+            verdict: "kept", or "equal" if dynamic sampling drops it because of its equal rewards.
         """
         state = self.groups.get(group)
-        # It may have been dropped while it was graded.
+        # The group may have been dropped while it was being graded.
         if state is None or state.is_kept:
             return
         rules = self.rules
@@ -282,25 +288,25 @@ class Schedule:
             insort(self._kept if self._drops else batch.kept, group)
         else:
             self._drop(state, verdict)
-        # The next round of dynamic sampling starts if this one did not fill the batch.
+        # If a round of dynamic sampling has not filled the batch, the next one starts.
         is_round_over = not batch.num_open and batch.num_rows == batch.num_wanted
         lacks_groups = not self._drops and len(batch.kept) < rules.num_groups
         if rules.round_size and is_round_over and lacks_groups:
             batch.num_wanted += rules.round_size
 
     def wants_batch(self) -> None:
-        """The trainer waits for its next batch, or for the next part of it."""
+        """The trainer is waiting for its next batch, or for the next part of it."""
         self._wants = True
 
     def hold(self, published: int | None = None) -> None:
         """A step is over, and will be saved.
 
-        If the schedule is deterministic, everything that may start before the next publication
-        starts before the save.
+        In a deterministic schedule, everything that may start before the next publication starts
+        before the save.
 
         Args:
-            published: version that the step publishes. Ignored if the rules pause to save: then it
-                is published after `release`.
+            published: version that the step publishes; None if it publishes none. It is ignored
+                with `Rules.pauses_to_save`, where it is published after `release`.
         """
         self._awaits_save = True
         if not self.rules.pauses_to_save:
@@ -313,13 +319,14 @@ class Schedule:
         self.hold_after = None
         self._refresh_all()
 
-    # What the caller reads.
+    # Queries.
 
     def decide(self) -> list[Decision]:
-        """Decisions that follow from the events so far. Each is returned once."""
-        # A batch that is handed over makes room for starts.
+        """Return the decisions that follow from the events so far. Each is returned once."""
+        # First, because handing a batch over makes room for starts.
         self._hand_over()
-        # What starts before a load must not depend on when the load is due.
+        # In a deterministic schedule, everything that may start with a version starts before the
+        # next one is loaded.
         if self.rules.deterministic:
             self._start()
         self._load()
@@ -348,13 +355,13 @@ class Schedule:
             next_version = rules.version_at(self.step) + 1
             if all(worker.loading == next_version for worker in workers):
                 return True
-            # Near the end there are no further weights to pause for.
+            # Near the end of the run there is no next version to pause for.
             return self._all_generated(rules.num_steps)
         if any(worker.version < self.published for worker in workers):
             return False
         if rules.saves_running:
             return True
-        # Otherwise samples end first; a deterministic schedule has also started all that it may.
+        # All samples must have ended, and a deterministic schedule must have started all it may.
         if not all(group.is_complete for group in self.groups.values()):
             return False
         if not rules.deterministic:
@@ -366,15 +373,15 @@ class Schedule:
         return self.rules.version_at(batch) - version <= self.rules.max_staleness
 
     def state(self) -> dict[str, Any]:
-        """State of the schedule for a checkpoint, in numbers."""
+        """State of the schedule for a checkpoint, as plain values."""
         groups = []
         for group in self.groups.values():
-            starts = [*group.starts.items()]
+            starts = list(group.starts.items())
             unfinished = sorted([*group.running, *group.waiting])
             groups.append([group.number, group.batch, group.row, starts, unfinished, group.is_kept])
-        batches = {
-            number: [batch.num_wanted, batch.num_rows] for number, batch in self._batches.items()
-        }
+        batches = {}
+        for step, batch in self._batches.items():
+            batches[step] = [batch.num_wanted, batch.num_rows]
         return {"num_groups": self.num_groups, "groups": groups, "batches": batches}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -405,16 +412,16 @@ class Schedule:
             else:
                 batch.kept.append(number)
 
-    # Decisions: starts.
+    # Decisions about starts.
 
     @property
     def _drops(self) -> bool:
-        """Whether a step takes the oldest groups that are ready, whatever step they began for."""
+        """Whether a step takes the oldest groups that are ready, for whichever step they began."""
         return self.rules.on_stale == "drop"
 
     def _start(self) -> None:
-        """Start samples that have no worker, then new groups, as long as workers are free."""
-        # Groups of lost workers and of the checkpoint come first: they are the oldest.
+        """Start samples without a worker, then new groups, as long as workers are free."""
+        # The former are of lost workers or of the checkpoint, and belong to the oldest groups.
         unfinished = sorted(self._to_start) if self.workers.free else []
         for number in unfinished:
             group = self.groups[number]
@@ -434,7 +441,7 @@ class Schedule:
             self.num_groups += 1
 
     def _new_group(self, number: int, batch: int, row: int) -> Group:
-        """Group of a batch, none of whose samples has a worker yet."""
+        """Add a group, whose samples have no worker yet, to a batch."""
         group = Group(number, batch, row, list(range(self.rules.group_size)))
         self.groups[number] = group
         self._batches[batch].num_rows += 1
@@ -442,12 +449,12 @@ class Schedule:
         return group
 
     def _next_batch(self) -> int | None:
-        """The first batch that lacks groups. None: no step that may start lacks any."""
+        """The first batch to which groups may be added. None: there is none."""
         last_step = self.rules.num_steps
         if self.hold_after is not None:
             last_step = min(last_step, self.hold_after)
         if self._drops:
-            # Groups belong to no step: with the present ones, this is the next that lacks any.
+            # Groups belong to no step: the existing ones fill the batches of the next steps.
             step = self.step + 1 + len(self.groups) // self.rules.num_groups
             return step if step <= last_step else None
         for step in range(self.step + 1, last_step + 1):
@@ -457,14 +464,15 @@ class Schedule:
         return None
 
     def _worker_for(self, batch: int, size: int) -> int | None:
-        """The least loaded worker that may begin samples of a batch now.
-
-        None also if a worker that is loading published weights has less to do: it gets its share
-        when it has them.
+        """The least loaded worker that may begin samples of a batch, if it can do so now.
 
         Args:
-            batch: step that the samples are for.
+            batch: step for which the samples are.
             size: number of samples.
+
+        Returns:
+            The number of the worker. None if there is no such worker, or if it is still loading
+            published weights: the samples then wait for it, so that loads are shared evenly.
         """
         best = None
         for number in self.workers.free | self.workers.loading:
@@ -472,11 +480,11 @@ class Schedule:
             load = len(worker.running)
             # A worker without samples takes a group that is larger than its capacity.
             fits = worker.capacity is None or load + size <= worker.capacity or not load
-            # A worker that loads weights is judged by those that it will have.
+            # A worker that is loading weights will begin samples with those.
             version = worker.version if worker.loading is None else worker.loading
             if not fits or not self.may_start(version, batch):
                 continue
-            # Among equally loaded workers the one with the smallest number, in every run.
+            # Among equally loaded workers, the smallest number wins, so that runs can be repeated.
             if best is None or (load, number) < best:
                 best = (load, number)
         if best is None or best[1] in self.workers.loading:
@@ -489,7 +497,7 @@ class Schedule:
         samples = tuple(sorted(group.waiting))
         for sample in samples:
             group.running[sample] = worker
-            # A sample that continues from a checkpoint has its first token already.
+            # A sample that continues from a checkpoint keeps the version of its first token.
             group.starts.setdefault(sample, state.version)
             state.running.add((group.number, sample))
         group.waiting.clear()
@@ -503,7 +511,8 @@ class Schedule:
     def _stop_starts(self) -> None:
         """Start nothing until `release`, and end all waits for weights.
 
-        A deterministic schedule still starts what it would have started by now.
+        A deterministic schedule may still start what it would have started in any case before the
+        next publication.
         """
         rules = self.rules
         self.hold_after = 0
@@ -516,14 +525,15 @@ class Schedule:
                 self._pending.append(Resume(number))
             self._refresh(number)
 
-    # Decisions: weights.
+    # Decisions about weights.
 
     def _refresh_all(self) -> None:
+        """Update the sets of `workers` for all workers."""
         for worker in self.workers:
             self._refresh(worker)
 
     def _refresh(self, number: int) -> None:
-        """Update whether a worker can take samples, and whether there are newer weights for it."""
+        """Update the sets of `workers` for one worker, after its state has changed."""
         rules = self.rules
         workers = self.workers
         worker = workers[number]
@@ -532,7 +542,7 @@ class Schedule:
         newest = self.published
         if rules.deterministic and self.hold_after is None:
             newest = rules.version_at(rules.num_steps)
-        # With "finish" a worker loads weights once it is empty, so it takes no samples until then.
+        # With "finish" a worker must become empty before it can load weights.
         finishes = rules.in_flight == "finish" and not rules.deterministic
         is_draining = finishes and worker.version < self.published
         has_room = worker.capacity is None or len(worker.running) < worker.capacity
@@ -542,19 +552,19 @@ class Schedule:
         _set_member(workers.loading, number, loads_published)
 
     def _load(self) -> None:
-        """Decide which workers load newer weights, or pause for them."""
+        """Make workers load newer weights, or pause for them."""
         for number in sorted(self.workers.behind):
             worker = self.workers[number]
             if not self._may_load(worker):
                 continue
             version = self.published
             if self.rules.deterministic:
-                # Every worker generates with every version, however fast the trainer is.
+                # No version is left out, however fast the trainer is.
                 version = worker.version + 1
             self._load_version(number, version)
 
     def _load_version(self, number: int, version: int) -> None:
-        """Decide that a worker loads a version, or waits for it if it is not published yet."""
+        """Make a worker load a version, or pause for it if it is not published yet."""
         self.workers[number].loading = version
         self._refresh(number)
         self._pending.append(Load(number, version))
@@ -564,18 +574,19 @@ class Schedule:
         rules = self.rules
         if not rules.deterministic:
             return rules.in_flight == "continue" or not worker.running
-        # Versions after the worker's own for which it may still begin batches.
+        # It first generates all batches that may begin with its version: those of steps that begin
+        # with up to this many versions more.
         num_ahead = rules.max_staleness
         if rules.in_flight == "continue":
-            # The last batches that the version may begin are still under way, and go on with the
-            # next version.
+            # The last of these batches need not be complete, because they continue with the next
+            # version.
             num_ahead = max(num_ahead - 1, 0)
         last_step = rules.last_step_with(worker.version + num_ahead)
         return self._all_generated(min(last_step, rules.num_steps))
 
     def _all_generated(self, last: int) -> bool:
-        """Whether all groups of every batch up to a step are complete and graded."""
-        # Batches stay generated, so each is looked at once.
+        """Whether all batches up to a step are generated."""
+        # A generated batch stays so, so each is checked only until then.
         self._generated = max(self._generated, self.step)
         while self._generated < last:
             batch = self._batches.get(self._generated + 1)
@@ -584,10 +595,10 @@ class Schedule:
             self._generated += 1
         return True
 
-    # Decisions: batches.
+    # Decisions about batches.
 
     def _hand_over(self) -> None:
-        """Hand the next batch, or its next part, to the trainer if it waits for a complete one."""
+        """Hand the next batch or part over, if the trainer is waiting for it and it is ready."""
         if not self._wants or self.is_over:
             return
         numbers = self._ready()
@@ -601,7 +612,7 @@ class Schedule:
         is_last = True
         if not self._drops:
             batch = self._batches[step]
-            # Parts of a batch are handed over one by one, and the step ends with the last.
+            # A step ends with the last part of its batch.
             batch.num_handed += len(numbers)
             batch.kept = [number for number in batch.kept if number in self.groups]
             is_last = batch.num_handed == self.rules.num_groups
@@ -622,7 +633,7 @@ class Schedule:
                 self._drop(group, "end")
             elif self._drops and group.oldest < oldest:
                 self._drop(group, "stale")
-        # Batches of later steps stay even without groups: they number the rows of further ones.
+        # Batches of later steps are kept even without groups, because they number further rows.
         used = {group.batch for group in self.groups.values()}
         for number in list(self._batches):
             if number <= self.step and number not in used:
@@ -634,10 +645,10 @@ class Schedule:
         if not group.is_kept:
             self._batches[group.batch].num_open -= 1
         elif self._drops:
-            # With on_stale="wait" kept groups are listed in their batch, which is over by now.
+            # With on_stale="wait" the list is that of the group's batch, which is over.
             self._kept.remove(group.number)
         self._to_start.discard(group.number)
-        # The caller aborts these samples; events of them that are under way are ignored.
+        # The caller aborts these samples. Events that they still cause are ignored.
         running = []
         for sample, worker in sorted(group.running.items()):
             running.append((worker, sample))
@@ -646,7 +657,10 @@ class Schedule:
         self._pending.append(Drop(group.number, reason, tuple(running)))
 
     def _ready(self) -> Sequence[int] | None:
-        """Groups of the next step, or of its next part. None: they are not all ready."""
+        """The groups of the next batch, or of its next part. None: they are not all ready.
+
+        With `on_stale="drop"` they are also removed from `_kept`.
+        """
         rules = self.rules
         if self._drops:
             if len(self._kept) < rules.num_groups:
@@ -662,12 +676,12 @@ class Schedule:
         chosen = batch.kept[:size]
         if len(chosen) < size:
             return None
-        # A whole batch waits for its other groups too: which of them are kept must not depend on
-        # which are graded first.
+        # With dynamic sampling there may be more groups than needed. All are awaited, so that the
+        # choice does not depend on which are graded first.
         if not rules.part_size:
             return chosen if batch.is_generated else None
         if rules.deterministic:
-            # In the order of the prompts: no earlier group of the batch may be missing.
+            # In the order of the prompts, so no earlier group of the batch may be missing.
             for group in self.groups.values():
                 is_earlier = group.batch == self.step + 1 and group.number < chosen[-1]
                 if is_earlier and not group.is_kept:
@@ -693,6 +707,7 @@ class Schedule:
 
 
 def _set_member(members: set[int], number: int, is_member: bool) -> None:
+    """Add a number to a set, or remove it."""
     if is_member:
         members.add(number)
     else:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulation of asynchronous training: the schedule of real runs, driven by discrete events.
+"""Simulates asynchronous training: the schedule of real runs, driven by discrete events.
 
-Generation and training have ranks of their own. `schedule.py` decides what starts where and when,
-with which weights, and which groups a step learns from. Only the times are simulated:
+Generation and training run on different ranks. The decisions are those of `schedule.py`; only the
+times are simulated:
 
-    a worker      decodes all of its sequences together; a decode step takes `decode_s`, and
-                  `sequence_s` more for each sequence in it
-    a step        takes `step_s`, and for each token `token_s` over the number of training ranks
-    weights       can be loaded `publish_s` after a step, which the trainer does not wait for; a
+    a worker      decodes all of its sequences together; a decode step takes `decode_s`, plus
+                  `sequence_s` for each sequence in it
+    a step        takes `step_s`, plus `token_s` for each token, divided by the number of training
+                  ranks
+    weights       can be loaded `publish_s` after a step, for which the trainer does not wait; a
                   worker generates nothing for `load_s` while it loads them
     a reward      is ready some seconds after the last response of its group
 
-Left out: prompts are computed in no time, all groups are kept, and machines do not fail.
+Not simulated: prompts take no time, all groups are kept, and machines do not fail.
 """
 
 import heapq
@@ -38,19 +39,20 @@ NEAR = 1.03
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of what is done. The simulation finds the waits.
+    """Times that operations take. The simulation adds the waits.
 
     Attributes:
         decode_s: seconds of a decode step.
         sequence_s: seconds of a decode step for each sequence in it.
         step_s: seconds of a training step.
         token_s: seconds of a training step for each token, on one rank.
-        publish_s: seconds from a step until its weights can be loaded.
-        load_s: seconds in which a worker loads weights.
-        recomputes: whether a load also takes `sequence_s` for each unfinished token, whose KV cache
-            is recomputed.
-        switch_s: seconds in which colocated ranks switch between generation and training.
-        capacity: most sequences of a worker.
+        publish_s: seconds from the end of a step until its weights can be loaded.
+        load_s: seconds that a worker needs to load weights.
+        recomputes: whether a load also takes `sequence_s` for each token of unfinished samples,
+            whose KV cache is recomputed.
+        switch_s: seconds that colocated ranks need in each step to switch between generation and
+            training.
+        capacity: largest number of sequences of a worker.
     """
 
     decode_s: float = 0.02
@@ -83,8 +85,8 @@ class SimulationResult:
 
     Attributes:
         seconds: duration.
-        train_idle: share of them in which training ranks wait.
-        rollout_idle: share of them in which rollout ranks wait.
+        train_idle: share of the time in which training ranks wait.
+        rollout_idle: share of the time in which rollout ranks wait.
         ages: number of tokens by their staleness.
     """
 
@@ -93,25 +95,22 @@ class SimulationResult:
     rollout_idle: float = 0.0
     ages: Counter[int] = field(default_factory=Counter)
 
-    @property
-    def age_shares(self) -> str:
-        """Share of the tokens of each staleness."""
-        total = sum(self.ages.values())
-        return " ".join(f"{age}: {self.ages[age] / total:.2f}" for age in sorted(self.ages))
-
 
 class SimulatedWorker:
-    """Sequences that are decoded together. All have made the same decode steps since they began.
+    """A rollout engine that decodes all of its samples together.
+
+    Each decode step makes a token of each sample, so the position of a worker, its number of decode
+    steps, is the clock of its samples.
 
     Attributes:
-        position: decode steps so far; a fraction within a step.
-        now: time up to which it has decoded, in seconds.
+        position: decode steps so far, with a fraction within a step.
+        now: time up to which the worker is simulated, in seconds.
         busy_s: seconds in which it has decoded.
-        ends: heap of the position at which each sample ends, its group and its number.
+        ends: heap of samples: the position at which the sample ends, its group and its number.
         begins: position at which each sample began, by group and number.
-        versions: position from which on each version was used.
+        versions: pairs of a position and the version that was used from there on.
         is_paused: whether it generates nothing.
-        stamp: number of the last event that was planned; earlier ones are no longer valid.
+        stamp: number of the last event that was planned for it; earlier ones are no longer valid.
     """
 
     def __init__(self, costs: Costs, version: int) -> None:
@@ -159,7 +158,7 @@ class SimulatedWorker:
 
 
 class Simulation:
-    """Run of `rules.num_steps` steps.
+    """Simulates a run of `rules.num_steps` steps.
 
     Args:
         rules: rules of the schedule.
@@ -178,13 +177,13 @@ class Simulation:
         self.train_gpus = train_gpus
         self.schedule = Schedule(rules)
         self.workers = {number: SimulatedWorker(costs, 0) for number in range(num_workers)}
-        # Heap of time, order, and what happens then.
+        # Heap of time, order among events at the same time, and the function to call.
         self.events: list[tuple[float, int, Callable[[], Any]]] = []
         self.order = count()
-        self.now = 0.0
-        self.train_s = 0.0
-        self.published = 0
-        self.places: dict[int, tuple[int, int]] = {}  # batch and row of each group, from 0 on
+        self.now = 0.0  # seconds
+        self.train_s = 0.0  # seconds of training so far
+        self.published = 0  # newest version that can be loaded
+        self.places: dict[int, tuple[int, int]] = {}  # batch and row of each group, both from 0
         self.tokens: dict[int, Counter[int]] = {}  # tokens of each group by version
         self.awaited: dict[int, list[int]] = {}  # workers that wait for a version
         self.ages: Counter[int] = Counter()
@@ -198,7 +197,7 @@ class Simulation:
         while self.events:
             self.now, _, happen = heapq.heappop(self.events)
             happen()
-            # Events at the same time are decided on together.
+            # Decide only after all events at the same time.
             if not self.events or self.events[0][0] > self.now:
                 self.act()
         for worker in self.workers.values():
@@ -209,11 +208,11 @@ class Simulation:
         )
 
     def after(self, seconds: float, happen: Callable[[], Any]) -> None:
-        """Plan an event after so many seconds."""
+        """Plan an event some seconds from now."""
         heapq.heappush(self.events, (self.now + seconds, next(self.order), happen))
 
     def act(self) -> None:
-        """Carry out what the schedule decides."""
+        """Carry out the decisions of the schedule."""
         for decision in self.schedule.decide():
             match decision:
                 case Start():
@@ -242,7 +241,7 @@ class Simulation:
         self.places[start.group] = (batch, start.row)
         worker = self.workers[start.worker]
         worker.advance(self.now)
-        # A batch of more prompts than recorded repeats them.
+        # If a batch has more prompts than the workload, they are repeated.
         lengths = self.workload.lengths[batch, start.row % self.workload.lengths.shape[1]]
         for sample in start.samples:
             worker.begins[start.group, sample] = worker.position
@@ -251,7 +250,7 @@ class Simulation:
         self.await_end(start.worker)
 
     def await_end(self, number: int) -> None:
-        """Plan the end of a worker's next sample, in place of what was planned before."""
+        """Plan the end of a worker's next sample; this replaces the event that was planned."""
         worker = self.workers[number]
         worker.stamp += 1
         end = worker.next_end()
@@ -259,7 +258,7 @@ class Simulation:
             self.after(end - self.now, partial(self.ended, number, worker.stamp))
 
     def ended(self, number: int, stamp: int) -> None:
-        """The next sample of a worker is complete, if `stamp` is still its latest event."""
+        """Event: the next sample of a worker ends, unless `stamp` is no longer its last one."""
         worker = self.workers[number]
         if stamp != worker.stamp:
             return
@@ -276,26 +275,27 @@ class Simulation:
             self.after(seconds, partial(self.schedule.graded, group))
 
     def load_s(self, number: int) -> float:
-        """Seconds in which a worker loads weights now."""
+        """Seconds that a worker would need to load weights now."""
         worker = self.workers[number]
         num_tokens = sum(worker.position - begin for begin in worker.begins.values())
-        return self.costs.load_s + self.costs.sequence_s * num_tokens * self.costs.recomputes
+        recompute_s = self.costs.sequence_s * num_tokens if self.costs.recomputes else 0.0
+        return self.costs.load_s + recompute_s
 
     def pause(self, number: int, is_paused: bool) -> None:
-        """Begin or end a pause of a worker."""
+        """Begin or end the pause of a worker."""
         self.workers[number].advance(self.now)
         self.workers[number].is_paused = is_paused
         self.await_end(number)
 
     def loaded(self, number: int, version: int) -> None:
-        """A worker has loaded weights."""
+        """Event: a worker has loaded weights."""
         worker = self.workers[number]
         self.pause(number, False)
         worker.versions.append((worker.position, version))
         self.schedule.loaded(number, version)
 
     def train(self, batch: HandOver) -> None:
-        """Begin a training step on its groups, or continue it with them."""
+        """Train on the groups that are handed over: a whole batch, or a part of it."""
         num_tokens = 0.0
         current = self.rules.version_at(batch.step)
         for group in batch.groups:
@@ -310,7 +310,7 @@ class Simulation:
         self.after(seconds, end)
 
     def trained(self, step: int) -> None:
-        """A step is done: publish its weights, and ask for the next batch."""
+        """Event: a step is done. Publish its weights, and ask for the next batch."""
         if step == self.rules.num_steps:
             self.events.clear()
             return
@@ -319,7 +319,7 @@ class Simulation:
         self.schedule.wants_batch()
 
     def publish(self, version: int) -> None:
-        """Weights can be loaded from now on."""
+        """Event: weights can be loaded from now on."""
         self.published = version
         self.schedule.has_published(version)
         for worker in self.awaited.pop(version, []):
@@ -329,12 +329,12 @@ class Simulation:
 def colocated(
     rules: Rules, workload: Workload, costs: Costs, num_workers: int, gpus: int
 ) -> SimulationResult:
-    """Simulate lockstep on the same ranks: generation and training take turns on all of them.
+    """Simulate lockstep, where generation and training take turns on the same ranks.
 
     Args:
-        rules: rules of a schedule, with any `max_staleness`.
+        rules: rules of a schedule; their `max_staleness` is not used.
         workload: responses and rewards.
-        costs: times. Weights need no time, and each step `switch_s` more.
+        costs: times. Publishing and loading take none, but each step takes `switch_s` more.
         num_workers: number of rollout engines on all ranks.
         gpus: number of ranks.
     """
@@ -346,12 +346,13 @@ def colocated(
 def recorded(
     lines: Sequence[Mapping[str, Any]], num_steps: int, costs: Costs, num_workers: int, gpus: int
 ) -> tuple[Workload, Costs]:
-    """Workload and costs of a recorded run in lockstep.
+    """Compute workload and costs from a recorded run in lockstep.
 
     Args:
-        lines: a line for each step: `lengths` (tokens of the responses of each prompt), `gen_s`,
-            `train_s`, and `reward_s` if rewards took any time.
-        num_steps: steps of the workload, which repeats the recorded ones.
+        lines: for each step `lengths` (tokens of the responses to each prompt), `gen_s`, `train_s`,
+            and `reward_s` if rewards took any time. All steps have the same number of prompts, and
+            all prompts the same number of responses.
+        num_steps: number of steps of the workload, for which the recorded ones are repeated.
         costs: costs that cannot be read from the record.
         num_workers: number of rollout engines that the run had.
         gpus: number of training ranks that the run had.
@@ -364,7 +365,8 @@ def recorded(
     num_tokens = lengths.sum((1, 2))
     gen_s = [line["gen_s"] for line in lines]
     train_s = [line["train_s"] for line in lines]
-    # The worker with the longest response decodes about an equal share of all tokens.
+    # Generation ends with the longest response. Its worker decodes about an equal share of all
+    # tokens.
     decode_s, sequence_s = _fit(longest, num_tokens / num_workers, gen_s)
     step_s, token_s = _fit(np.ones(len(lines)), num_tokens / gpus, train_s)
     fitted = replace(
@@ -376,12 +378,12 @@ def recorded(
 
 
 def _fit(first: np.ndarray, second: np.ndarray, seconds: Sequence[float]) -> tuple[float, float]:
-    """Factors a, b >= 0 for which `first * a + second * b` is closest to the seconds."""
+    """Find the factors a, b >= 0 for which `first * a + second * b` is closest to `seconds`."""
     target = np.array(seconds)
     best, *_ = np.linalg.lstsq(np.stack([first, second], 1), target, rcond=None)
     if best.min() >= 0:
         return float(best[0]), float(best[1])
-    # On the boundary one of the factors is 0.
+    # The constrained optimum is on the boundary, where one of the factors is 0.
     first_alone = float(first @ target / (first @ first))
     second_alone = float(second @ target / (second @ second))
     first_error = float(((first * first_alone - target) ** 2).sum())
@@ -394,10 +396,10 @@ def _fit(first: np.ndarray, second: np.ndarray, seconds: Sequence[float]) -> tup
 def advice(
     config: Config, run: tuple[Config, Sequence[Mapping[str, Any]]] | None = None
 ) -> Iterator[str]:
-    """Recommended `max_staleness` and split of the ranks, in lines for people.
+    """Recommend `max_staleness` and a split of the ranks, as lines of text.
 
     Args:
-        config: configuration to advise on.
+        config: the configuration for which advice is wanted.
         run: configuration and recorded lines (see `recorded`) of a run in lockstep. None: lengths
             and seconds are assumed.
     """
@@ -440,7 +442,7 @@ def advice(
     outcomes = {}
     for bound, train in choices:
         bounded = replace(rules, max_staleness=bound)
-        # In lockstep a step waits for the whole batch of its own.
+        # In lockstep, a step waits for its own whole batch.
         if bound == 0:
             bounded = replace(bounded, on_stale="wait", part_size=0)
         num_workers = (total - train) // size
@@ -459,8 +461,10 @@ def advice(
 
 
 def _splits(num_train: int, total: int, size: int) -> set[int]:
-    """Numbers of training ranks to compare: the configured one, and a quarter, half and three
-    quarters of all ranks if engines of `size` ranks fill the others.
+    """Numbers of training ranks to compare.
+
+    They are the configured number, and a quarter, a half and three quarters of all ranks if engines
+    of `size` ranks fill the remaining ones.
     """
     splits = {num_train}
     for share in (1 / 4, 1 / 2, 3 / 4):
@@ -471,7 +475,11 @@ def _splits(num_train: int, total: int, size: int) -> set[int]:
 
 
 def _recommended(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[int, int]:
-    """Choice with the least staleness among the fastest ones."""
+    """The choice with the least staleness among those that are about as fast as the fastest.
+
+    Args:
+        outcomes: results by staleness and number of training ranks.
+    """
     fastest_s = min(outcome.seconds for outcome in outcomes.values())
     candidates = []
     for (bound, train), outcome in outcomes.items():
@@ -482,6 +490,7 @@ def _recommended(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[
 
 
 def _training_ranks(config: Config) -> int:
+    """Number of ranks that train the actor."""
     if config.trainer.backend != "ray":
         return 1
     roles = role_pools(config.trainer)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of generation in the checkpoint of an asynchronous run, in numbers, texts and tensors.
+"""State of generation in the checkpoint of an asynchronous run, as plain values and tensors.
 
 schedule      groups and batches: `Schedule.state`
-num_steps     steps that the engine has made; 0 for engines in other processes
+num_steps     number of steps that the engine has made; 0 for engines in other processes
 begun         prompt of each unfinished group, one row
-under_way     its responses so far: `GenerationStream.save`
+under_way     unfinished responses: `GenerationStream.save`
 groups        rows of each complete group that no step has learned from
-rows          prompts that are taken and belong to no group
+rows          prompts that have been taken, but belong to no group
 counts        metrics that no step has reported
-rounds        complete groups of a batch that are not graded
-filters       groups of a batch that are graded: `GroupFilter.state_dict`
+rounds        for each batch, the complete groups that are not graded
+filters       for each batch, the groups that are graded: `GroupFilter.state_dict`
 """
 
 from collections.abc import Callable, Sequence
@@ -47,13 +47,14 @@ class Snapshot:
     """Collects the state of generation from the schedule, the prefetcher and the workers.
 
     Workers report their unfinished responses at different times, each between two steps of its
-    engine. The state is taken when the last of them has. `AsyncBatches` uses it with its lock.
+    engine. The state is taken when the last one has reported. `AsyncBatches` holds its lock when it
+    uses this class.
 
     Attributes:
-        resumed: state that the run resumes from, as tensors. Empty: none.
-        reports: unfinished responses of each worker that is saved, by its number. None: it has not
-            reported them.
-        state: state for a checkpoint. None: it is not taken, or is written already.
+        resumed: state from which the run resumes, with rows as tensors. Empty: none.
+        reports: unfinished responses of each worker that is being saved, by its number. None: it
+            has not reported them yet.
+        state: state for a checkpoint. None: it has not been taken, or has already been passed on.
     """
 
     def __init__(self) -> None:
@@ -62,8 +63,8 @@ class Snapshot:
         self.state: dict[str, Any] | None = None
 
     def pop_reports(self) -> list[UnderWay] | None:
-        """Unfinished responses of all workers. None: some have not reported."""
-        # In the order in which the workers were asked.
+        """Take the unfinished responses of all workers. None: some have not reported yet."""
+        # In the order in which the workers were asked to save.
         under_way: list[UnderWay] = []
         for report in self.reports.values():
             if report is None:
@@ -82,10 +83,10 @@ class Snapshot:
         """Take the state.
 
         Args:
-            schedule: its groups and batches.
-            prefetcher: their prompts and rows.
+            schedule: has the groups and batches.
+            prefetcher: has their prompts and rows.
             under_way: unfinished responses of all workers.
-            num_steps: steps that the engine has made.
+            num_steps: number of steps that the engine has made.
         """
         # Groups may have ended since their worker reported them.
         unfinished = [response for response in under_way if response[0] in prefetcher.started]
@@ -103,13 +104,13 @@ class Snapshot:
             prefetcher.restore(state, schedule.num_groups)
 
 
-def written(found: dict[str, Any]) -> dict[str, Any]:
-    """State with its rows as tensors, for a checkpoint."""
-    return _convert_rows(found, as_tensor)
+def written(state: dict[str, Any]) -> dict[str, Any]:
+    """Convert the rows in a state to tensors, for a checkpoint."""
+    return _convert_rows(state, as_tensor)
 
 
 def read(state: dict[str, Any]) -> dict[str, Any]:
-    """State of a checkpoint with its rows as `DataProto`; the inverse of `written`."""
+    """Convert the tensors in the state of a checkpoint to rows; the inverse of `written`."""
     return _convert_rows(state, from_tensor)
 
 
@@ -117,7 +118,7 @@ def require_state(state: dict[str, Any]) -> None:
     """Check the entries of a state.
 
     Raises:
-        CheckpointError: it is not from `written`.
+        CheckpointError: they are not those of `written`.
     """
     if state.keys() != set(STATE):
         raise CheckpointError(
@@ -130,6 +131,7 @@ def require_state(state: dict[str, Any]) -> None:
 
 
 def _convert_rows(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Copy a state with all of its rows converted."""
     filters = {}
     for batch, filter_state in state["filters"].items():
         parts = [convert(part) for part in filter_state["parts"]]
@@ -143,32 +145,32 @@ def _convert_rows(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[
 
 
 def as_tensor(rows: DataProto) -> torch.Tensor:
-    """Rows as the bytes of their file [N], for a checkpoint.
+    """Convert rows to the bytes of a file, uint8 [N], for a checkpoint.
 
-    Grades of single responses are left out: a resumed run grades again.
+    Outcomes of early grading are left out: a resumed run grades again.
     """
     columns = dict(rows.non_tensor_batch)
     columns.pop("reward_outcome", None)
     metrics = {}
     for name, values in rows.meta_info.get("metrics", {}).items():
-        # Metrics of several batches that were joined are lists.
-        listed = [values] if isinstance(values, Metric) else values
-        metrics[name] = [astuple(metric) for metric in listed]
+        # A list if several batches were concatenated.
+        values_of_batches = [values] if isinstance(values, Metric) else values
+        metrics[name] = [astuple(metric) for metric in values_of_batches]
     meta_info = rows.meta_info | {"metrics": metrics}
     content = to_bytes(DataProto(rows.batch, columns, meta_info))
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def from_tensor(content: torch.Tensor) -> DataProto:
-    """Rows from the bytes of `as_tensor` [N]."""
-    # A file without a name: a killed process leaves nothing behind.
+    """Convert the bytes of `as_tensor`, [N], to rows."""
+    # A file without a name, of which a killed process leaves nothing behind.
     with TemporaryFile() as file:
         file.write(content.numpy().data)
         file.flush()
         rows = DataProto.load_from_disk(f"/dev/fd/{file.fileno()}")
     columns = rows.non_tensor_batch
     if "responses" in rows.batch.keys() and ROLLOUT_ID not in columns:
-        # Version 0.2.0 wrote responses without it.
+        # Checkpoints of version 0.2.0 do not have this column.
         columns[ROLLOUT_ID] = object_array(name_rollouts(columns["uid"]))
     forget_times(rows)
     metrics = rows.meta_info["metrics"]

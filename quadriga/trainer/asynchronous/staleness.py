@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staleness of the tokens of a batch: versions between the weights that drew a token and those that
-its training step begins with.
+"""Measures and checks the staleness of tokens.
 
-This module checks and measures it. `Schedule.may_start` bounds it, and `Schedule._drop_leftovers`
+The staleness of a token is the number of versions between the weights that drew it and those that
+its training step begins with. `Schedule.may_start` bounds it, and `Schedule._drop_leftovers`
 discards groups that are too old.
 
 Legend: B rows, T response positions.
@@ -35,27 +35,27 @@ def measure_staleness(batch: DataProto, step: int, rules: Rules) -> dict[str, Me
     versions = token_versions(batch)
     staleness = (rules.version_at(step) - versions).masked_fill(~mask, 0)
     batch.batch["token_staleness"] = staleness
-    drawn = staleness[mask]
-    if len(drawn) and not 0 <= int(drawn.min()) <= int(drawn.max()) <= rules.max_staleness:
-        got = f"step {step}: tokens {int(drawn.min())} to {int(drawn.max())} versions old"
+    ages = staleness[mask]
+    if len(ages) and not 0 <= int(ages.min()) <= int(ages.max()) <= rules.max_staleness:
+        got = f"step {step}: tokens {int(ages.min())} to {int(ages.max())} versions old"
         raise RolloutError("async_training", got=got, expected=f"0 to {rules.max_staleness}")
 
-    # Tokens that the model did not draw have version -1; they must not count as the oldest.
+    # Masked tokens have version -1, which must not count as the oldest one of a row.
     oldest = versions.masked_fill(~mask, int(versions.max())).amin(-1)
     is_interrupted = versions.amax(-1) > oldest
     metrics = {"interruptions": Metric(is_interrupted.sum(), "sum")}
-    if not len(drawn):
+    if not len(ages):
         return metrics
-    metrics["staleness_mean"] = Metric(drawn.double().mean(), weight=len(drawn))
-    metrics["staleness_max"] = Metric(drawn.max(), "max")
-    shares = torch.bincount(drawn, minlength=rules.max_staleness + 1) / len(drawn)
+    metrics["staleness_mean"] = Metric(ages.double().mean(), weight=len(ages))
+    metrics["staleness_max"] = Metric(ages.max(), "max")
+    shares = torch.bincount(ages, minlength=rules.max_staleness + 1) / len(ages)
     for lag, share in enumerate(shares):
-        metrics[f"lag_{lag}_share"] = Metric(share, weight=len(drawn))
+        metrics[f"lag_{lag}_share"] = Metric(share, weight=len(ages))
     return metrics
 
 
 def token_versions(rows: DataProto) -> torch.Tensor:
-    """Version of the weights that drew each token [B, T]. -1: the model did not draw it.
+    """The version of the weights that drew each token, [B, T]; -1 for tokens that were not drawn.
 
     Raises:
         RolloutError: a response token has no version.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams that generate for a schedule: the engines of other processes, and the schedule's workers.
+"""Streams of responses from engines in other processes, and the workers of a schedule.
 
     trainer's thread, or one below   start ─ load ─ abort ──>  calls in order, which wait for nothing
     a thread for each engine         stream_events  <───────   ended groups, loaded weights
                                      └ done(group), futures of loads and saves
 
-A listening thread consumes the events of an engine. It waits for the next ones, a second at most
-at a time, and is unblocked by an event, the end of the process, or `StreamPool.stop`. The trainer's
-thread finds lost and restarted engines (`StreamPool.tend`).
+A listening thread consumes the events of an engine. It waits for the next ones, for a second at
+most at a time, and is unblocked by an event, the end of the process, or `StreamPool.stop`. The
+trainer's thread finds lost and restarted engines (`StreamPool.tend`).
 """
 
 import time
@@ -33,18 +33,19 @@ class RemoteStream:
 
     Args:
         group: worker group of all rollout engines.
-        ranks: ranks of the engine. In a rollout group the first one is called, and all get weights.
+        ranks: ranks of the engine. In a rollout group only the first one is called, but all get
+            weights.
         done: see `GenerationStream`; called in the listening thread.
-        pauses: whether the engine pauses for weights that are not there yet, and after each event
+        pauses: whether the engine pauses for weights that have not arrived, and after each event
             until the callbacks here have returned. Otherwise it continues.
 
     Attributes:
         rank: the rank that is called.
         num_ranks: number of ranks of the engine.
-        weight_version: version of the weights that were loaded last; -1: none were.
-        is_over: tells the listening thread to end.
-        error: error that ended the stream.
-        has_ended: whether a group has ended.
+        weight_version: version of the last weights that were loaded; -1 if none were.
+        is_over: set to end the listening thread.
+        error: error that ended the stream; None if it has not ended.
+        has_ended: whether any group has ended.
         thread: the listening thread.
     """
 
@@ -60,11 +61,12 @@ class RemoteStream:
         self._group = copy(group).use_ranks(ranks)
         self._done = done
         self._pauses = pauses
-        # Keeps calls in order, and no two threads from taking the same unseen calls.
+        # Keeps calls in order, and protects `_unseen`.
         self._lock = Lock()
-        self._unseen: list[Any] = []  # calls whose errors nobody has looked for
+        self._unseen: list[Any] = []  # handles of calls whose results have not been checked
         self._open: set[int] = set()  # unfinished groups
-        self._loads: dict[int, Future[int]] = {}  # by version
+        self._loads: dict[int, Future[int]] = {}  # unfinished loads by version
+        # Unfinished saves: callback and future.
         self._saves: list[tuple[Callable[[int, list[UnderWay]], None], Future[int]]] = []
         self.thread = Thread(target=self._listen, name=f"stream {self.rank}", daemon=True)
         self.thread.start()
@@ -89,12 +91,12 @@ class RemoteStream:
     ) -> Future[int]:
         """Load weights; see `GenerationStream.load`.
 
-        `weights` is called here: in a background thread if the engine pauses for it.
+        `weights` is called in this process; if the engine pauses, in a background thread.
         """
         done: Future[int] = Future()
         self._loads[version] = done
         if self._pauses:
-            # The engine waits from its next step on, and `weights` may wait in its thread.
+            # The engine pauses before its next step; `weights` may wait for the publication.
             self._call("await_weights", version, keeps_cache=keeps_cache)
             in_background(
                 lambda: self._call("give_weights", version, weights()), f"weights {version}"
@@ -108,8 +110,8 @@ class RemoteStream:
     def save(self, saved: Callable[[int, list[UnderWay]], None]) -> Future[int]:
         """Save unfinished groups; see `GenerationStream.save`.
 
-        `saved` is called in the listening thread, with 0 for the number of steps. The engine waits
-        for it if it pauses.
+        `saved` is called in the listening thread, with 0 as the number of steps. An engine that
+        pauses waits until it has returned.
         """
         done: Future[int] = Future()
         self._saves.append((saved, done))
@@ -122,28 +124,31 @@ class RemoteStream:
         self._call("abort", group)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Start a call of a method of the engine's stream, without waiting for it."""
+        # Each rank needs the weights; everything else is up to the first one.
         num_ranks = self.num_ranks if method == "give_weights" else 1
         calls = [((method, *args), kwargs)] * num_ranks
         with self._lock:
             self._unseen += self._group.start_all("call_stream", calls)
 
     def _listen(self) -> None:
+        """Handle the events of the engine until the stream is over or an error ends it."""
         try:
             while not self.is_over:
                 events = self._group.start_all("stream_events", [((), {})] * self.num_ranks)
                 with self._lock:
                     calls = self._unseen
                     self._unseen = []
-                # Errors of calls are raised here too, before the events that they may explain.
-                # The first rank's events follow the results of the calls.
+                # Calls come first, because their errors may be the cause of later ones.
                 results = self._group.resolve([*calls, *events])
-                for event in results[len(calls)]:
+                events_of_first_rank = results[len(calls)]
+                for event in events_of_first_rank:
                     self._take(*event)
         except BaseException as error:
             self.error = error
 
     def _take(self, kind: str, number: int, value: Any) -> None:
-        """Handle an event: see `ServedStream.events`."""
+        """Handle an event; see `ServedStream.events` for its parts."""
         if kind == "loaded":
             self.weight_version = value
             self._loads.pop(number).set_result(0)
@@ -160,10 +165,10 @@ class RemoteStream:
 
 
 class StreamPool(RolloutPool):
-    """Engines that generate during training, each a stream. They come and go as in `RolloutPool`.
+    """`RolloutPool` whose engines also generate during training, through streams.
 
-    Its batches are those of validation, so its engines get weights when there is something to
-    validate.
+    The methods of `RolloutPool` are used only for validation, so `publish` does not send the
+    weights before there is something to validate.
     """
 
     is_lazy = True
@@ -185,14 +190,14 @@ class StreamPool(RolloutPool):
             Streams that are new since the last call, and streams that were lost.
 
         Raises:
-            Exception: the error of a stream that is not about a loss, or of the last stream.
+            Exception: the error of a stream, if it is not a loss or if the run cannot continue
+                without the engine; see `RolloutPool`.
         """
         lost = [stream for stream in self._streams.values() if stream.error is not None]
-        # An engine that has generated something is restarted without a pause when it is lost.
+        # An engine that has generated something will be restarted without a pause if it is lost.
         for stream in self._streams.values():
             if stream.has_ended:
                 self._restarts.lasts(stream.rank)
-        # Raises if the run cannot go on without this engine.
         for stream in lost:
             assert stream.error is not None
             del self._streams[stream.rank]
@@ -208,7 +213,7 @@ class StreamPool(RolloutPool):
 
     def stop(self) -> None:
         """End the listening threads."""
-        # All are told before the first is waited for: each may take a second.
+        # Each thread may take a second to end, so all are told before any is awaited.
         for stream in self._streams.values():
             stream.is_over = True
         for stream in self._streams.values():
@@ -219,26 +224,27 @@ Stream = GenerationStream | RemoteStream
 
 
 class Pause:
-    """Wait of a worker for weights. It ends without them if `is_over`."""
+    """A worker's wait for weights. Setting `is_over` ends it without them."""
 
     is_over = False
 
 
 class StreamWorkers:
-    """The schedule's workers: a stream each, and the weights that they load.
+    """The streams of the schedule's workers, and the weights that they load.
 
-    It has neither threads nor a lock: `AsyncBatches` calls it with its lock.
+    It has neither threads nor a lock: `AsyncBatches` holds its lock when it uses this class.
 
     Attributes:
         actor: worker group whose weights are loaded.
-        pool: engines in other processes. None: the only stream is an engine of this process.
+        pool: engines in other processes. None: the only stream is an engine in this process.
         streams: streams by number of the worker.
-        joining: streams that have no weights yet, by the number that they will have.
-        numbers: numbers of workers; none is used twice.
+        joining: streams that have no weights yet, by the number that they will have as a worker.
+        numbers: iterator of unused numbers for workers.
         weights: copies of the actor's weights by version.
         unannounced: the newest of these versions, if the schedule does not know it yet.
-        pauses: wait of the last load of each worker.
-        idle_since: time since which a worker has had nothing to do (`time.perf_counter`).
+        pauses: wait for the weights of each worker's last load.
+        idle_since: for each idle worker, the time since which it has been idle
+            (`time.perf_counter`).
     """
 
     def __init__(self, actor: ActorRolloutRefWorker, pool: StreamPool | None) -> None:
@@ -258,7 +264,7 @@ class StreamWorkers:
         self.idle_since[number] = time.perf_counter()
 
     def remove(self, lost: Collection[RemoteStream]) -> list[int]:
-        """Remove lost streams. Returns the numbers of those that were workers."""
+        """Remove lost streams. Returns the numbers of those that had become workers."""
         for number, stream in tuple(self.joining.items()):
             if stream in lost:
                 del self.joining[number]
@@ -271,9 +277,10 @@ class StreamWorkers:
         return numbers
 
     def end_idleness(self, number: int) -> float | None:
-        """End the idle time of a worker, and return its share of the rollout's time, in seconds.
+        """End the idle time of a worker.
 
-        None: the worker was not idle.
+        Returns:
+            The idle time in seconds, divided by the number of workers; None if it was not idle.
         """
         idle_since = self.idle_since.pop(number, None)
         if idle_since is None:
@@ -281,12 +288,12 @@ class StreamWorkers:
         return (time.perf_counter() - idle_since) / len(self.streams)
 
     def forget_weights(self, used_versions: Iterable[int]) -> None:
-        """Release the weights that nobody loads again.
+        """Release copies of weights that no engine will load any more.
 
         Args:
-            used_versions: versions that workers generate with. Another engine may join with the
-                oldest of them; the engine of this process has loaded it already.
+            used_versions: versions with which workers generate.
         """
+        # Engines in other processes may join with the oldest version.
         oldest = min(used_versions)
         if self.pool is None:
             oldest += 1

@@ -13,6 +13,7 @@ from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto
+from quadriga.rewards.outcome import UNSCORED
 from quadriga.trainer.metrics import (
     check_log_probs,
     data_metrics,
@@ -62,15 +63,21 @@ def test_data_metrics(batch: DataProto) -> None:
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def signals(scores: list[float], lengths: list[int], uid: str) -> dict[str, str]:
+def signals(
+    scores: list[float], lengths: list[int], uid: str, unscored: tuple[int, ...] = ()
+) -> dict[str, str]:
     mask = torch.arange(3) < torch.tensor(lengths)[:, None]
     tensors = {
         "responses": torch.zeros(len(scores), 3, dtype=torch.int64),
         "attention_mask": torch.cat([torch.ones(len(scores), 2), mask], -1).long(),
         "token_level_scores": torch.tensor(scores)[:, None],
     }
-    uids = {"uid": np.array(list(uid), dtype=object)}
-    return dead_signals(DataProto.from_dict(tensors=tensors, non_tensors=uids), TrainerConfig())
+    extras = [{UNSCORED: "no verdict"} if row in unscored else {} for row in range(len(scores))]
+    columns = {
+        "uid": np.array(list(uid), dtype=object),
+        "reward_extra": np.array(extras, dtype=object),
+    }
+    return dead_signals(DataProto.from_dict(tensors=tensors, non_tensors=columns), TrainerConfig())
 
 
 def test_batches_without_a_signal_to_learn_from() -> None:
@@ -84,6 +91,11 @@ def test_batches_without_a_signal_to_learn_from() -> None:
     assert signals([1.0, 0.0, 1.0, 1.0], [1] * 4, "abab") == {}
     assert signals([1.0, 0.0], [1, 2], "ab") == {}
     assert signals([1.0], [1], "a") == {}
+    # A row without a score is not part of the batch that single responses are compared in.
+    assert signals([1.0, 0.0, 0.0], [1, 2, 1], "abc", unscored=(2,)) == {}
+    alike = signals([1.0, 1.0, 0.0], [1, 2, 1], "abc", unscored=(2,))
+    assert alike["scores"].startswith("all responses scored alike (mean 1)")
+    assert signals([0.0, 0.0], [1, 2], "aa", unscored=(0, 1)) == {}
     cut = signals([float(row) for row in range(16)], [3] * 15 + [1], "a" * 16)
     assert cut["length"].startswith("94% of responses hit the limit, data.max_response_length=3.")
     assert signals([float(row) for row in range(16)], [3] * 14 + [1, 2], "a" * 16) == {}

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from quadriga.config import Config, load_config
+from quadriga.config import Config, load_config, show
+from quadriga.errors import DataError
 from quadriga.rewards.managers.naive import NaiveRewardManager
 from quadriga.rewards.outcome import read_outcome
 from quadriga.rewards.scoring import ScoreFunction
-from quadriga.trainer.preflight import _Checks, preflight
+from quadriga.trainer.preflight import _Checks, preflight, recorded_run
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -125,3 +126,27 @@ def test_a_truth_that_the_users_grader_finds_wrong_brings_a_notice(
     for notice in notices:
         assert "its ground truth '5', graded as a response, scores 0" in notice
         assert f"custom_reward_function.path={file}" in notice
+
+
+@pytest.mark.parametrize(
+    "lengths", [[[[3, 4], [5, 6]], [[7, 8]]], [[[3, 4], [5]]]], ids=["prompts", "responses"]
+)
+def test_steps_of_different_sizes_cannot_be_simulated(
+    lengths: list[list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a run that was resumed with a larger batch, or whose rollouts have several rows."""
+    run = tmp_path / "run"
+    samples = run / "samples"
+    samples.mkdir(parents=True)
+    overrides = ["trainer.logger=[jsonl]", f"trainer.rollout_data_dir={samples}"]
+    (run / "config.yaml").write_text(show(load_config(overrides).config))
+    with (run / "metrics.jsonl").open("w") as metrics:
+        for step in range(1, len(lengths) + 1):
+            times = {"timing_s/gen": 1.0, "timing_s/step": 2.0}
+            metrics.write(json.dumps({"step": step, **times}) + "\n")
+            (samples / f"{step}.jsonl").touch()
+    monkeypatch.setattr(
+        "quadriga.trainer.preflight._lengths", lambda folder, config, step: lengths[step - 1]
+    )
+    with pytest.raises(DataError, match="of 2 sizes"):
+        recorded_run(run)
