@@ -53,12 +53,17 @@ class AbstractDataGenerator(ABC):
     def generate(self, dataset: "DynamicGenDataset") -> Iterable[Mapping[str, Any]]:
         """Return new rows, possibly none.
 
-        Rows have the columns that rows of files have, and images by absolute paths or as bytes.
-        `dataset` has the rows so far (`dataframe`), and in `batch` the last step with its rewards.
+        Rows have the columns of the files' rows. Images are given by absolute paths or as bytes.
+
+        Args:
+            dataset: has all rows so far (`dataframe`), and the batch of the last step with its
+                rewards (`batch`).
         """
 
 
-class _Generated(RLHFDataset):
+class _GeneratedRows(RLHFDataset):
+    """Rows of one call of the generator, all of which may turn out to be too long."""
+
     may_be_empty = True
 
 
@@ -99,12 +104,12 @@ class DynamicGenDataset(Dataset):
         options |= {"tokenizer": tokenizer, "config": config, "processor": processor}
         file_rows = RLHFDataset(data_files, max_samples=max_samples, **options)
         self.processor = file_rows.processor
-        self._make_part = partial(_Generated, **options)
-        # The rows of the files, and of each call of the generator.
+        self._make_part = partial(_GeneratedRows, **options)
+        # The rows of the files, then those of each call of the generator.
         self.parts = [file_rows]
-        # For each part, the number of the first row behind it.
+        # For each part, the number of rows up to its end.
         self._ends = [len(file_rows)]
-        # Parquet files of the generated parts, for checkpoints.
+        # Content of the Parquet file of each generated part, for checkpoints.
         self._contents: list[bytes] = []
 
     def __len__(self) -> int:
@@ -112,20 +117,22 @@ class DynamicGenDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Row `item`, as `RLHFDataset` returns it."""
-        # The part whose end is the first behind the item.
         part = bisect_right(self._ends, item)
         first = self._ends[part - 1] if part else 0
         return {**self.parts[part][item - first], "item": item}
 
     @property
     def dataframe(self) -> "datasets.Dataset":
-        """All rows as they were read and generated."""
-        # Parts may differ in their columns and in the types of these.
+        """All rows as they were read and generated, with the columns of any of them."""
+        # Parts may differ in their columns, and in the types of columns of one name.
         tables = [part.dataframe.with_format("arrow")[:] for part in self.parts]
         return as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
 
     def on_batch_end(self, batch: DataProto) -> None:
         """Generate rows after a step.
+
+        Args:
+            batch: the batch of the step, with rewards and advantages.
 
         Raises:
             DataError: the generator returns no rows, or wrong ones.
@@ -136,22 +143,26 @@ class DynamicGenDataset(Dataset):
     def append_dataframe(self, new_dataframe: Iterable[Mapping[str, Any]]) -> None:
         """Add rows. With `data.filter_overlong_prompts` those that are too long are left out.
 
+        Args:
+            new_dataframe: the rows, each a dictionary of columns.
+
         Raises:
-            DataError: these are no rows, or wrong ones.
+            DataError: a row is no dictionary, or wrong.
         """
         where = f"{_WHERE} {type(self.data_generator).__name__}.generate"
+        # A value that cannot be iterated over is reported below, as a wrong row.
         rows = list(new_dataframe) if isinstance(new_dataframe, Iterable) else [new_dataframe]
-        columns: dict[str, None] = {}
+        empty_row: dict[str, None] = {}
         for row in rows:
             if not isinstance(row, Mapping):
                 expected = "rows, each a dictionary of columns"
                 raise DataError(where, got=shortened(row), expected=expected)
-            # Arrow would take the columns of the first row only.
-            columns |= dict.fromkeys(row)
+            empty_row |= dict.fromkeys(row)
         if not rows:
             return
         try:
-            table = pa.Table.from_pylist([dict.fromkeys(columns) | dict(row) for row in rows])
+            # Arrow takes its columns from the first row, so each row gets the columns of all.
+            table = pa.Table.from_pylist([empty_row | dict(row) for row in rows])
         except pa.ArrowException as error:
             raise DataError(where, got=str(error), expected="columns of one type each") from error
         content = BytesIO()
@@ -173,7 +184,7 @@ class DynamicGenDataset(Dataset):
         self._contents.append(content)
 
     def state_dict(self) -> dict[str, Any]:
-        """Identity of the files' rows, all generated rows, and the generator's state, if any."""
+        """State of the files' rows, all generated rows, and the generator's state, if any."""
         generator_state = None
         if hasattr(self.data_generator, "state_dict"):
             generator_state = self.data_generator.state_dict()
@@ -193,7 +204,7 @@ class DynamicGenDataset(Dataset):
             DataError: the files have other rows than those of the state.
         """
         self.parts[0].load_state_dict(state["files"])
-        # The rows of the files are the same, so only the generated ones are replaced.
+        # The rows of the files need not be read again.
         del self.parts[1:]
         del self._ends[1:]
         self._contents.clear()
