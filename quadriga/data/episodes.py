@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quadriga.config import Config
-from quadriga.data.files import written_aside
+from quadriga.data.files import write_once
 
 SEED = "env_seed"
 """Entry of `extra_info` with the seed of `reset`."""
@@ -68,9 +68,5 @@ def _write_rows(config: Config, num_rows: int, *, is_validation: bool) -> str:
         rows.append(row)
     content = BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), content)
-    digest = hashlib.sha256(content.getvalue()).hexdigest()[:20]
-    file = Path(config.data.cache_dir).expanduser() / "episodes" / f"{digest}.parquet"
-    if not file.is_file():
-        with written_aside(file, where="data.cache_dir") as draft:
-            draft.write_bytes(content.getvalue())
-    return str(file)
+    folder = Path(config.data.cache_dir).expanduser() / "episodes"
+    return str(write_once(content.getvalue(), folder))

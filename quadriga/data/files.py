@@ -787,6 +787,26 @@ def written_aside(target: Path, *, where: str) -> Iterator[Path]:
             draft.unlink(missing_ok=True)
 
 
+def write_once(content: bytes, folder: Path) -> Path:
+    """Write a Parquet file of the cache, named after its content, unless it exists already.
+
+    Args:
+        content: the file's content.
+        folder: folder in the cache; created if it does not exist.
+
+    Returns:
+        The file.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    file = folder / f"{hashlib.sha256(content).hexdigest()[:20]}.parquet"
+    if not file.is_file():
+        with written_aside(file, where="data.cache_dir") as draft:
+            draft.write_bytes(content)
+    return file
+
+
 def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, where: str) -> Path:
     """Write rows to a file that is named after its content, so that equal rows share a file.
 

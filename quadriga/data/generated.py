@@ -7,7 +7,6 @@
 Each checkpoint has all generated rows: a resumed run does not generate them again.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from quadriga.config import DataConfig
-from quadriga.data.files import FileNames, written_aside
+from quadriga.data.files import FileNames, write_once
 from quadriga.data.rl_dataset import RLHFDataset, as_hf_dataset
 from quadriga.data.tokenizing import shortened
 from quadriga.errors import DataError
@@ -172,11 +171,7 @@ class DynamicGenDataset(Dataset):
     def _append(self, content: bytes) -> None:
         """Write a Parquet file into the cache and add its rows."""
         # A resumed run finds the file of the same rows, or writes it again.
-        name = f"{hashlib.sha256(content).hexdigest()[:20]}.parquet"
-        file = Path(self.config.cache_dir).expanduser() / "generated" / name
-        if not file.is_file():
-            with written_aside(file, where="data.cache_dir") as draft:
-                draft.write_bytes(content)
+        file = write_once(content, Path(self.config.cache_dir).expanduser() / "generated")
         part = self._make_part(str(file))
         part.columns_entry = self.parts[0].columns_entry
         self.parts.append(part)
