@@ -136,7 +136,7 @@ def read_adapter(folder: Path) -> AdapterShape:
 
 @dataclass(frozen=True)
 class AdapterRoute:
-    """How an adapter reaches a rollout engine.
+    """Way in which an adapter reaches a rollout engine.
 
     Attributes:
         is_alone: whether weight sync sends only the adapter once the engine has the base weights;

@@ -92,14 +92,11 @@ def plain_math(text: str) -> str:
     """
     text = _EMPHASIS.sub(lambda match: match["number"], text)
     text = _MARK_AS_TEXT.sub(r"\1", text).replace("\\varnothing", "\\emptyset")
-    text = _MIXED_NUMBER.sub(_improper_fraction, text)
+    # A mixed number, "7 3/4", has the groups 7, 3 and 4.
+    text = _MIXED_NUMBER.sub(
+        lambda match: f"{int(match[1]) * int(match[3]) + int(match[2])}/{int(match[3])}", text
+    )
     return _POINT_AT_THE_END.sub("", text)
-
-
-def _improper_fraction(match: re.Match[str]) -> str:
-    """Rewrite a mixed number, "7 3/4", as one fraction."""
-    whole, numerator, denominator = map(int, match.groups())
-    return f"{whole * denominator + numerator}/{denominator}"
 
 
 def last_answer(text: str) -> str | None:
