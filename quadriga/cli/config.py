@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga config`: the resolved tree, a description of a run, and all keys.
+"""`quadriga config`: print the resolved configuration, a description of a run, or all keys.
 
-It also has the options by which all commands read a configuration: `--config FILE`, `key=value`.
+The functions for the arguments `--config FILE` and `key=value` are used by all commands.
 """
 
 import argparse
@@ -75,7 +75,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_keys(words: Sequence[str]) -> None:
-    # Quoted words are words too.
+    """Print the keys that have all words in their name or meaning.
+
+    If there are none, print why verl's keys with these words have no counterpart.
+    """
+    # A quoted argument may have several words.
     words = " ".join(words).split()
     text = keys_text(words)
     if not text and find_spec("quadriga_verl"):
@@ -89,12 +93,17 @@ def _print_keys(words: Sequence[str]) -> None:
 
 
 def _print_section(title: str, lines: Collection[object]) -> None:
+    """Print a title with indented lines below it, if there are any."""
     if lines:
         print(f"\n{title}", *lines, sep="\n  ")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of a command with a configuration.
+    """Parse the arguments of a command with a configuration (`add_config_arguments`).
+
+    Args:
+        parser: parser of the command.
+        argv: words after the name of the command.
 
     Raises:
         ConfigError: a key is written with dashes, as an option.
@@ -109,7 +118,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands with a configuration, whose arguments `parse` reads."""
+    """Add the arguments `--config FILE` and `key=value` to a command's parser."""
     parser.add_argument(
         "--config",
         dest="config_files",

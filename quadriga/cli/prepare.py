@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     """Run `quadriga prepare`; return its exit status."""
     options = _parser().parse_args(argv)
     if not sys.stderr.isatty():
-        # Progress bars of libraries would be one endless line in a log.
+        # In a log, a library's progress bar would be one endless line.
         os.environ.setdefault("TQDM_DISABLE", "1")
     if options.what == "data":
         _prepare_data(options)
@@ -44,6 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Make the parser, with a sub-command for each kind of output."""
     parser = argparse.ArgumentParser(
         prog="quadriga prepare", description="Write data or a model as a run reads them."
     )
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prepare_data(options: argparse.Namespace) -> None:
+    """Write the rows of a task, and print the files."""
     files = _recipe("tasks").prepare_data(
         options.name,
         options.output,
@@ -101,6 +103,7 @@ def _prepare_data(options: argparse.Namespace) -> None:
 
 
 def _prepare_playground(options: argparse.Namespace) -> None:
+    """Write the playground; print its files and the commands to run next."""
     parts = _recipe("playground").prepare_playground(options.output, seed=options.seed)
     log_to(options.output)
     width = max(map(len, parts))
@@ -112,7 +115,7 @@ def _prepare_playground(options: argparse.Namespace) -> None:
 
 
 def _recipe(name: str) -> ModuleType:
-    """Import a module of the recipes, the wheel's second package, which a run does not need."""
+    """Import a module of `quadriga_recipes`, which may be missing: a run does not need it."""
     try:
         return import_module(f"quadriga_recipes.{name}")
     except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga serve`: a model or a checkpoint behind an HTTP API, until Ctrl-C."""
+"""`quadriga serve`: serve a model or a checkpoint over HTTP, until Ctrl-C."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ _STATUS_OF_INTERRUPT = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quadriga serve`; it ends with KeyboardInterrupt."""
+    """Run `quadriga serve`, until KeyboardInterrupt."""
     parser = argparse.ArgumentParser(
         prog="quadriga serve",
         description=_ABOUT,
@@ -88,11 +88,11 @@ def serve(config: Config) -> None:
         print(f"serving {server.app.policy.name} at {server.url}, {access}; Ctrl-C ends it")
         print(f"limits: {server.limits}", flush=True)
         try:
-            # Requests are answered by other threads; this one waits for Ctrl-C.
+            # Other threads answer requests; this one waits for Ctrl-C.
             threading.Event().wait()
         finally:
-            # A computation in C code cannot be interrupted, so the process ends at the latest when
-            # the time is up, with the status of a command that Ctrl-C has ended.
+            # Closing may have to wait for a computation in C code. After this time the process ends
+            # anyway, with the status of an interrupted command.
             deadline = threading.Timer(_END_S, os._exit, (_STATUS_OF_INTERRUPT,))
             deadline.daemon = True
             deadline.start()
@@ -101,7 +101,7 @@ def serve(config: Config) -> None:
 
 
 def _with_length(config: Config) -> Config:
-    """The configuration with the longest sequence that the model can have, unless it names one."""
+    """Set `rollout.max_model_len` to what the model can take, unless it is set."""
     policy = config.actor_rollout_ref
     if policy.rollout.max_model_len is not None:
         return config

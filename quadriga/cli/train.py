@@ -80,11 +80,14 @@ def sft(argv: Sequence[str]) -> int:
 
 
 def _start(config: Config, kept_alive: Sequence[str]) -> int:
-    """Train, with keys in the task's spelling in errors.
+    """Train; errors name keys in the task's spelling.
 
     Args:
         config: the run.
-        kept_alive: words of the command to restart after a death; empty for no restart.
+        kept_alive: words of the command to restart when a signal ends it; empty: no restart.
+
+    Returns:
+        The exit status.
     """
     try:
         if kept_alive and not is_kept_alive():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga view`: a page on runs, until Ctrl-C; or the same page as a file."""
+"""`quadriga view`: serve a page about runs until Ctrl-C, or write it to a file."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ _SERVER = "quadriga.view.server:ViewServer"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quadriga view`; a server ends with KeyboardInterrupt."""
+    """Run `quadriga view`; return its exit status. A server runs until KeyboardInterrupt."""
     parser = argparse.ArgumentParser(prog="quadriga view", description=_ABOUT)
     parser.add_argument(
         "runs",
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             expected="Starlette and uvicorn",
             fix='Install them: pip install "quadriga[serve]". --export works without them.',
         ) from error
-    # Training on this machine goes first.
+    # A run on this machine must not become slower.
     os.nice(10)
     server = server_class(data, options.host, options.port)
     num_runs = len(data.names())
@@ -82,12 +82,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _steps(text: str | None) -> list[int] | None:
-    """Steps of a list such as `1,5,10-20`."""
+    """Parse a list of steps such as `1,5,10-20`; None stays None."""
     if text is None:
         return None
     steps: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        # An empty range, which is refused below, stands for what is no number or range.
         first = int(match[1]) if match else 0
         last = int(match[2] or first) if match else -1
         if not first <= last < first + _MAX_RANGE:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters, as the configuration or PEFT's adapter_config.json describes them.
+"""Descriptions of LoRA adapters, from the configuration or from PEFT's adapter_config.json.
 
-Hu et al., arXiv:2106.09685. A module that computes W x computes W x + scale B A x with an adapter: A
-is [rank, in], B is [out, rank], and scale is alpha / rank or, with rslora, alpha / sqrt(rank).
+Hu et al., arXiv:2106.09685. With an adapter, a module that computes W x computes W x + scale B A x:
+A is [rank, in], B is [out, rank], and scale is alpha / rank or, with rslora, alpha / sqrt(rank).
 """
 
 import json
@@ -21,9 +21,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 
-# Other initializations (such as pissa) also change the weights that the adapter is added to.
+# Accepted values of PEFT's fields. Other initializations (such as pissa) also change the weights that
+# the adapter is added to.
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
-# Further features of PEFT. Merging would silently ignore them.
+# Features of PEFT that are not supported: merging would silently ignore them.
 _NOT_PLAIN = (
     "use_dora",
     "lora_bias",
@@ -67,12 +68,12 @@ class AdapterShape:
 
     @property
     def scale(self) -> float:
-        """Factor of B A."""
+        """Factor that B A is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 def adapter_shape(model: ModelConfig) -> AdapterShape:
-    """Adapter that a configuration describes: a new one, or the one in `lora_adapter_path`."""
+    """Describe the adapter of a configuration: a new one, or the one in `lora_adapter_path`."""
     folder = Path(model.path).expanduser()
     base = str(folder.resolve()) if folder.is_dir() else model.path
     if model.lora_adapter_path is not None:
@@ -135,14 +136,20 @@ def read_adapter(folder: Path) -> AdapterShape:
 
 @dataclass(frozen=True)
 class AdapterRoute:
-    """Decision whether weight sync sends only the adapter after the base weights, with the reason."""
+    """Way in which an adapter reaches a rollout engine.
+
+    Attributes:
+        is_alone: whether weight sync sends only the adapter once the engine has the base weights;
+            else it is merged into the weights.
+        reason: the reason.
+    """
 
     is_alone: bool
     reason: str
 
 
 def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> AdapterRoute:
-    """Decide whether an adapter is merged into the weights that a rollout engine gets.
+    """Decide how an adapter reaches the rollout engine.
 
     Args:
         config: the run.
@@ -194,7 +201,7 @@ def _reason_to_merge(config: Config, is_wide_on_accelerator: bool) -> str:
 
 
 def check_adapter(config: Config) -> Findings:
-    """Yield what keeps an adapter from being trained, or from reaching the rollout engine."""
+    """Yield reasons why an adapter cannot be trained, or cannot reach the rollout engine."""
     model = config.actor_rollout_ref.model
     if not model.has_adapter:
         return

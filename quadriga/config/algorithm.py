@@ -18,6 +18,7 @@ from quadriga.config.types import Count, KLKind, Name, Share
 _TWO_BOUNDS = "a number above 0, or two as LOWER_UPPER"
 _LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 _RULES = tuple(f"{level}_{kind}" for level in _LEVELS for kind in ("k1", "k2", "k3"))
+# Parts that the presets of the off-policy correction are put together from.
 _POLICY_GRADIENT = {"bypass_mode": True, "loss_type": "reinforce"}
 _TOKEN = {"rollout_is": "token"}
 _SEQUENCE = {"rollout_is": "sequence"}
@@ -73,18 +74,27 @@ on single tokens."""
 
 
 def _names(text: float | str | None) -> list[str]:
-    """Split a list with commas."""
+    """Split a text at commas; None has no entries."""
     if text is None:
         return []
     return [part.strip() for part in str(text).split(",") if part.strip()]
 
 
 def _bounds(value: float | str, expected: str = _TWO_BOUNDS) -> tuple[float | None, float]:
-    """Parse `UPPER` or `LOWER_UPPER`; the lower bound may be None."""
+    """Parse `UPPER` or `LOWER_UPPER`.
+
+    Args:
+        value: the value of a key, or a part of it.
+        expected: the accepted values, for the error.
+
+    Returns:
+        The lower bound, or None, and the upper bound.
+    """
     try:
         numbers = [float(part) for part in str(value).split("_")]
     except ValueError:
         raise refuse(expected) from None
+    # False for NaN too.
     are_positive = all(0 < number < float("inf") for number in numbers)
     if len(numbers) > 2 or not are_positive or numbers != sorted(numbers):
         raise refuse(expected)
@@ -116,6 +126,7 @@ class RolloutCorrectionConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _preset_fills_in(cls, values: Any) -> Any:
+        """Set the keys of the preset that are not set themselves."""
         preset = values.get("preset") if isinstance(values, dict) else None
         if not isinstance(preset, str):
             return values
@@ -144,12 +155,14 @@ class RolloutCorrectionConfig(Section):
     @field_validator("rollout_is_threshold")
     @classmethod
     def _readable_bounds(cls, value: float | str) -> float | str:
+        """Refuse bounds that cannot be parsed."""
         _bounds(value)
         return value
 
     @field_validator("rollout_rs")
     @classmethod
     def _known_rules(cls, value: str | None) -> str | None:
+        """Refuse unknown rules of rejection."""
         names = _names(value)
         if value is not None and (not names or set(names) - set(_RULES)):
             expected = f"one or more of {', '.join(_RULES)}, with commas between"
@@ -158,7 +171,8 @@ class RolloutCorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
-        # The property raises what cannot be parsed.
+        """Refuse thresholds that do not fit the rules of rejection."""
+        # The property raises the error.
         _ = self.rejections
         return self
 
@@ -169,9 +183,15 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def rejections(self) -> tuple[tuple[str, str, float, float], ...]:
-        """Rules as level, kind, lower and upper bound: of ratios for k1, else with 0 as the lower one."""
+        """Rules of rejection, from `rollout_rs` and `rollout_rs_threshold`.
+
+        Returns:
+            For each rule its level, its kind, and the lower and upper bound: of the ratio for k1,
+            else of the divergence, with 0 as the lower bound.
+        """
         names = list(dict.fromkeys(_names(self.rollout_rs)))
         thresholds = _names(self.rollout_rs_threshold)
+        # One threshold is for all rules.
         if names and len(thresholds) == 1:
             thresholds *= len(names)
         if names and len(thresholds) != len(names):

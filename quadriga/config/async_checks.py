@@ -23,7 +23,7 @@ _KEY = "async_training"
 
 
 def check_async(config: Config) -> Findings:
-    """Yield what cannot run beside training, and what stale samples change."""
+    """Yield settings that asynchronous training does not support, and notices about its effects."""
     if not config.async_training.enable:
         return
     yield from _check_generating_ranks(config)
@@ -38,6 +38,7 @@ def _refused(key: str, got: str, expected: str, fix: str = "") -> ConfigError:
 
 
 def _check_generating_ranks(config: Config) -> Findings:
+    """Yield problems with the pools and ranks that generate."""
     settings = config.async_training
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
@@ -48,7 +49,7 @@ def _check_generating_ranks(config: Config) -> Findings:
         fix = "For example {actor: training, ref: training, rollout: generation}."
         yield _refused("trainer.placement", str(trainer.placement), expected, fix)
 
-    # Each process of the rollout may start vLLM on several devices, which no other role can use.
+    # If a rollout process starts vLLM on several devices, no other role can use these devices.
     rollout_pool = pools.get("rollout")
     neighbours = [
         role for role, pool in pools.items() if pool == rollout_pool and role != "rollout"
@@ -62,7 +63,8 @@ def _check_generating_ranks(config: Config) -> Findings:
         fix = "Use one rank per engine, or vllm."
         yield _refused(f"{ROLLOUT}.tensor_model_parallel_size", got, "1", fix)
 
-    # When an engine in another process takes new weights is neither recorded nor fixed.
+    # The rest is about engines in other processes that take new weights during generation: at which
+    # token they do so depends on timing.
     if not is_on_ray or settings.in_flight != "continue":
         return
     if settings.replay:
@@ -77,6 +79,7 @@ def _check_generating_ranks(config: Config) -> Findings:
 
 
 def _check_engine(config: Config) -> Findings:
+    """Yield problems with the engine, its replicas and the rollout cache."""
     settings = config.async_training
     rollout = config.actor_rollout_ref.rollout
     if not rollout.traits.streams:
@@ -97,6 +100,7 @@ def _check_engine(config: Config) -> Findings:
 
 
 def _check_schedule(config: Config) -> Findings:
+    """Yield combinations of keys that no schedule of samples and steps can satisfy."""
     settings = config.async_training
     trainer = config.trainer
     has_conversations = config.actor_rollout_ref.rollout.mode == "async"
@@ -125,6 +129,7 @@ def _check_schedule(config: Config) -> Findings:
 
 
 def _stale_notices(config: Config) -> Iterator[str]:
+    """Yield notices about checkpoints, and about learning from stale samples."""
     settings = config.async_training
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
@@ -158,7 +163,7 @@ def _stale_notices(config: Config) -> Iterator[str]:
 
 
 def check_streaming(config: Config) -> Findings:
-    """Yield what needs all rows or their number, where rows are only read as they are needed."""
+    """Yield settings that `data.streaming` does not support, as rows are only read when needed."""
     data = config.data
     if data.streaming is None:
         return
@@ -185,6 +190,7 @@ def check_streaming(config: Config) -> Findings:
 
 
 def _check_unknown_length(config: Config) -> Findings:
+    """Yield settings that need the number of rows, which is unknown."""
     trainer = config.trainer
     if trainer.total_training_steps is None:
         yield _refused_stream(config, "trainer.total_training_steps", "null", "a number of steps")

@@ -45,6 +45,7 @@ class AsyncTrainingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _preset_fills_in(cls, values: Any) -> Any:
+        """Set the keys of the preset that are not set themselves."""
         preset = values.get("preset") if isinstance(values, dict) else None
         if not isinstance(preset, str):
             return values
@@ -52,6 +53,7 @@ class AsyncTrainingConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "AsyncTrainingConfig":
+        """Refuse combinations of these keys that cannot work."""
         if self.on_stale == "drop" and self.deterministic:
             raise refuse(
                 "on_stale=wait with deterministic=True",

@@ -22,12 +22,13 @@ absent = MachineError
 
 @dataclass(frozen=True)
 class ReadIf:
-    """Marks a field that is only read depending on the value of another field of its section.
+    """Marks a field that is read only for certain values of another field of its section.
 
     Attributes:
         name: the other field.
         values: values of the other field.
-        is_one: whether the other field must have one of these values, or none of them.
+        is_one: whether the field is read if the other field has one of these values; else it is
+            read if it has any other value.
     """
 
     name: str
@@ -36,12 +37,12 @@ class ReadIf:
 
 
 class Section(BaseModel):
-    """Part of the configuration tree. It cannot be changed and refuses unknown keys."""
+    """Base class of the sections of the configuration, which are immutable and have fixed keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Value of a field. Users' classes may read a section like a mapping."""
+        """Value of a field, or the default. With `[]` and `in`, sections can be read as mappings."""
         return getattr(self, name, default)
 
     def __getitem__(self, name: str) -> Any:
@@ -53,16 +54,29 @@ class Section(BaseModel):
         return name in type(self).model_fields
 
     def findings(self, at: str) -> Findings:
-        """Problems and notices about the values of this section, whose dotted key is `at`."""
+        """Yield problems and notices about the values of this section.
+
+        Args:
+            at: dotted key of the section.
+        """
         return iter(())
 
     def changed(self, at: str) -> list[str]:
-        """Dotted keys of the fields that differ from their defaults; `at` is the section's key."""
+        """Dotted keys of the fields that differ from their defaults.
+
+        Args:
+            at: dotted key of the section.
+        """
         default = type(self)()
         return [f"{at}.{name}" for name, value in self if value != getattr(default, name)]
 
     def unread(self, at: str) -> Iterator[str]:
-        """Notices about changed fields that are not read, as a `ReadIf` says."""
+        """Yield notices about changed fields that are not read according to their `ReadIf`.
+
+        Args:
+            at: dotted key of the section.
+        """
+        # Unread keys by the field that they depend on.
         keys_by_condition: dict[str, list[str]] = {}
         for name, field in type(self).model_fields.items():
             for rule in field.metadata:
@@ -80,20 +94,38 @@ class Section(BaseModel):
 
 
 def refuse(expected: str, fix: str = "") -> PydanticCustomError:
-    """Error for a validator to raise. The loader adds the key, the value and its place."""
+    """Make an error for a validator to raise. The loader adds the key, the value and its place.
+
+    Args:
+        expected: the values that are accepted.
+        fix: how to correct the value.
+    """
     return PydanticCustomError(
         "refused", "expected {expected}. {fix}", {"expected": expected, "fix": fix}
     )
 
 
 def unused(names: list[str], because: str) -> Iterator[str]:
-    """Notice that these keys were set but are not read; none if there are no keys."""
+    """Yield a notice that keys were set but are not read; nothing if there are no keys.
+
+    Args:
+        names: the dotted keys.
+        because: the reason.
+    """
     if names:
         yield f"{', '.join(names)}: not used because {because}."
 
 
 def filled(given: Any, defaults: Mapping[str, Any]) -> Any:
-    """Add missing keys to a tree, section by section. The result is validated like user input."""
+    """Add missing keys to a tree of values, section by section.
+
+    Args:
+        given: the tree. A value that is no mapping is returned as it is: validation refuses it.
+        defaults: values of missing keys.
+
+    Returns:
+        A new tree.
+    """
     if not isinstance(given, Mapping):
         return given
     tree = dict(given)

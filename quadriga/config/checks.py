@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks between sections, made before anything starts.
+"""Checks between sections of the configuration, made before anything starts.
 
-They report what would fail later, and what a run would do without saying so. The `findings` of a
-section check its values alone. The checks of paths, of the rollout, of asynchronous training and of
-placement have files of their own.
+They yield errors for what would fail later, and notices about effects that users may not expect.
+Checks of the values of a single section are its `findings`. Checks of paths, of the rollout, of
+asynchronous training and of placement have files of their own.
 """
 
 from collections.abc import Iterator
@@ -37,12 +37,15 @@ from quadriga.errors import ConfigError
 def training_findings(
     config: Config, *, is_verls: bool = False
 ) -> tuple[list[ConfigError], list[str]]:
-    """Problems of a training run, and notices for its user.
+    """Run all checks of a training run.
 
     Args:
         config: the run.
-        is_verls: whether the configuration is from a command line of verl, which may use groups of
+        is_verls: whether the configuration is from a command line of verl, which allows groups of
             one response with any estimator.
+
+    Returns:
+        The problems, and the notices for the user.
     """
     problems: list[ConfigError] = []
     notices: list[str] = []
@@ -58,8 +61,8 @@ def training_findings(
 
 
 def check_sections(config: Config) -> Findings:
-    """Yield what each section finds in its own values."""
-    # Breadth first, so that the findings of outer sections come first.
+    """Yield the findings of each section about its own values."""
+    # The list grows while it is read: breadth first, so findings of outer sections come first.
     sections: list[tuple[str, Section]] = [("", config)]
     for at, section in sections:
         yield from section.unread(at)
@@ -70,7 +73,7 @@ def check_sections(config: Config) -> Findings:
 
 
 def check_distillation(config: Config) -> Findings:
-    """Yield settings of the step that do not fit a teacher."""
+    """Yield settings outside the section `distillation` that do not fit a teacher."""
     section = config.distillation
     if not section.enable:
         return
@@ -111,8 +114,9 @@ def check_batches(config: Config) -> Findings:
 
 
 def _check_micro_batches(config: Config) -> Iterator[str]:
-    """Yield passes whose micro-batches are cut by tokens, with fewer tokens than a sequence may have."""
+    """Yield limits on the tokens of a micro-batch that are below the longest possible sequence."""
     max_tokens = BatchPlan(config).max_sequence_tokens
+    # The limits of all passes whose micro-batches are cut by tokens.
     limits: dict[str, int] = {}
     policy = config.actor_rollout_ref
     actor = policy.actor
@@ -153,7 +157,13 @@ def check_update(config: Config) -> Findings:
 
 
 def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig) -> Findings:
-    """Yield what is wrong with the schedule or the checkpoints of a trained model."""
+    """Yield problems with the learning rate or the checkpoints of a trained model.
+
+    Args:
+        config: the run.
+        at: dotted key of the section.
+        section: the actor or the critic.
+    """
     optim = section.optim
     num_steps = config.trainer.total_training_steps
     if optim.lr == 0:
@@ -181,7 +191,7 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
 
 
 def check_supervised(config: Config) -> Findings:
-    """Yield what SFT or the training of a reward model does not support."""
+    """Yield settings that SFT and the training of reward models do not support."""
     model = config.actor_rollout_ref.model
     yield from model.findings("actor_rollout_ref.model")
     if config.data.truncation == "middle":
@@ -202,7 +212,7 @@ def check_supervised(config: Config) -> Findings:
 
 
 def _check_pairs(config: Config) -> Findings:
-    """Yield what the training of a reward model on pairs does not support."""
+    """Yield settings that the training of a reward model on pairs does not support."""
     actor = config.actor_rollout_ref.actor
     if config.data.truncation == "right":
         fix = (

@@ -14,6 +14,7 @@ class FromFile(Section):
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
+        """Refuse a file without a name, and a name without a file."""
         names = [name for name, _ in self if name != "options"]
         missing_names = [name for name in names if getattr(self, name) is None]
         if len(missing_names) == 1:
@@ -35,6 +36,7 @@ class CustomDatasetConfig(FromFile):
 
     @model_validator(mode="after")
     def _someone_reads_them(self) -> Self:
+        """Refuse `options` without a class that reads them."""
         if self.options and self.path is None:
             expected = "no keys of your own without data.custom_cls.path"
             raise refuse(expected, "Name the class that reads them.")
@@ -80,6 +82,7 @@ class ImageSizeConfig(Section):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
+        """Refuse a minimum above its maximum."""
         for unit in ("pixels", "frames"):
             minimum = getattr(self, f"min_{unit}")
             maximum = getattr(self, f"max_{unit}")
@@ -192,6 +195,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_data_set(self) -> Self:
+        """Refuse two classes that would both make the training rows."""
         if self.custom_cls.path is not None and self.datagen.path is not None:
             fix = "A dataset class of your own may have on_batch_end(batch)."
             raise refuse("data.custom_cls or data.datagen", fix)
@@ -199,6 +203,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _a_share_for_each(self) -> Self:
+        """Require a share of the mixture for each entry of `train_files`."""
         files = [self.train_files] if isinstance(self.train_files, str) else self.train_files
         if self.mixture and len(self.mixture) != len(files):
             expected = f"data.mixture with a share for each entry of data.train_files, {len(files)}"
@@ -206,8 +211,9 @@ class DataConfig(Section):
         return self
 
     if not TYPE_CHECKING:
-
+        # Hidden from type checkers, which would accept any attribute.
         def __getattr__(self, name: str) -> Any:
+            """Read an option of the user's own data set class like a field."""
             # pydantic looks up attributes before the fields are set.
             options = self.__dict__["custom_cls"].options if "custom_cls" in self.__dict__ else {}
             if name.startswith("_") or name not in options:

@@ -46,13 +46,14 @@ class DistillationConfig(ParallelConfig):
     @model_validator(mode="before")
     @classmethod
     def _top_k_is_a_loss(cls, values: Any) -> Any:
+        """Change the default of `use_policy_gradient` for losses on the teacher's top tokens."""
         if not isinstance(values, dict) or values.get("loss_mode") != _TOP_K:
             return values
         return filled(values, {"use_policy_gradient": False})
 
     @property
     def num_top_tokens(self) -> int | None:
-        """Number of most likely tokens that a teacher returns; None: only the response's tokens."""
+        """Number of most likely tokens that a teacher returns; None: those of the response only."""
         return self.topk if self.loss_mode == _TOP_K else None
 
     def teacher_of(self, data_source: str) -> str | None:

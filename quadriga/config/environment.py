@@ -52,7 +52,7 @@ class EnvironmentConfig(Section):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the environment is behind a server."""
+        """Whether the environment runs on a server."""
         return self.name is not None and self.name.startswith("openenv:")
 
     @property
@@ -62,7 +62,7 @@ class EnvironmentConfig(Section):
 
     @property
     def seats(self) -> list[int]:
-        """Numbers of the agents that are trained."""
+        """Numbers of the agents that are trained: those of `trained_agents` that the policy plays."""
         players = self.agents or ["policy"]
         numbers = [number for number, player in enumerate(players) if player == "policy"]
         if not self.trained_agents:

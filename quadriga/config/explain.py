@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Description of a configuration: batch arithmetic, steps of a run, and the resolved tree."""
+"""Describes a configuration in words: batch arithmetic, steps of a run, and the resolved tree."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -64,6 +64,7 @@ class BatchPlan:
 
 
 def _ceil_div(number: int, divisor: int) -> int:
+    """Divide and round up."""
     return -(-number // divisor)
 
 
@@ -106,10 +107,10 @@ def writes_checkpoints(config: Config) -> bool:
 
 
 def show(config: Config) -> str:
-    """Resolved tree as YAML, with the keys that the task reads.
+    """Format the resolved configuration as YAML, with the keys that the task reads.
 
-    Reading it again gives an equal configuration, once the values that `quadriga.redact` hides are
-    filled in.
+    The YAML can be loaded again, and gives an equal configuration once the secrets that
+    `quadriga.redact` hides are filled in.
     """
     dumped = redacted(config.model_dump(mode="json"))
     tree: dict[str, Any] = {}
@@ -153,15 +154,18 @@ def explain(
 
 
 def _paragraph(title: str, lines: Iterable[str]) -> str:
+    """Format a title with indented lines below it."""
     return "\n  ".join([title, *lines]) + "\n"
 
 
 def _count(number: int, singular: str, plural: str = "") -> str:
+    """Format a number with its noun, such as "2 batches"; by default the plural ends in s."""
     noun = singular if number == 1 else plural or f"{singular}s"
     return f"{number} {noun}"
 
 
 def _step(config: Config, plan: BatchPlan) -> Iterator[str]:
+    """Size of a step: prompts, responses and tokens."""
     rollout = config.actor_rollout_ref.rollout
     groups = config.algorithm.filter_groups
     batch = f"{_count(plan.num_prompts, 'prompt')} x {_count(rollout.n, 'response')}"
@@ -182,6 +186,7 @@ def _step(config: Config, plan: BatchPlan) -> Iterator[str]:
 
 
 def _files(trainer: TrainerConfig) -> Iterator[str]:
+    """Directories and files that the run writes."""
     yield f"run: {trainer.directory}"
     yield f"metrics: {', '.join(trainer.loggers)}"
     if trainer.rollout_record != "off":
@@ -193,6 +198,7 @@ def _files(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
+    """Mini-batches and micro-batches of an update, and its loss."""
     actor = config.actor_rollout_ref.actor
     size = _count(plan.mini_batch_prompts, "prompt")
     size += f" ({_count(plan.mini_batch_sequences, 'sequence')})"
@@ -209,7 +215,6 @@ def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
         independent = "the gradient does not depend on their size"
         yield f"{count} of {plan.micro_batch_sequences} in a mini-batch; {independent}"
 
-    # The loss, and what the advantages come from.
     teacher = config.distillation
     loss = f"{actor.policy_loss.loss_mode}, {actor.loss_agg_mode}"
     if teacher.enable:
@@ -225,6 +230,7 @@ def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
 
 
 def _overlap(config: Config) -> Iterator[str]:
+    """Simultaneous generation and training, in asynchronous runs."""
     settings = config.async_training
     steps = _count(settings.sync_every, "step")
     yield f"generation continues during training, with weights that are published every {steps}"
@@ -248,13 +254,9 @@ def _overlap(config: Config) -> Iterator[str]:
 
 
 def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> Iterator[str]:
+    """Forward passes of each model in a step, besides those of the update."""
     actor = config.actor_rollout_ref.actor
-    if not needs_old_log_prob_pass(config):
-        yield "old log-probs: no separate pass (a single update by the policy that sampled)"
-    elif plan.is_on_policy:
-        yield "old log-probs: separate pass (the KL divergence in the reward needs them)"
-    else:
-        yield "old log-probs: separate pass (several updates per batch)"
+    yield _old_log_probs(config, plan)
     if fields is not None and "values" in fields:
         start = config.critic.model.path
         if start is None:
@@ -279,7 +281,27 @@ def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> 
     yield reference
 
 
+def _old_log_probs(config: Config, plan: BatchPlan) -> str:
+    """Whether old log-probs are computed in a separate pass, with the reason."""
+    correction = config.algorithm.rollout_correction
+    if not needs_old_log_prob_pass(config):
+        reason = "a single update by the policy that sampled"
+        if correction.bypass_mode:
+            reason = "bypass mode takes those of the rollout"
+        return f"old log-probs: no separate pass ({reason})"
+    if not plan.is_on_policy and not correction.bypass_mode:
+        reason = "several updates per batch"
+    elif correction.needs_old_log_probs:
+        reason = "off-policy correction needs them"
+    elif config.algorithm.use_kl_in_reward:
+        reason = "the KL divergence in the reward needs them"
+    else:
+        reason = "the update repeats the routes of that pass"
+    return f"old log-probs: separate pass ({reason})"
+
+
 def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iterator[str]:
+    """Length of the run, its validations and its checkpoints."""
     trainer = config.trainer
     yield _length(config, plan, num_train_prompts)
     validations = ["before training"] if trainer.val_before_train else []
@@ -300,7 +322,7 @@ def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iter
 
 
 def _length(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> str:
-    """Number of steps and epochs, as far as they are known."""
+    """Number of steps and epochs, as far as they are known before the data are read."""
     trainer = config.trainer
     filters_groups = config.algorithm.filter_groups.enable
     batch_size = plan.num_prompts
@@ -311,13 +333,12 @@ def _length(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> s
     max_steps = trainer.total_training_steps
     epochs = trainer.total_epochs
     if filters_groups and trainer.max_epochs:
-        # A step may take several batches, so that their number does not tell the number of steps.
+        # A step may take several batches, so the number of batches only limits that of steps.
         steps = f"at most {_count(max_steps, 'step')}" if max_steps else "steps"
         each = f" ({batches} each, at least one per step)" if num_batches else ""
         passes = _count(trainer.max_epochs, "pass", "passes")
         return f"{steps} until {passes} over the data are taken{each}"
     if num_batches:
-        # The prompts have been counted, so the number of steps is known.
         num_steps = trainer.num_steps(num_batches)
         passes = _count(_ceil_div(num_steps, num_batches), "epoch")
         return f"{_count(num_steps, 'step')}: {batches} per epoch, {passes}"
@@ -329,12 +350,14 @@ def _length(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> s
 
 
 def _every(frequency: int | str) -> str:
+    """Format a frequency: a number of steps, or `after_each_epoch`."""
     if isinstance(frequency, int):
         return f"every {_count(frequency, 'step')}"
     return "after each epoch"
 
 
 def _processes(config: Config) -> Iterator[str]:
+    """Processes of the run, the roles in them, and what happens if one is lost."""
     trainer = config.trainer
     if trainer.backend == "local":
         yield "all models in one process, which computes with every core"

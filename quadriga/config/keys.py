@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of all keys: name, type, default and meaning, and search in it.
+"""Table of all keys, with type, default and meaning, and functions that search it.
 
 Each task has a table of its own, with the keys that it reads in its spelling (`root.py`). The file
 `key_aliases.tsv` has more words by which keys are found.
@@ -49,13 +49,13 @@ class KeyInfo:
 
     Attributes:
         key: dotted key, in the task's spelling.
-        kind: description of the values that it accepts.
+        kind: description of the values that the key accepts.
         default: default value.
         section: the section that holds the field.
         name: name of the field in its section.
         task: the task.
         is_open: whether users may add keys below it.
-        is_text: whether a value on the command line is text as it stands, not YAML.
+        is_text: whether a value on the command line is text as it is, not YAML.
     """
 
     key: str
@@ -75,7 +75,10 @@ class KeyInfo:
 
 @cache
 def _notes(section: type[Section]) -> dict[str, str]:
-    """Docstrings below the fields. They are read on demand; pydantic would read them on import."""
+    """Read the docstrings of a section's fields, by name of the field.
+
+    Only on demand: pydantic's own option would read all source files on import.
+    """
     notes = {}
     for base in section.__bases__:
         if base is not BaseModel:
@@ -112,6 +115,7 @@ def _described(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, set[
 
 
 def _described_type(annotation: Any) -> tuple[str, set[Any]]:
+    """Describe a type without limits of its own, as `_described` does."""
     origin: Any = get_origin(annotation)
     arguments: tuple[Any, ...] = get_args(annotation)
     if origin is Annotated:
@@ -134,6 +138,13 @@ def _described_type(annotation: Any) -> tuple[str, set[Any]]:
 
 
 def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
+    """Yield the keys of a section and its sub-sections that a task reads.
+
+    Args:
+        section: the section, with defaults as values.
+        prefix: dotted key of the section with a dot, or "".
+        task: the task.
+    """
     patterns, unread_keys = READ[task]
     for name, field in type(section).model_fields.items():
         key = f"{prefix}{name}"
@@ -157,26 +168,32 @@ def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
 
 @cache
 def leaf_keys(task: str = "rl") -> Mapping[str, KeyInfo]:
-    """Keys that a task reads by dotted name, in the order of the schema."""
+    """Keys that a task reads, by dotted key, in the order of the schema."""
     return {leaf.key: leaf for leaf in _leaves(Config.model_validate({"task": task}), "", task)}
 
 
 @cache
 def section_keys(task: str = "rl") -> frozenset[str]:
-    """Dotted keys of all sections below the root."""
+    """Dotted keys of all sections of a task below the root."""
     paths = [key.split(".") for key in leaf_keys(task)]
     return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
 
 
 def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
-    """Key of the table to which a dotted key belongs.
+    """Find the key of the table that a dotted key belongs to.
 
-    This may be an open dictionary above the key, or `options` beside it. None if there is none.
+    Args:
+        key: the dotted key.
+        task: the task.
+
+    Returns:
+        The key itself; or the open dictionary that the key is an entry of, which may be `options`
+        beside it. None: there is none.
     """
     leaves = leaf_keys(task)
     if key in leaves:
         return leaves[key]
-    # All sections above the key, and the options of a loss, an estimator or a dataset beside it.
+    # Keys above it; or `options` of a loss or estimator beside it.
     path = key.split(".")
     candidates = [".".join(path[:depth]) for depth in range(1, len(path))]
     candidates.append(".".join((*path[:-1], "options")))
@@ -187,11 +204,11 @@ def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
 
 
 def nearest_keys(key: str, task: str = "rl") -> list[str]:
-    """Up to three keys that a misspelled key may mean, most likely first."""
-    # A correct name in the wrong section is more likely than a wrong name in the correct section.
+    """Find up to three keys that a misspelled key may stand for, most likely first."""
     known_keys = list(leaf_keys(task))
     alias_keys = [spelled(alias_key, task) for alias_key in aliases().get(key, ())]
     exact = [known for known in known_keys if known.endswith(f".{key}") or known in alias_keys]
+    # A correct name in the wrong section is more likely than a wrong name in the correct section.
     name = key.split(".")[-1]
     same_name = [known for known in known_keys if known.split(".")[-1] == name]
     moved = get_close_matches(key, same_name, n=3, cutoff=0.3)
@@ -203,14 +220,14 @@ def nearest_keys(key: str, task: str = "rl") -> list[str]:
 
 @cache
 def aliases() -> Mapping[str, tuple[str, ...]]:
-    """Patterns of keys by common terms, and by the names that other trainers use."""
+    """Read `key_aliases.tsv`: patterns of keys, by common terms and names in other trainers."""
     lines = Path(__file__).with_name("key_aliases.tsv").read_text(encoding="utf-8").splitlines()
     rows = (line.split("\t") for line in lines if not line.startswith("#"))
     return {word: tuple(keys.split()) for word, keys in rows}
 
 
 def is_key_of_verl(key: str, task: str) -> bool:
-    """Whether verl's program for a task has this key, or one below it."""
+    """Whether verl's program for a task has this key, or keys below it."""
     package = find_spec("quadriga_verl")
     if package is None or package.origin is None:
         return False
@@ -241,7 +258,6 @@ def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:
             by_name.append(leaf)
         elif all(word in f"{leaf.key} {leaf.meaning}".lower() for word in lower_words):
             by_meaning.append(leaf)
-    # A key takes a paragraph: name and default, type, meaning.
     blocks = []
     for leaf in by_name + by_meaning:
         meaning = fill(leaf.meaning, 110, initial_indent="    ", subsequent_indent="    ")

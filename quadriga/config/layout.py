@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrangement of a role's ranks. It is arithmetic, done on the driver before a process starts.
+"""Arrangement of a role's ranks, computed on the driver before a process starts.
 
-    rank = (((pp * dp_replicate + r) * dp_shard + s) * sp + q) * tp + t      (neighbours communicate most)
+    rank = (((p * dp_replicate + r) * dp_shard + s) * sp + q) * tp + t
+
+for indices p, r, s, q, t along the dimensions below. Neighbouring ranks communicate most.
 
     pp             pipeline parallelism: each stage has some of the layers
-    dp_replicate   data parallelism: each has a replica of the weights, and its own rows
-    dp_shard       FSDP: they shard one copy of the weights, and have their own rows
-    sp             sequence parallelism (Ulysses): they share rows; each computes some of the tokens
+    dp_replicate   data parallelism: each rank has a replica of the weights, and its own rows
+    dp_shard       FSDP: the ranks shard one copy of the weights, and each has its own rows
+    sp             sequence parallelism (Ulysses): the ranks share rows; each computes some tokens
     ep             expert parallelism: neighbours among the dp_shard x sp ranks divide the experts of
                    each layer
-    tp             tensor parallelism: they share rows; each computes some of the heads, of the MLP
-                   and of the vocabulary
+    tp             tensor parallelism: the ranks share rows; each computes some of the heads, of the
+                   MLP and of the vocabulary
 
 A data-parallel rank is the pp x sp x tp ranks that get the same rows; the first rank of its last
 stage returns the outputs. One copy of the weights is sharded over dp_shard x sp ranks (times pp and
@@ -53,7 +55,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     has_own_modules: bool = False
-    """Whether another library's modules compute, so that no rank has the modules of transformers."""
+    """Whether the modules are those of another library, Megatron-core, and not of transformers."""
 
     @classmethod
     def of(
@@ -72,10 +74,10 @@ class Layout:
         Args:
             world_size: number of ranks.
             where: key of the role's section, for errors.
-            fsdp: ranks that shard one copy of the weights, without pp and tp: a multiple of `sp`.
-                1: no sharding; -1: all ranks.
-            sp, tp, pp: ranks that share the rows of a data-parallel rank in each dimension.
-            ep: ranks that divide the experts, out of those that shard one copy.
+            fsdp: number of ranks that shard one copy of the weights, not counting pp and tp; a
+                multiple of `sp`. 1: no sharding; -1: all ranks.
+            sp, tp, pp: number of ranks in each dimension within a data-parallel rank.
+            ep: number of ranks that divide the experts, among those that shard one copy.
 
         Raises:
             ConfigError: the sizes do not divide the ranks.
@@ -108,16 +110,17 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks. `ep` is no factor: its ranks are among those of dp_shard x sp."""
         return self.pp * self.dp_size * self.sp * self.tp
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks, and so of chunks of a batch."""
+        """Number of data-parallel ranks, which is the number of chunks that a batch is split into."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Number of ranks that shard one copy of a parameter, without pp and tp."""
+        """Number of ranks that shard one copy of a parameter, not counting pp and tp."""
         return self.dp_shard * self.sp
 
     @property
@@ -143,7 +146,8 @@ class Layout:
             num_shards = self.pp * self.tp * self.fsdp
             bytes_per_parameter = itemsize
             if is_trained:
-                # Sharded weights are gathered layer by layer in the compute dtype.
+                # 4 bytes each for master weights, two moments and the gradient. A rank with whole
+                # weights has a copy in the compute dtype; sharded ones are gathered by layer.
                 has_copy = self.is_whole and itemsize < 4
                 bytes_per_parameter = 16 + (itemsize if has_copy else 0)
             return (of_experts + others) / num_shards * bytes_per_parameter
@@ -151,7 +155,7 @@ class Layout:
         other_weights = others / (self.pp * self.tp)
         if not is_trained:
             return (expert_weights + other_weights) * itemsize
-        # Master weights and moments are sharded over the data-parallel ranks.
+        # Master weights and the two moments are sharded over the data-parallel ranks.
         optimizer_bytes = 12 * (expert_weights / self.edp + other_weights / self.fsdp)
         return (expert_weights + other_weights) * (itemsize + 4) + optimizer_bytes
 
@@ -161,11 +165,11 @@ class Layout:
         return self.pp == self.fsdp == self.tp == 1 and not self.has_own_modules
 
     def place(self, rank: int) -> RankPlace:
-        """Position of a rank."""
-        rest, tp = divmod(rank, self.tp)
-        rest, sp = divmod(rest, self.sp)
-        rest, dp_shard = divmod(rest, self.dp_shard)
-        pp, dp_replicate = divmod(rest, self.dp_replicate)
+        """Find the position of a rank (the formula at the top of the file, solved for the indices)."""
+        remainder, tp = divmod(rank, self.tp)
+        remainder, sp = divmod(remainder, self.sp)
+        remainder, dp_shard = divmod(remainder, self.dp_shard)
+        pp, dp_replicate = divmod(remainder, self.dp_replicate)
         return RankPlace(
             pp=pp,
             dp_replicate=dp_replicate,
@@ -177,7 +181,7 @@ class Layout:
         )
 
     def table(self) -> str:
-        """Table of the ranks, with one line per data-parallel rank."""
+        """Format the ranks as a table with a line for each data-parallel rank."""
         lines = [f"{'dp rank':<9}{'ranks':<24}outputs from"]
         for dp_rank in range(self.dp_size):
             members = [
@@ -250,6 +254,7 @@ def check_model(layout: Layout, model: ModelShape, where: str) -> None:
 
 
 def _tensor_parallel_problems(tp: int, model: ModelShape) -> list[str]:
+    """List the reasons why a model cannot be split over `tp` ranks."""
     problems = []
     unknown_styles = sorted(set((model.tensor_plan or {}).values()) - TENSOR_STYLES)
     if model.tensor_plan is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a configuration from files and a command line, or raise one error with all problems.
+"""Loads a configuration from files and a command line, or raises one error with all problems.
 
 files, `a.b=c`  ->  dotted keys, each with its place  ->  one tree  ->  pydantic: `Config`  ->  checks
 """
@@ -39,11 +39,12 @@ from quadriga.redact import HIDDEN, hidden_names
 _OVERRIDE = re.compile(
     r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL
 )
-_MISSING = object()
+_MISSING = object()  # stands for a key without a value; null is a value
 CUSTOM_CLASS = "data.custom_cls.path"
 CUSTOM_OPTIONS = "data.custom_cls.options"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 _ENVIRONMENT = "env"  # a section that can be written as its name
+# Keys of verl's section `megatron` -> keys for both training engines.
 _SIZES_OF_MEGATRON = {
     "context_parallel_size": "ulysses_sequence_parallel_size",
     "expert_model_parallel_size": "expert_parallel_size",
@@ -76,21 +77,22 @@ def load_config(
             have 8 responses unless `rollout.n` is given.
         task: the task, unless files or overrides name one as `task` or `objective`.
         values: values by dotted key, which replace those of the files.
-        defaults: values that files, `values` and overrides replace.
+        defaults: values by dotted key, which files, `values` and overrides replace.
 
     Raises:
-        ConfigError: everything that is wrong, in one error.
+        ConfigError: all problems, in one error.
     """
     problems: list[ConfigError] = []
     trees = [read_yaml(Path(file), problems) for file in files]
     chosen_task = _choose_task(task, [tree for tree, _ in trees], overrides)
-    # The task comes first, because it decides which keys exist and how they are spelled.
+    # The task has to be known first, because it determines which keys exist and their spelling.
     reading = _Reading(chosen_task, problems=problems)
+    # In rising order of precedence.
     for tree, places in [({"task": chosen_task}, {}), (defaults, {}), *trees, (values, {})]:
         for key, value in tree.items():
             reading.assign(str(key), value, places)
     notices = list(reading.take_overrides(overrides))
-    # A run hides secrets in the files that it writes. They must be given again on resume.
+    # A configuration that a run has written has placeholders for secrets.
     for key, place in reading.places.items():
         for name in hidden_names(reading.value(key), key):
             expected = "the value, which a run does not write down"
@@ -103,7 +105,7 @@ def load_config(
 
 
 def _choose_task(default: str, trees: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> str:
-    """The last known task that files or overrides name."""
+    """Find the task: the last valid one that files or overrides name, else the default."""
     names = [default]
     names += [tree.get("task", tree.get("objective")) for tree in trees]
     for override in overrides:
@@ -119,16 +121,16 @@ def read_settings(
     *,
     for_training: bool = True,
 ) -> tuple[Config | None, list[ConfigError], list[str]]:
-    """Read a configuration from dotted keys.
+    """Read the configuration that a command line of verl was translated to.
 
     Args:
         values: values by dotted key.
-        places: where a value comes from, by its key; the key itself is the default.
+        places: place of each value, for errors; the key itself where it is missing.
         task: the task.
         for_training: whether to make the checks of a training run, too.
 
     Returns:
-        The configuration (None if it cannot be read), all problems and all notices.
+        The configuration (None if it cannot be read), all problems, and all notices.
     """
     reading = _Reading(task, problems=[])
     notices: list[str] = []
@@ -146,8 +148,11 @@ def parse_override(
     Args:
         argument: the word.
         task: the task.
-        open_sections: section -> open dictionary in it, which the user's own code reads. `+` with a
-            new key of the section sets an entry of that dictionary.
+        open_sections: for sections to which the user's code may add keys, the dictionary that holds
+            them. `+section.name=value` with a new name sets an entry of that dictionary.
+
+    Returns:
+        The dotted key in the task's spelling, and the value.
 
     Raises:
         ConfigError: the word is not `key=value`, or the value is not valid YAML.
@@ -166,7 +171,7 @@ def parse_override(
         if section in open_sections and first_part not in section_keys(task):
             key = f"{open_sections[section]}.{name}"
         elif section == "data" and "." not in name and not nearest_keys(key, task):
-            # Refused there, with what would read it.
+            # Validation refuses it there, and says which key would make it valid.
             key = f"{CUSTOM_OPTIONS}.{name}"
     leaf = leaf_of(key, task)
     if _is_text(text, leaf, key):
@@ -189,6 +194,7 @@ def parse_override(
 
 
 def _fix_of_word(argument: str) -> str:
+    """Say how to correct a word that is not `key=value`."""
     if argument.startswith("~"):
         return "A key cannot be removed: leave it out, or set it to null."
     if argument.startswith("-"):
@@ -199,7 +205,13 @@ def _fix_of_word(argument: str) -> str:
 
 
 def _is_text(text: str, leaf: KeyInfo | None, key: str) -> bool:
-    """Whether the value of an override is text as it stands, not YAML."""
+    """Whether the value of an override is text as it is, not YAML.
+
+    Args:
+        text: the value.
+        leaf: the key of the table that `key` belongs to, if any.
+        key: the dotted key.
+    """
     if text == "":
         return True
     if leaf is None or not leaf.is_text or key != leaf.key:
@@ -210,23 +222,25 @@ def _is_text(text: str, leaf: KeyInfo | None, key: str) -> bool:
 
 
 def as_override(key: str, path: str | Path) -> str:
-    """Format `key=path` as a word for a shell, which `parse_override` reads as this path."""
+    """Format a path as an override `key=path`, quoted for a shell."""
     text = str(path)
     if text.startswith(("[", "{", "'", '"')):
-        # Unquoted, this would be read as YAML.
+        # `parse_override` would read this as YAML, so it gets quotes.
         text = json.dumps(text, ensure_ascii=False)
     return shlex.quote(f"{key}={text}")
 
 
 @dataclass
 class _Reading:
-    """The values read so far.
+    """Collects the values of a configuration, then validates them.
+
+    Dotted keys are in the task's spelling.
 
     Attributes:
-        task: the task, whose spellings the keys have.
-        problems: all problems found.
-        values: tree of values, with the schema's own names.
-        places: where the value of each key was read.
+        task: the task.
+        problems: all problems so far.
+        values: tree of values so far, in the schema's spelling.
+        places: file and line of each key, "" for the command line.
     """
 
     task: str
@@ -266,7 +280,8 @@ class _Reading:
         Returns:
             For each section, the dictionary that holds such keys, as for `parse_override`.
         """
-        # Values of the files; those of the command line, which are not assigned yet, replace them.
+        # The values of these keys: from the files, or from the command line, whose values are not
+        # assigned yet.
         values = {}
         for key in (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB):
             if leaf_of(key, self.task):
@@ -286,7 +301,13 @@ class _Reading:
         return open_sections
 
     def assign(self, key: str, value: Any, places: Mapping[str, str]) -> None:
-        """Assign a value to a dotted key, or add a problem if the key cannot have one."""
+        """Assign a value to a dotted key, or add a problem if that is impossible.
+
+        Args:
+            key: a key, or a section whose value is a dictionary.
+            value: the value.
+            places: file and line by dotted key, as in the file.
+        """
         spelled_key = key
         place = places.get(key)
         key = spelled(key, self.task)
@@ -311,6 +332,7 @@ class _Reading:
             self.refuse(key, place, got=as_text(value, key), expected="a section", fix=fix)
 
     def _set(self, key: str, value: Any, place: str | None) -> None:
+        """Store the value of a key in the tree."""
         if "${" in str(value):
             fix = "References are not resolved: write the value."
             self.refuse(key, place, got=as_text(value, key), expected="a value", fix=fix)
@@ -319,19 +341,21 @@ class _Reading:
         node = self.values
         for depth, name in enumerate(path, start=1):
             node = node.setdefault(name, {})
+            # A section above the key may have been set to a plain value.
             if not isinstance(node, dict):
                 above = spelled(".".join(path[:depth]), self.task)
                 expected = f"none, because {above} is {as_text(node, above)}"
                 self.refuse(key, place, got=f"a key under {above}", expected=expected)
                 return
-        # Entries of a dictionary replace single entries of an earlier one.
+        # A later dictionary replaces single entries of an earlier one.
         if isinstance(value, dict) and isinstance(node.get(last), dict):
             value = filled(value, node[last])
-        # An anchor in YAML is one object in two places.
+        # A copy, because an anchor in YAML puts one object in several places.
         node[last] = deepcopy(value)
         self.places[key] = place or ""
 
     def _refuse_unknown(self, key: str, value: Any, place: str | None) -> None:
+        """Add a problem about a key that does not exist, with the keys that may be meant."""
         if is_key_of_verl(key, self.task):
             program = "main_ppo" if self.task == "rl" else "sft_trainer"
             fix = f"`quadriga verl {program}` accepts verl's command lines; here leave the key out."
@@ -351,16 +375,24 @@ class _Reading:
     def refuse(
         self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = ""
     ) -> None:
-        """Add a problem."""
+        """Add a problem about a key.
+
+        Args:
+            key: the dotted key.
+            place: file and line, if known.
+            got: its value, or what it is.
+            expected: the values that are accepted.
+            fix: how to correct it.
+        """
         where = f"{key} ({place})" if place else key
         self.problems.append(ConfigError(where, got=got, expected=expected, fix=fix))
 
     def finish(
         self, notices: list[str], *, for_training: bool, is_verls: bool = False
     ) -> Config | None:
-        """Validate the values, and make all checks.
+        """Validate the values and make all checks.
 
-        Adds to `self.problems` and `notices`, in the task's spelling.
+        Problems are added to `self.problems`, notices to `notices`, both in the task's spelling.
 
         Args:
             notices: the notices so far.
@@ -375,6 +407,7 @@ class _Reading:
             if not is_verls:
                 config, choice = with_groups(config)
                 notices += [choice] if choice else []
+            # Checks see defaults in place of refused values, so they may report such a key again.
             refused_keys = {problem.where.partition(" (")[0] for problem in self.problems}
             problems, further_notices = training_findings(config, is_verls=is_verls)
             for problem in problems:
@@ -386,11 +419,13 @@ class _Reading:
         return config
 
     def validate(self) -> Config | None:
-        """Validate the values.
+        """Validate the values, and add a problem for each that is refused.
 
-        Values that are refused are replaced by defaults, so that checks between keys can continue.
+        Returns:
+            The configuration, with defaults in place of refused values, so that checks between keys
+            can continue. None: defaults alone are refused too.
         """
-        # The second attempt has defaults in place of the refused values.
+        # The second attempt is without the refused values.
         for _ in range(2):
             try:
                 return Config.model_validate(self.values)
@@ -399,8 +434,8 @@ class _Reading:
             refused_keys: set[str] = set()
             for error in errors:
                 key = self._key_of(error["loc"])
-                # A key that follows another one (clip_ratio) fails with it; only the one that was
-                # written is named.
+                # Keys that are filled in from another one (such as from clip_ratio) fail with it.
+                # Only the key that the user has written is reported.
                 if key not in refused_keys and self.value(key) is not _MISSING:
                     refused_keys.add(key)
                     self._refuse_value(key, error)
@@ -410,9 +445,14 @@ class _Reading:
         return None
 
     def _key_of(self, location: Sequence[int | str]) -> str:
-        """Key at which pydantic found an error.
+        """Find the key at which pydantic reports an error.
 
-        Locations end with positions in lists and with names of members of a union.
+        Args:
+            location: path of the error. After the key it may have positions in lists and names of
+                members of a union.
+
+        Returns:
+            The dotted key; "" for the root.
         """
         known_keys = section_keys(self.task) | leaf_keys(self.task).keys()
         for depth in range(len(location), 0, -1):
@@ -422,6 +462,7 @@ class _Reading:
         return ""
 
     def _refuse_value(self, key: str, error: ErrorDetails) -> None:
+        """Add a problem about a value that pydantic refuses."""
         value = self.value(key)
         leaf = leaf_keys(self.task).get(key)
         expected = leaf.kind if leaf else "a section"

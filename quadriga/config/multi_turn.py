@@ -47,6 +47,7 @@ class ServerEntry(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> "ServerEntry":
+        """Require exactly one of `command` and `url`."""
         if (self.command is None) == (self.url is None):
             raise refuse("either command or url", "A server either runs already, or is started.")
         return self
@@ -114,7 +115,7 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
         for detail in error.errors(include_url=False):
             parts = [str(part) for part in detail["loc"]]
             where = path
-            # A missing key has the place of the nearest key above it.
+            # A missing key has no line of its own: the nearest key above it has.
             for end in range(1, len(parts) + 1):
                 where = places.get(".".join(parts[:end]), where)
             got = "nothing" if detail["type"] == "missing" else repr(detail["input"])[:120]

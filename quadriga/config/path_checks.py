@@ -42,7 +42,7 @@ def _check_inputs(config: Config) -> Findings:
         else:
             yield absent(key, "nothing", "a file", f"The engine {rollout.name} reads it.")
     template = config.actor_rollout_ref.model.custom_chat_template
-    # A template with a brace is Jinja text; another one is the name of a file.
+    # Text with a brace is a template itself; other text is the name of a file.
     if template and "{" not in template:
         key = "actor_rollout_ref.model.custom_chat_template"
         yield from check_exists(key, template, "a file")
@@ -60,7 +60,7 @@ def check_exists(key: str, path: str | None, expected: str) -> Findings:
         expected: the kind of path, which ends in the word for it: "a Python file".
     """
     is_python = expected == "a Python file"
-    # A module is found by importing it, which a check must not do.
+    # Whether a module exists shows only when it is imported, which a check must not do.
     if path is None or (is_python and path.startswith("pkg://")):
         return
     must_be_file = is_python or expected == "a YAML file"
@@ -79,7 +79,7 @@ def _check_directory(key: str, path: str | None) -> Findings:
         fix = "Write to a local directory, and copy it from there."
         yield absent(key, f"'{path}'", "a local directory", fix)
         return
-    # The nearest existing directory above must be writable.
+    # The nearest existing parent must be writable, since the others are created in it.
     parent = Path(path).expanduser().absolute()
     while not parent.exists():
         parent = parent.parent
@@ -131,7 +131,7 @@ def _check_data(
         if path in ("None", "none"):
             yield absent(key, f"'{path}'", "a file", f"For no file write null.{alternative}")
             continue
-        # Files behind a URL are looked for when the data are loaded.
+        # Whether a URL exists shows when the data are loaded.
         if "://" in path:
             continue
         full_path = os.path.expanduser(path)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of roles in resource pools, and the arrangement of each role's ranks.
 
-The roles of a pool are colocated in its processes. `actor_rollout_ref` is the policy with the
-reference inside; `actor_rollout` is the policy where the reference is a separate role, or where
-there is none. A user's placement may also split the policy into two roles in two pools, `actor` and
-`rollout`; weights are then synced between these pools.
+The roles of a pool are colocated in its processes. The role `actor_rollout_ref` is the policy
+together with the reference; `actor_rollout` is the policy if the reference is a role of its own, or
+if there is none. A user's placement may also split the policy into the roles `actor` and `rollout`
+in two pools; weights are then synced between these pools.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -35,7 +35,7 @@ ROLES = (
     "reward_model",
     "teacher",
 )
-_IF_ASKED_FOR = ("reward_model", "teacher")
+_IF_ASKED_FOR = ("reward_model", "teacher")  # roles that a run has only if they are enabled
 POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")
 """Roles that contain the actor. A run has one of them."""
 ACTOR = "actor_rollout_ref.actor"
@@ -55,7 +55,12 @@ MEGATRON_VERSION = "0.16"
 
 @dataclass(frozen=True)
 class Placement:
-    """Roles of a run with their pools, and pools with the number of processes per machine."""
+    """Roles and resource pools of a run.
+
+    Attributes:
+        roles: the pool of each role.
+        pools: number of processes on each machine of a pool.
+    """
 
     roles: Mapping[str, str]
     pools: Mapping[str, list[int]]
@@ -72,11 +77,11 @@ def asked_roles(config: Config) -> list[str]:
 
 
 def role_pools(trainer: TrainerConfig, asked: Collection[str] = ()) -> dict[str, str]:
-    """Pool of each role that `trainer.placement` names, whether or not a run needs the role.
+    """Pool of each role in `trainer.placement`, whether or not a run needs the role.
 
     Args:
         trainer: the section with the placement.
-        asked: the optional roles to include.
+        asked: names of the optional roles to include.
     """
     placement = trainer.placement if trainer.backend == "ray" else "together"
     pools = _ARRANGEMENTS[placement] if isinstance(placement, str) else placement
@@ -94,7 +99,7 @@ def place_roles(
         trainer: the section with the placement.
         has_reference: whether the run needs a reference model.
         has_critic: whether the run needs a critic.
-        asked: the optional roles that the run needs.
+        asked: names of the optional roles that the run needs.
 
     Raises:
         ConfigError: a role has no pool.
@@ -107,7 +112,7 @@ def place_roles(
         needed_roles.append("rollout")
     if policy != "actor_rollout_ref" and has_reference:
         needed_roles.append("ref")
-    # Without a reference inside, the policy is called `actor_rollout`.
+    # A policy without a reference is called `actor_rollout`, whatever the placement calls it.
     if policy == "actor_rollout_ref" and not has_reference:
         policy = "actor_rollout"
     if has_critic:
@@ -127,13 +132,17 @@ def place_roles(
 def arranged_roles(
     config: Config, *, has_critic: bool
 ) -> Iterator[tuple[str, ParallelConfig, int]]:
-    """Roles whose ranks are arranged: key of the section that arranges them, section, and ranks.
+    """List the roles whose ranks have a layout.
 
-    The reference is arranged like the actor, even if it has a separate pool.
+    The reference has the actor's layout, even if it has a separate pool.
 
     Args:
         config: the run.
         has_critic: whether there is a critic, which depends on the advantage estimator.
+
+    Returns:
+        For each role, the dotted key of the section with its parallel sizes, that section, and the
+        number of ranks.
     """
     trainer = config.trainer
     sections = _sections(config)
@@ -146,7 +155,7 @@ def arranged_roles(
 
 
 def _sections(config: Config) -> dict[str, tuple[str, ParallelConfig]]:
-    """Section that arranges the ranks of each role, with its dotted key."""
+    """For each role, the section with its parallel sizes, after its dotted key."""
     sections: dict[str, tuple[str, ParallelConfig]] = {
         "critic": (CRITIC, config.critic),
         "reward_model": ("reward_model", config.reward_model),
@@ -188,9 +197,9 @@ def check_profiles(config: Config) -> Findings:
 
 
 def with_fewer_processes(config: Config) -> Iterator[Config]:
-    """Yield the configuration for fewer and fewer processes, as far as they can be arranged.
+    """Yield configurations with fewer and fewer processes whose ranks can still be arranged.
 
-    Each pool first loses a machine at a time, then processes of its last machine.
+    All pools shrink together: by a machine at a time, then by a process of their last machine.
     """
     trainer = config.trainer
     roles = role_pools(trainer, asked_roles(config))
@@ -212,15 +221,16 @@ def rollout_ranks(config: Config) -> list[int]:
 
 
 def _rollout_pool(config: Config) -> str | None:
+    """Pool of the role that generates; None if a user's placement has none."""
     pools = role_pools(config.trainer)
     return next((pools[role] for role in ("rollout", *POLICIES) if role in pools), None)
 
 
 def rollout_devices(config: Config) -> int:
-    """Devices of each rollout process.
+    """Number of devices of each rollout process.
 
-    It is 1 unless the process starts further processes, one per device, as vLLM does during
-    asynchronous training on Ray.
+    It is 1 unless the process starts further processes for an engine, one per device, as vLLM does
+    during asynchronous training on Ray.
     """
     rollout = config.actor_rollout_ref.rollout
     starts_processes = rollout.traits.computes_in == "own_if_async"
@@ -231,7 +241,7 @@ def rollout_devices(config: Config) -> int:
 
 
 def engine_ranks(config: Config) -> int:
-    """Ranks of a rollout engine."""
+    """Number of ranks that form one rollout engine."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.traits.spans_ranks and config.trainer.backend == "ray":
         return rollout.tensor_model_parallel_size
@@ -239,7 +249,7 @@ def engine_ranks(config: Config) -> int:
 
 
 def rollout_share(config: Config) -> float:
-    """Share of a GPU that an engine with `gpu_memory_utilization` takes at its start."""
+    """Share of a GPU that an engine with `gpu_memory_utilization` reserves when it starts."""
     rollout = config.actor_rollout_ref.rollout
     package = rollout.traits.package
     share = None if package is None else package.share_without_training
@@ -250,12 +260,12 @@ def rollout_share(config: Config) -> float:
 
 
 def rollout_group_size(config: Config) -> int:
-    """Processes that form one rollout engine; 1 means that there are no groups."""
+    """Number of processes that form one rollout engine; 1 means that there are no groups."""
     return engine_ranks(config) // rollout_devices(config)
 
 
 def devices_problem(config: Config) -> ConfigError | None:
-    """Reason why an engine like SGLang cannot generate on the GPUs of Ray; None if it can."""
+    """Error about an engine such as SGLang that cannot use the GPUs of Ray; None if it can."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
     if size == 1 or config.trainer.backend != "ray":
@@ -272,7 +282,7 @@ def devices_problem(config: Config) -> ConfigError | None:
 
 
 def experts_problem(config: Config) -> ConfigError | None:
-    """Reason why the engine cannot divide experts on a CPU; None if it need not."""
+    """Error about an engine that cannot divide experts on a CPU; None if it need not."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.expert_parallel_size
     devices = rollout.traits.expert_parallel_devices
@@ -287,17 +297,17 @@ def experts_problem(config: Config) -> ConfigError | None:
 
 
 def has_shards(config: Config) -> bool:
-    """Whether each rank of a rollout group receives its shards of the weights.
+    """Whether weight sync sends each rank of a rollout group only its shards of the weights.
 
-    Otherwise it receives full tensors and cuts them.
+    Otherwise each rank receives full tensors and takes its shards of them.
     """
     return rollout_group_size(config) > 1 and config.actor_rollout_ref.rollout.traits.takes_shards
 
 
 def sends_parts(config: Config) -> bool:
-    """Whether all trainer ranks send what they hold to a rollout group in another pool.
+    """Whether every trainer rank sends its parts of the weights to a rollout group in another pool.
 
-    Otherwise the first rank sends full tensors, with an adapter merged into them or beside them.
+    Otherwise the first rank sends full tensors, with an adapter merged into them or sent separately.
     """
     if has_shards(config):
         return True
@@ -305,7 +315,7 @@ def sends_parts(config: Config) -> bool:
 
 
 def _check_groups(config: Config) -> Findings:
-    """Yield what does not fit rollout groups and the devices of a rollout engine."""
+    """Yield problems with rollout groups and the devices of a rollout engine."""
     device = config.trainer.device
     yield from _on_device(devices_problem(config), device, "cuda", "with GPUs")
     yield from _on_device(experts_problem(config), device, "cpu", "without GPUs")
@@ -328,7 +338,14 @@ def _check_groups(config: Config) -> Findings:
 def _on_device(
     problem: ConfigError | None, chosen_device: str, device: str, machine: str
 ) -> Findings:
-    """Yield a problem of one device. It is a notice where the device is chosen at the start."""
+    """Yield a problem that a run has on one kind of device only.
+
+    Args:
+        problem: the problem, if there is one.
+        chosen_device: `trainer.device`. If it is auto, the problem is only a notice.
+        device: the device on which the run fails.
+        machine: describes machines on which `auto` chooses that device.
+    """
     if problem is None:
         return
     if chosen_device == device:
@@ -371,8 +388,8 @@ def _check_group_sizes(config: Config) -> Findings:
 def check_layouts(config: Config) -> Findings:
     """Yield parallel sizes that do not divide the ranks, once for each section.
 
-    The advantage estimator, which may be a user's, decides whether there is a critic. Here the
-    critic is only checked for `gae`; for other estimators it is checked before the workers start.
+    Whether there is a critic depends on the advantage estimator, which may be a user's. So the
+    critic is checked here for `gae` only, and for other estimators before the workers start.
     """
     megatron = config.actor_rollout_ref.actor.megatron_if_chosen
     errors: dict[str, ConfigError] = {}
@@ -387,11 +404,12 @@ def check_layouts(config: Config) -> Findings:
 
 
 def _is_gae(config: Config) -> bool:
+    """Whether the run surely has a critic: its estimator is the built-in one that uses values."""
     return config.task == "rl" and config.algorithm.adv_estimator == "gae"
 
 
 def check_megatron(config: Config) -> Findings:
-    """Yield what Megatron-core cannot train, and keys that the chosen engine does not read."""
+    """Yield settings that Megatron-core does not support, and keys that the engine does not read."""
     actor = config.actor_rollout_ref.actor
     settings = actor.megatron
     if actor.strategy != "megatron":
@@ -421,6 +439,7 @@ def check_megatron(config: Config) -> Findings:
 
 
 def _check_megatron_version() -> Findings:
+    """Yield an error unless the tested version of megatron-core is installed."""
     try:
         installed = version("megatron-core")
     except PackageNotFoundError:
@@ -432,19 +451,24 @@ def _check_megatron_version() -> Findings:
 
 
 def _check_activations(at: str, model: ModelConfig | CriticModelConfig) -> Findings:
+    """Yield an error if activations are to be offloaded, which Megatron-core does not do here."""
     if model.enable_activation_offload:
         fix = "Set enable_gradient_checkpointing, or strategy=fsdp."
         yield wrong(f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix)
 
 
 def _unread_sharding(at: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
+    """Yield a notice about keys of FSDP that Megatron-core does not read."""
     changed_names = section.fsdp_config.model_fields_set
     names = [name for name in ("fsdp_size", "reshard_after_forward") if name in changed_names]
     yield from unused([f"{at}.fsdp_config.{name}" for name in names], "strategy is megatron")
 
 
 def _check_shared_sizes(config: Config) -> Findings:
-    """Yield sizes of colocated roles that differ: a process has one set of Megatron's groups."""
+    """Yield parallel sizes of colocated roles that differ from the actor's.
+
+    A process has one set of Megatron-core's process groups, for all of its roles.
+    """
     actor = config.actor_rollout_ref.actor
     optional_roles = asked_roles(config)
     pools = role_pools(config.trainer, optional_roles)
@@ -480,7 +504,7 @@ def check_placement(config: Config) -> Findings:
         got = f"'{trainer.device}', with trainer.backend=ray"
         fix = "Ray gives each process a device of its own."
         yield wrong("trainer.device", got, "auto, cpu or cuda", fix)
-    # In a user's placement any role and any pool may be missing or misspelled.
+    # A user's placement is an open dictionary, so roles and pools may be missing or misspelled.
     optional_roles = asked_roles(config)
     pools = role_pools(trainer, optional_roles)
     unknown_roles = [role for role in pools if role not in ROLES]
@@ -501,7 +525,7 @@ def check_placement(config: Config) -> Findings:
 
 
 def _check_local(config: Config) -> Findings:
-    """Yield what does not fit a run in one process, and keys that are only read on Ray."""
+    """Yield settings that a run in one process does not support, and keys that only Ray reads."""
     trainer = config.trainer
     if _starts_processes(config) and trainer.device not in ("auto", "cpu", "cuda", "cuda:0"):
         engine = config.actor_rollout_ref.rollout.name
@@ -545,7 +569,11 @@ def _starts_processes(config: Config) -> bool:
 
 
 def _check_policy(pools: Mapping[str, str]) -> Findings:
-    """Yield what is wrong with the roles of the policy."""
+    """Yield an error unless the placement has exactly one valid set of roles for the policy.
+
+    Args:
+        pools: the pool of each role.
+    """
     policies = [role for role in POLICIES if role in pools]
     got = " and ".join(pools)
     if not policies:

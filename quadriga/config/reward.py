@@ -84,7 +84,7 @@ class CustomRewardFunctionConfig(Section):
 
 
 def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Findings:
-    """Yield what the config.json of a local reward model shows to be wrong.
+    """Yield problems of a local reward model that its config.json shows.
 
     Args:
         reward: the section of the reward model.
@@ -109,7 +109,7 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
         expected = "an architecture that ends in ForSequenceClassification, with one label"
         yield absent(key, got, expected, fix)
         return
-    # In transformers a configuration without labels means two.
+    # By transformers' default, a classifier has two labels.
     num_labels = described.get("num_labels", len(described.get("id2label") or range(2)))
     if num_labels != 1:
         got = f"'{path}', a classifier with {num_labels} labels by its config.json"

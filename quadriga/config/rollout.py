@@ -38,8 +38,8 @@ _NOT_OF_SERVERS = (
 
 
 def _known_engine(name: str) -> str:
-    """Find problems of a user's engine here, so that no later check has to expect them."""
-    # The file may have changed since it was read for another configuration.
+    """Validate the name of an engine, so that `traits_of` cannot fail for it later."""
+    # A user's file may have changed since another configuration named it.
     traits_of.cache_clear()
     try:
         traits_of(name)
@@ -191,7 +191,7 @@ class RolloutConfig(LogProbConfig):
 
     @property
     def has_servers(self) -> bool:
-        """Whether running servers generate, which the configuration names."""
+        """Whether the engine uses running servers that the configuration names."""
         traits = self.traits
         options = self.engine_kwargs | dict(self.engine_kwargs.get(self.name) or {})
         has_option = not options.keys().isdisjoint(traits.server_options)
@@ -216,7 +216,7 @@ class RolloutConfig(LogProbConfig):
         yield from self._size_findings(at)
 
     def _unread_keys(self, at: str) -> Findings:
-        """Notices about keys, and options of other engines, that the engine does not read."""
+        """Yield notices about keys, and options of other engines, that the engine does not read."""
         unread_keys = [key for key in _OPTIONAL_KEYS if key not in self.traits.reads_keys]
         if self.traits.computes_in == "servers":
             unread_keys += _NOT_OF_SERVERS
@@ -228,6 +228,7 @@ class RolloutConfig(LogProbConfig):
         yield from unused(keys, f"{at}.name is '{self.name}'")
 
     def _sampling_findings(self, at: str) -> Findings:
+        """Yield sampling settings that training cannot learn from, or only inexactly."""
         greedy = "Training learns from the differences between responses: let it sample."
         if not self.do_sample:
             yield wrong(f"{at}.do_sample", "false", "true", greedy)
@@ -243,7 +244,7 @@ class RolloutConfig(LogProbConfig):
             )
 
     def _size_findings(self, at: str) -> Findings:
-        """Problems with tensor and expert parallelism of the engine."""
+        """Yield problems with tensor and expert parallelism of the engine."""
         size = self.tensor_model_parallel_size
         if size > 1 and not self.traits.supports_tensor_parallel:
             got = f"{size}, with {at}.name={self.name}"
@@ -263,7 +264,7 @@ class RolloutConfig(LogProbConfig):
             yield wrong(f"{at}.expert_parallel_size", got, expected, fix)
 
     def _library_findings(self, at: str) -> Findings:
-        """A missing package of the engine, and sampling in training that it does not support."""
+        """Yield a missing package of the engine, and sampling that the engine does not support."""
         package = self.traits.package
         if package and not self.has_servers and find_spec(package.module) is None:
             got = f"{self.name}, which is not installed"
@@ -288,7 +289,7 @@ class RolloutConfig(LogProbConfig):
             yield wrong(f"{at}.stop_token_ids", got, "one of the two", fix)
 
     def _filter_findings(self, at: str) -> Findings:
-        """Filters for which the engine does not report the log-probabilities that training needs."""
+        """Yield filters for which the engine cannot report the log-probabilities for training."""
         if _filters(self) and self.temperature != 1:
             got = f"{self.temperature:g}, with {_filters(self)}"
             fix = (
@@ -308,7 +309,11 @@ class RolloutConfig(LogProbConfig):
 
 
 def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
-    """Error about replicas of an engine that does not compute in its own processes, else None."""
+    """Check several engines per process (`data_parallel_size`).
+
+    Returns:
+        The error if the engine cannot have replicas in a process. None: it can, or need not.
+    """
     count = rollout.data_parallel_size
     if count == 1:
         return None
@@ -334,7 +339,7 @@ def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
 
 
 def _filters(sampling: RolloutConfig | SamplingConfig) -> str:
-    """Description of the enabled filters; empty without filters."""
+    """List the enabled filters of unlikely tokens, as "top_p=0.9, top_k=20"; "" without any."""
     filters = []
     if sampling.top_p < 1:
         filters.append(f"top_p={sampling.top_p}")

@@ -48,10 +48,13 @@ def check_groups(config: Config) -> Findings:
 
 
 def with_groups(config: Config) -> tuple[Config, str]:
-    """Choose the responses to a prompt of a training run if they are compared and no number is given.
+    """Choose `rollout.n` if the estimator compares responses and the key is not set.
+
+    Args:
+        config: a training run.
 
     Returns:
-        The configuration, and the choice in words; "" if there was nothing to choose.
+        The configuration, and a notice about the choice; "" if there was nothing to choose.
     """
     policy = config.actor_rollout_ref
     if config.task != "rl" or "n" in policy.rollout.model_fields_set or not _lacks_groups(config):
@@ -83,7 +86,7 @@ def check_rollout(config: Config) -> Findings:
 
 
 def _check_filter(config: Config) -> Findings:
-    """Yield what does not fit dynamic sampling, which drops groups of equal scores."""
+    """Yield settings that do not fit dynamic sampling, which drops groups of equal scores."""
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
     key = "algorithm.filter_groups"
@@ -107,7 +110,7 @@ def _check_filter(config: Config) -> Findings:
 
 
 def check_replay(config: Config) -> Findings:
-    """Yield what keeps an update from repeating the choices of routers."""
+    """Yield settings with which an update cannot repeat the choices of routers."""
     actor = config.actor_rollout_ref.actor
     rollout = config.actor_rollout_ref.rollout
     key = f"{ACTOR}.router_replay"
@@ -129,7 +132,7 @@ def check_replay(config: Config) -> Findings:
 
 
 def check_multi_turn(config: Config) -> Findings:
-    """Yield what does not fit together in `multi_turn`, `agent` and `mode`, and missing files."""
+    """Yield contradictions between `multi_turn`, `agent` and `mode`, and missing files."""
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
     has_turns = turns.enable or rollout.agent.agent_loop_path is not None
@@ -183,6 +186,7 @@ def _check_agent_loop(config: Config) -> Findings:
 
 
 def _check_registered(where: str, name: str, known: tuple[str, ...]) -> Findings:
+    """Yield an error if a name is not among the built-in ones."""
     if name in known:
         return
     close_names = get_close_matches(name, known, n=1)
@@ -219,6 +223,7 @@ def _check_tools(config: Config) -> Findings:
 
 
 def _check_tool_file(name: str, path: str | None, section: type[Section]) -> Findings:
+    """Yield an error if the file of a key of `multi_turn` is missing or wrong."""
     if path is None:
         return
     missing_files = list(check_exists(f"{_MULTI_TURN}.{name}", path, "a YAML file"))

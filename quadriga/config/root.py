@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root of the configuration, and the differences between tasks: defaults, keys and spellings.
+"""Root of the configuration, and how tasks differ: in defaults, keys and spellings.
 
-Keys of a supervised task have a short spelling: `optim.lr` for `actor_rollout_ref.actor.optim.lr`.
+Keys of supervised tasks have a short spelling, `optim.lr` for `actor_rollout_ref.actor.optim.lr`.
 Both are accepted; messages use the short one.
 """
 
@@ -27,11 +27,12 @@ _SUPERVISED: dict[str, Any] = {"data": _BATCHES, "trainer": {"experiment_name": 
 
 
 def _supervised_preset(*, use_prefix_sharing: bool) -> dict[str, Any]:
+    """Defaults of a supervised task."""
     actor = {"optim": {"lr": 1e-5}, "use_prefix_sharing": use_prefix_sharing}
     return {**_SUPERVISED, "actor_rollout_ref": {"actor": actor}}
 
 
-# Pairs share their prompt; conversations are packed as they are.
+# The two sequences of a pair have a prompt in common; conversations have not.
 PRESETS: dict[str, dict[str, Any]] = {
     "rl": {},
     "sft": _supervised_preset(use_prefix_sharing=False),
@@ -115,7 +116,7 @@ _SHORT = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "engine.max_token_len_per_gpu",
     _ACTOR: "engine",
 }
-"""Spelling in a supervised task by beginning of a key; the first match is used."""
+"""Beginnings of keys, with their spelling in supervised tasks. The first match is used."""
 
 
 class ActorRolloutRefConfig(Section):
@@ -151,7 +152,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_task(cls, values: Any) -> Any:
-        """Add the defaults that depend on the task and on asynchronous training."""
+        """Add the defaults that depend on the task, the environment and asynchronous training."""
         if not isinstance(values, dict):
             return values
         values = _with_correction(values)
@@ -165,10 +166,10 @@ class Config(Section):
         length = data.get("max_length")
         lengths = {}
         actor: dict[str, float] = {}
-        # A supervised step is one optimizer step on the full batch.
+        # A step of a supervised task is one optimizer step on the full batch.
         if isinstance(batch_size, int):
             actor["ppo_mini_batch_size"] = batch_size
-        # Sequences have one limit, for prompt and response together.
+        # These tasks have one limit, for prompt and response together.
         if isinstance(length, int):
             lengths = {"max_prompt_length": 1, "max_response_length": max(1, length - 1)}
             actor["loss_scale_factor"] = float(length)
@@ -176,7 +177,7 @@ class Config(Section):
 
 
 def _with_correction(tree: dict[str, Any]) -> dict[str, Any]:
-    """Correct for stale samples, unless the configuration names a correction."""
+    """Add the default off-policy correction if a run may learn from stale samples."""
     settings = tree.get("async_training")
     if not isinstance(settings, dict) or settings.get("enable") is not True:
         return tree
@@ -184,13 +185,14 @@ def _with_correction(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     tree = filled(tree, {"algorithm": {}})
     algorithm = tree["algorithm"]
+    # Any setting of the section replaces the default.
     if not isinstance(algorithm, dict) or algorithm.get("rollout_correction"):
         return tree
     return filled(tree, {"algorithm": {"rollout_correction": {"preset": CORRECTION}}})
 
 
 def _with_environment(tree: dict[str, Any]) -> dict[str, Any]:
-    """Generate conversations with the environment, if the configuration names one."""
+    """Add the defaults for conversations with an environment, if the configuration names one."""
     section = tree.get("env")
     if not isinstance(section, dict) or not section.get("name"):
         return tree
@@ -202,7 +204,13 @@ def _with_environment(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def spelled(key: str, task: str, *, in_full: bool = False) -> str:
-    """Dotted key in the task's spelling; with `in_full` in the schema's spelling."""
+    """Change the spelling of a dotted key.
+
+    Args:
+        key: the key, in either spelling.
+        task: the task.
+        in_full: whether to return the schema's spelling; else the task's.
+    """
     if task == "rl":
         return key
     for full, short in _SHORT.items():
@@ -217,14 +225,14 @@ def spelled_text(text: str, task: str) -> str:
     if task == "rl":
         return text
     text = text.replace("data.max_prompt_length + data.max_response_length", "data.max_length")
-    # Not `task`, the first: it is also an ordinary word.
+    # Without the first entry, `task`, which is also an ordinary word.
     for full, short in list(_SHORT.items())[1:]:
         text = text.replace(full, short)
     return text.replace("`ppo_m", "`m")
 
 
 def respell(error: QuadrigaError, task: str) -> QuadrigaError:
-    """Replace the schema's keys in an error by the task's spellings; return the same object."""
+    """Replace the schema's keys in an error by the task's spellings, in place; return the error."""
     for name in ("where", "got", "expected", "fix"):
         setattr(error, name, spelled_text(getattr(error, name), task))
     return error

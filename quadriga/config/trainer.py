@@ -13,11 +13,11 @@ from quadriga.config.base import Findings, ReadIf, Section, refuse, unused, wron
 from quadriga.config.types import Count, Meaning, Name, PathText, ResumeMode
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
-# -1 comes first, so that a value on the command line is read as YAML, like a number.
+# -1 stands first in the Literal: its type decides that command lines are read as YAML, not as text.
 _FREQUENCY = "-1, a whole number of at least 1, or after_each_epoch"
 Frequency = Annotated[Literal[-1, "after_each_epoch"] | Count, Meaning(_FREQUENCY)]
 AT_THE_END = 1_000_000_000
-"""`save_freq` of a run that writes a checkpoint after its last step alone."""
+"""`save_freq` of a run that writes a checkpoint only after its last step."""
 _KEPT_ROLLOUTS = "all, off, or a whole number of at least 1"
 KeptRollouts = Annotated[Count | Literal["all", "off"], Meaning(_KEPT_ROLLOUTS)]
 Arrangement = Literal["together", "grouped", "apart"]
@@ -27,8 +27,8 @@ Placed = Annotated[
 ]
 _POOLS = "a dictionary of pool: list, each list a whole number of at least 1 for each machine"
 Pools = Annotated[dict[str, Annotated[list[Count], MinLen(1)]], Meaning(_POOLS)]
-# Arguments of ray.init about the address and the resources of a cluster. The command line sets
-# those about printing.
+# Arguments of ray.init about the address and the resources of a cluster. The run itself sets those
+# about printing.
 RAY_INIT_KEYS = frozenset(
     {
         "address",
@@ -195,7 +195,7 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_steps_or_by_time(cls, values: Any) -> Any:
-        """Turn `save_minutes` off where `save_freq` alone is given, so that `show` says what holds."""
+        """Turn `save_minutes` off where only `save_freq` is given, so that `show` shows what is used."""
         if isinstance(values, dict) and "save_freq" in values and "save_minutes" not in values:
             return {**values, "save_minutes": None}
         return values
@@ -224,7 +224,12 @@ class TrainerConfig(Section):
         return self.total_epochs or (None if self.total_training_steps else 1)
 
     def num_steps(self, epoch_steps: int) -> int:
-        """Training steps of a run whose epoch has `epoch_steps` steps."""
+        """Number of training steps of a run.
+
+        Args:
+            epoch_steps: number of steps of an epoch.
+        """
+        # None stands for no limit; at least one of them is set (`max_epochs`).
         limits = (self.total_training_steps, self.max_epochs and self.max_epochs * epoch_steps)
         return min(limit for limit in limits if limit)
 

@@ -33,20 +33,26 @@ _SCALARS = {
 
 
 class _Loader(_BaseLoader):
+    """Loader with the rules of YAML 1.2 for plain scalars (`_SCALARS`) in place of PyYAML's."""
+
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def construct_yaml_int(self, node: ScalarNode) -> int:
+        """Read a whole number: decimal (also with leading zeros), hexadecimal or octal."""
         text = self.construct_scalar(node).replace("_", "")
         return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
 class _Dumper(_BaseDumper):
-    # PyYAML's own rules stay, so that text is quoted that YAML 1.1 reads as a date or a boolean.
+    """Dumper whose text means the same in YAML 1.2 and YAML 1.1."""
+
+    # PyYAML's own rules stay, so that text which YAML 1.1 would read as a date is quoted.
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
         first: list(rules) for first, rules in _BaseDumper.yaml_implicit_resolvers.items()
     }
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Write an object that occurs twice in full each time."""
         return True
 
 
@@ -63,9 +69,9 @@ _Dumper.add_representer(
 )
 
 parse_yaml = partial(yaml.load, Loader=_Loader)
-"""Value of a piece of YAML; raises `yaml.YAMLError`."""
+"""Parse a text in YAML; raises `yaml.YAMLError`."""
 to_yaml = partial(yaml.dump, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
-"""YAML text with sections in blocks and lists on one line."""
+"""Write a value as YAML, with sections in blocks and lists on one line."""
 
 
 def as_text(value: Any, name: str = "") -> str:
@@ -73,11 +79,12 @@ def as_text(value: Any, name: str = "") -> str:
 
     Args:
         value: the value.
-        name: its key. Secrets are hidden, which are recognized by key or form.
+        name: its key. Secrets, which are recognized by their key or their form, are hidden.
     """
     value = redacted(value, name)
     if isinstance(value, str):
         return f"'{value}'"
+    # In a list, because lists are written on one line; the brackets are cut off.
     text = " ".join(to_yaml([value]).strip()[1:-1].split())
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -87,7 +94,7 @@ def combined(problems: Sequence[ConfigError]) -> ConfigError:
     if len(problems) == 1:
         return problems[0]
     lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
-    # The error ends its first part with a full stop, and the last line has one already.
+    # The last line has a full stop already, and ConfigError adds one to its first part.
     return ConfigError(
         f"{len(problems)} things in the configuration are wrong:\n{lines}".removesuffix(".")
     )
@@ -136,7 +143,17 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
 def _note_places(
     node: Node, key: str, path: Path, places: dict[str, str], problems: list[ConfigError]
 ) -> None:
-    """Record the line of each key, and keys that occur twice, of which PyYAML would use the last."""
+    """Record the line of each key below a node, and report keys that occur twice.
+
+    PyYAML would use the last of them in silence.
+
+    Args:
+        node: node of the parsed file.
+        key: dotted key of the node.
+        path: the file.
+        places: file and line by dotted key; added to.
+        problems: added to.
+    """
     lines: dict[str, int] = {}
     for name, value in node.value if isinstance(node, MappingNode) else ():
         if not isinstance(name, ScalarNode) or name.tag == _MERGE:

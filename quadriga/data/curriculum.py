@@ -30,15 +30,18 @@ class AbstractSampler(Sampler[int]):
 
 
 class AbstractCurriculumSampler(AbstractSampler, ABC):
-    """A sampler that learns from each finished batch."""
+    """A sampler whose choice of rows depends on the batches so far."""
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:
-        """Learn from a batch with rewards and advantages."""
+        """Learn from a finished batch, which has rewards and advantages."""
 
 
 class PassSampler(AbstractSampler):
-    """Each pass has the rows that exist when it begins, shuffled anew if `data.shuffle` is set."""
+    """Draws each row once per pass, in a new order each time if `data.shuffle` is set.
+
+    A pass has the rows that exist when it begins: the data set may grow.
+    """
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
@@ -47,11 +50,12 @@ class PassSampler(AbstractSampler):
         self._num_rows = 0
 
     def __iter__(self) -> Iterator[int]:
-        # A resumed pass keeps the number of rows that it began with.
+        # A resumed pass keeps the number of rows that it began with, which is in the state.
         if self._position == 0:
             self._num_rows = len(self)
         order = self._order()
         while self._position < len(order):
+            # Counted first: a state that is saved while the row is in use continues after it.
             self._position += 1
             yield int(order[self._position - 1])
         self._passes += 1
@@ -79,8 +83,8 @@ class PassSampler(AbstractSampler):
 class MixtureSampler(PassSampler):
     """Mixes the entries of `data.train_files` by their shares, `data.mixture`.
 
-    Among any rows in a row an entry has its share, give or take a row or two, so that each batch is
-    mixed alike. An entry that is repeated within a pass is shuffled anew.
+    Any consecutive rows have the shares, up to a row or two per entry, so all batches are mixed
+    alike. An entry that is repeated within a pass is shuffled again for each repetition.
 
     Raises:
         DataError: an entry has no rows, or the data set does not know of entries.
@@ -106,10 +110,10 @@ class MixtureSampler(PassSampler):
                 fix="Leave it out, or use all samples.",
             )
         self._shares = np.array(data_config.mixture) / sum(data_config.mixture)
-        # Rows that a pass would have if it used each row of an entry once.
+        # For each entry, the length of a pass in which each of its rows comes exactly once.
         totals = lengths / self._shares
         total = totals.min() if data_config.mixture_until == "first" else totals.max()
-        # Shares are rounded: an exact count may come out just below its integer.
+        # Floating-point errors may put a whole number just below itself, so a little is added.
         counts = np.floor(self._shares * total + 1e-9).astype(np.int64)
         self._counts = np.maximum(1, counts)
 
@@ -119,6 +123,7 @@ class MixtureSampler(PassSampler):
     def _order(self) -> np.ndarray:
         rng = np.random.default_rng([self.data_config.seed, self._passes])
         rows = []
+        # Time of each row in a pass that lasts from 0 to about the number of its rows.
         times = []
         counts = self._counts.tolist()
         for items, count, share in zip(self._items, counts, self._shares, strict=True):
@@ -130,21 +135,20 @@ class MixtureSampler(PassSampler):
                 # Each pass goes on in the entry where the pass before it ended.
                 positions = self._passes * count + np.arange(count)
                 rows.append(items[positions % len(items)])
-            # Rows of an entry are spread evenly; all entries end at about the same time.
+            # Rows of an entry are spread evenly over the pass.
             times.append((np.arange(count) + 0.5) / share)
-        # Rows sorted by these times are the mixture.
         by_time = np.argsort(np.concatenate(times), kind="stable")
         return np.concatenate(rows)[by_time]
 
 
 class SuccessRateSampler(AbstractCurriculumSampler):
-    """Draws rows most often that the policy solves sometimes, least often those always or never.
+    """Prefers rows that the policy solves sometimes over rows that it solves always or never.
 
     The weight of a row is `FLOOR + p (1 - p)`, p its success rate ("Learning to Reason at the
-    Frontier of Learnability", Foster et al., 2025). The success of a row in a batch is the mean
-    over its responses of `acc`, or else of the score, clipped to [0, 1]. Its rate is the mean of
-    the success in the last batch that had the row and of its rate before; p = 1/2 before any batch
-    had it.
+    Frontier of Learnability", Foster et al., 2025). The success of a row in a batch is the mean of
+    `acc` over its responses (or of the score, where the grader returns no `acc`), clipped to [0,
+    1]. After each batch that has the row, its rate becomes the mean of its old rate and this
+    success. A row that no batch had counts as p = 1/2.
 
     The rows of a batch are drawn without replacement. A pass has as many rows as the data set, and
     may have a row several times. With `algorithm.filter_groups` the sampler learns only from groups
@@ -152,6 +156,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
     """
 
     FLOOR = 0.02
+    """Weight of a row that is solved always or never: such rows are drawn too."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
@@ -162,7 +167,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
 
     def __iter__(self) -> Iterator[int]:
         while self._position < len(self):
-            # Weights are those after the batch before, so one batch is drawn at a time.
+            # Each batch changes the weights, so rows are drawn one batch at a time.
             if not self._drawn:
                 self._drawn = self._draw()
             self._position += 1
@@ -171,7 +176,8 @@ class SuccessRateSampler(AbstractCurriculumSampler):
 
     @property
     def rates(self) -> torch.Tensor:
-        """The success rate of each row, [rows]; nan if no batch had it. The data set may grow."""
+        """The success rate of each row, [rows]; nan if no batch had it."""
+        # The data set may have grown since the last call.
         num_new = len(self) - len(self._rates)
         if num_new:
             new_rates = torch.full((num_new,), torch.nan, dtype=torch.float64)
@@ -179,10 +185,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         return self._rates
 
     def _draw(self) -> list[int]:
-        """Draw the rows of the next batch.
-
-        The rows with the largest `log(weight) + Gumbel noise` are a draw without replacement.
-        """
+        """Draw the rows of the next batch, by weight and without replacement."""
         batch_size = self.data_config.gen_batch_size or self.data_config.train_batch_size
         size = min(batch_size, len(self) - self._position)
         # Rows that no batch had count as half solved, which is the largest weight.
@@ -191,6 +194,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         rng = np.random.default_rng([self.data_config.seed, self._draws])
         noise = rng.gumbel(size=len(rates))
         self._draws += 1
+        # The rows with the largest `log(weight) + Gumbel noise` are such a draw.
         order = np.argsort(-(np.log(weights) + noise), kind="stable")
         return order[:size].tolist()
 
@@ -213,19 +217,20 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         if accuracies is None:
             extras = batch.non_tensor_batch.get("reward_extra", ())
             accuracies = [extra.get("acc") for extra in extras]
-        # A grader may return `acc` for some responses only.
+        # A grader may return `acc` for some responses only; the others keep their score.
         for row, accuracy in enumerate(accuracies):
             if accuracy is not None:
                 scores[row] = float(accuracy)
         scores = np.clip(scores, 0, 1)
-        # The responses of a row are averaged.
+        # `places` has the position in `rows` of each response's row.
         rows, places = np.unique(items.astype(np.int64), return_inverse=True)
-        success = torch.from_numpy(np.bincount(places, scores) / np.bincount(places))
+        mean_scores = np.bincount(places, scores) / np.bincount(places)
+        success = torch.from_numpy(mean_scores)
         old_rates = self.rates[rows]
         self._rates[rows] = torch.where(old_rates.isnan(), success, (old_rates + success) / 2)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rates, and the rows that are drawn and not yet taken."""
+        """The rates, and the rows that are drawn but not yet handed out."""
         return {
             "rates": self.rates.clone(),
             "draws": self._draws,

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quadriga.config import Config
-from quadriga.data.files import written_aside
+from quadriga.data.files import write_once
 
 SEED = "env_seed"
 """Entry of `extra_info` with the seed of `reset`."""
@@ -22,10 +22,10 @@ IS_SEED = "is_env_seed"
 
 
 def with_episodes(config: Config) -> Config:
-    """Write the rows of the environment to files in the cache, and name these files.
+    """Write the rows of the environment to files in the cache, and set `data` to read them.
 
-    Files that the configuration names already are left as they are. Without an environment nothing
-    changes.
+    `data.train_files` and `data.val_files` stay as they are if they are set. Without an environment
+    (`env.name`) the configuration is returned unchanged.
     """
     env = config.env
     if env.name is None:
@@ -51,11 +51,13 @@ def episode_seed(seed: int, number: int, *, is_validation: bool) -> int:
 
 
 def _write_rows(config: Config, num_rows: int, *, is_validation: bool) -> str:
+    """Write rows to a file named after its content, unless it is there; return its path."""
     name = str(config.env.name)
     rows = []
     for number in range(num_rows):
         seed = episode_seed(config.data.seed, number, is_validation=is_validation)
-        # The environment's first observation replaces this prompt, which must fit everywhere.
+        # The environment's first observation replaces this prompt. It is short, so that no check of
+        # prompt lengths refuses the row before.
         prompt = [{"role": "user", "content": str(number)}]
         row = {
             config.data.prompt_key: prompt,
@@ -66,9 +68,5 @@ def _write_rows(config: Config, num_rows: int, *, is_validation: bool) -> str:
         rows.append(row)
     content = BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), content)
-    digest = hashlib.sha256(content.getvalue()).hexdigest()[:20]
-    file = Path(config.data.cache_dir).expanduser() / "episodes" / f"{digest}.parquet"
-    if not file.is_file():
-        with written_aside(file, where="data.cache_dir") as draft:
-            draft.write_bytes(content.getvalue())
-    return str(file)
+    folder = Path(config.data.cache_dir).expanduser() / "episodes"
+    return str(write_once(content.getvalue(), folder))

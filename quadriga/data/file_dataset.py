@@ -14,7 +14,7 @@ from quadriga.data.tokenizing import ChatEncoder, check_tokenizer
 from quadriga.errors import DataError
 
 _MAX_LISTED = 20
-"""Bad rows whose whole error is printed; of further rows only the place is."""
+"""Bad rows whose errors are printed in full; of further rows only the places are listed."""
 
 
 def tell_bad_rows(key: str, errors: Sequence[DataError]) -> None:
@@ -74,7 +74,8 @@ class FileDataset(Dataset, ABC):
             data_files = [data_files]
         # Without an entry, `resolve_files` raises its error about an empty name.
         names = list(data_files) or [""]
-        # All names are resolved before the first file is read: a wrong one is reported at once.
+        # All names are resolved before the first file is read, which may take long: a wrong name is
+        # reported early.
         files_by_entry = [resolve_files(name, config.cache_dir, where=self._key) for name in names]
         for number, files in enumerate(files_by_entry):
             for file in files:
@@ -86,7 +87,8 @@ class FileDataset(Dataset, ABC):
 
         Args:
             file: a local file.
-            bad_lines: gets the errors of bad lines of JSON. None: the first one is raised.
+            bad_lines: list that the errors of bad lines of JSON are added to. None: the first error
+                is raised.
 
         Returns:
             The rows that are not bad lines.
@@ -100,17 +102,17 @@ class FileDataset(Dataset, ABC):
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Hash of the content that the rows are made from, in their order."""
+        """Hash of the rows' content and order."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Identity of the rows, which a loader saves with its position."""
+        """Number and hash of the rows, which a loader saves with its position."""
         return {"num_rows": len(self), "rows": self.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that a saved position is a position in these rows.
+        """Check that the rows are those of a checkpoint, whose position counts rows.
 
         Raises:
-            DataError: the rows are others, so the order would be another.
+            DataError: the rows or their order differ.
         """
         if state != self.state_dict():
             got = f"{len(self)} rows that are not the {state['num_rows']} rows of the checkpoint"

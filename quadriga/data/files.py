@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads rows from a path, a list, a glob or a URL; writes files as a whole or not at all.
+"""Reads rows of data files, named by paths, globs or URLs; writes files as a whole or not at all.
 
 Users may name anything that fsspec opens (`s3://`, `gs://`, `hf://`, `https://`, ...). A remote
 file is copied once into the cache, under a key made of its URL, its size and whatever its store
 says about its version.
 
-Each file has a table of its own: files may differ in their columns and in the shape of nested ones.
-Rows are Arrow. The rows of a large file are written once into the cache, a few at a time, under a
-key made of the file's content, and mapped into memory from there. JSON is read by Python's own
-parser, and its rows remain text: a library that infers column types would change values (`"1"` and
-`2` in one column become numbers) and could not name the line of an error.
+Each file has a table of its own: files may differ in their columns and in the types of nested ones.
+Tables are Arrow's. The rows of a large file are written once into the cache, a few at a time, under
+a key made of the file's content, and mapped into memory from there. JSON is parsed by Python's own
+parser, and the table has its rows as text: a library that infers column types would change values
+(`"1"` and `2` in one column become numbers) and could not name the line of an error.
 """
 
 import codecs
@@ -48,16 +48,17 @@ _PARQUET = (".parquet", ".pq")
 _JSON = (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (*_PARQUET, *_JSON)
 _SAVED_DATA_SET = ("dataset_info.json", "dataset_dict.json")
-"""A file of the folders that `save_to_disk` of datasets writes."""
+"""Files by which a folder from `save_to_disk` of Hugging Face's datasets is recognized."""
 SILENCE_S = 60.0
 """Seconds without a byte after which a web server counts as lost."""
 MAPPED_BYTES = 64 << 20
-"""Size of a file from which on its rows are not held in memory."""
+"""Files of at least this size are mapped from the cache instead of held in memory."""
 _ROWS = 4096
-"""Most rows of a batch on its way into the cache."""
+"""Most rows of a batch that is read from a file."""
 _BATCH_BYTES = 64 << 20
-"""Bytes that a batch on its way into the cache has at most, about."""
+"""Approximate limit on the bytes of such a batch."""
 _TEXTS = pa.schema([("json", pa.string())])
+"""Schema of the rows of JSON files: the text of each row."""
 FileNames: TypeAlias = str | Path | Sequence[str | Path]
 """A path, a glob, a URL that fsspec understands, or a list of these."""
 _VERSION_FIELDS = (
@@ -70,6 +71,7 @@ _VERSION_FIELDS = (
     "created",
     "md5hash",
 )
+"""Fields by which stores of fsspec tell versions of a file apart."""
 
 
 class RowTable:
@@ -81,17 +83,17 @@ class RowTable:
     Args:
         path: the file.
         rows: the rows, or with `json_columns` one column with the JSON text of each row.
-        json_columns: columns of the rows of a JSON file, those of any row.
+        json_columns: all columns that any row of a JSON file has. None: the file is Parquet.
         digest: SHA-256 of the whole file's content. None: computed when it is needed.
-        first: number in the file of the first of the rows.
-        chat_columns: columns with chats and tool schemas. Rows of Arrow lose their null fields
-            (`drop_null_fields`).
+        first: number of the first row in the file; a block of a file may begin later.
+        chat_columns: columns with chats and tool schemas, whose null fields are dropped when rows
+            of Parquet are read (`drop_null_fields`).
         entry: folder in the cache that the rows are mapped from.
-        is_whole_file: whether the rows are those that `read_table` makes of the file.
+        is_whole_file: whether the rows are all rows of the file, as `read_table` returns them.
 
     Attributes:
         columns: names of the columns.
-        schema: types of the columns. None: JSON, which has none.
+        schema: types of the columns. None: the file is JSON, whose columns have no types.
     """
 
     def __init__(
@@ -146,12 +148,12 @@ class RowTable:
         """
         if rows is None:
             rows = range(len(self))
-        # Texts in JSON have all columns in one.
+        # Each text in JSON holds all columns of its row.
         table = self._rows if self._is_json else self._rows.select(columns)
         for start in range(rows.start, rows.stop, size):
             batch = table.slice(start, min(size, rows.stop - start))
             if self._is_json:
-                # Parsed on the way: rows of a large file would not fit in memory as objects.
+                # Parsed batch by batch: a large file's rows would not fit in memory as objects.
                 json_rows = map(json.loads, batch.column(0).to_pylist())
                 yield [{column: row.get(column) for column in columns} for row in json_rows]
                 continue
@@ -173,9 +175,9 @@ class RowTable:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole file's content, even if the table has only some of its rows.
+        """SHA-256 of the whole file's content.
 
-        Therefore it is no key for these rows.
+        Blocks of one file share it, so it does not identify the rows of a block.
         """
         return self._digest or _digest(self.path)
 
@@ -188,11 +190,10 @@ def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
 
     Args:
         row: values by column.
-        columns: the columns to clean; `extra_info.messages` is one field of a struct. Others keep
-            their nulls.
+        columns: the columns to clean, or fields of struct columns, such as `extra_info.messages`.
     """
     for name in columns:
-        # A column may have a dot in its name.
+        # A name with a dot may also be that of a column.
         *path, field_name = [name] if name in row else name.split(".")
         struct: Any = row
         for part in path:
@@ -202,27 +203,29 @@ def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
 
 
 def _without_null_fields(value: Any) -> Any:
+    """Copy a nested value, without the dictionary entries that are None."""
     if isinstance(value, Mapping):
         return {
             key: _without_null_fields(field) for key, field in value.items() if field is not None
         }
-    if isinstance(value, list | np.ndarray):  # pandas has arrays in the place of lists
+    if isinstance(value, list | np.ndarray):  # pandas returns lists of Parquet as arrays
         return [_without_null_fields(item) for item in value]
     return value
 
 
 def _digest(path: Path) -> str:
+    """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass
 class _JsonFacts:
-    """Columns and bad lines of a JSON file, known once it is read.
+    """Columns and bad lines of a JSON file, collected while it is read.
 
     Attributes:
-        columns: the columns of any row, in the order in which they appear.
-        bad: of each bad line its name, its content in words, and what was expected.
+        columns: all columns that any row has, in the order in which they first appear.
+        bad: for each bad line its number ("line 3"), what is wrong with it, and what was expected.
     """
 
     columns: dict[str, None] = field(default_factory=dict)
@@ -240,8 +243,8 @@ def read_table(
     Args:
         path: a local file. Its suffix tells its format.
         cache_dir: keeps the rows of large files, in `rows/` inside it. None: rows are in memory.
-        bad_lines: gets the errors of bad lines of JSON, which are left out. None: the first one is
-            raised.
+        bad_lines: list that the errors of bad lines of JSON, which are left out, are added to.
+            None: the first error is raised.
         chat_columns: columns with chats and tool schemas, which lose the null fields that Parquet
             adds to structs.
 
@@ -260,16 +263,15 @@ def read_table(
         raise DataError(str(path), got=got, expected=".parquet, .json or .jsonl")
     try:
         if suffix in _PARQUET:
-            # One file is read as one file: a folder name such as `split=train` above it adds no column.
+            # Not `read_table` of pyarrow, which makes a column of a folder's name such as `split=train`.
             parquet = pq.ParquetFile(path)
             groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
             num_bytes = sum(group.total_byte_size for group in groups)  # uncompressed
             schema = parquet.schema_arrow
-            # Rows with images are large, so fewer of them make a batch.
+            # As many average rows as fit in a batch: rows with images are large.
             rows_by_size = _BATCH_BYTES * parquet.metadata.num_rows // max(num_bytes, 1)
             batches = parquet.iter_batches(max(1, min(_ROWS, rows_by_size)))
         else:
-            # The size of the texts stands for the size of the rows.
             num_bytes = path.stat().st_size
             schema = _TEXTS
             batches = _json_batches(
@@ -278,7 +280,7 @@ def read_table(
         if cache_dir is None or num_bytes < MAPPED_BYTES:
             rows = pa.Table.from_batches(batches, schema)
         else:
-            # The content is the key, so a copy of the file leads to the same entry.
+            # The key has the content and not the path, so copies of a file share an entry.
             digest = _digest(path)
             identity = f"{digest} {path.suffix} {pa.__version__}"
             key = hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -287,7 +289,7 @@ def read_table(
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
 
-    # Entries in the cache hold the bad lines too.
+    # `facts` came from the cache if the rows did, so bad lines are reported at each start.
     errors = _bad_lines(path, facts)
     if bad_lines is not None:
         bad_lines += errors
@@ -309,24 +311,24 @@ def read_table(
 def reopen_table(
     path: Path, entry: Path | None, digest: str, chat_columns: Sequence[str]
 ) -> RowTable:
-    """Open a table that `read_table` has made of a file, in another process.
+    """Open the table of a file again, in another process than the one that called `read_table`.
 
     Args:
         path: the file.
         entry: folder in the cache that the rows are mapped from. None: the file is read again.
-        digest: SHA-256 of the content that the file had.
+        digest: SHA-256 of the file's content when it was read first.
         chat_columns: columns with chats and tool schemas.
 
     Returns:
         The same rows.
 
     Raises:
-        DataError: the file has other content than it had.
+        DataError: the content of the file has changed since.
     """
     if entry is not None:
         rows, facts = _opened(entry)
         return _whole_table(path, rows, facts, digest, entry, chat_columns)
-    # Bad lines were reported when the file was read first.
+    # The list is dropped: bad lines were reported when the file was read first.
     table = read_table(path, bad_lines=[], chat_columns=chat_columns)
     if table.digest != digest:
         raise DataError(
@@ -346,6 +348,7 @@ def _whole_table(
     entry: Path | None,
     chat_columns: Sequence[str],
 ) -> RowTable:
+    """Make the table of a whole file; `facts` are used for JSON only."""
     json_columns = [*facts.columns] if path.suffix.lower() in _JSON else None
     return RowTable(
         path, rows, json_columns, digest, chat_columns=chat_columns, entry=entry, is_whole_file=True
@@ -364,7 +367,7 @@ def read_blocks(
     Args:
         path: a local file.
         num_rows: most rows of a block. A block of a parquet file also ends with its row group.
-        start: number of the first row, where a block begins.
+        start: number of the first row to read; it must be the first row of a block.
         bad_lines: as for `read_table`.
         chat_columns: as for `read_table`.
 
@@ -383,10 +386,10 @@ def read_blocks(
         for group in range(parquet.num_row_groups):
             end = first + parquet.metadata.row_group(group).num_rows
             if end <= start:
-                # The group need not be decoded.
+                # Skipped without decoding it.
                 first = end
                 continue
-            # A block ends with its row group, so that a later start need not decode earlier groups.
+            # Blocks do not span row groups, so a resumed run can skip whole groups.
             for batch in parquet.iter_batches(num_rows, row_groups=[group]):
                 if first >= start:
                     rows = pa.Table.from_batches([batch])
@@ -399,6 +402,7 @@ def read_blocks(
 def _read_json_blocks(
     path: Path, num_rows: int, start: int, bad_lines: list[DataError] | None
 ) -> Iterator[RowTable]:
+    """Read the rows of a JSON file block by block, as `read_blocks` does."""
     first = 0
     facts = _JsonFacts()
     batches = _json_batches(
@@ -415,18 +419,20 @@ def _read_json_blocks(
             if len(batch):
                 rows = pa.Table.from_batches([batch])
                 yield RowTable(path, rows, list(facts.columns), first=first)
-        # Bad lines belong to the block that they were read with.
+        # Bad lines are reported once, with the block that they stand in; those before `start` never.
         facts.bad.clear()
         first += len(batch)
 
 
 def _bad_lines(path: Path, facts: _JsonFacts) -> list[DataError]:
+    """Make an error for each bad line of a file."""
     return [
         DataError(f"{path} {line}", got=got, expected=expected) for line, got, expected in facts.bad
     ]
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
+    """Turn an error of Arrow or of the disk into a DataError about the file."""
     # Errors of Arrow have several lines.
     reason = str(error).strip().partition("\n")[0]
     size = path.stat().st_size
@@ -446,15 +452,15 @@ def _mapped(
         path: the file.
         entry: the folder in the cache.
         schema: types of the batches.
-        batches: the rows, which are only read if they have to be written.
-        facts: filled while the batches are read.
+        batches: iterator over the rows. It is used only if the entry has to be written.
+        facts: filled by that iterator; stored with the rows.
 
     Returns:
         The rows, and the facts that were stored with them.
     """
     num_rows = 0
     make_directory(entry.parent, where="data.cache_dir")
-    # "a": what a link in its place leads to is not emptied.
+    # Mode "a" never truncates: the name of the lock might be a link to somebody's file.
     with (
         entry.with_suffix(".lock").open("ab") as lock,
         waiting(f"another process to write {entry}"),
@@ -479,12 +485,13 @@ def _mapped(
                 for batch in batches:
                     writer.write_batch(batch)
                     num_rows += len(batch)
+            # Only now has the iterator seen all columns and bad lines.
             (draft / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
         return _opened(entry)
 
 
 def _opened(entry: Path) -> tuple[pa.Table, _JsonFacts]:
-    """Map the rows of an entry in the cache into memory."""
+    """Map the rows of an entry in the cache into memory, and read the facts stored with them."""
     facts = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
     stream = pa.ipc.open_stream(pa.memory_map(str(entry / "rows.arrow")))
     return stream.read_all(), _JsonFacts(**facts)
@@ -493,14 +500,14 @@ def _opened(entry: Path) -> tuple[pa.Table, _JsonFacts]:
 def _json_batches(
     path: Path, facts: _JsonFacts, num_rows: int = _ROWS, *, is_lines: bool, keeps_bad: bool
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a JSON file as texts.
+    """Read the rows of a JSON file as texts, after checking that each is an object.
 
     Args:
         path: the file.
-        facts: filled on the way, and complete at the end of the file.
+        facts: columns and bad lines are added to it.
         num_rows: most rows of a batch.
-        is_lines: whether each line is a row; else the file may be a list of rows.
-        keeps_bad: whether bad lines are added to `facts`, else raised.
+        is_lines: whether each line is a row; else the file may also be one list of rows.
+        keeps_bad: whether bad lines are added to `facts`; else the first one is raised.
 
     Returns:
         Batches of the schema `_TEXTS`; the last one may be empty.
@@ -525,7 +532,7 @@ def _json_batches(
                 facts.columns.update(dict.fromkeys(row))
                 texts.append(text)
                 num_bytes += len(raw)
-                # Rows differ in size by orders of magnitude, so batches are bounded in both.
+                # Rows differ in size by orders of magnitude, so their bytes are limited too.
                 if len(texts) == num_rows or num_bytes >= _BATCH_BYTES:
                     yield pa.record_batch([texts], schema=_TEXTS)
                     texts = []
@@ -540,18 +547,27 @@ def _json_batches(
 
 
 def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
-    """The text of each row of a JSON file, after its number in words."""
+    """Read the text of each row of a JSON file.
+
+    Args:
+        path: the file.
+        is_lines: whether each line is a row; else the file may also be one list of rows.
+
+    Returns:
+        Pairs of the row's place, for errors ("line 3"), and its text.
+    """
     with path.open("rb") as file:
         # Editors on Windows put a byte order mark in front.
         has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
         first_byte = file.tell() if has_mark else 0
         file.seek(first_byte)
         first_character = b""
+        # A file with the suffix `.json` is a list if its first character is a bracket.
         while not is_lines and (first_character := file.read(1)).isspace():
             pass
         file.seek(first_byte)
         if first_character != b"[":
-            # Not splitlines(): a JSON string may hold the separators U+2028 and U+0085 as they are.
+            # Lines of a binary file end at "\n" only: a JSON string may contain U+2028 and U+0085.
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"line {number}", line
@@ -594,33 +610,32 @@ def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> lis
 
 
 def _resolve(name: str, cache: Path, where: str) -> list[Path]:
-    """The files behind one name."""
+    """Find the local files of one path, glob or URL; copies of remote files are in `cache`."""
     is_url = "://" in name
-    # The question mark of a web address starts its query.
+    # In a URL a question mark starts the query, and is no pattern.
     pattern = name.replace("?", "") if is_url else name
     is_pattern = has_magic(pattern) and not Path(name).exists()
     if name.startswith(("http://", "https://")) and not is_pattern:
         return [_from_web(name, cache, where)]
     try:
         if name.startswith("s3://") and find_spec("s3fs") is None:
-            # pyarrow has its own client for this store.
+            # The package for this store is not installed, but pyarrow has a client of its own.
             store, _ = FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")
             filesystem = ArrowFSWrapper(store)
             root = name.removeprefix("s3://")
         else:
             filesystem, root = url_to_fs(name if is_url else str(Path(name).expanduser()))
-        filesystem.invalidate_cache()  # it may have listed an earlier version in this process
+        filesystem.invalidate_cache()  # the process may have listed an earlier version
         paths = sorted(filesystem.glob(root)) if is_pattern else [root]
         if not paths:
             got = f"{name!r}, which matches no file"
             raise DataError(where, got=got, expected="at least one file")
-        # Arrow maps local files, so others are copied first.
         if not isinstance(filesystem, LocalFileSystem):
             return [_copy(filesystem, path, cache) for path in paths]
     except DataError:
         raise
     except Exception as error:
-        # Each store has exceptions of its own. Whatever it says, users need to know which file it is about.
+        # Each store has exceptions of its own, which often do not name the file.
         got = f"{name!r}: {type(error).__name__}: {error}"
         fix = "Check the address, the credentials, and the package for this kind of store."
         raise DataError(where, got=got, expected="a file that fsspec can open", fix=fix) from error
@@ -631,7 +646,7 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
 
 
 def _check_file(file: Path, where: str) -> None:
-    """Refuse a path that is a folder, or does not exist."""
+    """Raise a DataError if a path is a folder, or does not exist."""
     if file.is_dir():
         fix = f"Name its files, as in {file}/*.parquet."
         if any((file / name).is_file() for name in _SAVED_DATA_SET):
@@ -646,13 +661,13 @@ def _check_file(file: Path, where: str) -> None:
 
 
 def _from_web(url: str, cache: Path, where: str) -> Path:
-    """Copy a document from the web, unless its headers say that it is in the cache already."""
+    """Return the copy of a document in the cache; download it unless its version is there."""
     try:
         with document(url, SILENCE_S) as (headers, chunks):
             # Servers differ in which of these headers they send.
             version = [headers.get(name) for name in ("etag", "last-modified", "content-length")]
             target = cache / _cache_name(url, (url, version))
-            # Without any version the document may have changed, so it is copied again.
+            # Without any of these headers the document may have changed, so it is copied again.
             if target.is_file() and any(version):
                 return target
             num_bytes = 0
@@ -662,7 +677,6 @@ def _from_web(url: str, cache: Path, where: str) -> Path:
                 draft.open("wb") as file,
             ):
                 for chunk in chunks:
-                    # The first bytes tell a page from data.
                     if num_bytes == 0:
                         _refuse_web_page(chunk, url, where)
                     file.write(chunk)
@@ -674,7 +688,7 @@ def _from_web(url: str, cache: Path, where: str) -> Path:
 
 
 def _refuse_web_page(first_chunk: bytes, url: str, where: str) -> None:
-    """Raise a DataError if a document is a page of HTML, such as one that asks for a login."""
+    """Raise a DataError if a document is an HTML page, such as one that asks for a login."""
     beginning = first_chunk.lstrip()[:14].lower()
     if beginning.startswith((b"<!doctype html", b"<html")):
         fix = "Name the file itself (on the hub /resolve/, not /blob/), or log in."
@@ -682,13 +696,13 @@ def _refuse_web_page(first_chunk: bytes, url: str, where: str) -> None:
 
 
 def _cache_name(url: str, identity: tuple[Any, ...]) -> str:
-    """Name of a remote file in the cache: a key made of its identity, and its name in the store."""
+    """Name of a remote file's copy: a hash of its URL and version, then its name in the store."""
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
     return f"{key}-{PurePosixPath(urlsplit(url).path).name}"
 
 
 def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path:
-    """Copy a remote file into the cache, unless this version of it is there already."""
+    """Return the copy of a remote file in the cache; copy it unless its version is there."""
     info = filesystem.info(path)
     url = filesystem.unstrip_protocol(path)
     version = sorted(
@@ -700,7 +714,7 @@ def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path
             try:
                 filesystem.get_file(path, str(draft))
             except (FileNotFoundError, ConnectionError, TimeoutError) as error:
-                # These are OSErrors, which `written_aside` takes for errors of the cache's disk.
+                # `written_aside` would report these OSErrors as errors of the cache's disk.
                 raise ServerLostError(str(error)) from error
     return target
 
@@ -732,9 +746,9 @@ def make_directory(path: Path, *, where: str) -> Path:
 
 @contextmanager
 def written_aside(target: Path, *, where: str) -> Iterator[Path]:
-    """Context manager: a path to write to, next to `target`, which it replaces on success.
+    """Context manager: a temporary path to write to, which replaces `target` on success.
 
-    After an error the path is removed.
+    After an error the temporary file or folder is removed.
 
     Args:
         target: a file or a folder; it need not exist.
@@ -744,12 +758,12 @@ def written_aside(target: Path, *, where: str) -> Iterator[Path]:
         DataError: the disk is full, or the place cannot be written.
     """
     make_directory(target.parent, where=where)
-    # In the same folder, so that the rename stays on one disk and is atomic.
+    # In the same folder, because a rename is atomic only within one file system.
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         yield draft
         for file in draft.glob("*.safetensors"):
-            # That library makes files that only their owner can read.
+            # The safetensors library makes files that only their owner can read.
             file.chmod(draft.stat().st_mode & 0o666)
         if draft.is_dir() and target.is_dir():
             # A rename cannot replace a folder: the old one is moved aside first.
@@ -773,10 +787,30 @@ def written_aside(target: Path, *, where: str) -> Iterator[Path]:
             draft.unlink(missing_ok=True)
 
 
-def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, where: str) -> Path:
-    """Write rows to a file that is named after its content.
+def write_once(content: bytes, folder: Path) -> Path:
+    """Write a Parquet file of the cache, named after its content, unless it exists already.
 
-    The file has JSON lines, or is a parquet file if JSON cannot hold a value.
+    Args:
+        content: the file's content.
+        folder: folder in the cache; created if it does not exist.
+
+    Returns:
+        The file.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    file = folder / f"{hashlib.sha256(content).hexdigest()[:20]}.parquet"
+    if not file.is_file():
+        with written_aside(file, where="data.cache_dir") as draft:
+            draft.write_bytes(content)
+    return file
+
+
+def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, where: str) -> Path:
+    """Write rows to a file that is named after its content, so that equal rows share a file.
+
+    The format is JSON lines, or Parquet if JSON cannot hold a value.
 
     Args:
         rows: the rows.
@@ -794,6 +828,7 @@ def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, whe
     try:
         lines = []
         for row in rows:
+            # Arrays and tensors become lists.
             value = jsonable(row, methodcaller("tolist"))
             lines.append(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
         suffix = "jsonl"

@@ -7,7 +7,6 @@
 Each checkpoint has all generated rows: a resumed run does not generate them again.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from quadriga.config import DataConfig
-from quadriga.data.files import FileNames, written_aside
+from quadriga.data.files import FileNames, write_once
 from quadriga.data.rl_dataset import RLHFDataset, as_hf_dataset
 from quadriga.data.tokenizing import shortened
 from quadriga.errors import DataError
@@ -53,12 +52,17 @@ class AbstractDataGenerator(ABC):
     def generate(self, dataset: "DynamicGenDataset") -> Iterable[Mapping[str, Any]]:
         """Return new rows, possibly none.
 
-        Rows have the columns that rows of files have, and images by absolute paths or as bytes.
-        `dataset` has the rows so far (`dataframe`), and in `batch` the last step with its rewards.
+        Rows have the columns of the files' rows. Images are given by absolute paths or as bytes.
+
+        Args:
+            dataset: has all rows so far (`dataframe`), and the batch of the last step with its
+                rewards (`batch`).
         """
 
 
-class _Generated(RLHFDataset):
+class _GeneratedRows(RLHFDataset):
+    """Rows of one call of the generator, all of which may turn out to be too long."""
+
     may_be_empty = True
 
 
@@ -99,12 +103,12 @@ class DynamicGenDataset(Dataset):
         options |= {"tokenizer": tokenizer, "config": config, "processor": processor}
         file_rows = RLHFDataset(data_files, max_samples=max_samples, **options)
         self.processor = file_rows.processor
-        self._make_part = partial(_Generated, **options)
-        # The rows of the files, and of each call of the generator.
+        self._make_part = partial(_GeneratedRows, **options)
+        # The rows of the files, then those of each call of the generator.
         self.parts = [file_rows]
-        # For each part, the number of the first row behind it.
+        # For each part, the number of rows up to its end.
         self._ends = [len(file_rows)]
-        # Parquet files of the generated parts, for checkpoints.
+        # Content of the Parquet file of each generated part, for checkpoints.
         self._contents: list[bytes] = []
 
     def __len__(self) -> int:
@@ -112,20 +116,22 @@ class DynamicGenDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Row `item`, as `RLHFDataset` returns it."""
-        # The part whose end is the first behind the item.
         part = bisect_right(self._ends, item)
         first = self._ends[part - 1] if part else 0
         return {**self.parts[part][item - first], "item": item}
 
     @property
     def dataframe(self) -> "datasets.Dataset":
-        """All rows as they were read and generated."""
-        # Parts may differ in their columns and in the types of these.
+        """All rows as they were read and generated, with the columns of any of them."""
+        # Parts may differ in their columns, and in the types of columns of one name.
         tables = [part.dataframe.with_format("arrow")[:] for part in self.parts]
         return as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
 
     def on_batch_end(self, batch: DataProto) -> None:
         """Generate rows after a step.
+
+        Args:
+            batch: the batch of the step, with rewards and advantages.
 
         Raises:
             DataError: the generator returns no rows, or wrong ones.
@@ -136,22 +142,26 @@ class DynamicGenDataset(Dataset):
     def append_dataframe(self, new_dataframe: Iterable[Mapping[str, Any]]) -> None:
         """Add rows. With `data.filter_overlong_prompts` those that are too long are left out.
 
+        Args:
+            new_dataframe: the rows, each a dictionary of columns.
+
         Raises:
-            DataError: these are no rows, or wrong ones.
+            DataError: a row is no dictionary, or wrong.
         """
         where = f"{_WHERE} {type(self.data_generator).__name__}.generate"
+        # A value that cannot be iterated over is reported below, as a wrong row.
         rows = list(new_dataframe) if isinstance(new_dataframe, Iterable) else [new_dataframe]
-        columns: dict[str, None] = {}
+        empty_row: dict[str, None] = {}
         for row in rows:
             if not isinstance(row, Mapping):
                 expected = "rows, each a dictionary of columns"
                 raise DataError(where, got=shortened(row), expected=expected)
-            # Arrow would take the columns of the first row only.
-            columns |= dict.fromkeys(row)
+            empty_row |= dict.fromkeys(row)
         if not rows:
             return
         try:
-            table = pa.Table.from_pylist([dict.fromkeys(columns) | dict(row) for row in rows])
+            # Arrow takes its columns from the first row, so each row gets the columns of all.
+            table = pa.Table.from_pylist([empty_row | dict(row) for row in rows])
         except pa.ArrowException as error:
             raise DataError(where, got=str(error), expected="columns of one type each") from error
         content = BytesIO()
@@ -161,11 +171,7 @@ class DynamicGenDataset(Dataset):
     def _append(self, content: bytes) -> None:
         """Write a Parquet file into the cache and add its rows."""
         # A resumed run finds the file of the same rows, or writes it again.
-        name = f"{hashlib.sha256(content).hexdigest()[:20]}.parquet"
-        file = Path(self.config.cache_dir).expanduser() / "generated" / name
-        if not file.is_file():
-            with written_aside(file, where="data.cache_dir") as draft:
-                draft.write_bytes(content)
+        file = write_once(content, Path(self.config.cache_dir).expanduser() / "generated")
         part = self._make_part(str(file))
         part.columns_entry = self.parts[0].columns_entry
         self.parts.append(part)
@@ -173,7 +179,7 @@ class DynamicGenDataset(Dataset):
         self._contents.append(content)
 
     def state_dict(self) -> dict[str, Any]:
-        """Identity of the files' rows, all generated rows, and the generator's state, if any."""
+        """State of the files' rows, all generated rows, and the generator's state, if any."""
         generator_state = None
         if hasattr(self.data_generator, "state_dict"):
             generator_state = self.data_generator.state_dict()
@@ -193,7 +199,7 @@ class DynamicGenDataset(Dataset):
             DataError: the files have other rows than those of the state.
         """
         self.parts[0].load_state_dict(state["files"])
-        # The rows of the files are the same, so only the generated ones are replaced.
+        # The rows of the files need not be read again.
         del self.parts[1:]
         del self._ends[1:]
         self._contents.clear()

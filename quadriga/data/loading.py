@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates data set, sampler and loader of the trainer, from this package or a user's classes.
+"""Creates the trainer's data sets, samplers and loaders, from this package or a user's classes.
 
 The order of the rows depends on `data.seed` alone. The loader's state (`state_dict`,
-`load_state_dict`) holds the position inside an epoch and the generator of the sampler: a resumed
-run sees the rows that the run would have seen without interruption.
+`load_state_dict`) holds the position within an epoch and the state of the sampler's random
+generator, so a resumed run sees the rows that it would have seen without interruption.
 """
 
 import gc
@@ -41,21 +41,22 @@ A forked process has the data set as it is. It may be a user's that cannot be pi
 that only this process has imported; its rows are not copied; and the user's script is not run
 again, as spawn and forkserver do.
 
-A fork of a process with threads is unsafe because a thread may hold a lock. These processes prepare
-rows, call nothing of Ray's, free nothing that they have inherited (`_begin_worker`), have torch's
-handler of SIGTERM, and end without running this process's exit functions. On systems other than
-Linux, system libraries do not survive a fork."""
+A fork of a process with threads is unsafe because a thread may hold a lock. That is acceptable
+here: these processes only prepare rows, call nothing of Ray's, free no inherited objects
+(`_begin_worker`), have torch's handler of SIGTERM, and end without running this process's exit
+functions. On systems other than Linux, system libraries do not survive a fork."""
 _SAMPLERS = (MixtureSampler, RandomSampler, SequentialSampler)
+"""Samplers whose choice of rows does not depend on the training."""
 
 
 class RowLoader(StatefulDataLoader):
-    """A loader that compares the data with those of its state before it winds the sampler forward.
+    """A loader that refuses a state if the data have changed since it was saved.
 
     If rows come without the inputs of a vision-language model
     (`data.return_multi_modal_inputs=false`), the loader adds these to the batch."""
 
     def __iter__(self) -> Any:
-        # The processor works in this process, on whole batches.
+        # Here, in the process of the loader: worker processes would send large pixel tensors.
         batches = super().__iter__()
         processor = getattr(self.dataset, "processor", None)
         if isinstance(processor, VisionProcessor):
@@ -63,10 +64,11 @@ class RowLoader(StatefulDataLoader):
         return batches
 
     def lets_read_ahead(self) -> bool:
-        """Whether a thread may fetch a batch during the step. If so, it gets its own tokenizer.
+        """Whether a thread may fetch the next batch during a step.
 
-        A user's code must not run there, for it may draw from generators of the process. Nothing
-        may learn from the step. Worker processes read ahead already.
+        If so, the data set gets a tokenizer of its own for that thread. The answer is no if code of
+        a user makes the rows, which may use the process's random generators; if the choice of rows
+        depends on the step; and with worker processes, which read ahead themselves.
         """
         rows = self.dataset
         tokenizer = getattr(rows, "tokenizer", None)
@@ -74,17 +76,16 @@ class RowLoader(StatefulDataLoader):
             rows = rows.block
         if type(rows).__getitem__ is not RLHFDataset.__getitem__:
             return False
-        # A sampler of another class may learn from each step.
         if type(self.sampler) not in _SAMPLERS or hasattr(rows, "on_batch_end"):
             return False
         if getattr(tokenizer, "backend_tokenizer", None) is None or self.num_workers > 0:
             return False
-        # Two threads must not share a tokenizer: its padding and truncation are part of its state.
+        # Threads must not share a tokenizer: a call changes its settings for padding and truncation.
         rows.encoder = ChatEncoder(deepcopy(tokenizer), rows.config.apply_chat_template_kwargs)
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the identity of the rows that it is a position in."""
+        """The position, and with files the identity of their rows (`FileDataset.state_dict`)."""
         state = super().state_dict()
         if isinstance(self.dataset, FileDataset):
             state = state | {"rows": self.dataset.state_dict()}
@@ -94,9 +95,9 @@ class RowLoader(StatefulDataLoader):
         """Continue at a position.
 
         Raises:
-            DataError: it is a position in other rows.
+            DataError: the rows are not those that the state was saved with.
         """
-        # The caller may load its state again.
+        # A copy, because `pop` below must not change the caller's dictionary.
         state = dict(state_dict)
         rows = state.pop("rows", None)
         if rows is not None and isinstance(self.dataset, FileDataset):
@@ -137,8 +138,8 @@ def create_rl_dataset(
     `context` if it takes them, `__len__()`, and `__getitem__(item)`, which returns a row with the
     keys of `RLHFDataset.__getitem__`. It may have `on_batch_end(batch)`, which gets the `DataProto`
     of each training step after its update, in the trainer's process, and `state_dict()` and
-    `load_state_dict(state)`, which are called with each checkpoint. Settings that it has to honour
-    are arguments; it reads all others from `config`.
+    `load_state_dict(state)`, which are called with each checkpoint. Settings that every class has
+    to respect are arguments; all others are in `config`.
 
     Args:
         data_paths: a path, a glob, a URL, or a list of these.
@@ -146,9 +147,8 @@ def create_rl_dataset(
         tokenizer: renders and tokenizes prompts.
         processor: of a vision-language model. None: prompts are text.
         is_train: whether the rows are for training, else for validation.
-        max_samples: use at most so many rows; -1 for all.
-        context: the tools that prompts are measured with, and the number of ids that the model
-            knows.
+        max_samples: most rows to use; -1 for all.
+        context: the tools that are rendered into prompts, and the size of the model's vocabulary.
 
     Returns:
         A data set whose items are rows.
@@ -185,7 +185,7 @@ def create_rl_dataset(
         "processor": processor,
         **options,
     }
-    # Only a wrong signature is reported so, and not a TypeError inside of the class.
+    # Checked without calling it, so that a TypeError raised inside `__init__` is not taken for it.
     try:
         signature(cls).bind(**arguments)
     except TypeError as error:
@@ -198,13 +198,13 @@ def create_rl_dataset(
 
 
 def _check_hooks(cls: type, where: str) -> None:
-    """Refuse a user's class that lacks methods, or overrides methods that are not called here.
+    """Raise a ConfigError for a user's data set that would not work as its author expects.
 
-    The latter are methods of verl's class `RLHFDataset`, in a subclass of the class of that name of
-    this package.
+    It lacks a method, or derives from this package's `RLHFDataset` and overrides a method that only
+    verl's class of that name calls.
     """
     methods = ("__len__", "__getitem__")
-    # torch's class has no length, and an item that only raises.
+    # torch's base class has no `__len__`, and a `__getitem__` that only raises.
     missing_methods = [
         name for name in methods if getattr(cls, name, None) is getattr(Dataset, name, None)
     ]
@@ -217,7 +217,6 @@ def _check_hooks(cls: type, where: str) -> None:
         )
     if not issubclass(cls, RLHFDataset):
         return
-    # A hook that is never called would change nothing, in silence.
     overridden_hooks = {name for name in _UNCALLED_HOOKS if hasattr(cls, name)}
     if overridden_hooks:
         raise ConfigError(
@@ -231,16 +230,17 @@ def _check_hooks(cls: type, where: str) -> None:
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool = True) -> Sampler:
     """Create the sampler, which decides the order of the rows.
 
-    Training rows come in the order of the user's own sampler, as a mixture by `data.mixture`, in a
+    Training rows come in the order of the user's own sampler, as a mixture (`data.mixture`), in a
     seeded shuffle that is new in each epoch, or in file order. Validation rows are in file order,
-    or shuffled with `data.validation_shuffle`. Generated rows (`data.datagen`) are drawn from the
+    or shuffled with `data.validation_shuffle`. Generated rows (`data.datagen`) take part from the
     next pass on.
 
     A class of your own derives from `torch.utils.data.Sampler` and has `__init__(data_source,
     data_config)`, `__iter__()` and `__len__()`. It may have `update(batch)`, which gets the
-    `DataProto` of each training step after its update and before the next batch is drawn; and
-    `state_dict()` and `load_state_dict(state)`: with them `__iter__` goes on from the state,
-    without them a resumed run iterates from the start and skips what was drawn.
+    `DataProto` of each training step after its update and before the next batch is drawn. It may
+    have `state_dict()` and `load_state_dict(state)`, after which `__iter__` continues from the
+    state; without these methods a resumed run iterates from the start and skips the rows that were
+    drawn before.
 
     Args:
         data_config: the section `data`.
@@ -252,8 +252,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
 
     Raises:
         ConfigError: the class cannot be loaded.
-        DataError: it has `update`, or rows are generated, and worker processes would fetch rows
-            ahead of it.
+        DataError: `data.dataloader_num_workers` is above 0, and the sampler has `update` or rows
+            are generated.
     """
     num_workers = data_config.dataloader_num_workers
     if isinstance(dataset, DynamicGenDataset) and num_workers > 0:
@@ -272,9 +272,9 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
     if is_train and isinstance(dataset, DynamicGenDataset):
         return PassSampler(dataset, data_config)
     is_shuffled = data_config.shuffle if is_train else data_config.validation_shuffle
-    # A generator of its own: what else draws random numbers does not change the order.
     if is_shuffled:
         _require_rows(len(dataset), dataset, data_config)
+        # With a generator of its own, the order does not depend on other draws of random numbers.
         return RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed))
     return SequentialSampler(dataset)
 
@@ -304,7 +304,7 @@ def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler
 
 
 def _require_rows(num_rows: int, dataset: Dataset, config: DataConfig) -> None:
-    """Raise a DataError if there are no rows."""
+    """Raise a DataError if there are no rows; `num_rows` may differ from the data set's length."""
     if num_rows > 0:
         return
     fix = "Check the files."
@@ -320,7 +320,10 @@ def _require_rows(num_rows: int, dataset: Dataset, config: DataConfig) -> None:
 
 
 def _begin_worker(number: int) -> None:
-    """Never free inherited objects: freeing one of Ray's takes a lock of Ray's threads."""
+    """Keep the garbage collector of a worker process away from inherited objects.
+
+    Freeing one of Ray's takes a lock, which one of Ray's threads may have held during the fork.
+    """
     gc.freeze()
 
 
@@ -341,16 +344,15 @@ def create_dataloader(
         batch_size: rows of a batch. None: one batch has the whole data set.
         sampler: the order of the rows.
         drop_last: whether an incomplete last batch is left out.
-        collate: makes a batch of rows. None: `collate_fn`.
+        collate: makes a batch out of rows. None: `collate_fn`.
 
     Returns:
         A loader of batches.
 
     Raises:
-        DataError: the data set is empty, or too small for a full batch although the last one is
-            dropped.
+        DataError: the data set is empty, or with `drop_last` too small for one batch.
     """
-    # A sampler of a mixture draws more rows, or fewer, than there are.
+    # An epoch of a mixture repeats or omits rows, so it has another length than the data set.
     num_rows = len(sampler) if isinstance(sampler, MixtureSampler) else len(dataset)
     _require_rows(num_rows, dataset, config)
     size = num_rows if batch_size is None else batch_size
@@ -373,7 +375,7 @@ def create_dataloader(
             worker_init_fn=_begin_worker,
             collate_fn=collate or collate_fn,
             drop_last=drop_last,
-            # With a generator of its own, starting the loader leaves torch's global generator alone: a resumed run
-            # starts the loader once more than a run that was not interrupted.
+            # Without a generator of its own, each start of the loader would draw from torch's global one, and a
+            # resumed run starts the loader once more than a run that was not interrupted.
             generator=torch.Generator().manual_seed(config.seed),
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos in the messages of a row, and the places where they stand.
+"""Images and videos of a row, and their places in its messages.
 
-This file opens no image or video and does not need torch: processes that count tokens import it.
+No image or video is opened here. The file does not need torch: processes that count tokens import
+it.
 """
 
 import re
@@ -17,13 +18,13 @@ IMAGE = "<image>"
 VIDEO = "<video>"
 TAGS = {"image": IMAGE, "video": VIDEO}
 _FILE_KEYS = ("path", "url", "bytes")
-"""Keys of a content part for its image or video, besides those with the name of its kind."""
+"""Keys of a content part that may hold its image or video, besides `image`, `image_url` etc."""
 
 
 def read_prompt(
     row: Mapping[str, Any], config: DataConfig, *, is_vision: bool, where: str
 ) -> tuple[Messages, list[list[Any]]]:
-    """The messages of a row, with its images and videos.
+    """Read the messages of a row, and its images and videos.
 
     Args:
         row: values by column.
@@ -32,7 +33,8 @@ def read_prompt(
         where: file and row, for errors.
 
     Returns:
-        The messages; and two lists, the images and the videos in the order of their places.
+        The messages; and a list of two lists, the images and the videos in the order of their
+        places.
 
     Raises:
         DataError: the row has no chat, or not as many images or videos as places for them, or it
@@ -42,7 +44,7 @@ def read_prompt(
     messages = as_messages(row.get(config.prompt_key), where=at_prompt)
     media = media_of(row, config)
     if not is_vision:
-        # Places without an image, and images without a place, would be lost in silence.
+        # Otherwise images would be dropped in silence, and their places would be text.
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
     row_images = media.get("image", ())
@@ -71,12 +73,11 @@ def media_of(row: Mapping[str, Any], config: DataConfig) -> dict[str, list[Any]]
 def with_parts(
     messages: Messages, images: Sequence[Any], videos: Sequence[Any] | None = (), *, where: str
 ) -> tuple[Messages, list[Any], list[Any]]:
-    """Give each image and video a content part of its own, as chat templates want them.
+    """Give each image and video a content part of its own, as chat templates expect.
 
     Each `<image>` and `<video>` in a text becomes a part, which stands for the next of `images` or
-    `videos`. Content that is already a list of parts may hold `{"type": "image"}`, which stands for
-    the next one too, or a part that brings its image, `{"type": "image", "image": ...}`; so for
-    videos.
+    `videos`. Content that is already a list of parts may have parts that stand for the next image
+    or video, `{"type": "image"}`, and parts that hold their own, `{"type": "image", "image": ...}`.
 
     Args:
         messages: the chat.
@@ -85,10 +86,10 @@ def with_parts(
         where: the row, for errors.
 
     Returns:
-        The messages with parts; all images and all videos, in the order of their parts.
+        The messages with parts; all images; and all videos, each in the order of their parts.
 
     Raises:
-        DataError: there are more or fewer places than the row has images, or videos.
+        DataError: the number of places differs from the number of images or of videos.
     """
     tags = {"image": IMAGE}
     if videos is not None:
@@ -100,7 +101,7 @@ def with_parts(
         new_messages.append({**message, "content": content})
         if isinstance(content, list):
             parts += content
-    # Places are counted over the whole chat: a row has one list of images.
+    # The images of a row are for its whole chat, so they are assigned when all parts are known.
     all_images = _take_media(parts, "image", images, where)
     all_videos = _take_media(parts, "video", videos or (), where)
     return new_messages, all_images, all_videos
@@ -109,8 +110,15 @@ def with_parts(
 def _take_media(
     parts: list[dict[str, Any]], kind: str, row_media: Sequence[Any], where: str
 ) -> list[Any]:
-    """Remove the media of one kind from their parts. Parts without one take from `row_media`."""
-    # Chat templates know only the place, not the image or video.
+    """List the media of one kind in the order of their parts, and remove them from these.
+
+    Args:
+        parts: the content parts of a chat, changed in place.
+        kind: "image" or "video".
+        row_media: images or videos from the columns, for the parts without one of their own.
+        where: the row, for errors.
+    """
+    # Chat templates expect only the places.
     media = [part.pop(kind, None) for part in parts if part["type"] == kind]
     num_open = media.count(None)
     if num_open != len(row_media):
@@ -121,7 +129,6 @@ def _take_media(
             expected="one for each, where it stands",
             fix=f"Write {tag} into the text for each {kind}, and set data.{kind}_key to their column.",
         )
-    # Parts with an image of their own take none from the columns.
     remaining = iter(row_media)
     return [next(remaining) if medium is None else medium for medium in media]
 
@@ -138,7 +145,7 @@ def refuse_media(
 
     Args:
         messages: the chat.
-        media: images and videos of the columns, by kind. The tag of a kind that is missing is text.
+        media: images and videos of the columns, by kind. The tags of other kinds are plain text.
         config: the section `data`, which names the columns.
         where: file and row, for errors.
         column: column of the messages. None: `data.prompt_key`.
@@ -150,7 +157,6 @@ def refuse_media(
     text = " ".join(content for content in contents if isinstance(content, str))
     at_prompt = f"{where}, column {column or config.prompt_key!r}"
     expected = "text, or a vision-language model"
-    # The first fault is reported at the place where the user finds it.
     for kind, row_media in media.items():
         place = at_prompt
         if row_media:
@@ -173,10 +179,20 @@ def refuse_media(
 
 
 def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
-    """The content of a message as a list of parts; text without tags stays text."""
+    """Bring the content of a message into a list of parts; text without tags stays text.
+
+    Args:
+        content: text, or a list of parts in any of the forms that rows have.
+        tags: the tag of each kind of media that the row may have. Other tags are plain text.
+        where: the row, for errors.
+
+    Returns:
+        Parts of the type "text", with their text, and of the kinds of `tags`, with their image or
+        video if they brought one.
+    """
+    # A message with tool calls alone has no content.
     if not isinstance(content, Sequence):
         return content
-    # Tags of videos are text where videos are not looked for.
     kinds = {tag: kind for kind, tag in tags.items()}
     if isinstance(content, str):
         has_tags = any(tag in content for tag in kinds)
@@ -186,7 +202,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
         fields = {}
         if isinstance(part, Mapping):
             fields = without_nulls(part)
-        # OpenAI's form has the type image_url; other parts name their kind only by the key.
+        # A part without a type has its kind as its key. OpenAI's form has the type `image_url`.
         kind = fields.pop("type", None) or next(iter(fields), None)
         kind = str(kind).removesuffix("_url")
         text = fields.get("text")
@@ -210,9 +226,9 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
 
 
 def _split_at_tags(text: str, kinds: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Parts of a text: one for each tag, with its kind, and one for each text between tags."""
+    """Split a text into parts: one for each tag, with its kind, and one for each text between."""
     parts: list[dict[str, Any]] = []
-    # A group in the expression makes `split` return the tags too.
+    # With a group in its expression, `split` returns the separators too.
     for piece in re.split(f"({'|'.join(kinds)})", text):
         if piece in kinds:
             parts.append({"type": kinds[piece]})
@@ -222,16 +238,16 @@ def _split_at_tags(text: str, kinds: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _medium_of_part(kind: str, fields: dict[str, Any]) -> dict[str, Any] | None:
-    """The image or video of a part, under its kind.
+    """Find the image or video in a content part.
 
     Args:
         kind: "image" or "video".
         fields: the part without its type.
 
     Returns:
-        Empty if the part is a place for an image or video of the row. None: it has unknown keys.
+        A dictionary with the image or video under its kind; empty if the part only marks the place
+        of one. None: the part has other keys, or several images or videos.
     """
-    # A medium may stand under one of several keys, but not under two.
     value_keys = {kind, f"{kind}_url", *_FILE_KEYS}
     values = [value for key, value in fields.items() if key in value_keys]
     has_fps = kind == "video" and "fps" in fields
@@ -239,7 +255,7 @@ def _medium_of_part(kind: str, fields: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if not values:
         return {}
-    # Frames of a list need their rate, so it stays beside them.
+    # A list of frames has no rate of its own, so `fps` stays beside it.
     if has_fps:
         return {kind: {"video": values[0], "fps": fields["fps"]}}
     return {kind: values[0]}

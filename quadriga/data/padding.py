@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From token ids of rows to the columns of a batch: truncation, padding, position ids, collation.
+"""Makes the columns of a batch from token ids: truncation, padding, position ids, collation.
 
 A truncation mode names the side that loses tokens: `left` keeps the end, `right` keeps the
 beginning, `middle` keeps both ends (the end gets the odd token), `error` refuses.
@@ -28,7 +28,7 @@ def truncate(
 
     Args:
         ids: token ids, [L].
-        max_length: tokens.
+        max_length: most tokens of the result.
         mode: the side that loses tokens.
         where: the sequence, for errors.
 
@@ -38,13 +38,13 @@ def truncate(
     Raises:
         DataError: the ids are too long and the mode is `error`, or there is no such mode.
     """
-    # `ids[-tail:]` would be everything for a tail of 0.
     head, tail = _lengths_of_ends(len(ids), max_length, mode, where)
+    # Not `ids[-tail:]`, which is the whole list for a tail of 0.
     return [*ids[:head], *ids[len(ids) - tail :]]
 
 
 def pad_left(values: Tensor, length: int, fill: int) -> Tensor:
-    """Pad the last dimension in front, where it is shorter than `length`.
+    """Pad the last dimension on the left, up to `length` positions.
 
     Args:
         values: [..., L].
@@ -75,8 +75,8 @@ def postprocess_data(
         attention_mask: [B, L]; padding gets 0.
         max_length: columns of the result.
         pad_token_id: fills `input_ids`.
-        left_pad: whether padding stands in front of the tokens, else behind them.
-        truncation: the side that loses tokens of sequences that are too long.
+        left_pad: whether padding stands to the left of the tokens, else to their right.
+        truncation: the side on which sequences that are too long lose tokens.
         where: the sequences, for errors.
 
     Returns:
@@ -98,7 +98,7 @@ def postprocess_data(
 
 
 def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int, int]:
-    """Number of tokens that are kept at the beginning and at the end."""
+    """Number of tokens that truncation keeps at the beginning and at the end of a sequence."""
     modes = get_args(Truncation)
     if mode not in modes:
         expected = f"one of {', '.join(modes)}"
@@ -123,7 +123,7 @@ def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tup
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     """Number the valid tokens of a mask [..., L] from 0, int64 [..., L]. Padding gets 0."""
-    # Positions are integers whatever the type of the mask is.
+    # A sum of bools or floats would give positions of that type.
     mask = mask.to(torch.int64)
     return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
 
@@ -132,7 +132,7 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
     """Make the columns of a batch from rows.
 
     Returns:
-        Tensors stacked to [B, ...]; everything else, of whatever shape, in object arrays [B].
+        The columns by name: tensors stacked to [B, ...], all other values in object arrays [B].
 
     Raises:
         DataError: rows differ in their keys, or the tensors of a key in their shape.
@@ -141,7 +141,6 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
     columns: dict[str, Tensor | np.ndarray] = {}
     for key in data_list[0]:
         values = [row[key] for row in data_list]
-        # Values that are not all tensors stay as they are.
         if not all(isinstance(value, Tensor) for value in values):
             columns[key] = object_array(values)
             continue
@@ -165,10 +164,9 @@ def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         if not isinstance(row, Mapping):
             got = f"a {type(row).__name__}"
             raise DataError("collate_fn", got=got, expected="rows, each a dictionary of columns")
-    # The first row is the measure for all others.
-    keys = set(rows[0])
+    first_keys = set(rows[0])
     for position, row in enumerate(rows):
-        differing_keys = set(row) ^ keys
+        differing_keys = set(row) ^ first_keys
         if differing_keys:
             names = ", ".join(sorted(differing_keys))
             raise DataError(

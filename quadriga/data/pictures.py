@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of a row: from a path, the bytes of a file or a decoded image to `PIL.Image.Image`s."""
+"""Reads the images of a row, given as paths, bytes of files or decoded images, with Pillow."""
 
 import hashlib
 import io
@@ -27,13 +27,13 @@ _FORMS = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"i
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange height and width."""
 _ANIMATED = ("GIF", "WEBP", "PNG")
-"""Formats whose frames follow each other; other formats hold one picture in several sizes."""
+"""Formats in which several frames are an animation; in other formats they may be thumbnails."""
 
 
 class Decoded:
-    """Cache of decoded files: least recently used values leave when it holds more than `max_bytes`.
+    """Cache of decoded files that holds at most `max_bytes` and drops the least recently used.
 
-    A hit returns the same object again, which callers must not change.
+    A hit returns the cached object itself, which callers must not change.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -50,15 +50,15 @@ class Decoded:
 
         Args:
             source: a file, or its bytes. Anything else is decoded each time.
-            how: names the way of decoding; part of the key.
-            decode: returns the value.
-            size: returns the bytes of a value.
+            how: identifies the way of decoding; part of the key.
+            decode: decodes the file.
+            size: returns the number of bytes of a value.
 
         Returns:
             The result of `decode()`, now or in an earlier call.
         """
         if isinstance(source, Path):
-            # A file that was written again has another time or size.
+            # A file that is overwritten gets another key.
             status = source.stat()
             key: Any = (source, status.st_mtime_ns, status.st_size, how)
         elif isinstance(source, io.BytesIO):
@@ -67,14 +67,15 @@ class Decoded:
             return decode()
 
         with self._lock:
+            # Removed here and put back below, as the most recently used.
             value, num_bytes = self._values.pop(key, (None, 0))
             self.num_bytes -= num_bytes
-        # Other threads use the cache meanwhile: decoding takes long.
+        # Not under the lock: decoding is slow, and other threads use the cache meanwhile.
         if value is None:
             value = decode()
         num_bytes = size(value)
         with self._lock:
-            # Another thread may have decoded the same file meanwhile.
+            # Another thread may have put the same file there.
             if key not in self._values and num_bytes <= self.max_bytes:
                 self._values[key] = (value, num_bytes)
                 self.num_bytes += num_bytes
@@ -100,15 +101,15 @@ def require_pillow(where: str) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The images or videos of a column, which may be null, one, or a list; without nulls."""
-    # A text is a sequence too, of characters.
+    """List the images or videos of a column's value: null, a single one, or a list with nulls."""
+    # A path or the bytes of a file are sequences too, but of characters.
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     values = value if is_list else [value]
     return [medium for medium in values if medium is not None]
 
 
 def read_picture(value: Any, *, folder: Path, where: str) -> Any:
-    """Read an image: in RGB, upright by its EXIF orientation, on white where it is transparent.
+    """Read an image in RGB, turned upright by its EXIF orientation, transparency over white.
 
     Args:
         value: a path or a `file://` URL; bytes of an image file; a dictionary with `bytes`, `path`,
@@ -121,8 +122,8 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
         A `PIL.Image.Image`.
 
     Raises:
-        DataError: the value has none of these forms, does not exist, is no image, is of a format
-            that is not read, or has more than `MAX_PIXELS`.
+        DataError: the value has none of these forms, the file does not exist, or it is no image of
+            a known format with at most `MAX_PIXELS`.
     """
     source = source_of(value, folder, where, "image", _FORMS)
 
@@ -130,17 +131,17 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
         with _opened(source, where) as picture:
             upright = ImageOps.exif_transpose(picture)
             if upright.has_transparency_data:
-                # Transparent pixels may have any color underneath; processors drop only the transparency.
+                # `convert("RGB")` only drops the alpha channel, and transparent pixels may have any color.
                 upright = upright.convert("RGBA")
-                ground = Image.new("RGBA", upright.size, "white")
-                upright = Image.alpha_composite(ground, upright)
+                background = Image.new("RGBA", upright.size, "white")
+                upright = Image.alpha_composite(background, upright)
             return upright.convert("RGB")
 
     return DECODED.get(source, "RGB", decode, lambda picture: 3 * picture.width * picture.height)
 
 
 def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
-    """Height and width of an image in pixels, from the header of the file.
+    """Height and width of an image in pixels. Only the header of the file is read.
 
     Args:
         value: the image, as for `read_picture`.
@@ -156,22 +157,22 @@ def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
     source = source_of(value, folder, where, "image", _FORMS)
     with _opened(source, where) as picture:
         width, height = picture.size
-        # The size in the header is that of the stored pixels, before they are turned.
+        # The header has the size before the orientation is applied.
         orientation = picture.getexif().get(ExifTags.Base.Orientation)
     return (width, height) if orientation in _TURNED else (height, width)
 
 
 @contextmanager
 def _opened(source: Any, where: str) -> Iterator[Any]:
-    """Context manager: an open image. Errors of the decoder inside become DataErrors."""
+    """Context manager: the opened image. Errors of decoding it inside become DataErrors."""
     try:
         if not isinstance(source, Path | io.BytesIO):
             yield source
             return
         with warnings.catch_warnings():
-            # `_check_picture` has a limit of its own, and raises instead of warning.
+            # `_check_picture` raises for images that are too large.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            # Pillow registers rare formats only on demand.
+            # Without this call Pillow knows only a few common formats.
             Image.init()
             formats = [name for name in _FORMATS if name in Image.OPEN]
             with Image.open(source, formats=formats) as picture:
@@ -184,8 +185,7 @@ def _opened(source: Any, where: str) -> Iterator[Any]:
 
 
 def _check_picture(picture: Any, where: str) -> None:
-    """Refuse an image that is too large or animated."""
-    # The header is enough to refuse an image that would fill the memory.
+    """Raise an error if an image is too large or animated. Only its header is read."""
     if picture.width * picture.height > MAX_PIXELS:
         raise Image.DecompressionBombError(f"{picture.width} x {picture.height} pixels")
     num_frames = getattr(picture, "n_frames", 1)
@@ -199,8 +199,8 @@ def _check_picture(picture: Any, where: str) -> None:
 
 
 def _unreadable(error: Exception, source: Any, where: str) -> DataError:
-    """The DataError for an error of Pillow."""
-    # Some errors have no text, some have several lines.
+    """Turn an error of Pillow into a DataError that says what is wrong with the image."""
+    # Some of Pillow's errors have no text, some have several lines.
     reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
     if isinstance(error, Image.DecompressionBombError):
         got = f"an image that is too large ({reason})"
@@ -221,14 +221,14 @@ def _unreadable(error: Exception, source: Any, where: str) -> DataError:
 
 
 def described(source: Any) -> str:
-    """Text that identifies a file, or its bytes, in an error."""
+    """Describe a file, or the bytes of one, for an error."""
     if isinstance(source, io.BytesIO):
         return f"{source.getbuffer().nbytes} bytes"
     return str(source)
 
 
 def _format_of(source: Path | io.BytesIO) -> str:
-    """The format that Pillow recognizes by the first bytes of a file; empty if there is none."""
+    """Name of the format that Pillow recognizes by the first bytes of a file; empty if none."""
     if isinstance(source, io.BytesIO):
         first_bytes = bytes(source.getbuffer()[:16])
     else:
@@ -249,13 +249,13 @@ def source_of(value: Any, folder: Path, where: str, what: str, expected: str) ->
         folder: folder of the data file.
         where: the row and the number of the image or video, for errors.
         what: "image" or "video".
-        expected: the forms that it may have, in words.
+        expected: the forms that it may have, for errors.
 
     Returns:
         A path to a file, an `io.BytesIO`, or a `PIL.Image.Image` as it is.
 
     Raises:
-        DataError: the value has another form, or does not exist.
+        DataError: the value has another form, or the file does not exist.
     """
     if isinstance(value, Mapping):
         value = _value_of_fields(value, where, what)
@@ -270,7 +270,10 @@ def source_of(value: Any, folder: Path, where: str, what: str, expected: str) ->
 
 
 def _value_of_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
-    """The image or video of a dictionary. Without one: a dictionary of its keys, to be reported."""
+    """The image or video in a dictionary with `bytes`, `path`, ... .
+
+    Without one, the keys of the dictionary, which the caller reports as a wrong form.
+    """
     values = without_nulls(fields)
     size_keys = [name for name in values if "pixels" in name or "resized" in name]
     if size_keys:
@@ -280,7 +283,7 @@ def _value_of_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
             expected="no size of its own",
             fix=f"Set data.mm_processor_kwargs.min_pixels and max_pixels, for all {kind}s.",
         )
-    # Bytes first: files of Hugging Face datasets have both, and paths of another machine.
+    # Bytes first: data sets of Hugging Face have `path` too, which is one of another machine.
     for name in ("bytes", "path", kind, "url"):
         if name in values:
             return values[name]
@@ -305,7 +308,7 @@ def _file_at(text: str, folder: Path, where: str, kind: str) -> Path:
             expected="a path below the data file's folder, or an absolute one",
             fix="Write the path from the root.",
         )
-    # Data files that travel with their images name them relative to themselves.
+    # Data files that are moved together with their images name them relative to themselves.
     candidates = [path] if path.is_absolute() else [folder / path, path]
     for candidate in candidates:
         if candidate.is_file():

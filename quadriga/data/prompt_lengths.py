@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the tokens of prompts once, in several processes if desired, and stores the counts.
+"""Measures prompts once, in several processes if desired, and stores their numbers of tokens.
 
     driver                                process that counts
-      | -- what counts, and the table --> |  loads the tokenizer, opens the file again
+      | ------ meter and table ---------> |  loads the tokenizer, opens the file again
       | <------- Ready or Unusable ------ |
       | -- rows of a batch (two ahead) -> |
       | <------- Counted or Failed ------ |
@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256
 BAD = -1
-"""Number of tokens that stands for a bad row."""
+"""Number of tokens of a bad row."""
+# Bits of the field `notes` of a measured prompt.
 IN_JSON = 1
 CONTINUED = 2
 WITH_TOOLS = 4
@@ -67,24 +68,24 @@ NOTES = {
     "write the tools' schemas, so the model is not told how to call them",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
-"""Fields of a measured prompt: number of tokens, sum of its `NOTES`, hash of its role order.
+"""A measured prompt: number of tokens, sum of its `NOTES`, hash of its role order.
 
 The hash is 0 for a bad row."""
 Counts: TypeAlias = tuple[np.ndarray, list[DataError]]
-"""Rows as `MEASURED` [rows], a bad row with `BAD` tokens; and the errors of the bad rows."""
+"""`MEASURED` [rows], where bad rows have `BAD` tokens; and the errors of the bad rows."""
 _WORKERS = "data.filter_overlong_prompts_workers"
 
 
 @dataclass(frozen=True)
 class PromptContext:
-    """Facts about the rollout and the model that decide about prompts, beside the section `data`.
+    """Settings outside the section `data` that prompts depend on.
 
     Attributes:
-        tools: schemas that agent loops offer.
-        agents: names of the agent loops that offer them.
+        tools: schemas of the tools that agent loops offer.
+        agents: names of the agent loops that offer these tools.
         default_agent: agent loop of rows that name none.
-        vocabulary_size: rows of the model's embedding, where the tokenizer has ids beyond them.
-            None: each id has a row.
+        vocabulary_size: rows of the model's embedding, if the tokenizer has ids beyond them. None:
+            each id has a row.
     """
 
     tools: tuple[Any, ...] = ()
@@ -98,7 +99,7 @@ class PromptContext:
         return self.tools if agent in self.agents else ()
 
     def fingerprint(self) -> str:
-        """Text of all facts here, which decide about the length of a prompt and its refusal."""
+        """Text of all values here, for the key of stored lengths."""
         facts = [self.tools, sorted(self.agents), self.default_agent, self.vocabulary_size]
         return json.dumps(facts, default=repr)
 
@@ -114,9 +115,9 @@ class PromptMeter:
         encoder: renders prompts.
         processor: counts the tokens of images and videos. None: prompts are text.
         config: the section `data`.
-        limit: a number of tokens. A count only has to tell on which side of it a prompt is: it is a
-            bound where the tokenizer is not needed for that. None: counts are exact.
-        context: the tools of the rollout and the size of the model.
+        limit: a number of tokens. A count may be inexact as long as it is on the right side of this
+            number, which often saves tokenizing. None: counts are exact.
+        context: tools and size of the vocabulary.
     """
 
     encoder: ChatEncoder
@@ -137,29 +138,29 @@ class PromptMeter:
         """
         prompts = []
         errors = []
-        values = next(table.batches(self._columns(table), len(rows), rows))
-        for number, row in enumerate(values, start=table.first + rows.start):
+        [batch] = table.batches(self._columns(table), len(rows), rows)
+        for number, row in enumerate(batch, start=table.first + rows.start):
             try:
                 prompt = self._rendered(row, f"{table.path} row {number}", table.path.parent)
             except DataError as error:
                 errors.append(error)
-                prompt = _Rendered("", BAD, 0, 0)
+                prompt = _Rendered(text="", num_further_tokens=BAD, notes=0, order=0)
             prompts.append(prompt)
-        # With images or videos the text is only a part of the prompt, so its tokens are counted exactly.
+        # Tokens of images and videos are added below, so those of the text have to be exact.
         limit = None if self.processor else self.limit
-        texts, num_further_tokens, notes, orders = zip(*prompts, strict=True)
-        least, most = self.encoder.counter.bounds(texts, limit).T
+        least, most = self.encoder.counter.bounds([prompt.text for prompt in prompts], limit).T
+        # Of the two bounds, the one nearer to the limit: both are on one side of it.
         counts = most if limit is None else np.where(least > limit, least, most)
 
-        further = np.array(num_further_tokens, dtype=np.int64)
+        further = np.array([prompt.num_further_tokens for prompt in prompts], dtype=np.int64)
         measured = np.empty(len(prompts), MEASURED)
         measured["tokens"] = np.where(further == BAD, BAD, counts + further)
-        measured["notes"] = notes
-        measured["order"] = orders
+        measured["notes"] = [prompt.notes for prompt in prompts]
+        measured["order"] = [prompt.order for prompt in prompts]
         return measured, errors
 
     def _columns(self, table: RowTable) -> list[str]:
-        """The columns of a file that decide about prompts, or are checked."""
+        """The columns of a file that prompts depend on, or that are checked."""
         config = self.config
         names = (
             config.prompt_key,
@@ -171,7 +172,7 @@ class PromptMeter:
         columns = [name for name in dict.fromkeys(names) if name in table.columns]
         if table.schema is None or "extra_info" not in columns:
             return columns
-        # The form of this column is checked; a struct has it.
+        # `_rendered` checks that its values are dictionaries, as those of a struct are.
         if pa.types.is_struct(table.schema.field("extra_info").type):
             columns.remove("extra_info")
         return columns
@@ -198,17 +199,17 @@ class PromptMeter:
                 fix="Correct the row: it holds other facts about the row, by name.",
             )
         messages, media = read_prompt(row, config, is_vision=processor is not None, where=where)
-        # The text has one token for each image and video already.
         num_further_tokens = 0
         if processor is not None:
             counts, clips = processor.media_sizes(media, config, folder=folder, where=where)
             counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
+            # The rendered text has one token for each image and video already.
             num_further_tokens = sum(counts) - len(counts)
 
         at_prompt = f"{where}, column {config.prompt_key!r}"
         tools = self.context.tools_of(row)
         text = self.encoder.render(messages, where=at_prompt, tools=tools)
-        # A template that ignores tools would train the model to call functions that it was never told of.
+        # With a template that ignores tools, the model would be trained to call unknown functions.
         tool_names = [tool["function"]["name"] for tool in tools]
         missing_names = [name for name in tool_names if name not in text]
         if missing_names:
@@ -218,7 +219,7 @@ class PromptMeter:
                 expected="one that names the tools of its agent loop",
                 fix="Use a chat template that writes tools, or describe them in a system message.",
             )
-        # An id without a row in the embedding would fail in the middle of a run.
+        # An id without a row in the embedding would stop the run at the step that draws this prompt.
         vocabulary_size = self.context.vocabulary_size
         if vocabulary_size is not None:
             (token_ids,) = self.encoder.encode([text])
@@ -229,7 +230,7 @@ class PromptMeter:
         if tools and all(name in str(messages) for name in tool_names):
             text_without_tools = self.encoder.render(messages, where=at_prompt)
             notes += UNWRITTEN_TOOLS * (text == text_without_tools)
-        # Hashes of the orders can be stored and counted over processes.
+        # A hash that is equal in all processes, unlike that of `hash`. 0 is for bad rows.
         order = repr(role_order(messages, has_tools=bool(tools)))
         return _Rendered(text, num_further_tokens, notes, zlib.crc32(order.encode()) or 1)
 
@@ -239,8 +240,8 @@ class _Rendered(NamedTuple):
 
     Attributes:
         text: as the chat template writes it.
-        num_further_tokens: tokens of its images and videos beyond the one of each that is in the
-            text. `BAD`: the row is bad.
+        num_further_tokens: tokens of images and videos, in addition to the one token that the text
+            has for each. `BAD`: the row is bad.
         notes: the sum of its `NOTES`.
         order: the hash of its role order.
     """
@@ -252,7 +253,7 @@ class _Rendered(NamedTuple):
 
 
 def told_prompts(measured: np.ndarray) -> str:
-    """Describe which prompts were checked, for the line that a start prints.
+    """Summarize the measured prompts for the notices of a start.
 
     Args:
         measured: `MEASURED` [rows].
@@ -267,11 +268,11 @@ def prompt_lengths(
 ) -> Counts:
     """Measure every prompt of a file, and store the result on disk.
 
-    The key of an entry is made of the content of the file, the tokenizer, the chat template and its
-    arguments, the tools, the limit, the size of a smaller embedding and the kinds of notes. An entry that cannot be
-    read is reported as damaged and measured again. Prompts of a vision-language model are measured
-    each time, for a path says nothing about the image that it leads to; of an image only the header
-    is read.
+    The key of an entry is a hash of everything that the result depends on: the content of the file,
+    the tokenizer, the chat template and its arguments, the columns, the tools, the limit and the
+    size of the vocabulary. An entry that cannot be read is reported and written again. Prompts of a
+    vision-language model are measured each time, because the path of an image does not identify its
+    content; only the headers of images are read.
 
     Args:
         table: the rows of the file.
@@ -287,7 +288,6 @@ def prompt_lengths(
     """
     if meter.processor is not None:
         return _measure(table, meter, num_workers)
-    # Everything that decides about a length, or about whether a row is bad.
     keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)
     facts = (
         table.digest,
@@ -302,7 +302,7 @@ def prompt_lengths(
     entry = Path(cache_dir).expanduser() / "prompt_lengths" / f"{key}.npz"
     if entry.is_file():
         try:
-            # The archive's own checksum finds a damaged byte anywhere in it.
+            # The archive has checksums, so a damaged byte raises an error.
             with np.load(entry, allow_pickle=False) as archive:
                 measured = archive["lengths"]
             if measured.shape == (len(table),) and measured.dtype == MEASURED:
@@ -326,7 +326,7 @@ def prompt_lengths(
 def _errors_of_bad_rows(
     measured: np.ndarray, table: RowTable, meter: PromptMeter
 ) -> list[DataError]:
-    """Measure the bad rows of a stored result again, which does not hold their errors."""
+    """Measure the bad rows of a stored result again: their errors are not stored."""
     errors: list[DataError] = []
     for number in np.flatnonzero(measured["tokens"] == BAD).tolist():
         _, row_errors = meter.measure(table, range(number, number + 1))
@@ -339,7 +339,7 @@ def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> Counts:
     batches = []
     for start in range(0, len(table), BATCH_ROWS):
         batches.append(range(start, min(start + BATCH_ROWS, len(table))))
-    # A process without a batch would start for nothing.
+    # At most one process for each batch.
     num_workers = min(num_workers, len(batches))
     counted: dict[int, Counts] = {}  # by number of the batch
 
@@ -349,11 +349,11 @@ def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> Counts:
     with waiting(f"the token counts of {table.path}", progress):
         if num_workers > 1:
             _measure_elsewhere(table, meter, batches, num_workers, counted)
-        # All batches with one worker, or if other processes cannot load the tokenizer.
+        # With one worker, or if the other processes are unusable, all batches are measured here.
         for number, rows in enumerate(batches):
             if number not in counted:
                 counted[number] = meter.measure(table, rows)
-    # In the order of the rows, whoever was faster.
+    # Processes finish batches in any order.
     parts = []
     errors: list[DataError] = []
     for number in range(len(batches)):
@@ -380,7 +380,7 @@ class Unusable:
 
 @dataclass(frozen=True)
 class Failed:
-    """Counting has raised an error, and not for a bad row."""
+    """Measuring a batch has raised an error other than that of a bad row."""
 
     reason: str
     trace: str
@@ -393,7 +393,7 @@ def _measure_elsewhere(
     num_workers: int,
     counted: dict[int, Counts],
 ) -> None:
-    """Count in other processes. If they cannot load the tokenizer or the rows, print a notice.
+    """Measure batches in other processes. Print a notice if they cannot load the meter.
 
     Args:
         table: the rows of a file.
@@ -403,13 +403,13 @@ def _measure_elsewhere(
         counted: gets the result of each batch, by its number.
 
     Raises:
-        DataError: a process has died, or counting has failed there.
+        DataError: a process has died, or measuring has failed there.
     """
     try:
         # Pickled once for all processes.
         work = pickle.dumps((meter, table), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        # Classes may raise anything when they are pickled.
+        # A user's tokenizer may raise anything when it is pickled.
         _tell_unusable(f"{type(error).__name__}: {error}")
         return
     with ExitStack() as stack:
@@ -418,9 +418,10 @@ def _measure_elsewhere(
             program = SupervisedProgram(__name__)
             stack.callback(program.close)
             programs[program.connection] = program
+        # Numbers of the batches that each process has not answered yet, oldest first.
         sent: dict[Connection, list[int]] = {connection: [] for connection in programs}
         for connection in programs:
-            # The program may have died already, which `recv` reports below.
+            # If the process has died already, `recv` reports it below.
             with suppress(BrokenPipeError, ConnectionResetError):
                 connection.send_bytes(work)
         # Batches go to whichever process is free next.
@@ -440,7 +441,7 @@ def _measure_elsewhere(
                 if isinstance(answer, Failed):
                     raise _failed(answer, table, batches[sent[connection][0]])
                 if isinstance(answer, Ready):
-                    num_batches = 2  # the second lies ready while the first is counted
+                    num_batches = 2  # so that a process never waits for its next batch
                 else:
                     counted[sent[connection].pop(0)] = answer
                 for number in islice(numbers, num_batches):
@@ -450,6 +451,13 @@ def _measure_elsewhere(
 
 
 def _died(program: SupervisedProgram, batches: list[range], sent: list[int]) -> DataError:
+    """Make the error for a process that ended too early.
+
+    Args:
+        program: the process.
+        batches: the rows of each batch.
+        sent: numbers of the batches that the process has not answered.
+    """
     task = "loaded the tokenizer"
     if sent:
         rows = batches[sent[0]]
@@ -463,6 +471,7 @@ def _died(program: SupervisedProgram, batches: list[range], sent: list[int]) -> 
 
 
 def _failed(failure: Failed, table: RowTable, rows: range) -> DataError:
+    """Make the error for a batch whose measuring failed in another process."""
     first = table.first + rows.start
     last = table.first + rows.stop - 1
     error = DataError(
@@ -479,6 +488,7 @@ _told_reasons: set[str] = set()
 
 
 def _tell_unusable(reason: str) -> None:
+    """Print that other processes are unusable: once for each reason, as there may be many files."""
     if reason not in _told_reasons:
         _told_reasons.add(reason)
         print(
@@ -489,23 +499,23 @@ def _tell_unusable(reason: str) -> None:
 
 def main(connection_fd: int) -> None:
     """Count the batches that the driver sends, until it closes the pipe."""
-    # Each process has its share of the cores; the tokenizer's own threads would only be in the way.
+    # The cores are used by several processes, so further threads would slow each other down.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     connection = Connection(connection_fd)
-    # The driver has all counts, or is gone.
+    # These mean that the driver has closed the pipe, because it has all counts or has ended.
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _serve(connection)
 
 
 def _serve(connection: Connection) -> None:
+    """Answer the driver: first whether this process is usable, then each batch."""
     work = connection.recv_bytes()
     try:
         meter, table = pickle.loads(work)
     except Exception as error:
-        # This process may be unable to import a class, and classes may raise anything.
+        # A class may not be importable here, or may raise anything when it is restored.
         connection.send(Unusable(f"{type(error).__name__}: {error}"))
         return
-    # The driver sends rows only to a process that can count them.
     connection.send(Ready())
     while True:
         rows = connection.recv()

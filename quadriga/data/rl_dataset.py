@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data set for reinforcement learning: prompts, with the columns for grading responses.
 
-    files -> rows -> (left out if too long) -> (a sample of them) -> chat template -> token ids ->
-    cut, left-padded
-                                                          images of the row -> patches ┘ with a
-                                                          processor
+    files -> rows -> without overlong ones -> sample -> chat template -> token ids -> cut, padded
+                                                images of the row -> patches ┘
 
-A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info;
-columns beyond these travel along. `RLHFDataset.__getitem__` lists the fields of a row.
+A row of a file has the columns data_source, prompt, ability, reward_model {"style", "ground_truth"}
+and extra_info; all other columns are passed through. `RLHFDataset.__getitem__` lists the fields of
+a row.
 """
 
 import hashlib
@@ -60,15 +59,14 @@ class RLHFDataset(FileDataset):
         data_files: as for `FileDataset`.
         tokenizer: as for `FileDataset`.
         config: the section `data`.
-        processor: of a vision-language model, by `load_processor` or of transformers. None: prompts
-            are text.
+        processor: processor of a vision-language model, from `load_processor` or from transformers.
+            None: prompts are text.
         is_train: as for `FileDataset`; also whether `data.shuffle` or `data.validation_shuffle`
             decides how a sample is drawn.
-        max_samples: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled,
-            else the first.
-        required_columns: columns every file must have. None: the columns that training reads.
-        context: the tools that prompts are measured with, and the number of ids that the model
-            knows.
+        max_samples: most rows to use, -1 for all: drawn with `data.seed` when shuffled, else the
+            first.
+        required_columns: columns that every file must have. None: the columns that training reads.
+        context: the tools that are rendered into prompts, and the size of the model's vocabulary.
 
     Raises:
         DataError: a file is missing, empty, damaged or without a required column, or no row is
@@ -76,13 +74,13 @@ class RLHFDataset(FileDataset):
     """
 
     may_be_empty = False
-    """Whether it is allowed that no row is good, or short enough."""
+    """Whether the data set may have no usable row, which otherwise raises an error."""
     keeps_lengths = True
     """Whether measured lengths are stored in the cache."""
     columns_entry: str | None = None
-    """Entry of `extra_info` that gets a copy of the file's columns; None: there is no such entry."""
+    """Name of an entry of `extra_info` that gets a copy of all columns; None: no such entry."""
     longest_prompt: int | None = None
-    """Tokens of the longest prompt, before it is cut; None if prompts are not measured."""
+    """Number of tokens of the longest prompt before truncation; None if prompts are not measured."""
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class RLHFDataset(FileDataset):
             required_columns = (config.prompt_key, config.reward_fn_key, "reward_model")
         _check_columns(self._tables, required_columns, config)
         self._columns = list(dict.fromkeys(chain(*(table.columns for table in self._tables))))
-        # For each file, the number of the first row behind it among the rows of all files.
+        # Rows are numbered over all files. For each file, the number of rows up to its end.
         self._ends = np.cumsum([len(table) for table in self._tables])
         moved_columns = sorted((RESERVED & {*self._columns}) - {config.prompt_key})
         if moved_columns:
@@ -113,6 +111,7 @@ class RLHFDataset(FileDataset):
                 flush=True,
             )
         is_shuffled = config.shuffle if is_train else config.validation_shuffle
+        # Numbers of the rows in use: item `i` is row `_rows[i]`.
         self._rows = self._chosen(max_samples, is_shuffled=is_shuffled)
 
     def __len__(self) -> int:
@@ -128,27 +127,26 @@ class RLHFDataset(FileDataset):
               a processor `position_ids` are [3, P].
             - `raw_prompt_ids`, the same ids as a list without padding, with one token for each
               image and video.
-            - `index`, `tools_kwargs` and `interaction_kwargs` out of `extra_info`. Without `index`,
-              a number or a text, it is the row's number; the others may be columns of their own.
-            - `item` and `source_row`, the row's number in this data set and its place in words.
+            - `index`, `tools_kwargs` and `interaction_kwargs` from `extra_info`. Without an `index`
+              there, it is the row's number. The other two may also be columns.
+            - `item`, the row's number in this data set, and `source_row`, its file and row as text.
             - with `data.return_raw_chat`, `raw_prompt` (chat messages); with
               `data.return_full_prompt`, `full_prompts` (rendered text).
             - with a processor, `multi_modal_data` and `multi_modal_inputs` in place of the columns
               of images and videos.
 
         Raises:
-            DataError: the prompt is no chat, or too long under `data.truncation=error`, or its
-                images or videos are wrong; it names file and row.
+            DataError: the prompt is no chat, or too long with `data.truncation=error`, or its
+                images or videos are wrong. The error names file and row.
         """
         config = self.config
         number = int(self._rows[item])
         table, file_row, where = self._place(number)
-        # Rows of all files have the same columns, for they meet in batches.
+        # Rows of different files may be in one batch, so each gets the columns of all files.
         row = dict.fromkeys(self._columns) | table[file_row]
         messages, media = read_prompt(
             row, config, is_vision=self.processor is not None, where=where
         )
-        # The agent loop is named in a column of the row.
         tools = self.context.tools_of(row)
         used_columns = {config.prompt_key}
         if self.processor is not None:
@@ -156,7 +154,7 @@ class RLHFDataset(FileDataset):
         columns = {name: row[name] for name in row if name not in ("extra_info", "reward_model")}
         row = set_aside({name: value for name, value in row.items() if name not in used_columns})
         if self.columns_entry is not None:
-            # Rows from Python have the entry already.
+            # Rows that came from Python objects have the entry already, which takes precedence.
             row["extra_info"] = {self.columns_entry: columns} | (row.get("extra_info") or {})
 
         folder = table.path.parent
@@ -166,7 +164,7 @@ class RLHFDataset(FileDataset):
         row |= prompt_columns(
             text, pictures, clips, self.encoder, self.processor, config, where=where
         )
-        # The loader makes them for whole batches then, which sends less between processes.
+        # Then the loader makes these tensors (`RowLoader`), so that worker processes send less.
         if not config.return_multi_modal_inputs:
             row.pop("multi_modal_inputs", None)
         if config.return_raw_chat:
@@ -185,13 +183,13 @@ class RLHFDataset(FileDataset):
 
     @property
     def dataframe(self) -> "datasets.Dataset":
-        """The rows in use as they stand in the files."""
+        """The rows in use, as they are in the files."""
         tables = [table.to_arrow() for table in self._tables]
         rows = as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
         return cast("datasets.Dataset", rows.select(self._rows))
 
     def places(self, items: Sequence[int]) -> list[tuple[int, int]]:
-        """The number of the file of each item, and of its row in that file."""
+        """For each item, the number of its file and of its row in that file."""
         numbers = self._rows[np.asarray(items, dtype=np.int64)]
         files = np.searchsorted(self._ends, numbers, side="right")
         # The number of the first row of each file among all rows.
@@ -199,7 +197,11 @@ class RLHFDataset(FileDataset):
         return list(zip(files.tolist(), (numbers - first_rows).tolist(), strict=True))
 
     def _place(self, number: int) -> tuple[RowTable, int, str]:
-        """The file of a row of all files, its number in that file, and both in words."""
+        """Find a row by its number among the rows of all files.
+
+        Returns:
+            The table of its file, its number in the table, and file and row for errors.
+        """
         position = int(np.searchsorted(self._ends, number, side="right"))
         table = self._tables[position]
         file_row = number - int(self._ends[position - 1]) if position else number
@@ -208,20 +210,27 @@ class RLHFDataset(FileDataset):
     @property
     def digest(self) -> str:
         """Hash of the files' contents and of the numbers of the rows in use."""
-        # A sample or a filter with other settings has other rows of the same files.
+        # Other settings choose other rows of the same files.
         digest = hashlib.sha256("".join(table.digest for table in self._tables).encode())
         digest.update(self._rows.tobytes())
         return digest.hexdigest()
 
     def items_by_entry(self) -> list[np.ndarray]:
-        """The items from the files of each entry of `data_files`."""
+        """For each entry of `data_files`, the items that come from its files, int64 [items]."""
         files = np.searchsorted(self._ends, self._rows, side="right")
         entries = np.array(self._entries)[files]
         return [np.flatnonzero(entries == number) for number in range(self._entries[-1] + 1)]
 
     def column(self, name: str) -> Iterator[tuple[str, Any]]:
-        """The place in words and the value of a column, of each row in use. A value may be None."""
-        # Files are read once, in order, so the rows are found by a mask.
+        """Read a column of all rows in use.
+
+        Args:
+            name: name of the column. A file may lack it.
+
+        Returns:
+            Pairs of file and row as text, and the value or None.
+        """
+        # Files are read once, in order; a mask says which of their rows are in use.
         is_used = np.zeros(self._ends[-1], dtype=bool)
         is_used[self._rows] = True
         first = 0
@@ -234,27 +243,29 @@ class RLHFDataset(FileDataset):
             first += len(table)
 
     def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
-        """Choose the rows to use: good rows that are not too long, and a sample of them.
+        """Choose the rows to use, and print what is left out.
 
-        Print what is left out.
+        Bad rows are left out or raise (`data.on_bad_row`), overlong ones are left out with
+        `data.filter_overlong_prompts`, and a sample is taken of the others.
 
         Args:
             max_samples: most rows; -1 for all.
-            is_shuffled: whether the sample is drawn, else it is the first rows.
+            is_shuffled: whether the sample is drawn at random; else it is the first rows.
 
         Returns:
-            Rising numbers among the rows of all files.
+            Ascending numbers among the rows of all files.
 
         Raises:
-            DataError: none is left, or there is a row that would end a run in the middle of it.
+            DataError: no row is left, or a row would raise an error when it is fetched in training.
         """
         filters_long = self.config.filter_overlong_prompts
-        # A subclass with its own `__getitem__` may make its rows of other columns.
+        # A subclass with its own `__getitem__` may not use the prompt as it is in the file.
         is_plain = type(self).__getitem__ is RLHFDataset.__getitem__
         rows = np.arange(self._ends[-1])
         is_sample = 0 <= max_samples < len(rows)
         measured = np.zeros(len(rows), MEASURED)
-        # Of a sample only the rows in use need to be measured, unless long rows are left out first.
+        # All rows are measured if long ones are left out, for the sample is taken after that. Else
+        # only the rows of the sample are.
         measures_all = filters_long or (is_plain and not is_sample)
         if measures_all:
             measured = np.concatenate([self._measured(table) for table in self._tables])
@@ -268,7 +279,7 @@ class RLHFDataset(FileDataset):
                 table, file_row, _ = self._place(number)
                 measured[number] = self._measured(table, range(file_row, file_row + 1))[0]
             rows = rows[measured["tokens"][rows] != BAD]
-        # Errors of bad rows are printed before one that says that no row is left.
+        # Before the error that no row is left, so that the reasons are printed.
         self._tell(measured[rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(
@@ -285,7 +296,7 @@ class RLHFDataset(FileDataset):
             return rows
         if is_shuffled:
             rng = np.random.default_rng(self.config.seed)
-            # In the order of the files, as without a sample; the sampler shuffles.
+            # Sorted, because the sampler shuffles.
             return np.sort(rng.choice(rows, size=max_samples, replace=False))
         return rows[:max_samples]
 
@@ -297,7 +308,7 @@ class RLHFDataset(FileDataset):
             lengths: tokens of each row of all files.
 
         Returns:
-            The numbers of the other rows.
+            The numbers of the rows that are short enough.
 
         Raises:
             DataError: all rows are too long.
@@ -316,7 +327,7 @@ class RLHFDataset(FileDataset):
         return rows[~is_long]
 
     def _try_long(self, rows: np.ndarray, measured: np.ndarray) -> None:
-        """Raise the error of the first row that is too long and cannot be cut.
+        """Fetch overlong rows, to raise the error of the first one that must not be truncated.
 
         Args:
             rows: numbers of the rows in use.
@@ -329,7 +340,7 @@ class RLHFDataset(FileDataset):
         if len(long_rows_with_tools):
             self._refuse_long_tools(int(long_rows_with_tools[0]))
         if config.truncation == "error" or self.processor is not None:
-            # Fetching a row raises its error.
+            # `__getitem__` reads `_rows`; the caller sets it to all rows in use afterwards.
             self._rows = rows[is_long]
             with waiting(f"{len(self)} rows of {self._key} to be tried"):
                 for item in range(len(self)):
@@ -338,7 +349,7 @@ class RLHFDataset(FileDataset):
     def _refuse_long_tools(self, number: int) -> None:
         """Raise a DataError for a row whose prompt is too long with its tools."""
         table, file_row, where = self._place(number)
-        # Without a limit the count is exact.
+        # A new meter without a limit, because the count has to be exact here.
         meter = PromptMeter(self.encoder, self.processor, self.config, context=self.context)
         measured, _ = meter.measure(table, range(file_row, file_row + 1))
         num_tokens = measured["tokens"][0]
@@ -353,14 +364,14 @@ class RLHFDataset(FileDataset):
         )
 
     def _tell(self, measured: np.ndarray) -> None:
-        """Print which rows are left out, and the role orders and `NOTES` of the others.
+        """Print the bad rows that are left out, and a summary of the rows in use.
 
         Args:
             measured: `MEASURED` [rows in use].
         """
         if self.bad_rows:
             tell_bad_rows(self._key, self.bad_rows)
-        # Blocks of a stream and rows of a generator come while the run trains.
+        # Not for blocks of a stream and generated rows, which come again and again during training.
         if not self.may_be_empty and measured["order"].any():
             print(f"{self._key}: {told_prompts(measured)}.", flush=True)
         for note, description in NOTES.items():
@@ -393,7 +404,7 @@ class RLHFDataset(FileDataset):
                 num_workers=config.filter_overlong_prompts_workers,
             )
         else:
-            # Blocks and single rows come once, so their counts are not stored.
+            # The cache holds whole files only.
             measured, errors = meter.measure(table, range(len(table)) if rows is None else rows)
         if errors and config.on_bad_row == "error":
             raise errors[0]
@@ -406,7 +417,7 @@ def require_short_prompt(lengths: Sequence[int], limit: int, *, where: str) -> N
 
     Args:
         lengths: tokens of each prompt.
-        limit: the largest length.
+        limit: `data.max_prompt_length`.
         where: key or class of the data set, for the error.
     """
     if lengths and min(lengths) > limit:
@@ -421,7 +432,7 @@ def require_short_prompt(lengths: Sequence[int], limit: int, *, where: str) -> N
 def set_aside(row: dict[str, Any]) -> dict[str, Any]:
     """Move the columns with reserved names into `extra_info`, where reward functions find them.
 
-    In a batch the training loop would overwrite them.
+    The training loop has batch columns of these names, which would overwrite them.
     """
     columns = {name: row.pop(name) for name in RESERVED & row.keys()}
     if not columns:
@@ -439,7 +450,7 @@ def prompt_columns(
     *,
     where: str,
 ) -> dict[str, Any]:
-    """The columns of a rendered prompt that the rollout reads.
+    """Make the columns of a rendered prompt that the rollout reads.
 
     Args:
         text: the rendered prompt.
@@ -451,15 +462,15 @@ def prompt_columns(
         where: file and row, for errors.
 
     Returns:
-        `input_ids`, `attention_mask`, `position_ids` and `raw_prompt_ids`, and those of images and
-        videos, as `RLHFDataset` returns them.
+        `input_ids`, `attention_mask`, `position_ids` and `raw_prompt_ids`, and the columns of
+        images and videos, as `RLHFDataset.__getitem__` lists them.
 
     Raises:
         DataError: the prompt is too long, or its images or videos are wrong.
     """
     limit = config.max_prompt_length
     ids = encoder.encode([text])[0]
-    # The expanded length of a prompt with images is only known below, and such a prompt is not cut.
+    # A prompt with images is never cut; `processor.prompt` checks its length when it is expanded.
     if not pictures and not clips:
         ids = truncate(ids, limit, config.truncation, where=where)
     prompt_ids = ids
@@ -470,7 +481,7 @@ def prompt_columns(
         )
         prompt_ids = vision_prompt.ids
     input_ids = torch.tensor([prompt_ids], dtype=torch.int64)
-    # The ids fit already, so this only pads.
+    # The ids are short enough here, so this only pads.
     input_ids, mask = postprocess_data(
         input_ids,
         torch.ones_like(input_ids),
@@ -489,14 +500,13 @@ def prompt_columns(
 
 
 def _check_columns(tables: list[RowTable], required: Sequence[str], config: DataConfig) -> None:
-    """Raise one DataError for all missing columns, so that a file is corrected once."""
+    """Raise a single DataError for the missing columns of all files."""
     fixes = {
         config.prompt_key: "set data.prompt_key to the column that holds the prompts",
         config.reward_fn_key: "set data.reward_fn_key to the column that names the data source",
         "reward_model": 'give each row reward_model={"style": "rule", "ground_truth": "..."}',
     }
     problems = []
-    # All files are checked before the first error is raised.
     for table in tables:
         got = f"the columns {', '.join(table.columns)}"
         for column in required:
@@ -515,7 +525,8 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
 
 
 def as_hf_dataset(table: pa.Table) -> "datasets.Dataset":
-    """A table as a dataset of Hugging Face's library, which is slow to import: it needs pandas."""
+    """Convert a table to a dataset of Hugging Face's library."""
+    # Imported here because it is slow: it imports pandas.
     import datasets
 
     return datasets.Dataset(table)

@@ -16,7 +16,7 @@ from quadriga.errors import DataError
 
 
 class TokenizedPair(NamedTuple):
-    """Token ids of a prompt and of two responses, int32 [L] each.
+    """Token ids of a prompt and of two responses to it, int32 [L] each.
 
     Attributes:
         prompt: the rendered prompt.
@@ -52,15 +52,15 @@ class RMDataset(TokenizedRows[TokenizedPair]):
 
         Returns:
             `input_ids`, `attention_mask` and `position_ids`, int64 [2, L], the better response
-            first; and `num_prompt_tokens`, int64 [], with which both begin. With a processor
-            positions are [2, 3, L], and there are `multi_modal_inputs`.
+            first; and `num_prompt_tokens`, int64 [], the length of the prompt that both begin with.
+            With a processor positions are [2, 3, L], and there are `multi_modal_inputs`.
         """
         pair = self.rows[item]
+        # The prompt is stored once per pair, and repeated only here.
         sequences = [
             np.concatenate([pair.prompt, pair.chosen]),
             np.concatenate([pair.prompt, pair.rejected]),
         ]
-        # Both sequences repeat the prompt, which is in memory once.
         columns = self.padded(sequences, pair.media)
         return {**columns, "num_prompt_tokens": torch.tensor(len(pair.prompt))}
 
@@ -72,7 +72,7 @@ class RMDataset(TokenizedRows[TokenizedPair]):
             where: the row, for errors.
 
         Returns:
-            The place of each chat, for errors, and its messages.
+            Pairs of a chat's place, for errors, and its messages.
         """
         chats = []
         for key in self.columns:
@@ -110,7 +110,7 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         # Each chat has two parts: the prompt and the last turn of the assistant.
         prompt, chosen, rejected_prompt, _ = parts
         prompt_ids, chosen_ids, rejected_prompt_ids, rejected_ids = tokens
-        # One prompt is stored for both, so it must be the same.
+        # Only the prompt of the first chat is stored.
         if prompt.text != rejected_prompt.text:
             raise DataError(
                 where,
@@ -127,23 +127,27 @@ class RMDataset(TokenizedRows[TokenizedPair]):
                     expected="text, to a prompt that may have some",
                     fix="Leave the row out.",
                 )
-        responses = []
-        # Ends of turns are treated as in supervised training.
-        for part_ids in ([prompt_ids, chosen_ids], [rejected_prompt_ids, rejected_ids]):
-            joined = conversation(
-                part_ids, [False, True], self.tokenizer.eos_token_id, self.stop_token_ids
-            )
-            responses.append(joined.ids[len(part_ids[0]) :])
-        if np.array_equal(*responses):
+        chosen_response = self._with_end(prompt_ids, chosen_ids)
+        rejected_response = self._with_end(rejected_prompt_ids, rejected_ids)
+        if np.array_equal(chosen_response, rejected_response):
             raise DataError(
                 where,
                 got=f"two equal responses, {chosen.text[:60]!r}",
                 expected="a better one and a worse one",
                 fix="Leave the row out: nothing can be learned from it.",
             )
-        return TokenizedPair(
-            np.array(prompt_ids, dtype=np.int32), responses[0], responses[1], media
+        prompt_array = np.array(prompt_ids, dtype=np.int32)
+        return TokenizedPair(prompt_array, chosen_response, rejected_response, media)
+
+    def _with_end(self, prompt_ids: list[int], response_ids: list[int]) -> np.ndarray:
+        """Token ids of a response up to its end of sequence, as supervised training learns it."""
+        joined = conversation(
+            [prompt_ids, response_ids],
+            [False, True],
+            self.tokenizer.eos_token_id,
+            self.stop_token_ids,
         )
+        return joined.ids[len(prompt_ids) :]
 
     def num_tokens(self, row: TokenizedPair) -> int:
         """Length of the longer of the two sequences."""
@@ -151,9 +155,10 @@ class RMDataset(TokenizedRows[TokenizedPair]):
 
     def cut(self, row: TokenizedPair) -> TokenizedPair | None:
         """Drop the beginning of the prompt. None: the responses alone are too long."""
-        # One token of the prompt must remain, which predicts the response.
+        # The media are dropped too: rows that have some are never cut.
         num_excess = self.num_tokens(row) - self.config.max_length
         num_remaining = len(row.prompt) - num_excess
+        # One token of the prompt must remain, which predicts the first token of the response.
         if num_remaining <= 0:
             return None
         return TokenizedPair(row.prompt[-num_remaining:], row.chosen, row.rejected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets for supervised training: files -> rows -> text -> tokens, some of which are learned.
+"""Data sets for supervised training: rows of files as tokens, some of which are learned.
 
     messages   user          assistant      user          assistant
     tokens     prompt        response       delta         response
@@ -7,13 +7,14 @@
 
 Each part is tokenized by itself, as in a rollout: the prompt is tokenized, the model adds its own
 tokens, and then only the new part of each further turn is tokenized. A response is learned up to
-and including its end-of-sequence token. A template may write more behind that token (a line break,
-say), which the model never has to generate. If a template ends no turn, the marker of the next role
-is learned, provided that generation stops at it.
+and including its end-of-sequence token. What a template writes after that token, such as a line
+break, is not learned: the model never has to generate it. If a template ends no turn, the marker of
+the next role is learned, provided that generation stops at it.
 
-All rows are tokenized when the data set is made. A bad row is found then and not after an hour, and
-no epoch pays for it again. A token takes 5 bytes. The sizes of images and videos are read then too,
-and their pixels when the row is fetched. Tokens that stand for an image or video are not learned.
+All rows are tokenized when the data set is made, so a bad row is found at once and not after an
+hour, and each row is tokenized once for all epochs. A token takes 5 bytes. The sizes of images and
+videos are read then too, but their pixels only when the row is fetched. Tokens of images and videos
+are not learned.
 
 Shapes: L tokens of one sequence.
 """
@@ -54,19 +55,19 @@ from quadriga.observe.watchdog import waiting
 BATCH_ROWS = 256
 ASSISTANT = "assistant"
 THINKING = "enable_thinking"
-"""Column, and argument of chat templates: whether a conversation is one with reasoning."""
+"""Column, and argument of chat templates: whether a conversation has reasoning."""
 Row = TypeVar("Row", bound=tuple[Any, ...])
-"""Arrays, followed by a `RowMedia` or None."""
+"""A tokenized row: arrays, followed by a `RowMedia` or None."""
 
 
 class RowMedia(NamedTuple):
-    """The images and videos of a row, which are read when it is fetched.
+    """The images and videos of a row, whose pixels are read when the row is fetched.
 
     Attributes:
         table: the file of the row.
         number: number of the row in that file.
-        images: number of tokens of each image, chat by chat.
-        clips: each video without its frames, chat by chat.
+        images: number of tokens of each image; repeated for each chat of the row.
+        clips: the videos without their frames; repeated for each chat of the row.
     """
 
     table: RowTable
@@ -103,7 +104,7 @@ class TextPart:
 
 
 class TokenizedRows(FileDataset, Generic[Row]):
-    """Rows that are tokenized when the data set is made. A subclass defines their content.
+    """Base class of data sets whose rows are tokenized in advance. Subclasses define their content.
 
     Args:
         data_files: as for `FileDataset`.
@@ -122,10 +123,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
     columns: tuple[str, ...]
     """Keys of the section `data` that name the columns of a row."""
     may_be_empty = False
-    """Whether it is allowed that no row is good, or short enough."""
+    """Whether the data set may have no usable row, which otherwise raises an error."""
     num_open_turns = 0
-    """Number of turns of the assistant that are learned without an end."""
+    """Number of turns of the assistant that are learned without a token that ends them."""
     num_chats_in_json = 0
+    """Number of rows whose chat is text in JSON."""
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         tables = self._tables
         self._tables = []  # the tokens are held in memory, the files are not
-        # Tokenizing takes long, so files with other columns are refused before it.
+        # Tokenizing takes long, so the columns of all files are checked first.
         for table in tables:
             self._check_columns(table)
 
@@ -166,7 +168,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             )
 
         limit = config.max_length
-        # Rows over the limit are still here if they are to be left out.
+        # With `data.filter_overlong_prompts`, `rows` still has rows over the limit.
         lengths = [self.num_tokens(row) for row in rows]
         self.rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if not self.rows and not self.may_be_empty:
@@ -183,7 +185,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         keys = {getattr(self.config, key): f"data.{key}" for key in self.columns}
         missing_columns = []
         for column in keys:
-            # A dotted name may be a column, or a field of one.
+            # A dotted name may be that of a column, or of a field of a column.
             names = {column, column.partition(".")[0]}
             if names.isdisjoint(table.columns):
                 missing_columns.append(repr(column))
@@ -225,29 +227,30 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @abstractmethod
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
-        """The conversations of a row, which show the same images and videos.
+        """Read the conversations of a row, all of which have its images and videos.
 
         Args:
             row: values by column.
             where: file and row, for errors.
 
         Returns:
-            Conversations, each with its place in words.
+            Pairs of a conversation's place, for errors, and the conversation.
         """
 
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
-        """Render a conversation of a row: here as two pieces, its last turn and all before it.
+        """Render a conversation of a row as pieces of text, each of which is tokenized by itself.
+
+        By default there are two: everything before the last turn of the assistant, and that turn.
 
         Args:
             row: values by column.
             chat: the conversation.
-            where: its place, for errors.
+            where: place of the conversation, for errors.
 
         Returns:
-            Pieces of text. Each is tokenized by itself.
+            The pieces in order.
         """
         *earlier_parts, response = text_parts(chat, self.encoder, where=where)
-        # Only the last response is learned; earlier ones are part of its prompt.
         prompt = "".join(part.text for part in earlier_parts)
         return [TextPart(prompt, False), response]
 
@@ -259,16 +262,17 @@ class TokenizedRows(FileDataset, Generic[Row]):
         media: RowMedia | None,
         where: str,
     ) -> Row:
-        """Make the row.
+        """Build a row from its tokens.
 
         Args:
-            parts: the pieces of its conversations.
-            tokens: the token ids of each piece, expanded for images and videos.
-            media: its images and videos.
+            parts: the pieces of text of the row's conversations.
+            tokens: the token ids of each piece, with a token for each embedding of an image or
+                video.
+            media: images and videos of the row.
             where: file and row, for errors.
 
         Returns:
-            The row.
+            The tokenized row.
 
         Raises:
             DataError: nothing can be learned from the row.
@@ -280,7 +284,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @abstractmethod
     def cut(self, row: Row) -> Row | None:
-        """The row cut to at most `data.max_length` tokens; None if nothing to learn remains."""
+        """Truncate a row to `data.max_length` tokens. None: no token to learn would remain."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -297,7 +301,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         return digest.hexdigest()
 
     def padded(self, sequences: Sequence[np.ndarray], media: RowMedia | None) -> dict[str, Any]:
-        """The columns of a row's sequences, padded on the right to `data.max_length`.
+        """Make the columns of a row's sequences, padded on the right to `data.max_length`.
 
         Args:
             sequences: token ids, [L] each.
@@ -320,7 +324,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             # Positions of padding are 0.
             columns["position_ids"] = torch.arange(length) * attention_mask
             return columns
-        # Batches have the same columns with and without images.
+        # Rows without images have this column too, since rows of a batch need equal columns.
         inputs: dict[str, torch.Tensor] = {}
         if media is not None:
             inputs = self._media_inputs(media)
@@ -333,16 +337,16 @@ class TokenizedRows(FileDataset, Generic[Row]):
         return columns
 
     def _media_inputs(self, media: RowMedia) -> dict[str, torch.Tensor]:
-        """Read the images and videos of a row for the model."""
+        """Read the images and videos of a row, as the tensors that the model takes."""
         assert self.processor is not None
         table = media.table
         where = f"{table.path} row {media.number}"
-        # The row is read again as it was when it was tokenized.
+        # From the file again: only tokens are kept in memory.
         row = self._row(table[media.number], where)
         chats = self.chats_of(row, where)
         _, chat = chats[0]
         _, images, videos = self._shown(row, chat, where)
-        # All chats show the same. Media behind the last response were not counted.
+        # `media` repeats them for each chat, and has none from messages after the last response.
         num_images = len(media.images) // len(chats)
         num_videos = len(media.clips) // len(chats)
         pictures, clips = read_media(
@@ -357,11 +361,20 @@ class TokenizedRows(FileDataset, Generic[Row]):
     def _shown(
         self, row: dict[str, Any], chat: Messages, where: str
     ) -> tuple[Messages, list[Any], list[Any]]:
-        """A conversation with its images and videos as parts, and both in order."""
+        """Give the images and videos of a conversation content parts of their own.
+
+        Returns:
+            The messages with these parts, all images and all videos. For a text-only model the
+            conversation as it is, without any.
+
+        Raises:
+            DataError: the numbers of images and of their places differ, or a text-only model gets
+                images.
+        """
         media = media_of(row, self.config)
         if self.processor is not None:
             return with_parts(chat, media.get("image", ()), media.get("video"), where=where)
-        # Texts are not searched for tags: a model may write HTML.
+        # Only messages with parts are checked: tags in a text may be HTML that the model is to write.
         messages = [message for message in chat if not isinstance(message.get("content"), str)]
         column = getattr(self.config, self.columns[0])
         refuse_media(messages, media, self.config, where=where, column=repr(column))
@@ -370,7 +383,17 @@ class TokenizedRows(FileDataset, Generic[Row]):
     def _parts(
         self, table: RowTable, number: int, row: dict[str, Any]
     ) -> tuple[list[TextPart], RowMedia | None]:
-        """A row as pieces of text, and the images and videos that stand in them."""
+        """Render the conversations of a row.
+
+        Args:
+            table: the file of the row.
+            number: number of the row in the file.
+            row: values by column.
+
+        Returns:
+            The pieces of text of all conversations, one after the other; and the images and videos
+            among them, or None if there are none.
+        """
         where = f"{table.path} row {number}"
         row = self._row(row, where)
         key = "messages_key" if "messages_key" in self.columns else "prompt_key"
@@ -381,7 +404,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         for place, row_chat in self.chats_of(row, where):
             chat, images, videos = self._shown(row, row_chat, place)
             parts += self.parts_of(row, chat, place)
-            # Media behind the last response are never seen by the model.
+            # Messages after the last response are not rendered, nor are their images.
             num_images, num_videos = _count_media(chat)
             media_by_chat.append([images[:num_images], videos[:num_videos]])
         media = media_by_chat[0]
@@ -394,32 +417,38 @@ class TokenizedRows(FileDataset, Generic[Row]):
             )
         if self.processor is None or not any(media):
             return parts, None
-        # Headers of the files are enough for now; pixels would not fit in memory.
+        # Only the headers of the files are read now; the pixels would not fit in memory.
         counts, clips = self.processor.media_sizes(
             media, self.config, folder=table.path.parent, where=where
         )
-        # Each chat has the tokens of all images again.
+        # Each chat has tokens for all images.
         num_chats = len(media_by_chat)
         return parts, RowMedia(table, number, counts * num_chats, clips * num_chats)
 
     def _expanded(
         self, tokens: list[list[int]], media: RowMedia | None, where: str
     ) -> list[list[int]]:
-        """The token ids of a row's pieces, with one for each embedding of an image or video."""
+        """Replace the token of each image and video in a row by one for each of its embeddings.
+
+        Args:
+            tokens: token ids of the row's pieces of text.
+            media: images and videos of the row.
+            where: file and row, for errors.
+        """
         processor = self.processor
         if processor is None:
             return tokens
         images = [] if media is None else media.images
         clips = [] if media is None else media.clips
         processor.check_places(list(chain.from_iterable(tokens)), images, clips, where=where)
-        # The pieces share the iterators: an image belongs to the piece that has its token.
+        # The iterators are shared by the pieces, each of which takes the images whose tokens it has.
         next_counts = iter(images)
         next_clips = iter(clips)
         encode = self.encoder.encode
         return [processor.expand(ids, next_counts, next_clips, encode) for ids in tokens]
 
     def _read(self, table: RowTable) -> Iterator[Row]:
-        """Tokenize the rows of a file, a batch at a time."""
+        """Tokenize the rows of a file, a batch at a time. Bad rows are left out or raise."""
         first = 0
         for batch in table.batches(table.columns, BATCH_ROWS):
             rows = []
@@ -430,7 +459,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
                     rows.append((f"{table.path} row {number}", parts, media))
                     texts += [part.text for part in parts]
             first += len(batch)
-            # One call for many texts: fast tokenizers work on them in parallel.
+            # One call for all texts of a batch: fast tokenizers work on them in parallel.
             tokens = iter(self.encoder.encode(texts))
             for where, parts, media in rows:
                 part_ids = list(islice(tokens, len(parts)))
@@ -442,7 +471,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @contextmanager
     def _skips(self) -> Iterator[None]:
-        """Context manager: keep the error of a row, unless `data.on_bad_row` is "error"."""
+        """Context manager: collect the DataError of a row, unless `data.on_bad_row` is "error"."""
         try:
             yield
         except DataError as error:
@@ -451,7 +480,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             self.bad_rows.append(error)
 
     def _row(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        """Add columns for dotted names, which name a field of a column."""
+        """Add a column to the row for each key that names a field of a column, such as `a.b`."""
         for key in ("prompt_key", *self.columns):
             name = getattr(self.config, key)
             if name in row or "." not in name:
@@ -467,14 +496,14 @@ class TokenizedRows(FileDataset, Generic[Row]):
         return row
 
     def _fitted(self, row: Row, where: str) -> Row:
-        """Cut a row that is too long; refuse it if rows are not to be cut."""
+        """Truncate a row that is too long, or raise an error if it must not be truncated."""
         length = self.num_tokens(row)
         limit = self.config.max_length
         truncation = self.config.truncation
-        # Rows that are left out for their length are counted later.
+        # Filtered rows pass here; the constructor counts them and leaves them out.
         if length <= limit or self.config.filter_overlong_prompts:
             return row
-        # Half an image has no meaning, so such rows are never cut.
+        # Truncation might leave half an image.
         has_media = row[-1] is not None
         if has_media or truncation == "error":
             expected = f"at most data.max_length={limit}"
@@ -499,9 +528,9 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
 
 def _count_media(chat: Messages) -> tuple[int, int]:
-    """Number of images and of videos up to the last response. No token behind it is learned."""
+    """Number of images and of videos in a chat up to its last response, where training ends."""
     roles = [message["role"] for message in chat]
-    # The position behind the last response.
+    # Number of messages up to and including the last response.
     end = len(roles) - roles[::-1].index(ASSISTANT)
     kinds: list[str] = []
     for message in chat[:end]:
@@ -512,7 +541,7 @@ def _count_media(chat: Messages) -> tuple[int, int]:
 
 
 class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
-    """Chats whose turns of the assistant are all learned. Arguments as for `TokenizedRows`."""
+    """Chats in which every turn of the assistant is learned. Arguments as for `TokenizedRows`."""
 
     columns = ("messages_key",)
 
@@ -557,8 +586,8 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         eos = self.tokenizer.eos_token_id
         joined = conversation(tokens, is_response, eos, self.stop_token_ids)
         num_ends = 0
+        # Each response should have one end token among its learned tokens.
         if eos is not None:
-            # Each response should have one end among its learned tokens.
             learned_ids = joined.ids[joined.is_learned]
             num_ends = int(np.isin(learned_ids, [eos, *self.stop_token_ids]).sum())
         self.num_open_turns += max(0, sum(is_response) - num_ends)
@@ -577,12 +606,11 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         None: no token that remains is learned.
         """
         limit = self.config.max_length
-        # The mode names the side that loses tokens.
         remaining = slice(limit)
         if self.config.truncation == "left":
             remaining = slice(-limit, None)
         shorter = TokenizedConversation(row.ids[remaining], row.is_learned[remaining])
-        # Nothing predicts the first token.
+        # No token predicts the first one, so it cannot be learned.
         return shorter if shorter.is_learned[1:].any() else None
 
 
@@ -599,7 +627,7 @@ class SFTDataset(MultiTurnSFTDataset):
         messages = as_messages(row[self.config.prompt_key], where=where)
         return [(where, [*messages, {"role": ASSISTANT, "content": response}])]
 
-    # Only the response is learned, whatever turns the prompt has.
+    # Not that of the base class: turns of the assistant in the prompt are not learned.
     parts_of = TokenizedRows.parts_of
 
 
@@ -621,12 +649,12 @@ def text_parts(
         options: further arguments of the chat template.
 
     Returns:
-        Pieces of text: in turn a prompt and a response. Messages behind the last response are left
-        out.
+        Pieces of text: alternately a prompt and a response. Messages after the last response are
+        left out.
 
     Raises:
-        DataError: there is no turn of the assistant, an empty one, or one at the very beginning, or
-            the template writes earlier turns in another way once later ones follow.
+        DataError: no message is by the assistant, or the first one is, or one of them is empty; or
+            the template changes earlier turns when later ones follow.
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not turns:
@@ -645,7 +673,7 @@ def text_parts(
     for turn in turns:
         place = f"{where}, message {turn}"
         _check_turn(messages[turn], place)
-        # The prompt as a rollout renders it, and the same with the response.
+        # The prompt as a rollout renders it, and the chat with the response.
         before = render(messages[:turn], add_generation_prompt=True)
         after = render(messages[: turn + 1], add_generation_prompt=False)
         _check_prefix(written, before, place)
@@ -671,10 +699,10 @@ def _check_turn(message: Mapping[str, Any], where: str) -> None:
 
 
 def _check_prefix(shorter: str, longer: str, where: str) -> None:
-    """Raise a DataError if a chat with one more turn does not begin as it did without."""
+    """Raise a DataError unless the longer rendered chat begins with the shorter one."""
     if longer.startswith(shorter):
         return
-    # The first character that differs.
+    # Find the first character that differs.
     place = 0
     while place < len(longer) and shorter[place] == longer[place]:
         place += 1
@@ -703,23 +731,23 @@ def conversation(
     Args:
         parts: token ids of each part.
         is_response: whether a part is a turn of the assistant.
-        eos_token_id: ends a turn; put behind the last one if the template writes no end there.
-        stop_token_ids: further tokens that end a turn. The first token of the next part is learned
-            as the end of a turn without one, if it is among these.
+        eos_token_id: token that ends a turn; appended to the last one if it has no end.
+        stop_token_ids: further tokens that end a turn. If a response has no end and the next part
+            begins with one of these, that token is learned as the end of the response.
 
     Returns:
-        The tokens, L in all.
+        The token ids, and which of them are learned, [L].
     """
     end_ids = {*stop_token_ids} if eos_token_id is None else {eos_token_id, *stop_token_ids}
     ids: list[int] = []
     learned: list[bool] = []
-    is_open = False  # whether the part before is a response without an end
+    is_open = False  # whether the previous part is a response without an end
     for number, (part, is_learned) in enumerate(zip(parts, is_response, strict=True)):
         tokens = list(part)
         num_learned = int(is_open and bool(tokens) and tokens[0] in end_ids)
         is_open = False
         if is_learned:
-            # A response reaches up to and including its last end token, or to the end of the part.
+            # Learned up to and including the last end token, or all of it if there is none.
             end_places = [place for place, token in enumerate(tokens, 1) if token in end_ids]
             is_open = not end_places
             num_learned = len(tokens) if is_open else end_places[-1]
@@ -727,7 +755,6 @@ def conversation(
                 tokens = [*tokens, eos_token_id] if is_open else tokens[:num_learned]
                 num_learned = len(tokens)
         ids += tokens
-        # The learned tokens of a part stand at its beginning.
         learned += [position < num_learned for position in range(len(tokens))]
     return TokenizedConversation(np.array(ids, dtype=np.int32), np.array(learned, dtype=bool))
 
@@ -736,8 +763,7 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     """The tool schemas of a row.
 
     Args:
-        value: a list of schemas, or JSON text in the place of the list or of a schema. None: no
-            tools.
+        value: a list of schemas; the list, or each schema, may be text in JSON. None: no tools.
         where: file, row and column, for errors.
 
     Returns:
@@ -747,7 +773,7 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
         DataError: the value has another form.
     """
     try:
-        # Parquet cannot hold schemas of different forms in one column, so many files have them as JSON.
+        # Many data sets have schemas as JSON, since a column of Parquet cannot hold different structs.
         schemas = json.loads(value) if isinstance(value, str) and value else value
         tools = [
             json.loads(schema) if isinstance(schema, str) else schema for schema in schemas or ()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of files that are read as needed, `data.streaming` rows at a time, pass after pass.
+"""Endless stream of prompts: files are read `data.streaming` rows at a time, pass after pass.
 
     file 0: block, block, block; file 1: block, block; file 0: block ...      one block is in memory
 
-Only the first block of each file is read before its turn. Rows are shuffled within a block.
-Therefore the state is the place of a block; the number of its rows that were taken follows from the
-loader's state.
+At the start the first block of each file is read too, to check its columns. Rows are shuffled
+within a block, so the state is the place of a block; which of its rows come next follows from the
+position in the loader's state.
 """
 
 import sys
@@ -26,7 +26,7 @@ from quadriga.errors import DataError
 class _RowBlock(RLHFDataset):
     """Rows of one block that are neither bad nor too long.
 
-    Before the first `open`, it has no rows, but the columns of the first block of each file.
+    Before the first `open` there are no rows, and `_tables` has the first block of each file.
     """
 
     may_be_empty = True
@@ -46,8 +46,13 @@ class _RowBlock(RLHFDataset):
         return table
 
     def open(self, table: RowTable, bad_lines: list[DataError]) -> None:
-        """Replace the rows by those of another block, whose bad lines are reported with it."""
-        # A batch has the columns of all files, which were fixed when the run began.
+        """Replace the rows by those of another block.
+
+        Args:
+            table: the rows of the block.
+            bad_lines: errors of the bad lines of JSON in the block, which are printed.
+        """
+        # Rows of all blocks must have the same columns, which were fixed when the run began.
         new_columns = sorted({*table.columns}.difference(self._columns))
         if new_columns:
             raise DataError(
@@ -63,6 +68,7 @@ class _RowBlock(RLHFDataset):
         self._rows = self._chosen(-1, is_shuffled=False)
 
     def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
+        # The constructor of the base class calls this before any block is open.
         if not self._is_open:
             return np.arange(0)
         return super()._chosen(max_samples, is_shuffled=is_shuffled)
@@ -95,7 +101,7 @@ class StreamedDataset(Dataset):
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        # The rows in memory.
+        # The rows in memory; its constructor reads the first block of each file.
         self.block = _RowBlock(
             data_files, tokenizer, config, processor, is_train=is_train, context=context
         )
@@ -112,7 +118,7 @@ class StreamedDataset(Dataset):
         return sys.maxsize
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        """The row with this number among all rows since the run began."""
+        """Row `item`, counted since the run began. Never less than the item before."""
         while item >= self._first + len(self.block):
             self._first += len(self.block)
             self._open_next()
@@ -126,16 +132,28 @@ class StreamedDataset(Dataset):
         return [self.block]
 
     def _begin(self, *, passes: int, file: int, row: int, first: int) -> None:
-        """Start to read at a row of a file, where a block begins; that row is item `first`."""
+        """Start to read at a row of a file, where a block begins.
+
+        Args:
+            passes: number of the pass over the files.
+            file: number of the file.
+            row: number of the row in the file.
+            first: item number of that row.
+        """
+        # Filled by the generator of blocks while it reads.
         self._bad_lines: list[DataError] = []
-        self._blocks = self._read_on(passes, file, row)
+        self._blocks = self._blocks_from(passes, file, row)
         self._first = first
-        # The last pass that had a row to use.
+        # The latest pass with a row that is neither bad nor too long.
         self._used_pass = passes
         self._open_next()
 
-    def _read_on(self, passes: int, file: int, row: int) -> Iterator[tuple[int, int, RowTable]]:
-        """All blocks from a row of a file on, each with the numbers of its pass and its file."""
+    def _blocks_from(self, passes: int, file: int, row: int) -> Iterator[tuple[int, int, RowTable]]:
+        """Read blocks without end, from a row of a file on.
+
+        Yields:
+            The number of the pass, the number of the file, and the block.
+        """
         config = self.config
         bad_lines = self._bad_lines if config.on_bad_row == "skip" else None
         while True:
@@ -145,7 +163,7 @@ class StreamedDataset(Dataset):
                 )
                 for table in blocks:
                     yield passes, number, table
-                # Only the first file begins in the middle.
+                # Only the file that reading starts with is entered in its middle.
                 row = 0
             passes += 1
             file = 0
@@ -157,7 +175,7 @@ class StreamedDataset(Dataset):
             DataError: a whole pass had no row that can be used.
         """
         passes, number, table = next(self._blocks)
-        # The pass behind the last one with a row is over, and had none.
+        # Two passes after the latest one with a row, a whole pass had none.
         if passes > self._used_pass + 1:
             raise DataError(
                 "data.train_files",
@@ -165,7 +183,7 @@ class StreamedDataset(Dataset):
                 expected="at least one",
                 fix="Raise data.max_prompt_length.",
             )
-        # A copy: the generator of blocks goes on to fill this list.
+        # The block keeps a copy: the generator of blocks goes on to fill this list.
         self.block.open(table, [*self._bad_lines])
         self._bad_lines.clear()
         self._place = {"passes": passes, "file": number, "row": table.first}
@@ -173,19 +191,19 @@ class StreamedDataset(Dataset):
             self._used_pass = passes
         self._order = np.arange(len(self.block))
         if self.config.shuffle:
-            # The order depends on the place alone, so the state need not hold a generator.
+            # A seed from the place: the state need not hold that of a random generator.
             rng = np.random.default_rng([self.config.seed, *self._place.values()])
             self._order = rng.permutation(self._order)
 
     def state_dict(self) -> dict[str, Any]:
-        """Place of the block, the number of its first item, and the identity of the files."""
+        """Place of the block, the number of its first item, and what identifies the files."""
         return {**self._place, "first": self._first, "files": self._facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the block of a state.
 
         Raises:
-            DataError: the files are others.
+            DataError: the sizes of the files or of blocks differ from those of the state.
         """
         if state["files"] != self._facts():
             raise DataError(
@@ -199,7 +217,7 @@ class StreamedDataset(Dataset):
         )
 
     def _facts(self) -> list[int]:
-        """Rows of a block and the sizes of the files in bytes."""
-        # Sizes instead of hashes: files that are streamed are large.
+        """Rows of a block, then the size of each file in bytes."""
+        # Sizes instead of hashes: hashing would read the large files at each start.
         sizes = [file.stat().st_size for file in self._files]
         return [self.config.streaming or 0, *sizes]

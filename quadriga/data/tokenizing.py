@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the tokenizer and encodes prompts: from chat messages to text, and to token ids."""
+"""Loads the tokenizer, renders chat messages as text, and encodes the text as token ids."""
 
 import hashlib
 import json
@@ -20,8 +20,9 @@ from quadriga.protocol.chats import CONTINUING, ends_with_assistant
 Messages = list[dict[str, Any]]
 _TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 MAX_ROLE_ORDERS = 256
-"""Role orders whose first chat is rendered again to check that the template writes each message."""
+"""Number of role orders for which the template is checked to write each message."""
 _PROBE = " quadriga"
+"""Text that is added to a message to see whether the rendered chat changes."""
 _RESERVED_KWARGS = (
     "tokenize",
     "return_tensors",
@@ -31,9 +32,9 @@ _RESERVED_KWARGS = (
     "max_length",
 )
 RoleOrder = tuple[tuple[tuple[str, str], ...], str, bool]
-"""Pairs of roles that follow each other in a chat, its last role, and whether there are tools.
+"""Sorted pairs of consecutive roles in a chat, its last role, and whether there are tools.
 
-"" stands before the first role."""
+The first pair of a chat is "" and its first role."""
 
 
 def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -46,9 +47,10 @@ def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     Returns:
         The tokenizer.
     """
-    # The class is looked up in the package, which imports it here: torch comes with it, and counting tokens needs none.
-    # Its annotation admits None, for installations without the package tokenizers, which transformers requires.
+    # Accessing the attribute imports the class, and torch with it. A `from` import at the top of the file would do so
+    # in processes that only count tokens, too.
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+    # Annotated as optional, for installations without the package tokenizers, which transformers requires.
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
@@ -80,7 +82,7 @@ def load_tokenizer(
         ) from error
     if chat_template is not None:
         try:
-            # Any template has a brace, and hardly any file name.
+            # A template has braces; a file name hardly ever.
             if "{" not in chat_template:
                 tokenizer.chat_template = Path(chat_template).expanduser().read_text("utf-8")
             else:
@@ -99,13 +101,13 @@ def load_tokenizer(
 def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase, name: str, *, has_template: bool = False
 ) -> None:
-    """Refuse a tokenizer that training cannot work with. Give it a pad token if it has none.
+    """Raise an error for a tokenizer that training cannot use; add a pad token if it has none.
 
     Args:
         tokenizer: changed in place.
         name: its name, for errors and notices.
-        has_template: whether the caller brings a chat template, so that the tokenizer's own is not
-            needed.
+        has_template: whether the caller has a chat template of its own, so that the tokenizer needs
+            none.
 
     Raises:
         DataError: as for `load_tokenizer`.
@@ -126,7 +128,7 @@ def check_tokenizer(
                 expected="at least one of them",
                 fix='Set "pad_token" in its tokenizer_config.json.',
             )
-        # Padding is masked, so any token may pad.
+        # Padding is masked, so any token will do.
         tokenizer.pad_token = tokenizer.eos_token
         print(
             f"{where}: it has no pad token; its end-of-sequence token {tokenizer.eos_token!r} is"
@@ -153,29 +155,29 @@ def check_tokenizer(
 
 
 def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether messages with different words, as texts or parts, give the same text."""
+    """Whether the chat template renders the same text whatever the content of a message is."""
     words = ("one", "two")
+    # Some templates read only texts, some only lists of parts.
     as_parts = [[{"type": "text", "text": word}] for word in words]
+    encoder = ChatEncoder(tokenizer, {})
     for contents in (words, as_parts):
-        try:
-            encoder = ChatEncoder(tokenizer, {})
-            rendered = set()
-            for content in contents:
-                chat = [{"role": "user", "content": content}]
-                # The words are compared in the text that the template makes, not in its source.
-                rendered.add(encoder.written(chat, encoder.template_kwargs))
-        except DataError:
-            return False  # a template that refuses messages reads them
-        if len(rendered) > 1:
+        rendered_texts = set()
+        for content in contents:
+            chat = [{"role": "user", "content": content}]
+            try:
+                rendered_texts.add(encoder.written(chat, encoder.template_kwargs))
+            except DataError:
+                return False  # a template that refuses a message has read it
+        if len(rendered_texts) > 1:
             return False
     return True
 
 
 def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages:
-    """The chat messages of a prompt.
+    """Read the chat messages of a prompt.
 
-    Content parts that are all text become one text: templates of language models know no parts, and
-    some would write them out as Python does.
+    Content parts that are all text are joined into one text: many templates of text-only models
+    know no parts, and would write the list as Python prints it.
 
     Args:
         prompt: a list of messages, a chat in JSON, or a string, which is one message of the user.
@@ -202,8 +204,8 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
     for number, row_message in enumerate(prompt):
         message = without_nulls(row_message)
         content = message.get("content")
+        # A message with tool calls needs no content.
         is_call = content is None and message.get("tool_calls")
-        # A message with nothing but tool calls may lack a content.
         if not isinstance(content, Sequence) and not is_call:
             raise DataError(
                 f"{where}, message {number}",
@@ -220,7 +222,7 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether a value is a list of messages with roles."""
+    """Whether a value is a list of messages, each a dictionary with a role."""
     if not isinstance(value, Sequence) or not value:
         return False
     return all(
@@ -229,16 +231,20 @@ def _is_chat(value: Any) -> bool:
 
 
 def chat_in_json(value: Any) -> Messages:
-    """The messages in a text such as '[{"role": "user", "content": "Hi"}]'; else none."""
+    """Parse a chat in JSON, such as '[{"role": "user", "content": "Hi"}]'.
+
+    Returns:
+        The messages; empty if the value is anything else, such as a text that begins with a
+        bracket.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return []
     try:
-        # A prompt may be a text that merely begins with a bracket.
         chat = json.loads(value)
     except (ValueError, RecursionError):
         return []
     for message in chat:
-        # A list in JSON may be any text, such as an exercise about lists.
+        # The text may be a list without being a chat, such as an exercise about lists.
         if not isinstance(message, dict) or "content" not in message:
             return []
         if not isinstance(message.get("role"), str):
@@ -247,15 +253,15 @@ def chat_in_json(value: Any) -> Messages:
 
 
 class ChatEncoder:
-    """Renders and tokenizes prompts as the rollout will.
+    """Renders and tokenizes prompts, exactly as the rollout does.
 
     Args:
         tokenizer: has a chat template, unless `template_kwargs` brings one as `chat_template`.
-        template_kwargs: arguments of the chat template. By default a turn of the assistant is
-            opened, or continued where the messages end with one.
+        template_kwargs: arguments of the chat template. Unless they say how the prompt ends, a turn
+            of the assistant is opened, or continued where the messages end with one.
 
     Raises:
-        DataError: an argument is not for the template.
+        DataError: an argument is one of tokenization, not of the template.
     """
 
     def __init__(
@@ -273,7 +279,8 @@ class ChatEncoder:
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
         ending_keys = {"add_generation_prompt", "continue_final_message"}
         self._may_continue = ending_keys.isdisjoint(template_kwargs)
-        # The pair of each role order whose second message the template leaves out; None: it writes all messages.
+        # For each role order that was checked, the pair of roles whose second message the template leaves out. None:
+        # it writes all messages.
         self._left_out: dict[RoleOrder, tuple[str, str] | None] = {}
 
     def render(
@@ -296,7 +303,7 @@ class ChatEncoder:
         arguments = {**self.template_kwargs, **options}
         is_continued = self.continues(messages)
         if tools:
-            # Agent loops ignore what `template_kwargs` say about the end of a prompt with tools.
+            # Like agent loops, ignore how `template_kwargs` want a prompt to end.
             arguments["tools"] = list(tools)
             arguments["add_generation_prompt"] = options.get("add_generation_prompt", True)
             is_continued = ends_with_assistant(messages)
@@ -308,15 +315,15 @@ class ChatEncoder:
 
     @property
     def num_orders(self) -> int:
-        """Number of role orders that were checked so far."""
+        """Number of role orders for which the template has been checked."""
         return len(self._left_out)
 
     def continues(self, messages: Messages) -> bool:
-        """Whether the model continues the last message."""
+        """Whether the model is to continue the last message, one of the assistant."""
         return self._may_continue and ends_with_assistant(messages)
 
     def written(self, messages: Messages, options: Mapping[str, Any], *, where: str = "") -> str:
-        """Render messages with these arguments of the chat template and no others.
+        """Render messages with exactly these arguments of the chat template.
 
         Args:
             messages: the chat.
@@ -332,7 +339,7 @@ class ChatEncoder:
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:
-            # A template is a program of the model's author, and may raise any exception.
+            # A template is a program, and may raise any exception.
             raise DataError(
                 where,
                 got=f"messages that the chat template refuses ({type(error).__name__}: {error})",
@@ -340,7 +347,7 @@ class ChatEncoder:
                 fix="Correct the row or the template, or change data.apply_chat_template_kwargs.",
             ) from error
         try:
-            # Half of a surrogate pair would only fail later, in the tokenizer.
+            # Half of a surrogate pair would fail only in the tokenizer, without the place.
             str(text).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
@@ -351,7 +358,7 @@ class ChatEncoder:
                 expected="text that UTF-8 can hold",
                 fix="Correct the row: its text was cut in two there.",
             ) from error
-        # Without tokenization the result is a text; the annotation of transformers covers other cases too.
+        # transformers annotates the union of what all arguments return; with `tokenize=False` it is a text.
         return cast(str, text)
 
     def _require_all_written(
@@ -359,19 +366,18 @@ class ChatEncoder:
     ) -> None:
         """Raise a DataError if the template leaves out a message.
 
-        The check renders changed chats, so it is made for the first chat of each role order only.
+        The check renders changed chats, so only the first chat of each role order is checked.
         """
         order = role_order(messages, has_tools=bool(options.get("tools")))
         if order not in self._left_out:
-            # If nearly every chat has a new order, checking all of them would double the time that
-            # the start takes.
+            # If nearly every chat had a new order, checking all would double the time of the start.
             if len(self._left_out) >= MAX_ROLE_ORDERS:
                 return
             self._left_out[order] = self._find_left_out(messages, options, text)
         missing_pair = self._left_out[order]
         if missing_pair is None:
             return
-        # The pair may come from an earlier chat, but chats of one role order have the same pairs.
+        # Chats of one role order have the same pairs, so this chat has the pair too.
         number = _first_messages(messages)[missing_pair]
         missing_role = missing_pair[1]
         raise DataError(
@@ -384,11 +390,21 @@ class ChatEncoder:
     def _find_left_out(
         self, messages: Messages, options: Mapping[str, Any], text: str
     ) -> tuple[str, str] | None:
-        """The pair of roles whose second message does not appear in the text, or None."""
+        """Find a message that the template leaves out.
+
+        A message is written if the text changes when its content does.
+
+        Args:
+            messages: the chat.
+            options: arguments of the chat template.
+            text: the rendered chat.
+
+        Returns:
+            The pair of roles that the message ends. None: all messages are written.
+        """
         for pair, number in _first_messages(messages).items():
             message = messages[number]
             content: Any = message.get("content") or ""
-            # If a change of the message does not change the text, the template leaves it out.
             probed: Any = [*content, {"type": "text", "text": _PROBE}]
             if isinstance(content, str):
                 probed = content + _PROBE
@@ -396,18 +412,19 @@ class ChatEncoder:
             changed[number] = {**message, "content": probed}
             try:
                 is_written = self.written(changed, options) != text
-                # Templates may drop the thoughts of an earlier turn, and text beside a tool call.
+                # Templates may drop the reasoning of an earlier turn, and text beside a tool call,
+                # but still write the turn. Then the chat without the turn has another text.
                 if not is_written and message["role"] == "assistant":
                     shorter = [*messages[:number], *messages[number + 1 :]]
                     is_written = self.written(shorter, options) != text
             except DataError:
-                continue  # a template that refuses a change has read the message
+                continue  # a template that refuses the changed message has read it
             if not is_written:
                 return pair
         return None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of rendered texts. The template has written the special tokens already."""
+        """Tokenize rendered texts, in which the template has written the special tokens."""
         if not texts:
             return []  # transformers refuses an empty list
         encodings = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
@@ -415,11 +432,11 @@ class ChatEncoder:
 
     @cached_property
     def counter(self) -> TokenCounter:
-        """Counts the token ids of rendered texts."""
+        """Counter of the tokens of rendered texts, which remembers those of words."""
         return TokenCounter(self.tokenizer)
 
     def fingerprint(self) -> str:
-        """Hash of everything that decides about the token ids of prompts."""
+        """Hash of everything that determines the token ids of prompts."""
         tokenizer = self.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
@@ -430,10 +447,11 @@ class ChatEncoder:
                 sorted(tokenizer.get_vocab().items()),
                 tokenizer.special_tokens_map,
             ]
-        # The tokenizer's own description does not include the template.
+        # Neither of these descriptions includes the chat template.
         template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
         facts = {
-            "rows": 3,  # raised when rows become messages in another way, or are refused for other reasons
+            # Raise this number when this package reads or refuses rows in another way.
+            "rows": 3,
             "transformers": transformers.__version__,
             "tokenizer": tokenizer_facts,
             "template": template,
@@ -445,7 +463,7 @@ class ChatEncoder:
 
 
 def written_messages(num_orders: int) -> str:
-    """Say which messages the chat template was seen to write, for the lines that a start prints.
+    """Describe the result of checking the chat template, for the notices of a start.
 
     Args:
         num_orders: number of role orders in the data.
@@ -457,21 +475,21 @@ def written_messages(num_orders: int) -> str:
 
 
 def role_order(messages: Messages, *, has_tools: bool) -> RoleOrder:
-    """The key of chats that a chat template may treat alike.
+    """Summarize the roles of a chat. A chat template is taken to treat equal role orders alike.
 
     Args:
         messages: the chat.
         has_tools: whether the template gets tools.
 
     Returns:
-        The pairs of roles that follow each other, the last role, and whether there are tools.
+        The sorted pairs of consecutive roles, the last role, and whether there are tools.
     """
     pairs = sorted(_first_messages(messages))
     return tuple(pairs), messages[-1]["role"], has_tools
 
 
 def _first_messages(messages: Messages) -> dict[tuple[str, str], int]:
-    """The first message that ends each pair of roles that follow each other, by number."""
+    """Map each pair of consecutive roles to the number of the first message that ends it."""
     roles = ["", *(message["role"] for message in messages)]
     numbers: dict[tuple[str, str], int] = {}
     for number, pair in enumerate(pairwise(roles)):
@@ -490,7 +508,7 @@ def require_embedded(
 
     Args:
         token_ids: ids of a text.
-        vocabulary_size: rows of the embedding. None: enough for each token.
+        vocabulary_size: rows of the embedding. None: every token of the tokenizer has one.
         tokenizer: names the token in the error.
         where: file and row, for errors.
 
@@ -509,11 +527,11 @@ def require_embedded(
 
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with a value. Parquet gives each struct the fields of all others, as nulls."""
+    """The fields that are not None: Parquet gives each struct the fields of all, as nulls."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def shortened(value: Any) -> str:
-    """The value as an error shows it, in at most 80 characters."""
+    """Representation of a value for an error, in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

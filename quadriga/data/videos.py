@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos of a row: from a file, images or an array to the frames for a vision-language model.
+"""Reads the videos of a row, given as files, images or arrays, for a vision-language model.
 
-    a video ──> how many frames, how fast, how large ──rules of the model──> which frames, in which size ──> clip
+    video (number, rate and size of frames) ──rules of the model──> clip (which frames, in which size)
 
 The rules are those of the model's video processor in transformers, computed without torchvision.
-Frames of a file that are not in the clip are decoded where they have to be, but never held in
-memory.
+Decoders need earlier frames to decode a frame of a file; those are never held in memory.
 
-Shapes: T frames, H and W their sides in pixels, S patches of all of them, X values of a patch.
+Shapes: T frames of H by W pixels, cut into S patches of X values each.
 """
 
 import io
@@ -30,20 +29,19 @@ from quadriga.data.tokenizing import shortened, without_nulls
 from quadriga.errors import DataError
 
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
-_FPS = 2.0
-"""Frames that are taken of each second, unless model files or configuration say otherwise."""
+# Frames that are taken of a video, unless model files or configuration say otherwise.
+_FPS = 2.0  # per second
 _MIN_FRAMES = 4
 _MAX_FRAMES = 768
-"""Frames that are taken of a video at most, likewise."""
 APART = ("qwen3_vl", "qwen3_vl_moe", "glm4v")
-"""Models whose frames stand apart in the prompt, each pair beside its time."""
+"""Models whose prompts have the patches of each time apart, beside the time as text."""
 # Colors as OpenAI's CLIP normalizes them.
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _MAX_RATIO = 200
-"""Ratio of a frame's sides at most."""
+"""Largest ratio of a frame's sides."""
 _SEEK_S = 10.0
-"""Seconds up to which decoding beats seeking, in a file that does not list its key frames."""
+"""Assumed distance of key frames, in a file that does not list them."""
 _FORMS = "a path, the bytes of a video file, a list of images, an array [T, H, W, 3], or one of these as `video`"
 
 
@@ -56,7 +54,7 @@ class Video:
         fps: frames per second. None: not known.
         height: height in pixels.
         width: width in pixels.
-        read: returns the frames with some numbers, which rise, [H, W, 3] uint8 each.
+        read: reads the frames with the given numbers, which must ascend, [H, W, 3] uint8 each.
         source: the file, or its bytes. None: the video came as frames.
         seconds: duration of a file. None: it follows from `fps`.
     """
@@ -72,12 +70,12 @@ class Video:
 
 @dataclass(frozen=True)
 class Clip:
-    """The part of a video that a model gets.
+    """The frames of a video that a model gets.
 
     Attributes:
         indices: numbers of the T frames in the video.
-        fps: frames per second of the video.
-        num_frames: frames of the video.
+        fps: frames per second of the whole video.
+        num_frames: frames of the whole video.
         size: height and width in pixels after resizing.
         frames: resized frames, [T, 3, H, W] uint8. None: they are only counted.
     """
@@ -90,11 +88,11 @@ class Clip:
 
     @classmethod
     def of(cls, frames: torch.Tensor, told: Mapping[str, Any]) -> "Clip":
-        """Restore a clip.
+        """Restore a clip from its frames and metadata.
 
         Args:
             frames: [T, 3, H, W] uint8.
-            told: the clip's `metadata()`.
+            told: what `metadata()` of the clip returned.
 
         Returns:
             The clip with its frames.
@@ -109,7 +107,7 @@ class Clip:
         )
 
     def metadata(self) -> dict[str, Any]:
-        """Facts about the video, under the names of transformers and vLLM."""
+        """Facts about the video, under the names that transformers and vLLM use."""
         return {
             "total_num_frames": self.num_frames,
             "fps": self.fps,
@@ -121,24 +119,25 @@ class Clip:
 
 @dataclass(frozen=True)
 class FrameRules:
-    """Rules for a model: the frames that are taken of a video, their size, and their patches.
+    """Rules of a model: which frames are taken of a video, their size, and their patches.
 
     Attributes:
         patch_size: side of a patch in pixels.
         temporal_patch_size: frames of a patch.
         merge_size: patches along height, and along width, that make one embedding.
-        min_pixels: pixels of a frame at least, after resizing.
-        max_pixels: pixels of a frame at most, after resizing.
+        min_pixels: fewest pixels of a frame after resizing.
+        max_pixels: most pixels of a frame after resizing.
         mean: mean of each color, after scaling.
         std: standard deviation of each color, after scaling.
         scale: factor of a pixel's value, applied before `mean` and `std`.
-        are_apart: whether each pair of frames stands in the prompt by itself, beside its time.
-        counts_all: whether `min_pixels` and `max_pixels` bound all frames together.
+        are_apart: whether the prompt has the patches of each time apart, beside the time as text.
+        counts_all: whether `min_pixels` and `max_pixels` limit all frames together.
         fps: frames that are taken of each second.
-        min_frames: frames of a video at least.
-        max_frames: frames of a video at most.
-        longest_s: frames of a video of so many seconds are taken at `fps`; of a longer video as
-            many in all (GLM-4V). None: `min_frames` and `max_frames` bound the number of frames.
+        min_frames: fewest frames of a video.
+        max_frames: most frames of a video.
+        longest_s: seconds (GLM-4V). Up to this length frames are taken at `fps`; of a longer video
+            as many frames in all as of one of this length. None: `min_frames` and `max_frames`
+            limit the number of frames.
     """
 
     patch_size: int
@@ -158,7 +157,7 @@ class FrameRules:
 
     @classmethod
     def of(cls, told: Mapping[str, Any], kind: str, options: Mapping[str, Any]) -> "FrameRules":
-        """The rules of a model.
+        """Make the rules of a model.
 
         Args:
             told: settings of the model's video processor, from `video_settings`.
@@ -214,7 +213,7 @@ class FrameRules:
             max_frames=told.get("max_frames") or _MAX_FRAMES,
         )
         if {"min_pixels", "max_pixels"} & options.keys():
-            # These keys bound an image, and so a frame.
+            # As options, these keys limit each image, and so each frame.
             rules = replace(rules, counts_all=False)
         return replace(rules, **options)
 
@@ -260,7 +259,7 @@ class FrameRules:
             frames = [self._resized(frame, clip.size) for frame in video.read(clip.indices)]
             return torch.cat(frames)
 
-        # A video is decoded again for other rules.
+        # Other rules may choose other frames of the same file, or another size.
         way = (clip.indices, clip.size)
         frames = DECODED.get(video.source, way, decode, lambda tensor: tensor.nbytes)
         return replace(clip, frames=frames)
@@ -272,19 +271,20 @@ class FrameRules:
         return time, height // self.patch_size, width // self.patch_size
 
     def times(self, clip: Clip) -> list[float]:
-        """Seconds of the patches along time: the middle of each; with `longest_s`, its start."""
+        """Time of each patch in seconds: its middle; for models with `longest_s` its start."""
         size = self.temporal_patch_size
-        # The last frame is repeated until the last patch is full.
+        # The last frame is repeated to fill the last patch.
         num_missing = -len(clip.indices) % size
         indices = [*clip.indices, *[clip.indices[-1]] * num_missing]
         seconds = [index / clip.fps for index in indices]
+        # The mean of the first and the last frame of a patch, or of the first one with itself.
         last = 0 if self.longest_s else size - 1
         return [(seconds[at] + seconds[at + last]) / 2 for at in range(0, len(seconds), size)]
 
     def patches(self, clip: Clip) -> torch.Tensor:
-        """Normalized patches, [S, X] float32.
+        """Cut the frames of a clip into normalized patches, [S, X] float32.
 
-        The order is: along time, then the squares that make an embedding, then the patches of each
+        They are ordered by time, then by the square that makes an embedding, then within the
         square.
         """
         assert clip.frames is not None, "the frames of a clip are read"
@@ -295,11 +295,12 @@ class FrameRules:
         num_missing = time * size - len(clip.frames)
         padding = clip.frames[-1:].expand(num_missing, -1, -1, -1)
         frames = torch.cat((clip.frames, padding)).float()
-        # Scaling is folded into the normalization, as in transformers.
+        # Scaling is folded into the normalization, as in transformers, to round alike.
         mean = torch.tensor(self.mean)[:, None, None] * (1.0 / self.scale)
         std = torch.tensor(self.std)[:, None, None] * (1.0 / self.scale)
         frames = (frames - mean) / std
-        # The view cuts each axis into blocks; the permutation puts the blocks in order.
+        # Axes: time, frame, color, then rows of squares, patches in a square, pixels in a patch; the
+        # same for columns.
         blocks = frames.view(
             time, size, 3, height // merged, merged, pixels, width // merged, merged, pixels
         )
@@ -307,7 +308,7 @@ class FrameRules:
         return ordered.reshape(time * height * width, 3 * size * pixels**2)
 
     def _indices_by_duration(self, video: Video, fps: float, longest_s: float) -> list[int]:
-        """Numbers of the frames for GLM-4V, an even number of them."""
+        """Choose an even number of frames as GLM-4V does, by the duration of the video."""
         last = video.num_frames - 1
         seconds = video.seconds or round(last / fps) + 1
         count = int(longest_s * self.fps)
@@ -317,37 +318,39 @@ class FrameRules:
             places = np.arange(video.num_frames)
         else:
             places = np.ceil(np.linspace(0, seconds, count) * fps)
-        # A short video repeats frames, which are taken once.
+        # At a higher rate than the video's, frames come several times; each is taken once.
         indices = np.unique(places.clip(max=last).astype(int)).tolist()
-        # Patches have two frames.
+        # A patch has two frames.
         if len(indices) % 2:
             indices.append(indices[-1])
         return indices
 
     def _indices_apart(self, num_frames: int, fps: float) -> list[int]:
-        """Numbers of the frames for Qwen3-VL: evenly from the first to the last frame."""
+        """Choose frames as Qwen3-VL does: evenly from the first to the last frame."""
         count = int(num_frames / fps * self.fps)
         count = min(max(count, self.min_frames), self.max_frames, num_frames)
         places = np.linspace(0, num_frames - 1, count).round()
         return places.astype(int).tolist()
 
     def _indices_in_patches(self, num_frames: int, fps: float) -> list[int]:
-        """Numbers of the frames for Qwen2-VL and Qwen2.5-VL, which fill whole patches."""
+        """Choose frames as Qwen2-VL and Qwen2.5-VL do: a multiple of those of a patch."""
         size = self.temporal_patch_size
-        # The number of frames is a multiple of those of a patch.
         most = min(self.max_frames, num_frames) // size * size
         target = max(num_frames / fps * self.fps, self.min_frames)
         count = int(min(target, most, num_frames) // size * size)
-        if not count:  # fewer frames than one patch is made of
+        if not count:  # fewer frames than a patch has
             return list(range(num_frames))
         return torch.arange(0, num_frames, num_frames / count).int().tolist()[:count]
 
     def _size(self, num_frames: int, height: int, width: int, where: str) -> tuple[int, int]:
-        """Height and width of the frames after resizing: multiples of an embedding's side."""
+        """Height and width of the frames after resizing: multiples of the side of an embedding.
+
+        Follows the models' processors in transformers, including their rounding.
+        """
         factor = self.patch_size * self.merge_size
         low = self.min_pixels
         high = self.max_pixels
-        # Frames whose pixels the bounds count, and these rounded to whole patches along time.
+        # Number of frames whose pixels are limited together: as it is, and in whole patches.
         num_counted = 1
         num_rounded = 1
         if self.are_apart:
@@ -357,7 +360,7 @@ class FrameRules:
             if not self.counts_all:
                 low *= num_rounded
                 high *= num_rounded
-            # A frame has at least one square along each side.
+            # Each side has room for at least one embedding.
             if min(height, width) < factor:
                 scale = max(factor / height, factor / width)
                 height = int(height * scale)
@@ -369,7 +372,7 @@ class FrameRules:
                 expected=f"sides that differ at most {_MAX_RATIO} times",
                 fix="Crop or leave out the video.",
             )
-        # First the nearest multiples; then both sides are scaled alike if the bounds are not met.
+        # The nearest multiples, unless they are outside the limits. Then both sides are scaled alike.
         rows = round(height / factor) * factor
         columns = round(width / factor) * factor
         if num_rounded * rows * columns > high:
@@ -391,18 +394,22 @@ class FrameRules:
 
 
 def video_settings(path: str | Path) -> dict[str, Any]:
-    """Settings of the video processor of a model's folder or hub name; empty if there are none."""
+    """Read the settings of a model's video processor; empty if there are none.
+
+    Args:
+        path: the model's folder or its name on the hub.
+    """
     quiet = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    # Older models have the settings in one file, newer ones in another.
+    # The newest layout of model files comes first.
     for name in FILES:
         file = cached_file(path, name, **quiet)
         if file is None:
             continue
         settings = json.loads(Path(file).read_text(encoding="utf-8"))
-        # This file has the settings of all processors of the model.
+        # This file has a section for each processor of the model.
         if name == FILES[0]:
             settings = settings.get("video_processor")
         if settings:
@@ -416,7 +423,7 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
     Args:
         value: a path or a `file://` URL; bytes of a video file; a list of images; an array [T, H,
             W, 3] or [T, 3, H, W] of uint8; or a dictionary with one of these as `video`, `frames`,
-            `path` or `bytes`. Its `fps` beside images or an array says how fast they were taken.
+            `path` or `bytes`. Such a dictionary may have the `fps` of its images or array.
         folder: folder of the data file. Relative paths start there, or else in the working
             directory.
         where: the row, the column and the number of the video, for errors.
@@ -429,6 +436,7 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
             or has no frame.
     """
     fps = None
+    # Dictionaries may be nested: `with_parts` wraps a list of frames to keep its `fps`.
     while isinstance(value, Mapping):
         fields = without_nulls(value)
         if not fields.keys().isdisjoint(("bytes", "path", "url")):
@@ -461,7 +469,7 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
 
 
 def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -> Video:
-    """A video of images, or of an array as nested lists."""
+    """Make a video of a list of images, or of an array as nested lists."""
     if not values:
         raise DataError(
             where, got="a video without frames", expected="at least one frame", fix="Leave it out."
@@ -492,10 +500,10 @@ def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -
 
 
 def _from_array(array: np.ndarray, fps: float | None, where: str) -> Video:
-    """A video of an array [T, H, W, 3] or [T, 3, H, W]."""
+    """Make a video of an array [T, H, W, 3] or [T, 3, H, W]."""
     if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
         array = array.transpose(0, 2, 3, 1)
-    # Nested lists become arrays of larger integers.
+    # Arrays that were nested lists have int64 values.
     if array.dtype.kind in "iu" and array.size and array.min() >= 0 and array.max() <= 255:
         array = array.astype(np.uint8)
     is_video = array.ndim == 4 and array.shape[-1] == 3 and array.dtype == np.uint8
@@ -516,7 +524,7 @@ def _from_array(array: np.ndarray, fps: float | None, where: str) -> Video:
 
 
 def _from_file(source: Path | io.BytesIO, where: str) -> Video:
-    """A video of a file."""
+    """Make a video of a file. Its header and its first frame are read."""
     with _decoding(source, where) as (container, stream):
         # The header may leave the number out; packets can be counted without decoding them.
         count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
@@ -538,13 +546,13 @@ def _from_file(source: Path | io.BytesIO, where: str) -> Video:
 def _frames(
     source: Path | io.BytesIO, fps: float, indices: Sequence[int], where: str
 ) -> Iterator[np.ndarray]:
-    """Decode the frames with some rising numbers. Long gaps are skipped by seeking."""
+    """Decode the frames with the given ascending numbers. Long gaps are skipped by seeking."""
     with _decoding(source, where) as (container, stream):
-        # Frames are decoded by several threads.
+        # Decode with several threads.
         stream.thread_type = "AUTO"
         start = stream.start_time or 0
         unit = float(stream.time_base)
-        # Older versions of PyAV have no entries, and some files have none.
+        # Numbers of the key frames; empty with older versions of PyAV, and for files without an index.
         key_frames = []
         for entry in getattr(stream, "index_entries", ()):
             if entry.is_keyframe:
@@ -553,15 +561,15 @@ def _frames(
         frame = None
         place = -1
         for index in indices:
-            # The frame from which decoding would have to begin after a seek.
+            # The frame at which decoding would begin after a seek: the last key frame before `index`.
             seek_place = index - _SEEK_S * fps
             if key_frames:
                 seek_place = key_frames[max(bisect_right(key_frames, index), 1) - 1]
-            # Less than a second ahead, going on is faster than seeking.
+            # If that skips less than a second, decoding on is faster than seeking.
             if seek_place > place + fps:
                 container.seek(start + int(index / fps / unit), stream=stream)
                 frames = container.decode(stream)
-            # After a seek decoding begins at a key frame before the index.
+            # Decode up to the wanted frame. Its time stamp gives a frame's number after a seek.
             while place < index:
                 next_frame = next(frames, None)
                 if next_frame is None:
@@ -570,7 +578,8 @@ def _frames(
                 place += 1
                 if frame.pts is not None:
                     place = round((frame.pts - start) * unit * fps)
-            if frame is None or place < index - fps:  # rounded times may be off at the end
+            # At the end, frame numbers from rounded time stamps may be slightly off.
+            if frame is None or place < index - fps:
                 raise DataError(
                     where,
                     got=(
@@ -584,7 +593,7 @@ def _frames(
 
 
 def _upright(frame: Any) -> np.ndarray:
-    """The pixels of a frame, turned as the file says, [H, W, 3] uint8."""
+    """The pixels of a frame, rotated as the file says, [H, W, 3] uint8."""
     turns = round(getattr(frame, "rotation", 0) / 90) % 4
     return np.rot90(frame.to_ndarray(format="rgb24"), turns)
 
@@ -592,7 +601,7 @@ def _upright(frame: Any) -> np.ndarray:
 @contextmanager
 def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]]:
     """Context manager: container and video stream. Errors of FFmpeg become DataErrors."""
-    # Only video files need PyAV; frames as images and arrays do not.
+    # An optional dependency: videos as images or arrays do not need it.
     try:
         import av
     except ImportError as error:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with images and videos: from `<image>` to pixels, repeated tokens and 3-D positions.
+"""Turns images and videos of prompts into pixels, repeated tokens and 3-D positions.
 
     "Which? <image>"  ──>  [text, image]  ──chat template──>  Which? <start>▪<end>      one image token: raw_prompt_ids
                                                               Which? <start>▪▪▪▪<end>   expanded: input_ids
 
 An image is cut into a grid of patches along time, height and width. The model makes one embedding
 of each square of `merge_size` by `merge_size` patches, and each embedding takes the place of one
-image token. A video is cut likewise, each patch out of two frames, and has a token of its own. This
-holds only for the models in `VISION_TYPES`.
+image token. A video is cut in the same way, each patch from two frames, and has a token of its own.
+This holds for the models in `VISION_TYPES` only. They differ in how a video stands in the prompt:
 
-    Qwen2-VL, Qwen2.5-VL   <start>▪▪▪▪▪▪▪▪<end>              time is an axis of the positions, in Qwen2.5-VL in seconds
-    Qwen3-VL               <start><0.2 seconds><start>▪▪▪▪<end><1.2 seconds><start>▪▪▪▪<end><end>   time stands as text
-    GLM-4V                 <video><start>▪▪▪▪<end>0<start>▪▪▪▪<end>1</video>        likewise; ▪ is the token of images
+    Qwen2-VL, Qwen2.5-VL   <start>▪▪▪▪▪▪▪▪<end>        time is an axis of the positions, in Qwen2.5-VL in seconds
+    Qwen3-VL               <start><0.2 seconds><start>▪▪▪▪<end><1.2 seconds><start>▪▪▪▪<end><end>   time is text
+    GLM-4V                 <video><start>▪▪▪▪<end>0<start>▪▪▪▪<end>1</video>    time is text; ▪ is the image token
 
 Shapes: P tokens of the expanded prompt.
 """
@@ -42,8 +42,8 @@ class VisionPrompt:
     """A tokenized prompt with its images and videos.
 
     Attributes:
-        short_ids: token ids with one for each image and each video.
-        ids: P token ids, with one for each embedding of an image or video.
+        short_ids: token ids, with one token for each image and each video.
+        ids: expanded token ids, with one token for each embedding of an image or video, [P].
         positions: positions along time, height and width, [3, P] int64.
         pictures: `PIL.Image.Image`s in RGB.
         clips: the videos, with their frames.
@@ -64,7 +64,7 @@ class VisionPrompt:
         if self.pictures:
             data["image"] = list(self.pictures)
         if self.clips:
-            # Frames travel as arrays, with the facts that `Clip.of` needs.
+            # Frames are sent as arrays, beside the metadata that `Clip.of` needs.
             data["video"] = [clip.frames.numpy() for clip in self.clips if clip.frames is not None]
             data["video_metadata"] = [clip.metadata() for clip in self.clips]
         return {
@@ -80,16 +80,17 @@ class VisionProcessor:
 
     Attributes:
         image_processor: image processor of transformers, which cuts images into patches.
-        image_token_id: token that stands in a prompt for an embedding of an image.
-        video_token_id: token of an embedding of a video; with `video_bounds` of a whole video,
-            before it is expanded.
+        image_token_id: token of an embedding of an image in a prompt.
+        video_token_id: token of an embedding of a video. With `video_bounds`: token of a whole
+            video before expansion.
         name: the model's folder or name, for errors.
         frames: rules for videos. None: prompts with videos are refused.
-        tokens_per_second: positions per second along the time of a video. None: one for each patch
-            along time.
-        bounds: tokens before and behind the patches of one time, if frames stand apart.
-        video_bounds: tokens before and behind a video. Between them the image token stands for an
-            embedding of the video. None: videos have a token of their own.
+        tokens_per_second: positions per second along the time of a video. None: one position for
+            each patch along time.
+        bounds: tokens before and after the patches of one time, for models whose prompts have them
+            apart (`FrameRules.are_apart`).
+        video_bounds: tokens before and after a video, for models that use the image token for the
+            embeddings between them. None: embeddings of videos have a token of their own.
     """
 
     image_processor: Any
@@ -104,14 +105,14 @@ class VisionProcessor:
     def __post_init__(self) -> None:
         kind = type(self.image_processor).__name__
         known = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
-        # Other processors cut patches in another order.
+        # Other processors order the patches differently.
         if not kind.startswith(known):
             expected = f"{' or '.join(known)}, those of {', '.join(VISION_TYPES)}"
             raise DataError(f"image processor of {self.name}", got=kind, expected=expected)
 
     @property
     def media_ids(self) -> tuple[int, ...]:
-        """The tokens of images and videos, and those that bound a video."""
+        """Ids of the tokens of images and videos, and of those before and after a video."""
         ids = [self.image_token_id]
         if self.video_token_id is not None:
             ids.append(self.video_token_id)
@@ -125,7 +126,7 @@ class VisionProcessor:
     def inputs(
         self, pictures: Sequence[Any], clips: Sequence[Clip] = (), *, where: str
     ) -> dict[str, torch.Tensor]:
-        """The tensors that the model takes of images and videos.
+        """Make the tensors that the model takes for images and videos.
 
         Args:
             pictures: images in RGB.
@@ -155,16 +156,18 @@ class VisionProcessor:
             if self.tokens_per_second is not None:
                 seconds = []
                 for clip in clips:
-                    # Frames per second of those that were taken, not of the file.
+                    # Frames per second of the clip, not of the whole video.
                     rate = len(clip.indices) / clip.num_frames * clip.fps
                     seconds.append(rules.temporal_patch_size / rate)
                 inputs["second_per_grid_ts"] = torch.tensor(seconds)
         return inputs
 
     def add_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Add `multi_modal_inputs` to a batch with `multi_modal_data`, unless they are there."""
+        """Add `multi_modal_inputs` to a batch with `multi_modal_data`, in place; return the batch.
+
+        Nothing changes if the data set has made them (`data.return_multi_modal_inputs`).
+        """
         rows = batch.get("multi_modal_data")
-        # With `data.return_multi_modal_inputs` the data set has made them.
         if "multi_modal_inputs" in batch or rows is None:
             return batch
         inputs = []
@@ -183,10 +186,10 @@ class VisionProcessor:
         encode: Encode,
         where: str,
     ) -> VisionPrompt:
-        """A prompt together with the turns behind it, of any length.
+        """Process a prompt together with the turns after it. The length is not limited.
 
         Args:
-            ids: token ids with one for each image and each video.
+            ids: token ids, with one token for each image and each video.
             images: images in any form that a row may have.
             videos: frames [T, 3, H, W] of each video, with its `Clip.metadata`.
             encode: tokenizes the times of frames.
@@ -202,31 +205,31 @@ class VisionProcessor:
         for number, image in enumerate(images):
             place = f"{where}, image {number}"
             pictures.append(read_picture(image, folder=Path(), where=place))
-        # Frames of the conversation were resized when they were read.
+        # Frames are resized already; `Clip.of` only wraps them.
         clips = clips_of(videos)
         return self.prompt(ids, pictures, sys.maxsize, where=where, clips=clips, encode=encode)
 
     def media_sizes(
         self, given: Sequence[Sequence[Any]], config: DataConfig, *, folder: Path, where: str
     ) -> tuple[list[int], list[Clip]]:
-        """Embeddings of each image of a row, and the frames that are taken of its videos.
+        """Count the embeddings of a row's images, and choose the frames of its videos.
 
-        Only headers of files are read, unless damaged rows are to be left out.
+        Only the headers of files are read, unless bad rows are to be left out.
 
         Args:
-            given: the images and the videos of a row.
+            given: two lists, the images and the videos of a row.
             config: the section `data`.
             folder: folder of the data file.
             where: file and row, for errors.
 
         Returns:
-            The numbers of embeddings, and clips without frames.
+            The number of embeddings of each image, and the clips without their frames.
 
         Raises:
             DataError: as for `read_media`.
         """
         if config.on_bad_row == "skip":
-            # Damage behind the header of a file is only found by decoding it.
+            # A row is bad if a file is damaged anywhere, which only decoding it shows.
             read_media(given, self, config, folder=folder, where=where)
         images, videos = given
         counts = []
@@ -241,7 +244,7 @@ class VisionProcessor:
         return counts, clips
 
     def frame_rules(self, where: str) -> FrameRules:
-        """The rules for videos; raises a DataError if the processor takes none."""
+        """Return the rules for videos. Raise a DataError if the processor takes no videos."""
         if self.frames is None or self.video_token_id is None:
             raise DataError(
                 where,
@@ -252,7 +255,7 @@ class VisionProcessor:
         return self.frames
 
     def num_tokens(self, height: int, width: int, *, where: str) -> int:
-        """Number of embeddings, and so of tokens, of an image.
+        """Number of embeddings of an image, which is its number of tokens.
 
         Args:
             height: height in pixels.
@@ -272,6 +275,7 @@ class VisionProcessor:
         return num_patches // self.merge_size**2
 
     def _refused(self, error: Exception, where: str) -> DataError:
+        """Turn an error of the image processor into a DataError."""
         reason = str(error).partition("\n")[0]
         return DataError(
             where,
@@ -292,15 +296,15 @@ class VisionProcessor:
     ) -> VisionPrompt:
         """Expand a tokenized prompt, and process its images and videos.
 
-        A prompt with images or videos is never cut.
+        A prompt with images or videos is never truncated.
 
         Args:
-            ids: token ids with one for each image and each video.
+            ids: token ids, with one token for each image and each video.
             pictures: images in RGB.
             limit: most tokens of the expanded prompt.
             where: the row, for errors.
             clips: videos with their frames.
-            encode: tokenizes the times of a model whose frames stand apart.
+            encode: tokenizes times, for models that have them in the prompt.
 
         Returns:
             The prompt, ready for the model.
@@ -328,15 +332,16 @@ class VisionProcessor:
         return VisionPrompt(ids, expanded, positions, tuple(pictures), tuple(clips), inputs)
 
     def positions(self, ids: list[int], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The positions of expanded tokens.
+        """Compute the positions of expanded tokens.
 
         Args:
-            ids: token ids, [P].
-            inputs: tensors for the model, from `inputs`.
+            ids: expanded token ids, [P].
+            inputs: tensors for the model, from `VisionProcessor.inputs`.
 
         Returns:
             Positions along time, height and width, [3, P] int64.
         """
+        # All tensors but the pixels are arguments of `get_rope_index`.
         grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
         positions, _ = self.get_rope_index(ids, **grids)
         return positions
@@ -344,9 +349,9 @@ class VisionProcessor:
     def _too_long(
         self, expanded: list[int], limit: int, where: str, *, has_videos: bool
     ) -> DataError:
-        """The error for a prompt that is too long, with its tokens of images and videos."""
+        """Make the error for a prompt that is too long."""
         got = f"{len(expanded)} tokens"
-        # Users have to know whether shorter texts or smaller images would help.
+        # The numbers tell users whether shorter texts or smaller images would help.
         kinds = self._kinds(expanded)
         for name, kind in (("images", 1), ("videos", 2)):
             count = kinds.count(kind)
@@ -397,13 +402,13 @@ class VisionProcessor:
         clips: Iterator[Clip],
         encode: Encode | None = None,
     ) -> list[int]:
-        """Replace the token of each image and video by as many as it has embeddings.
+        """Replace the token of each image and video by one token for each of its embeddings.
 
         Args:
-            ids: token ids with one for each image and each video.
-            counts: numbers of embeddings of the next images.
-            clips: the next videos.
-            encode: tokenizes the times of a model whose frames stand apart.
+            ids: token ids, with one token for each image and each video.
+            counts: number of embeddings of each image; only those of the images in `ids` are taken.
+            clips: the videos; only those in `ids` are taken.
+            encode: tokenizes times, for models that have them in the prompt.
 
         Returns:
             The expanded token ids, [P].
@@ -419,35 +424,36 @@ class VisionProcessor:
         return expanded
 
     def video_ids(self, clip: Clip, encode: Encode | None) -> list[int]:
-        """The tokens that replace one video token.
+        """Make the tokens that replace one video token.
 
         Args:
             clip: the video.
-            encode: tokenizes the times of a model whose frames stand apart.
+            encode: tokenizes times, for models that have them in the prompt.
 
         Returns:
-            A token for each embedding; if frames stand apart, with their times and bounds.
+            A token for each embedding; for models with `are_apart` also the tokens of the times and
+            of `bounds`.
         """
         rules = self.frame_rules("a prompt")
         token = self.video_token_id
         assert token is not None
-        # Patches, of which `count` embeddings are made for each time.
+        # The grid counts patches; `count` is the number of embeddings of each time.
         time, height, width = rules.grid(clip)
         count = height * width // rules.merge_size**2
         if not rules.are_apart:
-            # All times together; positions tell them apart.
+            # Only the positions of the tokens tell the times apart.
             return [token] * (time * count)
         assert encode is not None, "times are tokenized"
-        # The tokens around the patches of each time.
-        before, behind = self.bounds
+        start, end = self.bounds
         times = rules.times(clip)
         ids: list[int] = []
+        # GLM-4V writes whole seconds after the patches, Qwen3-VL seconds before them.
         if self.video_bounds is not None:
-            for stamp in encode([str(int(second)) for second in times]):
-                ids += [before, *[self.image_token_id] * count, behind, *stamp]
+            for time_ids in encode([str(int(second)) for second in times]):
+                ids += [start, *[self.image_token_id] * count, end, *time_ids]
             return ids
-        for stamp in encode([f"<{second:.1f} seconds>" for second in times]):
-            ids += [*stamp, before, *[token] * count, behind]
+        for time_ids in encode([f"<{second:.1f} seconds>" for second in times]):
+            ids += [*time_ids, start, *[token] * count, end]
         return ids
 
     def get_rope_index(
@@ -457,12 +463,12 @@ class VisionProcessor:
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, int]:
-        """The position of each of P expanded tokens along time, height and width.
+        """Compute the position of each expanded token along time, height and width.
 
-        Text counts on by one along all three axes. An embedding of an image or a video has the
-        position where that begins, plus its place in it along each axis. Along time the place is
-        counted in seconds if the model does so. Text behind goes on from the largest of these
-        positions, as in the models' own code and in vLLM.
+        Tokens of text advance by one along all three axes. An embedding of an image or a video has
+        the position where the image or video begins, plus its coordinates in the grid; along time
+        these may be in units of seconds. The text after it continues from the largest of these
+        positions. This follows the models' own code and vLLM.
 
         Args:
             ids: expanded tokens, [P].
@@ -471,29 +477,30 @@ class VisionProcessor:
             second_per_grid_ts: seconds from one patch to the next along time, [videos].
 
         Returns:
-            Positions [3, P] int64, and the difference between the position of a token behind them
-            and its place.
+            Positions [3, P] int64, and the offset from the place of a token after them to its
+            position.
         """
         if video_grid_thw is not None:
             self.frame_rules("get_rope_index")
         image_grids = [] if image_grid_thw is None else image_grid_thw
+        # The next grid of each kind that `_kinds` returns, and positions per patch along time.
         grids_by_kind = (
             iter(()),
             ((grid, 1.0) for grid in image_grids),
             self._video_grids(video_grid_thw, second_per_grid_ts),
         )
         parts = []
-        end = 0  # place behind the last image or video
-        position = 0  # of the token at that place
+        end = 0  # place after the last image or video so far
+        position = 0  # position of a token at that place
         for place, kind in enumerate(self._kinds(ids)):
             if place < end:
-                continue  # inside of an image or video
+                continue  # inside an image or video
             entry = next(grids_by_kind[kind], None)
             if entry is None:
-                continue  # text, or the token of an image without a grid
+                continue  # text, or an image token without a grid
             grid, interval = entry
             time, height, width = grid.tolist()
-            # Text between the last image or video and this one.
+            # The text between the previous image or video and this one.
             num_text = place - end
             parts.append((torch.arange(num_text) + position).expand(3, -1))
             position += num_text
@@ -502,23 +509,23 @@ class VisionProcessor:
                 torch.arange(height // self.merge_size),
                 torch.arange(width // self.merge_size),
             ]
-            # Each embedding has its place along time, height and width.
-            places = torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
-            parts.append(places + position)
-            end = place + places.shape[1]
-            # Text behind starts after the longest axis.
+            # Coordinates of each embedding in the grid, [3, embeddings].
+            coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
+            parts.append(coordinates + position)
+            end = place + coordinates.shape[1]
+            # The next text starts after the largest coordinate.
             position += 1 + max(int(axis[-1]) for axis in axes)
-        # Text behind the last image or video.
+        # The text after the last image or video.
         parts.append((torch.arange(len(ids) - end) + position).expand(3, -1))
         return torch.cat(parts, dim=1), position - end
 
     def _kinds(self, ids: list[int]) -> list[int]:
-        """The kind of each expanded token: 1 for an embedding of an image, 2 of a video, else 0."""
+        """Kind of each expanded token: 1 for an image's embedding, 2 for a video's, 0 for text."""
         tokens = np.array(ids)
         is_image = tokens == self.image_token_id
         if self.video_bounds is None:
             return (is_image + 2 * (tokens == self.video_token_id)).tolist()
-        # Inside of a video one more has begun than has ended.
+        # Inside a video, one more video has begun than has ended.
         first, last = self.video_bounds
         is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
         return (is_image * (1 + is_inside)).tolist()
@@ -526,11 +533,15 @@ class VisionProcessor:
     def _video_grids(
         self, grids: torch.Tensor | None, seconds: torch.Tensor | None
     ) -> Iterator[tuple[Any, Any]]:
-        """The grid of each stretch of video tokens, and its positions per patch along time."""
-        # Each yield belongs to one stretch of video tokens in the prompt.
+        """The grid of each run of video tokens in the prompt, and positions per patch along time.
+
+        Args:
+            grids: patches of each video along time, height and width, [videos, 3].
+            seconds: seconds from one patch to the next along time, [videos].
+        """
         for number, grid in enumerate([] if grids is None else grids):
             if self.frames is not None and self.frames.are_apart:
-                # The patches of each time stand by themselves, like an image.
+                # In the prompt, the patches of each time are a run of their own, like an image.
                 time = grid[0]
                 frame_grid = torch.stack((torch.ones_like(time), *grid[1:]))
                 for _ in range(int(time)):
@@ -542,7 +553,7 @@ class VisionProcessor:
 
 
 def clips_of(videos: Iterable[tuple[np.ndarray, Any]]) -> list[Clip]:
-    """The clips of frames [T, 3, H, W] with their `Clip.metadata`."""
+    """Restore clips from their frames, [T, 3, H, W] each, and their `Clip.metadata()`."""
     return [Clip.of(torch.from_numpy(frames), metadata) for frames, metadata in videos]
 
 
@@ -551,7 +562,7 @@ def load_processor(
 ) -> VisionProcessor | None:
     """Load the processor of a vision-language model.
 
-    The processor of transformers needs torchvision; this one does not.
+    Unlike that of transformers, it does not need torchvision.
 
     Args:
         path: the model's folder or its name on the hub.
@@ -560,7 +571,7 @@ def load_processor(
             files.
 
     Returns:
-        The processor. None: the model is text-only, or another kind of vision model.
+        The processor. None: the model's type is not in `VISION_TYPES`.
 
     Raises:
         DataError: Pillow or the processor's file is missing, or there are options for a text-only
@@ -568,7 +579,7 @@ def load_processor(
     """
     kind = ""
     if not Path(path).is_file():
-        # The type is read without code of the model.
+        # `AutoConfig` would run the code of a model that has some; the dictionary needs none.
         model_config, _ = PretrainedConfig.get_config_dict(path)
         kind = model_config.get("model_type", "")
     options = dict(options or {})
@@ -584,7 +595,7 @@ def load_processor(
     where = f"image processor of {path}"
     require_pillow(where)
     settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    # The image processor takes only these; the others are about videos.
+    # All other options are for videos.
     sizes = {name: value for name, value in options.items() if name.endswith("pixels")}
     try:
         image_processor = AutoImageProcessor.from_pretrained(
@@ -599,7 +610,7 @@ def load_processor(
         ) from error
     video_bounds = None
     if kind == "glm4v":
-        # Its processor bounds both frames of a patch together, under other names.
+        # This processor limits the pixels of all frames of a patch together, under other names.
         edges = dict(image_processor.size)
         for option, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             if option in sizes:
@@ -622,7 +633,7 @@ def load_processor(
 
 
 def as_vision(processor: Any) -> VisionProcessor | None:
-    """A `VisionProcessor` of a processor of transformers, for images only.
+    """Convert a processor of transformers to a `VisionProcessor`, which takes images only.
 
     A `VisionProcessor` and None are returned as they are.
 
@@ -639,7 +650,7 @@ def as_vision(processor: Any) -> VisionProcessor | None:
             got="no image processor",
             expected="a processor from quadriga.data.load_processor, or None",
         )
-    # Its rules for videos are not known, so prompts with videos are refused.
+    # Without `frames`, prompts with videos are refused: the rules for them are not known.
     video_token_id = getattr(processor, "video_token_id", None)
     return VisionProcessor(image_processor, processor.image_token_id, video_token_id, where)
 
@@ -655,7 +666,7 @@ def read_media(
     """Read the images and videos of a row.
 
     Args:
-        given: the images and the videos; both are empty without a processor.
+        given: two lists, the images and the videos of the row; both empty without a processor.
         processor: of the vision-language model.
         config: the section `data`.
         folder: folder of the data file, where relative paths start.
@@ -684,7 +695,7 @@ def read_media(
 def _with_places(
     media: Sequence[Any], kind: str, key: str | None, where: str
 ) -> list[tuple[Any, str]]:
-    """Images or videos of a row, each with its place in words."""
-    # A message may bring its image, so the column is only one of two places.
+    """List images or videos of a row, each with its place for errors."""
+    # They are in order of appearance, and each may come from the column or from a message.
     column = f"{where}, column {key!r} or a message"
     return [(medium, f"{column}, {kind} {number}") for number, medium in enumerate(media)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats whose last message is the beginning of a response."""
+"""Helpers for chats whose last message is the beginning of a response."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ CONTINUING = {"add_generation_prompt": False, "continue_final_message": True}
 def ends_with_assistant(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the last message is text of the assistant for the model to continue."""
     last = messages[-1]
-    # A tool call is complete: its result comes next, not the rest of a text.
+    # A tool call is complete: its result comes next.
     if last.get("tool_calls"):
         return False
     return last["role"] == "assistant" and bool(last.get("content"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other forms of a DataProto: a single TensorDict that holds everything, and text.
+"""Conversions of a DataProto to and from a single TensorDict, and to text.
 
-The functions that take or return a DataProto are methods of it, bound in `proto.py`.
+`proto.py` binds the functions that take or return a DataProto as methods.
 """
 
 import sys
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quadriga.protocol.proto import DataProto
 
 ARRAY_TYPES = "_array_types"
-"""Entry of a TensorDict with dtype and row shape of arrays, which it can only keep as objects."""
+"""Entry of a TensorDict with the dtype and row shape of each array, which it holds as objects."""
 
 TIMES = "rollout_times"
 """Column [B, 3] float64: when the engine got, admitted and finished each response."""
@@ -31,7 +31,7 @@ TIME_COLUMNS = ("queued_at", "admitted_at", "generated_at", GRADED_AT)
 def object_array(values: Iterable[Any]) -> np.ndarray:
     """Make a 1-D object array with one entry per value.
 
-    `np.array` would make a second dimension out of lists of equal length.
+    `np.array` would turn lists of equal length into a 2-D array.
     """
     values = list(values)
     array = np.empty(len(values), dtype=object)
@@ -45,8 +45,10 @@ def from_tensordict(
 ) -> "DataProto":
     """Build a DataProto from a TensorDict.
 
-    Stacks of objects become columns of `non_tensor_batch`, single objects become entries of
-    `meta_info`. The argument `meta_info` takes precedence over entries of the same name.
+    Args:
+        tensor_dict: tensors become columns of `batch`, stacks of objects columns of
+            `non_tensor_batch`, and single objects entries of `meta_info`.
+        meta_info: further entries, which take precedence.
     """
     tensors: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -60,10 +62,10 @@ def from_tensordict(
         else:
             tensors[key] = value
 
-    # Give arrays that were no object arrays their dtype and shape again.
+    # Restore the dtype and shape of arrays that were converted to objects.
     for key, (dtype, shape) in facts.pop(ARRAY_TYPES, {}).items():
         if key not in arrays:
-            continue  # the column was dropped in between
+            continue  # the column was removed from the TensorDict
         rows = arrays[key]
         array = np.empty((len(rows), *shape), dtype=np.dtype(dtype))
         for row, value in enumerate(rows):
@@ -71,14 +73,16 @@ def from_tensordict(
         arrays[key] = array
 
     batch = None
-    # Without any column, the batch size of the TensorDict still counts the rows.
+    # A TensorDict without columns still has a number of rows.
     if tensors or not arrays:
         batch = TensorDict(tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device)
     return cls(batch=batch, non_tensor_batch=arrays, meta_info={**facts, **(meta_info or {})})
 
 
 def to_tensordict(data: "DataProto") -> TensorDict:
-    """Convert to a single TensorDict: arrays as stacks of objects, `meta_info` as single objects.
+    """Convert to a single TensorDict.
+
+    Arrays become stacks of objects, and entries of `meta_info` single objects.
 
     Raises:
         ProtocolError: two entries would have the same name.
@@ -102,7 +106,7 @@ def to_tensordict(data: "DataProto") -> TensorDict:
         if entries:
             joined.set(key, NonTensorStack(*entries))
         else:
-            # A stack of nothing does not know its batch size.
+            # An empty stack needs its batch size.
             joined.set(key, NonTensorStack(batch_size=[0]))
         if array.dtype != object or array.ndim > 1:
             array_types[key] = (array.dtype.str, array.shape[1:])
@@ -115,7 +119,7 @@ def to_tensordict(data: "DataProto") -> TensorDict:
 
 
 def get_data_info(data: "DataProto") -> str:
-    """Layout as text: shape, dtype and device of each column, type of each entry of `meta_info`."""
+    """Describe the layout: shape, dtype, device of each column, type of each `meta_info` entry."""
 
     def tensor_lines(tensors: TensorDict, indent: str) -> list[str]:
         lines = []
@@ -142,8 +146,12 @@ def get_data_info(data: "DataProto") -> str:
 def print_size(data: "DataProto", prefix: str = "") -> None:
     """Print the memory of tensors and arrays, in MiB.
 
-    An object in an array counts with its own size, a dictionary also with its values; the entries
-    of other containers do not count.
+    Of an object in an array its own size is counted, and of a dictionary the sizes of its values
+    too; entries of other containers are not counted.
+
+    Args:
+        data: the DataProto.
+        prefix: beginning of the line.
     """
 
     def object_bytes(value: Any) -> int:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DataProto in a file that cannot name code. Reading gives back what was written, bit for bit.
+"""Saves a DataProto to a file that cannot run code when it is read, bit for bit.
 
-The file is a safetensors file, which any reader of that format can open:
+The file is a safetensors file, which any reader of that format can open. Its tensors are:
 
-    0, 1, ...    memory of tensors, numpy arrays and bytes; each object is written once, however
-                 often it occurs
+    0, 1, ...    memory of tensors, numpy arrays and bytes; an object that occurs several times is
+                 written once
     layout       JSON: the number of rows, columns and entries by name, with references to the
-                 other parts. A column of objects has its distinct entries, and for each row the
+                 other tensors. A column of objects has its distinct entries, and for each row the
                  number of its entry.
 
 Entries may be None, numbers, strings, bytes, dates, lists, tuples, sets, dictionaries, tensors,
-arrays and images, nested in any way. What JSON cannot express is a dictionary with a single key
-that begins with a $ (`{"$tuple": [1, 2]}`). Objects of any other class are refused, and so is a
-value that contains itself.
+arrays and images, nested in any way. A value that JSON cannot express is a dictionary whose single
+key begins with a $ (`{"$tuple": [1, 2]}`). Objects of any other class are refused, and so are values
+that contain themselves.
 """
 
 import json
@@ -106,14 +106,14 @@ def save_to_disk(data: Any, filepath: str | os.PathLike[str]) -> None:
 
 
 def to_bytes(data: Any) -> bytearray:
-    """The content of the file that `save_to_disk` writes; it raises the same ProtocolError."""
+    """Return the content of the file that `save_to_disk` would write; raises as that does."""
     return bytearray().join(_Writer("to_bytes").parts(data))
 
 
 def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
     """Read a file that `save_to_disk` wrote.
 
-    Nothing that a file names is called, and pickles of older versions are refused.
+    No code in the file is run: pickles of older versions are refused.
 
     Args:
         cls: `DataProto`.
@@ -150,7 +150,7 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
         return rebuild_proto(cls, rows, batch, dict(arrays), dict(facts))
     except ProtocolError:
         raise
-    # Damage may cause any error: a missing name, a shape that does not fit, a list for a number.
+    # A damaged file may cause any error: a missing name, a wrong shape, a list for a number.
     except Exception as error:
         got = str(error)
         if not isinstance(error, OSError):
@@ -162,29 +162,30 @@ class _Writer:
     """Converts a DataProto to the parts of a file: memory of tensors, and JSON.
 
     Args:
-        where: beginning of its error messages.
+        where: the called function, for errors.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
-        # The entry under way, for errors.
+        # Name of the column or entry that is being converted, for errors.
         self._place = ""
-        # Name, dtype, shape and memory of each part.
+        # Name, dtype, shape and memory of each tensor in the file.
         self._memory: list[tuple[str, torch.dtype, list[int], Any]] = []
-        # By id: a value that has memory of its own, and its form in the layout. It keeps the
-        # value alive, since an id is unique only among living objects.
+        # Values that are tensors in the file, with their form in the layout, by id. Keeping the
+        # value keeps it alive: an id is unique only among living objects.
         self._stored_values: dict[int, tuple[Any, Any]] = {}
 
     def parts(self, data: Any) -> list[Any]:
-        """Convert a DataProto; returns the blocks of the file in order."""
+        """Convert a DataProto; return the blocks of the file in order."""
         try:
             self._add_layout(data)
         except (RecursionError, ValueError) as error:
-            # The value contains itself or is too deep, or an integer has more digits than Python
-            # converts.
+            # A value contains itself or is nested too deeply, or an integer has too many digits for
+            # Python to convert.
             raise self._refusal(str(error)) from error
 
-        # The format wants no gaps, and each dtype at a multiple of its size: largest dtypes first.
+        # The format allows no gaps, and a tensor must begin at a multiple of its item size. With the
+        # largest dtypes first, this is always so.
         self._memory.sort(key=lambda part: -part[1].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt", _VERSION_KEY: _VERSION}}
         end = 0
@@ -197,13 +198,13 @@ class _Writer:
                 "data_offsets": [start, end],
             }
         text = json.dumps(header).encode()
-        # Spaces, so that the memory begins at a multiple of 8 bytes.
+        # Spaces after the JSON make the memory begin at a multiple of 8 bytes.
         text += b" " * (-len(text) % 8)
         blocks = [memory for *_, memory in self._memory]
         return [struct.pack("<Q", len(text)), text, *blocks]
 
     def _add_layout(self, data: Any) -> None:
-        """Add the memory of all columns and entries, and then the layout."""
+        """Add the memory of all columns and entries, then the layout."""
         arrays = []
         for key, array in data.non_tensor_batch.items():
             self._place = f"non_tensor_batch[{key!r}]"
@@ -225,8 +226,8 @@ class _Writer:
 
         layout = [rows, batch, arrays, facts]
         text = json.dumps(layout, ensure_ascii=False, separators=(",", ":"))
-        # `surrogatepass` keeps lone surrogates. With escapes, two of them in a row would be read
-        # as one character.
+        # `surrogatepass` keeps lone surrogates. Written as escapes, two in a row would be read as
+        # one character.
         self._add("layout", text.encode("utf-8", "surrogatepass"))
 
     def _column(self, array: np.ndarray) -> dict[str, Any]:
@@ -242,7 +243,7 @@ class _Writer:
 
         are_lists = set(map(type, values)) == {list}
         if are_lists and {int}.issuperset(map(type, chain.from_iterable(values))):
-            # An integer of more than 64 bits raises; the lists are then converted like others.
+            # If an integer has more than 64 bits, the lists are converted one by one below.
             with suppress(OverflowError):
                 flat = np.fromiter(chain.from_iterable(values), np.int64)
                 lengths = list(map(len, values))
@@ -256,12 +257,12 @@ class _Writer:
         return {"$column": [rows, entries]}
 
     def _encode(self, value: Any) -> Any:
-        """Convert a value to the types of JSON."""
+        """Convert a value to types of JSON; memory of tensors and the like is added to the file."""
         kind = type(value)
         if kind in _PLAIN_TYPES:
             return value
         if kind is list:
-            # Long lists of numbers or strings are used as they are.
+            # A list of numbers or strings may be long, and needs no conversion.
             if _PLAIN_TYPES.issuperset(map(type, value)):
                 return value
             return list(map(self._encode, value))
@@ -279,6 +280,7 @@ class _Writer:
         return self._stored_values[id(value)][1]
 
     def _encode_dict(self, value: dict[Any, Any]) -> dict[str, Any]:
+        """Convert a dictionary: to one of JSON if its keys allow it, else to a list of pairs."""
         has_text_keys = {str}.issuperset(map(type, value))
         # A single key that begins with a $ would be read as the name of a type.
         is_ambiguous = has_text_keys and len(value) == 1 and next(iter(value)).startswith("$")
@@ -288,7 +290,7 @@ class _Writer:
         return {"$dict": pairs}
 
     def _store(self, value: Any) -> dict[str, Any]:
-        """Add the memory of a value as a part of its own; returns its form in the layout."""
+        """Add a tensor with the memory of a value to the file; return its form in the layout."""
         kind = type(value)
         name = str(len(self._memory))
         if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
@@ -308,8 +310,8 @@ class _Writer:
         if kind is bytes:
             self._add(name, value)
             return {"$bytes": name}
-        # Images with a palette are refused: their bytes are not all of them. `self` stands for a
-        # missing attribute, since other objects of PIL have no palette at all.
+        # An image with a palette is refused, because its bytes do not include that. The default
+        # `self` refuses objects of PIL that have no such attribute and are no images.
         if kind.__module__.startswith("PIL.") and getattr(value, "palette", self) is None:
             self._add(name, value.tobytes())
             return {"$image": [name, value.mode, list(value.size), self._encode(value.info)]}
@@ -322,11 +324,13 @@ class _Writer:
         dtype: torch.dtype = torch.uint8,
         shape: list[int] | None = None,
     ) -> None:
+        """Add a tensor to the file: by default one of bytes."""
         if shape is None:
             shape = [len(memory)]
         self._memory.append((name, dtype, shape, memory))
 
     def _refusal(self, got: str) -> ProtocolError:
+        """Make the error for a value that a file cannot hold."""
         return ProtocolError(
             f"{self._where}: {self._place}",
             got=got,
@@ -348,11 +352,14 @@ class _Reader:
 
     def from_json(self, text: bytes) -> Any:
         """Rebuild the value of a layout."""
-        # The hook gets a dictionary after those that it contains.
+        # The hook is called for inner dictionaries first.
         return json.loads(text.decode("utf-8", "surrogatepass"), object_hook=self._rebuild)
 
     def _rebuild(self, value: dict[str, Any]) -> Any:
-        """Rebuild the value that a dictionary with a single key, a $ and a type, stands for."""
+        """Rebuild the value that a dictionary `{"$type": form}` stands for.
+
+        Any other dictionary is returned as it is.
+        """
         name = next(iter(value), "")
         if len(value) != 1 or not name.startswith("$"):
             return value
@@ -377,7 +384,7 @@ class _Reader:
             return object_array(entries)[np.array(rows, np.int64)]
         if name == "$lists":
             flat, lengths = form
-            # The last part is what follows the last list: nothing.
+            # The last part is empty: it is what follows the last list.
             parts = np.split(flat, np.cumsum(lengths))[:-1]
             return [part.tolist() for part in parts]
         if name == "$objects":
@@ -386,17 +393,20 @@ class _Reader:
         raise ValueError(f"unknown type {name!r}")
 
     def _bytes(self, part: str) -> bytes:
+        """Bytes of a tensor of the file."""
         return self._tensors[part].numpy().tobytes()
 
     def _tensor(self, part: str, dtype_name: str, shape: list[int]) -> torch.Tensor:
+        """Rebuild a tensor, which may be stored as bytes."""
         tensor = self._tensors[part]
         dtype = getattr(torch, dtype_name)
         if tensor.dtype != dtype:
-            # Stored as bytes: a copy begins at an address that is aligned for any dtype.
+            # Bytes may begin at any address, but a copy is aligned for any dtype.
             tensor = tensor.clone().view(dtype)
         return tensor.view(shape)
 
     def _image(self, part: str, mode: str, size: list[int], info: dict[Any, Any]) -> Any:
+        """Rebuild an image of PIL."""
         from PIL import Image
 
         image = Image.frombytes(mode, tuple(size), self._bytes(part))

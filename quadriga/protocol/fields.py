@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of the training loop: name, shape, dtype, unit, and the packages that use them.
+"""Table of the columns of the training loop: name, shape, dtype, unit, and who uses them.
 
-`fields.tsv` is the only table of them. `docs/batch_fields.md` shows it, and a test compares both
-with the columns that the code reads and writes.
+The table is `fields.tsv`. `docs/batch_fields.md` shows it, and a test compares both with the
+columns that the code reads and writes.
 
 Legend: B rows (sequences), P prompt positions, T response positions, L = P + T. Prompts are padded
 on the left, responses on the right.
@@ -15,14 +15,23 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Field:
-    """A column of the training loop."""
+    """A column of the training loop.
+
+    Attributes:
+        name: name of the column.
+        shape: its shape, in the letters of the legend.
+        dtype: its dtype in torch; or "object", followed by what the array holds.
+        written_by: packages of quadriga that write the column.
+        read_by: packages of quadriga that read the column.
+        unit: meaning of a value.
+    """
 
     name: str
-    shape: str  # in the letters of the legend
-    dtype: str  # of torch, or "object" with what the array holds
-    written_by: tuple[str, ...]  # packages of quadriga
-    read_by: tuple[str, ...]  # packages of quadriga
-    unit: str  # meaning of a value
+    shape: str
+    dtype: str
+    written_by: tuple[str, ...]
+    read_by: tuple[str, ...]
+    unit: str
 
     @property
     def is_tensor(self) -> bool:

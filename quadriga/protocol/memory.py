@@ -2,9 +2,9 @@
 """Memory of columns: bytes without a copy, large blocks in huge pages, and lent memory.
 
 A transport may hand out tensors over memory that the receiver must not keep, such as read-only
-shared memory. Such tensors are *lent*. A concatenation copies them, even where it would otherwise
-pass on the memory of its input, and reports the copy (`copy_into`), so that the transport can
-release the pages at once.
+shared memory. Such tensors are *lent*. A concatenation always copies them, even where it would
+otherwise return its input, and reports the copy (`copy_into`), so that the transport can release
+the pages at once.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ HUGE_PAGES_FROM_BYTES = 4 << 20
 PAGE_BYTES = 4096
 MADV_HUGEPAGE = 14
 SLOT_HEADER_BYTES = 64
-"""Bytes before the content of a slot: its step (0 while it is written) and the sum of the content,
-each as int64."""
+"""Bytes before the content of a slot: its step (0 while it is written) and a checksum, the sum of
+the content, each as int64."""
 
 _madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 # Lent tensors (never views) with the function to call after a copy.
@@ -31,7 +31,13 @@ _lent: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:
-    """Call `madvise` for the whole pages of a range; a kernel may ignore the advice."""
+    """Call `madvise` for all whole pages in a range. A kernel may ignore the advice.
+
+    Args:
+        address: address of the first byte.
+        num_bytes: length of the range.
+        advice: value for `madvise`, such as MADV_HUGEPAGE.
+    """
     start = -(-address // PAGE_BYTES) * PAGE_BYTES
     end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES
     size = end - start
@@ -42,7 +48,7 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Allocate an uninitialised tensor on the CPU; a large one in huge pages.
 
-    Huge pages take far fewer page faults when the memory is first written.
+    With huge pages, writing the memory for the first time causes far fewer page faults.
     """
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.nbytes >= HUGE_PAGES_FROM_BYTES:
@@ -61,7 +67,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
-    """Hash of a prompt's images: their names, shapes, dtypes and numbers."""
+    """Hash of a prompt's images, which are tensors by name: of their layouts and values."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(inputs):
         tensor = inputs[name].detach().cpu().contiguous()
@@ -75,7 +81,7 @@ def tensor_over(memory: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) ->
     """Make a contiguous tensor over bytes (uint8, contiguous), without a copy."""
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=dtype)
-    # The memory may have padding behind the last number.
+    # The memory may have padding after the last number.
     num_bytes = len(memory) // dtype.itemsize * dtype.itemsize
     flat = torch.from_numpy(memory[:num_bytes]).view(dtype)
     return flat.view(tuple(shape))
@@ -94,14 +100,19 @@ def root_of(tensor: torch.Tensor) -> torch.Tensor:
 def lend(tensor: torch.Tensor, when_copied: Callable[[], None] | None = None) -> torch.Tensor:
     """Mark a tensor and its views as lent.
 
-    `when_copied` is called whenever `copy_into` has copied one of them.
+    Args:
+        tensor: the tensor.
+        when_copied: called whenever `copy_into` has copied the tensor or a view of it.
+
+    Returns:
+        The tensor.
     """
     _lent[root_of(tensor)] = when_copied
     return tensor
 
 
 def is_lent(tensor: torch.Tensor) -> bool:
-    """Whether the memory must be copied before it is kept or written to."""
+    """Whether the memory of a tensor is lent, so that it must be copied before it is kept."""
     return bool(_lent) and root_of(tensor) in _lent
 
 
@@ -114,14 +125,14 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def slot_of(memory: Any, step: int) -> Any:
-    """Slot of a step: the memory (an array of bytes) has two, for even and odd steps."""
+    """Slot of a step: one half of the memory, an array of bytes, is for even steps, one for odd."""
     half = len(memory) // 2
     start = step % 2 * half
     return memory[start:][:half]
 
 
 def whole_steps(memory: np.ndarray) -> list[int]:
-    """Steps whose slots were written completely, judged by the sums in their headers."""
+    """Steps whose slots were written completely, according to the checksums in their headers."""
     slots = memory.reshape(2, -1).view(np.int64)
     header_size = SLOT_HEADER_BYTES // slots.itemsize
     steps = []
@@ -133,8 +144,8 @@ def whole_steps(memory: np.ndarray) -> list[int]:
     return steps
 
 
-# torch warns once per process when a tensor is made over read-only memory. Here that is the usual
-# case, since such tensors are copied or lent: use up the warning.
+# torch warns once per process when a tensor is made over read-only memory. That is no fault here,
+# where such tensors are copied or lent, so the warning is triggered and dropped now.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))

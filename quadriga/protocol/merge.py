@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equality, union and concatenation of a DataProto's parts.
 
-Two entries of the same name must be equal to be merged; the error names the entry and the first row
-that differs. The comparison looks into nested containers, takes NaN as equal to NaN, and terminates
-on structures that contain themselves.
+Entries of the same name can only be merged if they are equal; else the error names the entry and
+the first row that differs. The comparison looks into nested containers, treats NaN as equal to NaN,
+and terminates on structures that contain themselves.
 """
 
 import math
@@ -26,8 +26,8 @@ _PLAIN_TYPES = frozenset({int, float, bool, str, type(None)})
 def deep_equal(left: Any, right: Any) -> bool:
     """Whether two values are equal, including everything that they contain.
 
-    NaN equals NaN. A pair of containers that is met again while it is compared, as in a cycle, is
-    taken as equal.
+    NaN equals NaN. A pair of containers that was compared before, as in a cycle, is not compared
+    again.
     """
     # An explicit stack instead of recursion: nesting may be deeper than Python's limit.
     pairs: list[tuple[Any, Any]] = [(left, right)]
@@ -44,6 +44,7 @@ def deep_equal(left: Any, right: Any) -> bool:
         entries = _paired_entries(left, right)
         if entries is False:
             return False
+        # A list: compare the entries. None: no container, so the values are compared here.
         if isinstance(entries, list):
             seen.add((id(left), id(right)))
             pairs.extend(entries)
@@ -60,25 +61,29 @@ def deep_equal(left: Any, right: Any) -> bool:
 
 
 def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and values, on any devices."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     right = right.to(left.device)
-    # `torch.equal` is fast and nearly always decides; it takes NaN as different.
+    # `torch.equal` is fast, but false for NaN. Only then are the positions compared.
     return torch.equal(left, right) or not unequal(left, right).any()
 
 
 def unequal(left: Any, right: Any) -> Any:
-    """Positions at which two tensors, or two arrays without objects, differ.
+    """Mask of the positions at which two tensors, or two arrays without objects, differ.
 
-    NaN, which is not equal to itself, counts as equal to NaN.
+    NaN counts as equal to NaN.
     """
+    # Only NaN is not equal to itself, so the second factor is false where both are NaN.
     return (left != right) & ((left == left) | (right == right))
 
 
 def _paired_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | bool | None:
-    """Pairs of entries that must be equal for two containers to be equal.
+    """Pair the entries of two containers.
 
-    False if the containers differ in form; None if `left` is no container.
+    Returns:
+        The pairs of entries that must be equal. False: the containers differ in their keys, shape
+        or length. None: `left` is no container.
     """
     if isinstance(left, Mapping):
         if not isinstance(right, Mapping) or left.keys() != right.keys():
@@ -91,14 +96,15 @@ def _paired_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | bool | Non
             return False
         return list(zip(left.flat, right.flat, strict=True))
     if isinstance(left, (list, tuple)):
-        # Lists of token ids are long: let Python compare them before looking at each entry.
+        # Long lists, such as token ids, are compared by Python at once.
         if _PLAIN_TYPES.issuperset(map(type, left)) and left == right:
             return []
         if not isinstance(right, (list, tuple)) or len(left) != len(right):
             return False
         return list(zip(left, right, strict=True))
 
-    # `==` compares plain objects by identity, and dataclasses by a truth value that tensors refuse.
+    # Objects without a comparison of their own, and dataclasses, are compared by their attributes:
+    # `==` would compare the former by identity, and fail for tensors in the latter.
     has_plain_equality = type(left).__eq__ is object.__eq__
     if not has_plain_equality and not hasattr(type(left), "__dataclass_fields__"):
         return None
@@ -111,11 +117,13 @@ def _paired_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | bool | Non
 
 
 def _conflict(name: str, got: str) -> ProtocolError:
+    """Make the error for an entry that differs between the sides of a union."""
     fix = "Remove one with pop, or rename it."
     return ProtocolError(f"union: {name}: got {got}, expected equal entries on both sides", fix=fix)
 
 
 def _check_same_tensor(name: str, left: Any, right: Any) -> None:
+    """Raise a ProtocolError unless two columns of tensors, which may be nested, are equal."""
     if isinstance(left, TensorDict) and isinstance(right, TensorDict):
         for key in left.keys() & right.keys():
             _check_same_tensor(f"{name}[{key!r}]", left[key], right[key])
@@ -175,6 +183,7 @@ def union_numpy_dict(
 
 
 def _check_same_array(name: str, left: np.ndarray, right: np.ndarray) -> None:
+    """Raise a ProtocolError unless two arrays are equal."""
     if left.shape != right.shape:
         raise _conflict(name, f"shapes {left.shape} and {right.shape}")
     hold_objects = left.dtype == object or right.dtype == object
@@ -189,8 +198,8 @@ def union_meta_info(left: dict[str, Any], right: Mapping[str, Any]) -> dict[str,
     """Add the entries of `right` to `left` in place, and return `left`.
 
     Raises:
-        ProtocolError: an entry of both is not equal. Of `metrics`, the entries of each name are
-            compared.
+        ProtocolError: an entry of both is not equal. `metrics` is merged entry by entry in the same
+            way.
     """
     for key, value in right.items():
         if key not in left:
@@ -244,6 +253,12 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_same_keys(kind: str, parts: Sequence[Any]) -> None:
+    """Raise a ProtocolError unless all parts have the same columns.
+
+    Args:
+        kind: "batch" or "non_tensor_batch", for the error.
+        parts: columns by name.
+    """
     first_keys = set(parts[0].keys())
     for number, part in enumerate(parts):
         if set(part.keys()) != first_keys:
@@ -281,7 +296,13 @@ def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
 
 
 def _concat_column(key: str, values: list[torch.Tensor], num_rows: int) -> torch.Tensor:
-    """Concatenate a column's parts, which have `num_rows` rows together."""
+    """Concatenate the parts of a column.
+
+    Args:
+        key: name of the column.
+        values: the parts.
+        num_rows: number of rows of all parts together.
+    """
     shape = values[0].shape[1:]
     dtype = values[0].dtype
     for number, value in enumerate(values):
@@ -293,7 +314,7 @@ def _concat_column(key: str, values: list[torch.Tensor], num_rows: int) -> torch
                 fix="Pad the parts to one length first.",
             )
 
-    # Large columns go to huge pages; lent ones are copied so that the lender hears of it.
+    # `torch.cat` uses no huge pages, and does not notify the lender of a lent tensor.
     is_plain = all(value.device.type == "cpu" and not value.requires_grad for value in values)
     is_large = sum(value.nbytes for value in values) >= HUGE_PAGES_FROM_BYTES
     if not is_plain or not (is_large or any(map(is_lent, values))):

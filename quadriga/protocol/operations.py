@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on whole DataProtos, and `DataProtoFuture`, the result of a call in progress.
-
-The functions pad rows to a multiple of a number, fold and unfold the batch dimension, and gather
-the rows of all ranks.
-"""
+"""Functions on DataProtos (padding, folding, gathering), and `DataProtoFuture`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +25,8 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
         size_divisor: the padded number of rows is a multiple of it; 1 or more.
 
     Returns:
-        The padded data and the number of rows added. It is the same object if there is nothing to
-        add, or no row to copy.
+        The padded data, and the number of rows added. The data are the same object if nothing has
+        to be added, or if there is no row to copy.
 
     Raises:
         ProtocolError: the divisor is below 1.
@@ -48,7 +44,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Drop the last `pad_size` rows, as a view."""
+    """Drop the last `pad_size` rows; the others are views."""
     num_rows = len(data)
     if not 0 <= pad_size <= num_rows:
         raise ProtocolError(
@@ -124,7 +120,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     own_part = DataProto(data.batch, data.non_tensor_batch)
     dist.all_gather_object(parts, own_part, group=process_group)
 
-    # Every rank checks the columns of all ranks, so that all of them raise.
+    # Every rank compares the columns of all ranks, so that all of them raise or none does.
     layouts = [_layout(part) for part in parts]
     for rank, layout in enumerate(layouts):
         if layout != layouts[0]:
@@ -139,7 +135,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     gathered = DataProto.concat(parts)
     data.non_tensor_batch = gathered.non_tensor_batch
     if data.batch is not None:
-        # Gathered tensors arrive on the CPU; each column goes back to its device.
+        # Gathered tensors arrive on the CPU; move each column to the device that it had.
         batch = data.batch
         column_names, _ = layouts[0]
         data.batch = TensorDict({}, batch_size=gathered.batch.batch_size, device=batch.device)
@@ -158,7 +154,7 @@ def _layout(data: DataProto) -> tuple[dict[Any, Any], list[str]]:
 
 
 def resolve_results(futures: Sequence[Any]) -> list[Any]:
-    """Wait for futures, or objects such as Ray's references that return one by `future()`."""
+    """Wait for handles: futures, or objects with a method `future()`, such as Ray's references."""
     results = []
     for future in futures:
         if not hasattr(future, "result"):
@@ -168,14 +164,15 @@ def resolve_results(futures: Sequence[Any]) -> list[Any]:
 
 
 def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:
-    """Wait for several futures of one backend together, and return their values.
+    """Wait for several futures of one backend together.
 
-    The first error of any of them is raised, whichever future it belongs to.
+    Returns:
+        Their values. The first error of any of them is raised.
     """
     if not futures:
         return []
-    # A `resolve` may lend rows to a future that copies them (`rows_of` is set). If one of the
-    # futures does not, its `resolve` must serve all.
+    # The `resolve` of a future with `rows_of` may return lent rows, because its `get` copies them.
+    # One without `rows_of` does not, so its `resolve` is right for all.
     careful = next((future for future in futures if future.rows_of is None), futures[0])
     handles = [handle for future in futures for handle in future.futures]
     outputs = iter(careful.resolve(handles))
@@ -197,21 +194,34 @@ class DataProtoFuture:
       .get()                         waits for every worker, collects their outputs
       passed on to another group     each rank gets a future of its chunk and resolves it where it
                                      runs, so the rows never pass through the driver
+
+    Attributes:
+        collect_fn: makes a single value of the list of outputs.
+        futures: a handle for each worker that was called.
+        dispatch_fn: applied to the collected value.
+        resolve: waits for the handles and returns their values.
+        rows_of: numbers of the outputs whose rows `collect_fn` concatenates, in order, so that a
+            chunk can be taken without copying the other rows. None: `collect_fn` does something
+            else.
+        chunks: the chunk to return, as pairs of number and count: a chunk of all rows, then a chunk
+            of that chunk, and so on. Empty: the whole value.
     """
 
-    collect_fn: Callable[[list[Any]], Any]  # makes a single value of the list of outputs
-    futures: Sequence[Any]  # one handle per worker that was called
-    dispatch_fn: Callable[[Any], Any] | None = None  # applied to the collected value
-    resolve: Resolve = resolve_results  # waits for the handles and returns their values
-    # Numbers of the outputs whose rows `collect_fn` concatenates, in order. With them, a chunk of
-    # the rows is taken without copying the other rows. None: `collect_fn` does something else.
+    collect_fn: Callable[[list[Any]], Any]
+    futures: Sequence[Any]
+    dispatch_fn: Callable[[Any], Any] | None = None
+    resolve: Resolve = resolve_results
     rows_of: Sequence[int] | None = None
-    # The chunk to return: chunk `number` of `count`, of that chunk the next pair's, and so on.
     chunks: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def concat(data: Sequence[Any], resolve: Resolve = resolve_results) -> "DataProtoFuture":
-        """Make a future of all rows of the outputs behind the handles `data`."""
+        """Make a future of the concatenated rows of several outputs.
+
+        Args:
+            data: handles of DataProtos.
+            resolve: waits for the handles.
+        """
         return DataProtoFuture(
             DataProto.concat, list(data), resolve=resolve, rows_of=range(len(data))
         )
@@ -221,8 +231,9 @@ class DataProtoFuture:
         return [replace(self, chunks=(*self.chunks, (part, chunks))) for part in range(chunks)]
 
     def get(self) -> Any:
-        """Wait, collect and return the value; raise the error of a worker."""
+        """Wait for the outputs and return the value; raise the error of a worker."""
         outputs = self.resolve(self.futures)
+        # If only a chunk of concatenated rows is wanted, the other rows are not copied.
         parts = []
         if self.chunks and self.dispatch_fn is None:
             parts = [outputs[number] for number in self.rows_of or ()]
@@ -237,7 +248,11 @@ class DataProtoFuture:
         return output
 
     def _concat_chunk(self, parts: list[DataProto]) -> DataProto:
-        """Concatenate only those rows of the outputs that are in this future's chunk."""
+        """Concatenate only the rows of this future's chunk.
+
+        Args:
+            parts: the outputs whose rows are concatenated, in order.
+        """
         rows = np.arange(sum(map(len, parts)))
         for number, count in self.chunks:
             rows = np.array_split(rows, count)[number]
@@ -249,7 +264,7 @@ class DataProtoFuture:
 
         views = []
         first_row = 0
-        # No part is left out, even if it has no row here: its `meta_info` is merged, too.
+        # Parts without a row in the chunk are included, because their `meta_info` is merged too.
         for part in parts:
             views.append(part.slice(max(0, start - first_row), max(0, end - first_row)))
             first_row += len(part)

@@ -2,19 +2,19 @@
 """DataProto, the batch that driver and workers exchange.
 
 Rows are sequences. Columns are tensors (`batch`) or numpy arrays (`non_tensor_batch`); `meta_info`
-holds what applies to all rows. `fields.tsv` lists every column of the training loop.
+has entries that apply to all rows. `fields.tsv` lists every column of the training loop.
 
 Three rules apply to every operation:
 
 - **No divisibility.** `chunk`, `split` and `make_iterator` accept any number of rows. Chunks differ
   by at most one row, the larger ones first; with fewer rows than chunks the last ones are empty.
 - **Copies are explicit.** `slice`, `chunk`, `split` and `select` share tensor memory with the
-  original; `select_idxs`, `repeat`, `reorder`, `padding` and `concat` allocate each column once.
-  The containers of a result are always its own.
+  original; `select_idxs`, `repeat`, `reorder`, `padding` and `concat` allocate each column once. A
+  result never shares its dictionaries with the original.
 - **Auto padding is a request to the dispatch**, made with `auto_padding=True`: give every rank the
   same number of rows by repeating the first ones, and drop the results of the repeats. It is for
-  methods that treat each row separately. Without it chunks may differ in size, which is exact for
-  every method, also for one that averages over rows.
+  methods that treat each row separately. Without it, chunks may differ in size, which gives exact
+  results for every method, also for one that averages over rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ def map_rows(
     take_array: Callable[[np.ndarray], np.ndarray],
     num_rows: int,
 ) -> "DataProto":
-    """Make a DataProto of other rows, by functions that take them from each column.
+    """Apply functions to all columns of a DataProto.
 
     Args:
         data: the rows to take from.
@@ -74,13 +74,13 @@ def map_rows(
 
 
 def check_batch(batch: TensorDict) -> int:
-    """Check that a batch has one batch dimension and dense columns, also nested ones.
+    """Check that a batch has one batch dimension and only dense columns.
 
     Returns:
         The number of rows.
 
     Raises:
-        ProtocolError: it does not.
+        ProtocolError: it has other dimensions, or a column that is no dense tensor.
     """
     if len(batch.batch_size) != 1:
         size = tuple(batch.batch_size)
@@ -90,7 +90,7 @@ def check_batch(batch: TensorDict) -> int:
             fix="Build it with batch_size=[number of rows], or fold the others with "
             "fold_batch_dim.",
         )
-    # An explicit stack: the tensors of nested TensorDicts are checked, too.
+    # A stack of TensorDicts, for nested ones.
     unchecked = [batch]
     while unchecked:
         for key, value in unchecked.pop().items():
@@ -110,7 +110,13 @@ def check_batch(batch: TensorDict) -> int:
 
 
 def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> None:
-    """Raise `ProtocolError`, with `where` at its beginning, unless every name is present."""
+    """Raise a ProtocolError unless every name is present.
+
+    Args:
+        where: the called function or the container, for the error.
+        names: names that are asked for.
+        present: names that exist.
+    """
     present = set(present)
     for name in names:
         if name not in present:
@@ -121,7 +127,13 @@ def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> Non
 
 @dataclass
 class DataProtoItem:
-    """A single row: `batch` without its batch dimension, and the row's entries of the arrays."""
+    """A single row of a DataProto.
+
+    Attributes:
+        batch: the row's tensors, without the batch dimension.
+        non_tensor_batch: the row's entries of the arrays.
+        meta_info: as in the DataProto.
+    """
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -132,13 +144,18 @@ class DataProtoItem:
 class DataProto:
     """Rows of tensors and numpy arrays, with entries that apply to all rows.
 
+    Attributes:
+        batch: tensor columns, with one batch dimension.
+        non_tensor_batch: array columns; the first dimension is that of rows.
+        meta_info: entries that apply to all rows.
+
     Raises:
         ProtocolError: a column does not have one entry per row; the error names the column, its
             shape and the number of rows.
     """
 
-    batch: TensorDict | None = None  # tensor columns, with one batch dimension
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # rows first
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -171,10 +188,10 @@ class DataProto:
                 )
 
     def check_consistency(self) -> None:
-        """Check that every column has one entry per row, as at construction.
+        """Check again, as at construction, that every column has one entry per row.
 
         Raises:
-            ProtocolError: a column has not.
+            ProtocolError: a column does not have one entry per row.
         """
         self.__post_init__()
 
@@ -231,8 +248,8 @@ class DataProto:
             non_tensors: columns of `non_tensor_batch`; a sequence that is no array becomes an
                 object array.
             meta_info: entries that apply to all rows.
-            num_batch_dims: number of leading dimensions in which all tensors must agree. Rows are
-                counted along the first one; 2 is for data to be unfolded by `unfold_batch_dim`.
+            num_batch_dims: number of leading dimensions that must be equal in all tensors. Rows are
+                counted along the first one; 2 is for data that `unfold_batch_dim` will unfold.
             auto_padding: ask the dispatch to repeat rows until all chunks have equal size.
 
         Returns:
@@ -283,14 +300,14 @@ class DataProto:
         return 0 if first is None else first.shape[0]
 
     def has_columns(self) -> bool:
-        """Whether there is more than `meta_info`."""
+        """Whether there is anything in addition to `meta_info`."""
         return self.batch is not None or bool(self.non_tensor_batch)
 
     def __getitem__(self, index: int | slice | RowIndex) -> "DataProto | DataProtoItem":
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            # `for row in data` ends with an IndexError, as the sequence protocol asks for.
+            # Iteration over rows ends with this error, as the sequence protocol requires.
             if not -len(self) <= index < len(self):
                 raise IndexError(f"row {index} of a DataProto of {len(self)} rows")
             tensors = None if self.batch is None else self.batch[int(index)]
@@ -306,7 +323,7 @@ class DataProto:
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> "DataProto":
-        """Take rows as a list does, as a view; as a copy if `step` is negative."""
+        """Take rows as slices of a list do; as views, or as copies if `step` is negative."""
         rows = slice(start, end, step)
         numbers = range(*rows.indices(len(self)))
         if numbers.step < 0:
@@ -381,6 +398,7 @@ class DataProto:
         self._take_columns(self.select_idxs(rows))
 
     def _take_columns(self, other: "DataProto") -> None:
+        """Replace the columns by those of another DataProto."""
         self.batch = other.batch
         self.non_tensor_batch = other.non_tensor_batch
 
@@ -394,7 +412,7 @@ class DataProto:
         return self.select_idxs(rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: RowIndex) -> "DataProto":
-        """Repeat row i `repeat_times[i]` times, the copies together; 0 leaves the row out."""
+        """Repeat row i `repeat_times[i]` times, with its copies next to each other; 0 drops it."""
         counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
         num_rows = len(self)
         is_one_per_row = counts.shape == (num_rows,)
@@ -416,6 +434,7 @@ class DataProto:
         if chunks < 1:
             raise ProtocolError(f"DataProto.chunk: got {chunks} chunks, expected at least 1")
         size, num_larger = divmod(len(self), chunks)
+        # The first `num_larger` parts have one row more.
         starts = [part * size + min(part, num_larger) for part in range(chunks + 1)]
         return [self.slice(start, end) for start, end in pairwise(starts)]
 
@@ -442,7 +461,7 @@ class DataProto:
         if not data:
             raise ProtocolError("DataProto.concat: got no parts, expected at least one")
         meta_info = merge.merge_meta_info([part.meta_info for part in data])
-        # Without any rows, the result still has the columns of the first part that has some.
+        # If no part has rows, take the columns of the first part that has columns.
         parts = [part for part in data if len(part)]
         if not parts:
             parts = [part for part in data if part.has_columns()][:1] or data[:1]
@@ -553,6 +572,7 @@ class DataProto:
         non_tensor_batch_keys = non_tensor_batch_keys or ()
         meta_info_keys = meta_info_keys or ()
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        # Without tensor columns, `select` leaves a TensorDict that only has a number of rows.
         if not batch_keys:
             popped.batch = None
         for key in batch_keys:
@@ -564,7 +584,18 @@ class DataProto:
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
-        """Rename columns, tensors or arrays, in place; returns `self`."""
+        """Rename columns in place.
+
+        Args:
+            old_keys: name or names of columns.
+            new_keys: as many new names.
+
+        Returns:
+            `self`.
+
+        Raises:
+            ProtocolError: a column does not exist, or two columns would have one name.
+        """
         old_names = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new_names = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         names = [*self._tensor_keys(), *self.non_tensor_batch]
@@ -600,7 +631,7 @@ class DataProto:
                 f"DataProto.union: got {len(other)} rows, expected {len(self)}",
                 fix="Repeat or select rows first.",
             )
-        # Merge into copies: an error must not leave `self` half merged.
+        # Merge into copies, so that after an error `self` is unchanged.
         meta_info = merge.union_meta_info(dict(self.meta_info), other.meta_info)
         arrays = merge.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if other.batch is not None:
@@ -615,7 +646,7 @@ class DataProto:
     def unfold_column_chunks(
         self, n_split: int, split_keys: Sequence[str] | None = None
     ) -> "DataProto":
-        """Make `n_split` rows of each row, with one part of the split columns in each.
+        """Turn each row into `n_split` rows, each with one part of the split columns.
 
         Args:
             n_split: number of parts.
@@ -623,7 +654,7 @@ class DataProto:
                 (B * n_split, W). The other columns are repeated, A A B B.
 
         Returns:
-            The rows, the parts of a row one after the other.
+            The new rows; those of one row follow each other.
 
         Raises:
             ProtocolError: a column does not exist, or its second dimension is not divisible.
@@ -655,6 +686,7 @@ class DataProto:
         return unfolded
 
     def _tensor_keys(self) -> list[str]:
+        """Names of the tensor columns."""
         return [] if self.batch is None else [str(key) for key in self.batch.keys()]
 
     # ---- iteration, devices, files, text ------------------------------------------------------
@@ -671,7 +703,7 @@ class DataProto:
         Args:
             mini_batch_size: rows of a mini-batch; the last one of an epoch may be smaller.
             epochs: number of passes over the rows.
-            seed: seed of a shuffled order; None draws it from torch's global generator.
+            seed: seed of the shuffled order. None: it is drawn from torch's global generator.
             dataloader_kwargs: `shuffle` (False) and `drop_last` (False), as in torch's DataLoader.
 
         Returns:
@@ -706,7 +738,7 @@ class DataProto:
             )
 
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        # The sampler and the loader decide the order for a seed, which must not change.
+        # The order that torch's sampler and loader make for a seed must not change.
         sampler = RandomSampler(range(num_rows), generator=generator) if num_rows else ()
         loader = DataLoader(
             range(num_rows),
@@ -718,7 +750,7 @@ class DataProto:
         return (self.select_idxs(rows) for _ in range(epochs) for rows in loader)
 
     def to(self, device: torch.device | str | int) -> "DataProto":
-        """Move the tensors to a device, in place; returns `self`."""
+        """Move the tensors to a device in place; return `self`."""
         if self.batch is not None:
             self.batch = self.batch.to(device, non_blocking=False)
         return self
@@ -744,7 +776,7 @@ class DataProto:
         if self.batch is not None:
             rows = self.batch.batch_size[0]
             tensors = map_columns(self.batch, wire.PackedTensor)
-        # One memo for all arrays and entries: an object that occurs in several stays one object.
+        # One memo for all arrays and entries, so that an object which occurs in several stays one.
         memo: dict[int, Any] = {}
         pack = partial(wire.pack, memo=memo)
         arrays = {}

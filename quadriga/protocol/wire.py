@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wire format: a DataProto as bytes for another process. `disk.py` has the format of files.
 
-The format is pickle protocol 5 with out-of-band buffers (PEP 574). A tensor is described by its
-dtype and shape and passes on its memory as a `pickle.PickleBuffer`. A transport that accepts
-buffers (Ray, a `buffer_callback`) moves the memory as it is; any other transport finds the bytes in
-the stream. `torch.save` is never called.
+The format is pickle protocol 5 with out-of-band buffers (PEP 574). A tensor is pickled as its dtype,
+its shape, and a `pickle.PickleBuffer` over its memory. A transport that takes buffers (Ray, a
+`buffer_callback`) moves the memory as it is; for any other, the bytes are in the stream.
+`torch.save` is never called.
 
-Devices (tensors arrive on the CPU), autograd graphs and views (a tensor that shares memory with
-another arrives with its own) do not travel.
+Some properties of tensors are lost: they arrive on the CPU, without an autograd graph, and a tensor
+that was a view of another arrives with memory of its own.
 """
 
 import pickle
@@ -41,9 +41,14 @@ class PackedTensor:
 
 
 def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    """Make a tensor of the bytes in `buffer`.
+    """Make a tensor over the bytes in a buffer.
 
-    It is copied only if the buffer is read-only, such as Ray's shared memory.
+    They are copied only if the buffer is read-only, as Ray's shared memory is.
+
+    Args:
+        dtype_name: name of the dtype, such as "float32".
+        shape: shape of the tensor.
+        buffer: contiguous bytes.
     """
     memory = np.frombuffer(buffer, dtype=np.uint8)
     tensor = tensor_over(memory, getattr(torch, dtype_name), shape)
@@ -53,14 +58,23 @@ def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch
 def pack(value: Any, memo: dict[int, Any]) -> Any:
     """Replace the tensors in plain dictionaries, lists and tuples by `PackedTensor`.
 
-    A list is searched only if its first entry may hold a tensor. A tensor that is missed so is
-    pickled by torch, which is slower and just as exact. `memo` keeps objects that occur more than
-    once (in repeated rows) one object; pass an empty dictionary for the first value.
+    A list is searched only if its first entry may hold a tensor. A tensor that is missed is pickled
+    by torch, which is slower but just as exact.
+
+    Args:
+        value: the value to search.
+        memo: results by id of the value, so that an object which occurs several times, as in
+            repeated rows, stays one object. Pass an empty dictionary for the first value, and the
+            same one for values that may share objects.
+
+    Returns:
+        The value with placeholders; the same object if nothing in it is replaced.
     """
     if id(value) in memo:
         return memo[id(value)][0]
     kind = type(value)
-    # Containers enter the memo before their entries are packed: they may contain themselves.
+    # Dictionaries and lists enter the memo before their entries are packed, because they may contain
+    # themselves.
     if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
         packed: Any = PackedTensor(value)
     elif kind is dict:
@@ -98,6 +112,6 @@ def rebuild_proto(
     batch = None if columns is None else TensorDict(columns, batch_size=[rows])
     writable = {}
     for key, array in arrays.items():
-        # Arrays over a transport's memory may be read-only.
+        # An array over the memory of a transport may be read-only.
         writable[key] = array if array.flags.writeable else array.copy()
     return cls(batch=batch, non_tensor_batch=writable, meta_info=meta_info)

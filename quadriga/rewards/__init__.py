@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards: managers that grade batches, graders that know data sets, and the processes they run in.
+"""Rewards: managers that grade batches, graders for known data sets, and grading processes.
 
 Names load on first use: a grading process imports from here and must not load torch.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on the LaTeX that is evaluated, checked on its text alone.
+"""Decides by the text of an expression in LaTeX whether it can be evaluated at reasonable cost.
 
 A short text may stand for a number that no memory holds (9^{9^{9^9}}), or take a parser minutes
-(((((...))))). So the size of numbers is bounded from above, as log10, with powers, factorials,
-binomials, sums and products. A letter counts as 1, but if the text has a sum or product sign, as
-the largest number of the text.
+(((((...))))). So an upper bound of each number is computed as log10, through powers, factorials,
+binomials, sums and products. A letter counts as 1; in a text with a sum or product sign, where it
+may be an index, as the largest number of the text.
 """
 
 import math
@@ -16,11 +16,11 @@ MAX_NESTING = 12
 MAX_OPERATORS = 120
 MAX_BARS = 20
 MAX_DIGITS = 20_000.0
-# Bounds, which are log10 of numbers, are cut off here, far beyond MAX_DIGITS. The exponents in
-# 10**exponent are cut off at 18 likewise.
+# Bounds (log10 of numbers) are capped here, far beyond MAX_DIGITS. Exponents in 10**exponent are
+# capped at 18 for the same reason: the powers stay finite.
 _HUGE = 1e18
 
-# Commands that only size or name a bracket; matrices are brackets too.
+# Commands for brackets, among them the ends of matrices; and commands that only size a bracket.
 _OPENING = re.compile(r"\\(?:begin\{[^{}]*\}|[lc]floor|lceil|lbrace|langle|\{)")
 _CLOSING = re.compile(r"\\(?:end\{[^{}]*\}|rfloor|rceil|rbrace|rangle|\})")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?")
@@ -37,19 +37,22 @@ _OPERATORS = _SEPARATORS - {",", ";", "&"} | {"*", "/", "^", "\\cdot", "\\times"
 
 
 def why_ungradable(latex: str) -> str:
-    """The reason why an expression is not evaluated; "" if it is within all bounds."""
+    """Say why an expression must not be evaluated; "" if it is within all bounds."""
     if len(latex) > MAX_CHARS:
         return f"it has more than {MAX_CHARS} characters"
     if latex.count("|") > MAX_BARS:
         return f"it has more than {MAX_BARS} bars"
-    # Reduce all kinds of brackets to one.
+    # Replace all kinds of brackets, and pairs of bars, by parentheses.
     text = _IDENTITY.sub(r"\\eye", _SIZES.sub("", latex.replace("**", "^")))
     text = _CLOSING.sub(")", _OPENING.sub("(", text))
     tokens = _TOKEN.findall(_BETWEEN_BARS.sub(r"(\1)", text))
 
     depth = deepest = 0
     for token in tokens:
-        depth += (token in "([{") - (token in ")]}")
+        if token in "([{":
+            depth += 1
+        elif token in ")]}":
+            depth -= 1
         deepest = max(deepest, depth)
     if deepest > MAX_NESTING:
         return f"its brackets are nested more than {MAX_NESTING} deep"
@@ -59,7 +62,7 @@ def why_ungradable(latex: str) -> str:
     magnitude = _Magnitude(tokens)
     num_digits = magnitude.of_sum()
     if "\\sum" in tokens or "\\prod" in tokens:
-        # The index may become as large as its bounds, and a product has that many factors.
+        # An index may be as large as its upper end, and a product has that many factors.
         largest = min(magnitude.largest, 18.0)
         num_digits = _Magnitude(tokens, letter=largest).of_sum()
         if "\\prod" in tokens:
@@ -68,19 +71,24 @@ def why_ungradable(latex: str) -> str:
 
 
 class _Magnitude:
-    """Reads tokens from the left, and bounds log10 of the numbers that they stand for.
+    """Recursive-descent reader of tokens that computes upper bounds of numbers, as log10.
 
-    `largest` is the largest bound so far.
+    Args:
+        tokens: tokens of the expression; each method takes its tokens from the left.
+        letter: log10 of the largest number that a letter may stand for.
+
+    Attributes:
+        largest: the largest bound so far.
     """
 
     def __init__(self, tokens: list[str], letter: float = 0.0) -> None:
         self._tokens = deque(tokens)
-        self._letter = letter  # log10 of what a letter may stand for
+        self._letter = letter
         self.largest = 0.0
 
     def of_sum(self) -> float:
-        """Read a sum up to the next closing bracket, or to the end."""
-        largest = product = 0.0
+        """Bound a sum, up to the next closing bracket or the end."""
+        largest = product = 0.0  # of all terms so far, and of the current term
         num_terms = 1
         while self._tokens:
             if self._tokens[0] in ")]}":
@@ -96,7 +104,7 @@ class _Magnitude:
         return min(largest + math.log10(num_terms), _HUGE)
 
     def _of_factor(self) -> float:
-        """Read a number, letter, bracket or command, with the exponents and factorials after it."""
+        """Bound an atom together with the exponents, indices and factorials after it."""
         value = self._of_atom()
         while self._tokens and self._tokens[0] in ("^", "_", "!"):
             mark = self._tokens.popleft()
@@ -114,6 +122,7 @@ class _Magnitude:
         return value
 
     def _of_atom(self) -> float:
+        """Bound a number, a letter, an expression in brackets, or a command with its arguments."""
         token = self._tokens.popleft() if self._tokens else ""
         if token in ("(", "[", "{"):
             return self.of_sum()
@@ -122,7 +131,7 @@ class _Magnitude:
         if token in ("\\Gamma", "\\gamma"):
             return _factorial(self._of_factor())
         if token == "\\eye":
-            # An identity matrix, which has the square of the number as elements.
+            # An identity matrix of n rows has n**2 elements.
             return 10 ** min(2 * self._of_factor(), 18.0)
         if not token.startswith("\\"):
             return self._letter if token.isalpha() else 0.0
@@ -137,7 +146,7 @@ class _Magnitude:
 
 
 def _log10(number: str) -> float:
-    """Bound |log10| of a decimal number, which may be longer than a float allows."""
+    """Upper bound of |log10| of a decimal number, which may have too many digits for a float."""
     mantissa, _, exponent = number.lower().replace(",", "").partition("e")
     value = float(mantissa) if len(mantissa) < 300 else 0.0
     size = abs(math.log10(value)) if value else float(len(mantissa))
@@ -145,5 +154,5 @@ def _log10(number: str) -> float:
 
 
 def _factorial(log10: float) -> float:
-    """Log10 of the factorial of a number that is given as log10."""
+    """Log10 of the factorial of a number, which is passed as its log10."""
     return math.lgamma(10 ** min(log10, 17.0) + 1) / math.log(10)

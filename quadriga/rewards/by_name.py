@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions that are called by the names of their arguments.
 
-The names are ours, TRL's, and those of the columns of the data row:
+A function grades one response, and returns a number or a dict, if its arguments have these names:
 
-    solution_str, ground_truth, data_source, extra_info      one response: a number, or a dict
-    response (same as solution_str), completion, prompt,     likewise
-    columns
-    solution_strs ..., completions, prompts, columns,        all responses of a batch: a list
-    all of them lists
-    a single argument of another name                        one response: its text
+    solution_str, ground_truth, data_source, extra_info     this package's names
+    completion, prompt                                      TRL's names
+    response                                                same as solution_str
+    any other name                                          column of the data row
+    a single argument of an unknown name                    text of the response
 
-As in TRL, a completion is a list of messages if the prompt of the row is one, else text.
+With plural names (`solution_strs`, `completions`, ...) it grades a batch: its arguments, columns
+too, are lists, and it returns a list. As in TRL, a completion is a list of messages if the prompt
+of the row is one, else text.
 """
 
 import inspect
@@ -25,16 +26,16 @@ PLURALS = {
     "solution_with_special_tokens": "solutions_with_special_tokens",
     "solution_messages": "solutions_messages",
 }
-"""Optional arguments, passed to functions that name them, and their names in batches."""
+"""Arguments that are passed only to functions that name them, and their plurals."""
 # Entry of `extra_info` with the columns of the row; present if a function reads one of them.
 ROW = "row"
-# Arguments that every sample has, and those that depend on the columns of its row.
+# Arguments that are known for every sample, and those made from columns of its row.
 OF_SAMPLE = ("solution_str", "response", "ground_truth", "data_source", "extra_info", *PLURALS)
 OF_ROW = ("completion", "prompt")
 # Name of an argument -> its name in functions that grade a batch.
 BATCH_NAMES = {name: PLURALS.get(name, f"{name}s") for name in (*OF_SAMPLE, *OF_ROW)}
 OF_BATCH = tuple(BATCH_NAMES.values())
-# Names that only functions of this form have.
+# Names that occur only in functions that are called by the names of their arguments.
 _SINGULAR = ("response", *OF_ROW)
 BY_NAME = frozenset([*_SINGULAR, *(BATCH_NAMES[name] for name in _SINGULAR)])
 
@@ -48,9 +49,9 @@ class NamedReward:
         weight: weight of its score in the sum.
         takes_all: whether it takes any keyword argument (`**kwargs`).
         names: names of its arguments.
-        required: those of them without a default.
+        required: names of its arguments without a default.
         is_batch: whether one call grades all samples of a batch.
-        is_positional: whether its only required argument is the text of the response.
+        is_positional: whether it is called with the text of the response as its only argument.
         reads_row: whether it may read columns of the row.
     """
 
@@ -83,9 +84,13 @@ class NamedReward:
         self.reads_row = has_other_name and not self.is_positional
 
     def check(self, columns: Iterable[str]) -> None:
-        """Check that each required argument is known or one of the rows' `columns`.
+        """Check that each required argument has a value.
 
-        ConfigError if one is neither.
+        Args:
+            columns: names of the columns of the rows.
+
+        Raises:
+            ConfigError: an argument is neither a known one nor a column.
         """
         if self.is_positional:
             return
@@ -102,12 +107,20 @@ class NamedReward:
                 )
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
+        """Call the function for samples, given as the dictionaries of `facts`.
+
+        Returns:
+            What the function returned for each sample.
+
+        Raises:
+            ValueError: a function that grades a batch returned another number of scores.
+        """
         if self.is_positional:
             return [_await(self.function(sample["solution_str"])) for sample in samples]
         if not self.is_batch:
             return [_await(self.function(**self._select(sample))) for sample in samples]
 
-        # Turn one dict per sample into one dict of lists.
+        # Turn one dict per sample into one dict of lists, which are also passed by plural names.
         names = dict.fromkeys(name for sample in samples for name in sample)
         lists = {name: [sample.get(name) for sample in samples] for name in names}
         for name, batch_name in BATCH_NAMES.items():
@@ -127,9 +140,12 @@ class NamedReward:
 
 
 class ItemReward:
-    """The score function of a run that calls the user's functions.
+    """Score function of a run that calls one or several functions of the user.
 
-    The score of several functions is their weighted sum; each of them is logged by its name.
+    The score is the weighted sum of their scores, each of which is logged under its name.
+
+    Args:
+        parts: the functions.
     """
 
     def __init__(self, parts: Sequence[NamedReward]) -> None:
@@ -160,10 +176,13 @@ class ItemReward:
         return self.score([sample])[0]
 
     def score(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
-        """Score each sample with a number or a dict.
+        """Score samples, given as the dictionaries of `facts`.
 
-        A function that returns None for a sample does not count in its score. If all do, the
+        A function that returns None for a sample does not take part in its score. If all do, the
         sample has no score.
+
+        Returns:
+            For each sample a number or a dict with "score".
         """
         results = [part(samples) for part in self.parts]
         scores = results[0]
@@ -172,20 +191,19 @@ class ItemReward:
         return [{"score": None} if score is None else score for score in scores]
 
     def _combine(self, values: Sequence[Any]) -> dict[str, float] | None:
-        """Combine what the functions returned for one sample."""
-        all_weights = {part.name: part.weight for part in self.parts}
+        """Combine what the functions returned for one sample; None if all returned None."""
         components = {}
         weights = {}
-        for (name, weight), value in zip(all_weights.items(), values, strict=True):
+        for part, value in zip(self.parts, values, strict=True):
             score = value["score"] if isinstance(value, dict) else value
             if score is not None:
-                components[name] = float(score)
-                weights[name] = weight
+                components[part.name] = float(score)
+                weights[part.name] = part.weight
         return weighted(components, weights) if components else None
 
 
 class BatchReward(ItemReward):
-    """The score function of a run in which at least one of the user's functions takes lists."""
+    """Score function of a run in which at least one function of the user grades batches."""
 
     def __call__(
         self,
@@ -216,18 +234,18 @@ def facts(
     solution_with_special_tokens: str | None = None,
     solution_messages: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Collect the arguments that a function may name for one sample.
+    """Collect all arguments that a function may name, for one sample.
 
     Args:
         data_source: name of the data set.
         solution_str: the response, decoded without special tokens.
         ground_truth: the right answer.
         extra_info: further facts of the row; its entry `ROW` holds the columns of the row.
-        solution_with_special_tokens: the response with special tokens; `solution_str` if not given.
-        solution_messages: messages after the prompt; one with the response if not given.
+        solution_with_special_tokens: the response with special tokens. None: `solution_str`.
+        solution_messages: messages after the prompt. None: one message with the response.
 
     Returns:
-        All arguments by name, the columns of the row among them.
+        All arguments by name, including the columns of the row.
     """
     messages = solution_messages or [{"role": "assistant", "content": solution_str}]
     extra_info = dict(extra_info or {})
@@ -270,7 +288,9 @@ def reward_of(given: Any) -> ItemReward:
                 f"reward {number}", got=repr(entry), expected="a function, or (function, weight)"
             )
         name = getattr(function, "__name__", type(function).__name__)
-        if not name.isidentifier() or name in [part.name for part in parts]:
+        # The weighted sum is called "score", so no function can be logged by that name.
+        taken_names = ["score", *(part.name for part in parts)]
+        if not name.isidentifier() or name in taken_names:
             name = f"reward_{number}"
         parts.append(NamedReward(function, name, weight))
     if not parts:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on the CPU time and memory of a computation, whatever else the machine does.
+"""Limits on the CPU time and memory of a computation, which do not depend on the machine's load.
 
 At the time limit `CPULimitError` is raised between two instructions of the interpreter. A single
-instruction may take longer than that (sum(range(10**12))). Then a grading process ends by SIGPROF,
-`GRACE_S` after the limit, and the driver recognises the reason by the signal. At the memory limit,
-which only grading processes have, a MemoryError is raised.
+instruction may take longer, such as the call `sum(range(10**12))`. Then a grading process is killed
+by SIGPROF, `GRACE_S` after the limit, and the driver recognises the reason by the signal. At the
+memory limit, which only grading processes have, a MemoryError is raised.
 """
 
 import math
@@ -19,7 +19,7 @@ from types import FrameType
 
 GRACE_S = 1.0
 MEMORY_BYTES = 400 << 20  # in addition to what the process uses when the limit begins
-_TICK_S = 0.05
+_TICK_S = 0.05  # CPU time between two checks
 
 may_end_process = False
 """Whether a limit may end this process: true in processes that only run built-in graders."""
@@ -28,7 +28,7 @@ may_end_process = False
 class CPULimitError(BaseException):
     """A computation took too much CPU time.
 
-    It is no `Exception`, because libraries catch those and go on.
+    Not an `Exception`, because libraries catch those and go on.
     """
 
 
@@ -36,13 +36,17 @@ class CPULimitError(BaseException):
 def cpu_limit(limit_s: float) -> Iterator[None]:
     """Raise CPULimitError when the body takes more than `limit_s` seconds of CPU time.
 
-    Threads other than the main one get no signals, so they have no limit.
+    There is no limit in threads other than the main one, because only that one receives signals.
+
+    Args:
+        limit_s: CPU time of the calling thread in seconds.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     end = time.thread_time() + limit_s
 
+    # Called at each tick, so the error is raised again if somebody has caught it.
     def check(number: int, frame: FrameType | None) -> None:
         if time.thread_time() >= end:
             raise CPULimitError(f"it took more than {limit_s:g} s of CPU time")
@@ -52,14 +56,14 @@ def cpu_limit(limit_s: float) -> Iterator[None]:
     previous_memory = resource.getrlimit(resource.RLIMIT_DATA)
     if may_end_process:
         signal.setitimer(signal.ITIMER_PROF, limit_s + GRACE_S)
-        # The sixth field of statm: pages of data and stack, which is what the limit counts.
+        # The sixth field of statm has the pages of data and stack, which RLIMIT_DATA limits.
         num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
         soft_limit = num_pages * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, previous_memory[1]))
     try:
         yield
     finally:
-        # A signal that arrives during the cleanup must not raise any more.
+        # A signal that arrives during this cleanup must not raise the error.
         end = math.inf
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)

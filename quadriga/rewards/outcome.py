@@ -3,7 +3,7 @@
 
 A grading process turns whatever a score function returned into an `Outcome` of plain Python values.
 So no object of a user's class has to be pickled, and a string, None or NaN is an error with a
-reason, never a number.
+reason instead of a score.
 """
 
 import math
@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 from quadriga.errors import traceback_text
 
-_LARGEST = 3.4028234663852886e38  # the largest float32: a batch holds its scores in float32
+_LARGEST = 3.4028234663852886e38  # the largest float32, which is the type of scores in a batch
 _MAX_SHOWN_CHARS = 80
 
-# "graded" has a score. The others say why there is none: the grader "raised"; it returned something
-# "invalid"; it took too long ("timeout"); its process "died"; the sample was not graded at all
-# ("skipped"); a built-in grader's process reached the CPU limit ("ungradable"); the sample has no
-# score on purpose ("unscored"), which is no failure.
+# A "graded" sample has a score. The other kinds say why there is none: the grader raised an error;
+# it returned something invalid; it took too long; its process died; the round ended before the
+# sample was graded ("skipped"); a built-in grader's process reached the CPU limit ("ungradable");
+# the sample has no score on purpose ("unscored"), which is no failure.
 Kind = Literal[
     "graded", "raised", "invalid", "timeout", "died", "skipped", "ungradable", "unscored"
 ]
@@ -47,11 +47,11 @@ class Outcome(NamedTuple):
 
 
 def failure(kind: Kind, error: str) -> Outcome:
-    """The outcome of a sample that has no grade.
+    """Make the outcome of a sample that has no grade.
 
     Args:
-        kind: any kind but "graded".
-        error: the reason, in words.
+        kind: any kind but "graded" and "unscored".
+        error: the reason.
 
     Returns:
         An outcome with score 0.
@@ -60,17 +60,22 @@ def failure(kind: Kind, error: str) -> Outcome:
 
 
 def raised(error: BaseException) -> Outcome:
-    """The outcome of a sample whose grader raised, with the grader's own traceback."""
-    # The outermost frame is the grading process's own: it says nothing about the mistake.
+    """Make the outcome of a sample whose grader raised an error; it has the grader's traceback."""
+    # Without the outermost frame, which is the one that called the grader.
     inner = error.__traceback__.tb_next if error.__traceback__ else None
     kind: Kind = "timeout" if isinstance(error, TimeoutError) else "raised"
     return failure(kind, traceback_text(error, inner))
 
 
 def read_outcome(returned: Any) -> Outcome:
-    """Read the result of a score function: a number, or a dict with the number as "score".
+    """Read the result of a score function.
 
-    A dict whose "score" is None leaves the sample unscored.
+    Args:
+        returned: a number, or a dict with the number as "score". A dict whose "score" is None
+            leaves the sample unscored.
+
+    Returns:
+        The outcome, which is "invalid" if the result is anything else.
     """
     value = returned
     extra: dict[str, Any] = {}
@@ -90,7 +95,7 @@ def read_outcome(returned: Any) -> Outcome:
         number = value.item()
     if not isinstance(number, Real):
         return failure("invalid", f"{subject} {_describe(value)}, expected a number")
-    # Written so that NaN fails too.
+    # Not `abs(number) > _LARGEST`, which is false for NaN.
     if not abs(number) <= _LARGEST:
         shown = number if isinstance(number, float) else "a number too large for a float"
         return failure(
@@ -123,7 +128,7 @@ def read_outcomes(returned: Any, num_samples: int) -> list[Outcome]:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value in a message: its type and the beginning of its text."""
+    """Describe a value for a message: its type and the beginning of its representation."""
     if value is None:
         return "None"
     text = repr(value)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grading in separate processes, with a time limit per sample and an end for all a grader starts.
+"""Grading in separate processes, with a time limit for each sample.
 
     caller     begin(samples) ──> GradingRound ── does something else ── result()
-    a thread       └── leads one process: sends it a chunk of samples, waits for each outcome
+    a thread       └── drives one process: sends it a chunk of samples, waits for each outcome
     a process          └── grades the samples of a chunk in turn (process.py)
 
     GradingRound.result   waits for the end of the round; unblocked by the last outcome, by too
@@ -10,10 +10,10 @@
     a thread              waits for the next outcome; unblocked by it, by the end of the process's
                           pipe, or by the time limit of a sample
 
-The first sample of a chunk that has no outcome is the one in work, and its time began with the
-previous outcome. So a process that hangs, dies or is killed costs that one sample; those behind it
-go back to the queue. A process that awaits many samples at a time does not say which of them it was
-working on: they are graded again, fewer at a time and at last each alone.
+A process grades the oldest of its samples without an outcome, whose time began with the previous
+outcome. So if a process hangs, dies or is killed, only that sample fails; the later ones go back to
+the queue. If a process awaits many samples concurrently, it is not known which one is to blame: all
+of them are graded again, in smaller and smaller groups, in the end each alone.
 """
 
 import math
@@ -40,24 +40,26 @@ from quadriga.rewards.process import (
 )
 from quadriga.rewards.scoring import ScoreFunction
 
-CHUNK_S = 0.01  # a chunk is about this much work: quick samples travel together, slow ones alone
+CHUNK_S = 0.01  # approximate work in a chunk: quick samples are sent together, slow ones alone
 MAX_CHUNK = 64
-_BLOCKED_S = 5.0  # a process that awaits samples is blocked when an outcome is this late
+_BLOCKED_S = 5.0  # if an outcome is this late, the event loop of its process must be blocked
 
 
 class GradingRound:
-    """Samples that are being graded, and their outcomes so far. Threads may share it.
+    """Samples that are graded together, and their outcomes so far. Threads may share it.
 
     Args:
         num_samples: number of samples.
-        max_failures: end the round once more samples than this have failed; the rest is "skipped".
-            None: never.
-        timeout_s: limit of one call in a process; None if processes do not grade the samples.
+        max_failures: end the round once more samples than this have failed; the others are
+            "skipped". None: never.
+        timeout_s: time limit of one call in a process. None: not graded in processes.
 
     Attributes:
-        done: resolved at the end of the round.
-        lock: guards the whole state, including which processes have samples of the round.
+        graded_at: when each sample was graded, in seconds since 1970; NaN if it was not.
+        done: resolved when the round ends.
+        lock: guards the whole state.
         processes: the processes that have samples of the round.
+        timeout_s: as passed.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class GradingRound:
         self._outcomes: list[Outcome | None] = [None] * num_samples
         self.graded_at = [math.nan] * num_samples
         self.done: Future[None] = Future()
-        # A running future cannot be cancelled by an event loop that waits for it.
+        # A future that is marked as running cannot be cancelled by an event loop that awaits it.
         self.done.set_running_or_notify_cancel()
         self.lock = threading.RLock()
         self.processes = set[GradingProcess]()
@@ -97,12 +99,16 @@ class GradingRound:
                 self.end()
 
     def leave(self, process: GradingProcess) -> None:
-        """Note that the process has no samples of the round any more."""
+        """Record that a process has no samples of the round any more."""
         with self.lock:
             self.processes.discard(process)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Grade no more, and kill the processes that have samples; `result` raises the error."""
+        """End the round, and kill the processes that have its samples.
+
+        Args:
+            error: raised by `result`. None: the remaining samples are "skipped".
+        """
         with self.lock:
             if self.done.done():
                 return
@@ -114,21 +120,25 @@ class GradingRound:
                 self.done.set_exception(error)
 
     def cancel(self) -> None:
-        """End the round, and wait until its processes have ended; `result` raises an error then."""
+        """End the round with an error, and wait until its processes have ended."""
         self.end(RewardError("grading", got="cancel()", expected="samples to be graded first"))
         while self.processes:
             time.sleep(0.001)
 
     def result(self) -> list[Outcome]:
-        """Wait for the outcomes, in order; samples that were not graded are "skipped".
+        """Wait for the outcomes.
 
-        QuadrigaError if the score function cannot be loaded, the pool was closed, or the round
-        cancelled.
+        Returns:
+            The outcome of each sample, in order. Samples that were not graded are "skipped".
+
+        Raises:
+            QuadrigaError: the score function cannot be loaded, or the pool was closed or the round
+                cancelled.
         """
         try:
             self.done.result()
         except BaseException:
-            # Usually Ctrl-C: nobody will read the outcomes of the samples that are being graded.
+            # Also after Ctrl-C in this thread: nobody will read the other outcomes.
             self.cancel()
             raise
         skipped = failure(
@@ -137,7 +147,7 @@ class GradingRound:
         return [outcome or skipped for outcome in self._outcomes]
 
     def progress(self) -> str:
-        """The state of the round in words, for the report on a long wait."""
+        """Describe the state of the round, for the report of a long wait."""
         busy_s: list[float] = []
         with self.lock:
             if not self.done.done():
@@ -158,9 +168,9 @@ class _GradingCall(NamedTuple):
         round: the round that its samples belong to.
         keys: positions of its samples in the round.
         arguments: arguments of the call.
-        max_concurrent: how many calls its process may await at the same time.
+        max_concurrent: most calls, with this one, that its process may await at the same time.
         sent_at: when it was sent to a process, by `time.monotonic`.
-        ungradable: why the response is graded as an empty one; "" if it is graded as it is.
+        ungradable: why an empty response is graded instead; "" if it is not.
     """
 
     round: GradingRound
@@ -171,7 +181,11 @@ class _GradingCall(NamedTuple):
     ungradable: str = ""
 
     def record(self, outcome: Outcome | list[Outcome]) -> None:
-        """Record the outcome of each sample. A single one holds for all samples of the call."""
+        """Record the outcomes of the samples.
+
+        Args:
+            outcome: one outcome for each sample, or one that applies to all of them.
+        """
         outcomes = outcome if isinstance(outcome, list) else [outcome] * len(self.keys)
         for key, sample_outcome in zip(self.keys, outcomes, strict=True):
             if self.ungradable and not sample_outcome.error:
@@ -201,15 +215,15 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._printed = Printed()
         self._idle: list[GradingProcess] = []
         self._numbers = count()
-        # Moving average of the time of one call, in seconds.
+        # Moving average of the seconds of one call, to choose the size of chunks.
         self._item_s = CHUNK_S
         self._is_closed = False
         self.accepted = frozenset[str]()
-        # Without close(), the processes end with the pool or the interpreter, whichever is first.
+        # If nobody calls `close`, the processes end with the pool or with the interpreter.
         self._finalizer = weakref.finalize(self, _stop_all, self._processes, os.getpid())
 
     def start(self) -> None:
-        """Start one process, to notice early if it cannot load the score function (ConfigError)."""
+        """Start one process now, so that an error in loading the score function is raised early."""
         process = self._process()
         self.accepted = process.accepted
         self._idle.append(process)
@@ -283,7 +297,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self.close()
 
     def _lead(self) -> None:
-        """Make a process grade samples until the queue is empty. Each thread runs this."""
+        """Drive processes, one at a time, until the queue is empty; runs in a thread."""
         process: GradingProcess | None = None
         try:
             while self._has_calls():
@@ -293,8 +307,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 if process.is_ended:
                     process = None
         except Exception as error:
-            # The score function cannot be loaded or a sample cannot be sent. Other processes would
-            # fail in the same way.
+            # The score function cannot be loaded, or a sample cannot be pickled. Every process would
+            # fail in the same way, so all rounds end.
             if process is not None:
                 self._remove(process)
             self._end_rounds(error)
@@ -311,8 +325,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
     def _grade(self, process: GradingProcess) -> None:
         """Make a process grade samples of any rounds until the queue is empty or it has ended."""
+        # Calls that were sent and have no outcome, by number, oldest first.
         under_way: dict[int, _GradingCall] = {}
-        # The outcome of the sample that ended the process.
+        # Outcome of the call that ended the process, if one did.
         fatal: Outcome | None = None
         try:
             while not self._is_closed and self._send_more(process, under_way):
@@ -320,6 +335,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 timeout_s = oldest.round.timeout_s
                 message = process.receive(timeout_s)
                 if isinstance(message, Outcome):
+                    # The process has ended. "skipped": no call is to blame.
                     if message.kind != "skipped":
                         fatal = message
                     break
@@ -332,6 +348,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                     item_s = max(time.monotonic() - process.since, 1e-6)
                     self._item_s += 0.1 * (item_s - self._item_s)
                     continue
+                # A coroutine function has its own time limits. If they do not work, it never yields
+                # to the event loop.
                 begun_at = max(process.since, oldest.sent_at)
                 if time.monotonic() > begun_at + timeout_s + _BLOCKED_S:
                     process.stop()
@@ -377,10 +395,14 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             call.round.leave(process)
 
     def _send_more(self, process: GradingProcess, under_way: dict[int, _GradingCall]) -> int:
-        """Send the process a share of the queue, if it has room.
+        """Send the process a share of the queue, if it has room for more calls.
+
+        Args:
+            process: the process.
+            under_way: its calls without an outcome; the new ones are added.
 
         Returns:
-            How many calls are under way in the process.
+            Number of calls under way.
         """
         new_calls: dict[int, _GradingCall] = {}
         chunk = []
@@ -390,8 +412,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 if len(calls) > min(call.max_concurrent for call in calls):
                     break
                 call = self._queue.popleft()
-                # The end of a round kills the processes that have its samples. With the lock, it
-                # finds this process, or this finds that it has ended.
+                # `GradingRound.end` kills the processes of the round. Under the round's lock, either
+                # it finds this process among them, or the call is dropped here.
                 with call.round.lock:
                     if not call.round.done.done():
                         call.round.processes.add(process)
@@ -411,7 +433,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             return math.ceil(share)
         if num_under_way:
             return 0
-        # Enough to make the round trip cheap, few enough for the processes to end together.
+        # Enough calls that sending them costs little, but at most half a share, so that all
+        # processes finish at about the same time.
         num_quick = int(CHUNK_S / self._item_s)
         return min(math.ceil(share), max(1, min(math.ceil(share / 2), num_quick)))
 
@@ -422,7 +445,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 process = self._idle.pop()
                 if process.is_idle:
                     return process
-                # It was killed between two rounds.
+                # It ended while it was idle.
                 self._remove(process)
             process = GradingProcess(self._function, self._printed)
             self._processes.add(process)
@@ -434,6 +457,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         return process
 
     def _remove(self, process: GradingProcess) -> None:
+        """Stop a process and forget it."""
         process.stop()
         self._processes.discard(process)
 
@@ -447,7 +471,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
 
 def _stop_all(processes: set[GradingProcess], owner_pid: int) -> None:
-    # A forked child of the driver has a copy of the pool, but must not kill its processes.
+    """Stop the processes of a pool that is freed without being closed."""
+    # A forked child of the driver has a copy of the pool, but must not end its processes.
     if os.getpid() == owner_pid:
         for process in list(processes):
             process.stop()

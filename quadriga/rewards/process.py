@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A grading process: the program that runs in it, and the driver's handle of it.
 
-It is a `quadriga.programs.SupervisedProgram`, a fresh interpreter, and never loads torch unless the
-user's score function does.
+The process is a fresh interpreter (`quadriga.programs.SupervisedProgram`), which does not load
+torch unless the user's score function does.
 
     driver                          grading process
       | -- ScoreFunction -------------> |  loads the score function
@@ -10,18 +10,19 @@ user's score function does.
       | -- [(number, timeout_s, arguments), ...] -> |
       | <------------------ BEGUN ----- |  it has received them
       | <---------------- LOADING ----- |  only before it imports a grader's library; READY follows
-      | <- GRADED, (number, outcome) -- |  one at a time, each sent before the next sample is begun
+      | <- GRADED, (number, outcome) -- |  for each sample, sent before the next one is begun
       | -- [...] ---------------------> |  the next samples, once all are graded
 
-If the score function is a coroutine function, which READY tells, many samples are awaited at a
-time, each with its own time limit. Outcomes then come in any order, and the driver may send further
-samples at any time.
+If the score function is a coroutine function (READY says so), many samples are awaited
+concurrently, each with its own time limit. Then outcomes come in any order, and the driver may send
+further samples at any time.
 
-The process ends when the driver does. Between samples it notices the end of the pipe; during one
-its supervisor ends it (`quadriga.descendants`), with everything that score functions have started.
+The process ends when the driver does. Between samples it notices the end of the pipe; during a
+sample its supervisor ends it (`quadriga.descendants`), with everything that score functions have
+started.
 
-What score functions print is shown: `SAMPLE_BYTES` per sample and `MINUTE_BYTES` per minute. The
-rest is counted.
+What score functions print is shown, up to `SAMPLE_BYTES` per sample and `MINUTE_BYTES` per minute.
+Bytes beyond these limits are counted.
 """
 
 import asyncio
@@ -53,15 +54,15 @@ logger = logging.getLogger(__name__)
 # Time to start a process and to import the score function's file and its libraries.
 LOADING_LIMIT_S = 300.0
 SAMPLE_BYTES = 4096
-"""Bytes of output that are shown of one sample."""
+"""Most bytes of output that are shown for one sample."""
 MINUTE_BYTES = 65536
-"""Bytes of output that are shown in a minute, of all processes of a pool together."""
+"""Most bytes of output that are shown in a minute, for all processes of a pool together."""
 
-# How a process ends if its sample runs into the CPU limit within a single operation.
+# How a process ends if a single operation exceeds the CPU limit (see `cpu_limit`).
 OVER_CPU_LIMIT = f"signal {signal.SIGPROF.name}"
 DIED = "the grading process ended with {} while it graded this sample"
 LATE = "no score within {:g} s (reward_model.timeout_s)"
-_LOOK_S = 0.05  # a process that awaits samples is offered more of them at this interval
+_LOOK_S = 0.05  # interval at which a process with a coroutine function is offered more samples
 
 # Kinds of messages from a grading process.
 READY = "ready"
@@ -81,7 +82,7 @@ class Printed:
     The processes of a pool share one object. Bytes beyond the limits are counted.
 
     Args:
-        source: the code that prints, in words.
+        source: name of the code that prints, for the notice of omitted bytes.
     """
 
     def __init__(self, source: str = "score functions") -> None:
@@ -96,10 +97,10 @@ class Printed:
 
         Args:
             data: what was printed.
-            room: bytes of it that may be shown at most.
+            room: most bytes of it that may be shown.
 
         Returns:
-            Number of bytes that count as shown.
+            Number of bytes that count towards the limits, even if they could not be written.
         """
         with self._lock:
             if time.monotonic() > self._since + 60:
@@ -127,7 +128,9 @@ class Printed:
 class OutputPipe:
     """The read end of the pipe for what a grading process prints.
 
-    `room` is how many more bytes of the sample in work may be shown.
+    Attributes:
+        fd: its descriptor.
+        room: number of further bytes that may be shown for the current sample.
     """
 
     def __init__(self, fd: int, printed: Printed) -> None:
@@ -137,9 +140,9 @@ class OutputPipe:
         self.room = SAMPLE_BYTES
 
     def pass_on(self) -> bool:
-        """Show what can be read without waiting; return whether the pipe has ended."""
+        """Show what can be read without blocking. Return whether the pipe has ended."""
         try:
-            # A single read, because a process may print faster than this can read.
+            # Only one read: a process might print faster than this loop could read.
             data = os.read(self.fd, 1 << 20)
         except BlockingIOError:
             return False
@@ -150,14 +153,18 @@ class OutputPipe:
 class GradingProcess:
     """The driver's handle of a grading process.
 
-    One thread at a time leads it; any thread may call `kill`.
+    One thread at a time uses it, except for `kill`, which any thread may call.
+
+    Args:
+        function: the score function.
+        printed: shows what the process prints.
 
     Attributes:
-        accepted: names of the arguments that each call passes; known once it is ready.
-        is_ready: whether it has loaded the score function and imports no library.
-        is_ended: whether it was killed or has ended.
+        accepted: names of the arguments that each call passes; known once the process is ready.
+        is_ready: whether the process has loaded the score function and is not importing a library.
+        is_ended: whether the process was killed or has ended.
         is_async: whether the score function is a coroutine function.
-        since: when the sample in work was begun, by `time.monotonic`; with a coroutine function,
+        since: when the current sample was begun, by `time.monotonic`; with a coroutine function,
             when the last message arrived.
     """
 
@@ -178,14 +185,16 @@ class GradingProcess:
         self.is_ended = False
         self.is_async = False
         self._has_graded = False
-        # Whether the process may have ended before it received the samples that were sent last.
+        # Whether the process may have ended before it got the samples that were sent last. Then no
+        # sample is to blame for its end.
         self._may_be_gone = False
         self.since = time.monotonic()
         self.send(function)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for samples: it has not ended and sends nothing."""
+        """Whether the process waits for samples."""
+        # The end of its pipe would be readable too.
         return not self._connection.poll()
 
     def send(
@@ -193,22 +202,22 @@ class GradingProcess:
     ) -> None:
         """Send the score function or a chunk of samples.
 
-        A process that has died is not noticed here, but when its outcomes are read.
+        If the process has died, `receive` reports it.
 
         Args:
             message: the `ScoreFunction`, or a list of `(number, timeout_s, arguments)`.
             is_idle: whether the process has no other samples.
             timeout_s: a process that takes nothing for so long is killed.
         """
-        # If it was killed since its last sample, no sample is to blame for its end.
         self._may_be_gone = is_idle and self._has_graded
+        # `Connection` has no time limit, so it is set on the socket, through another descriptor.
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         with socket.socket(fileno=os.dup(self._connection.fileno())) as same_socket:
             same_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             self._connection.send(message)
         except BlockingIOError:
-            # The process was frozen. No sample is to blame, so other processes grade these.
+            # The process is frozen. No sample is to blame, so other processes grade these.
             self.kill()
         except (BrokenPipeError, ConnectionResetError):
             logger.debug("a grading process ended before it had its samples")
@@ -221,10 +230,10 @@ class GradingProcess:
             last: kind of message to wait for, GRADED or READY.
 
         Returns:
-            The content of the message: `(number, outcome)` of a sample, or `(is_async, accepted)`
-            of a process that is ready. An `Outcome` if the process was too late or has ended, and
-            is stopped; its kind is "skipped" if no sample is to blame. None if a coroutine function
-            has no outcome yet.
+            The content of the message: `(number, outcome)` for GRADED, `(is_async, accepted)` for
+            READY. An `Outcome` if the process was too late or has ended; then it is stopped, and
+            the kind is "skipped" if no sample is to blame. None if a coroutine function has no
+            outcome yet.
 
         Raises:
             QuadrigaError: the score function or a grader's library cannot be loaded.
@@ -235,8 +244,7 @@ class GradingProcess:
             self._begin_wait(timeout_s)
         while ready_fds := self._wait():
             if self._connection.fileno() not in ready_fds:
-                # Something was printed, nothing more.
-                continue
+                continue  # something was printed, and `_wait` has shown it
             try:
                 kind, value = self._connection.recv()
             except (EOFError, OSError):
@@ -271,9 +279,10 @@ class GradingProcess:
         )
 
     def _outcome_of_end(self) -> Outcome:
-        """The outcome of the sample that the process had when it ended.
+        """Stop a process that has ended; make the outcome of the sample that it was grading.
 
-        RewardError if it ended before it had loaded the score function.
+        Raises:
+            RewardError: it ended before it had loaded the score function.
         """
         was_killed = self.is_ended
         end = self.stop(is_ending=True)
@@ -291,47 +300,50 @@ class GradingProcess:
         )
 
     def _begin_sample(self) -> None:
+        """Restart the clock and the limit on output, for the next sample."""
         self.since = time.monotonic()
         self._output.room = SAMPLE_BYTES
 
     def _begin_wait(self, timeout_s: float) -> None:
+        """Set the time until which `_wait` waits, for a sample or for loading."""
         self._begin_sample()
         self._until = self.since + (timeout_s if self.is_ready else LOADING_LIMIT_S)
 
     def _wait(self) -> list[int]:
-        """Wait for something to read, and show what was printed.
+        """Wait until there is something to read, and show what was printed.
 
         Returns:
-            The descriptors that are ready; none if the time is up.
+            The descriptors that are ready; empty if the time is up.
         """
         remaining_s = self._until - time.monotonic()
         if remaining_s <= 0:
             return []
         ready_fds = [fd for fd, _ in self._messages.poll(1000 * remaining_s)]
-        # What was printed before an outcome is in the pipe before it, so it is shown first.
+        # Before the message is read: what a sample printed counts for that sample.
         if self._output.fd in ready_fds:
             self._pass_on()
         return ready_fds
 
     def _pass_on(self) -> None:
+        """Show what was printed; stop polling the pipe at its end, where it is always ready."""
         if self._output.pass_on():
-            # A pipe that has ended is always ready. It may have been unregistered before.
+            # `stop` may find the end a second time.
             with suppress(KeyError):
                 self._messages.unregister(self._output.fd)
 
     def kill(self) -> None:
-        """Kill the process and everything it has started.
+        """Kill the process and everything that it has started.
 
-        The thread that leads it notices the end of the pipe.
+        A thread that waits in `receive` notices the end of the pipe.
         """
         self.is_ended = True
         self._program.kill()
 
     def stop(self, *, is_ending: bool = False) -> str:
-        """Kill the process, and free what the driver holds of it.
+        """Kill the process, and close the driver's descriptors. May be called again.
 
         Args:
-            is_ending: whether it seems to end by itself; then it has 1 s to do so.
+            is_ending: whether it seems to be ending by itself, for which it gets 1 s.
 
         Returns:
             How it ended, as in "exit status 1" or "signal SIGKILL".
@@ -347,21 +359,23 @@ class GradingProcess:
 
 
 def main(connection_fd: int) -> None:
-    """Serve until the driver closes the pipe."""
+    """Grade the driver's samples until it closes the pipe."""
     connection = Connection(connection_fd)
     cpu_limit.may_end_process = True
-    # These say that the driver has ended, or needs this process no more.
+    # These errors mean that the driver has closed the pipe.
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _serve(connection)
 
 
 def _serve(connection: Connection) -> None:
+    """Load the score function, and grade samples until the driver closes the pipe."""
     function: ScoreFunction = connection.recv()
     pid = os.getpid()
 
     def send(number: int, outcome: Outcome | list[Outcome]) -> None:
         if os.getpid() != pid:
-            # The score function has forked, and this is the copy: the parent sends the outcome.
+            # The score function has forked, and the child has returned from it too. The parent
+            # sends the outcome.
             os._exit(0)
         connection.send_bytes(pickle.dumps((GRADED, (number, outcome)), pickle.HIGHEST_PROTOCOL))
 
@@ -375,7 +389,7 @@ def _serve(connection: Connection) -> None:
         else:
             _serve_in_turn(connection, function, compute_score, accepted, send)
     except QuadrigaError as error:
-        # Only loading raises these here: a score function's own errors are outcomes.
+        # Raised by loading only: errors of the score function itself are outcomes.
         connection.send((UNUSABLE, error))
 
 
@@ -396,8 +410,8 @@ def _serve_in_turn(
                 if function.path is None:
                     grader = grader_name(arguments["data_source"])
                     if grader not in loaded_graders:
-                        # This costs no sample's time: libraries such as sympy take seconds to
-                        # import.
+                        # Libraries such as sympy take seconds to import. Between these messages the
+                        # sample's time limit is not applied.
                         connection.send((LOADING, None))
                         load_grader(grader)
                         loaded_graders.add(grader)
@@ -406,13 +420,11 @@ def _serve_in_turn(
                 try:
                     returned = compute_score(**arguments)
                     if inspect.iscoroutine(returned):
-                        # From a function that is no coroutine function, such as a lambda that
-                        # calls one.
+                        # From a plain function that returns a coroutine, such as a lambda.
                         returned = asyncio.run(returned)
                     outcome = _read(returned, function, arguments)
                 except BaseException as error:
-                    # A score function may call sys.exit, and some libraries' limits are no
-                    # Exceptions.
+                    # Also SystemExit of a score function, and errors such as CPULimitError.
                     outcome = raised(error)
                 send(number, outcome)
 
@@ -423,6 +435,7 @@ def _select(arguments: Arguments, accepted: frozenset[str]) -> Arguments:
 
 
 def _read(returned: Any, function: ScoreFunction, arguments: Arguments) -> Outcome | list[Outcome]:
+    """Turn what a score function returned into the outcome of each sample."""
     if function.is_batch:
         return read_outcomes(returned, len(arguments["solution_strs"]))
     return read_outcome(returned)
@@ -435,9 +448,9 @@ async def _serve_many(
     accepted: frozenset[str],
     send: Send,
 ) -> None:
-    """Await the outcomes of many samples at a time, until the driver closes the pipe."""
+    """Grade many samples concurrently, until the driver closes the pipe."""
     loop = asyncio.get_running_loop()
-    # The loop itself holds its tasks by weak references only.
+    # The event loop holds only weak references to its tasks.
     tasks = set[asyncio.Task[None]]()
     ended = loop.create_future()
 
@@ -449,7 +462,7 @@ async def _serve_many(
                 returned = await compute_score(**arguments)
             outcome = _read(returned, function, arguments)
         except BaseException as error:
-            # A score function may raise a TimeoutError of its own.
+            # A TimeoutError may also be the score function's own.
             if isinstance(error, TimeoutError) and limit.expired():
                 outcome = failure("timeout", LATE.format(timeout_s))
             else:
@@ -457,7 +470,7 @@ async def _serve_many(
         send(number, outcome)
 
     def begin(samples: list[tuple[int, float, Arguments]]) -> None:
-        # An error says that the driver has ended; `receive` notices that too.
+        # These errors mean that the driver has closed the pipe, which `receive` notices too.
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.send((BEGUN, None))
         for number, timeout_s, arguments in samples:
@@ -467,7 +480,7 @@ async def _serve_many(
 
     def receive() -> None:
         # In a thread, so that the driver can send while a score function blocks the event loop.
-        # RuntimeError: the loop has ended.
+        # RuntimeError: the event loop is closed.
         with suppress(RuntimeError):
             try:
                 while True:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of reward managers, their registry, and the manager that a configuration names.
+"""The interface of reward managers, their registry, and loading the one of a configuration.
 
 A built-in manager is a class in a file of `managers/` and a name in `BUILT_IN`.
 
@@ -50,10 +50,11 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class Grading:
-    """Rewards that are being computed while the caller does something else.
+    """Handle of rewards that are computed in the background.
 
-    `result` waits for the rewards and raises a grader's error. When `cancel` returns, no process of
-    the manager works on them any more.
+    Attributes:
+        result: waits for the rewards; raises a RewardError if too many samples have no grade.
+        cancel: stops the computation. When it returns, no process of the manager works on it.
     """
 
     result: Callable[[], RewardOutput]
@@ -61,17 +62,22 @@ class Grading:
 
 
 class RewardManager:
-    """Turns responses into rewards.
+    """Base class of reward managers, which turn responses into rewards.
 
     A subclass is registered by name and implements `begin`, or `__call__` alone. The training loop
-    calls `begin` once the responses are complete, and takes the result of the `Grading` where it
-    needs the rewards. With `rollout.mode=async` each response goes to `grade_one` as soon as it is
+    calls `begin` once the responses are complete, and the `Grading`'s `result` when it needs the
+    rewards. With `rollout.mode=async` each response is passed to `grade_one` as soon as it is
     complete, and `begin` gets the outcomes.
+
+    Attributes:
+        grades_early: whether `grade_one` is implemented.
+        notices: sentences that are printed when a run starts.
+        reads_rows: whether `extra_info` needs an entry with all columns of the data row.
     """
 
-    grades_early: bool = False  # whether `grade_one` is implemented
-    notices: Sequence[str] = ()  # sentences that are printed when a run starts
-    reads_rows: bool = False  # whether `extra_info` needs an entry with the columns of the data row
+    grades_early: bool = False
+    notices: Sequence[str] = ()
+    reads_rows: bool = False
 
     def __call__(self, data: "DataProto") -> RewardOutput:
         """Grade the responses of a batch, as for `begin`, and wait for their rewards."""
@@ -80,7 +86,8 @@ class RewardManager:
     def begin(self, data: "DataProto", outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         """Begin to grade the responses of a batch.
 
-        A manager that implements `__call__` alone grades them when the result is taken.
+        By default, for managers that implement `__call__` alone, they are graded when `result` is
+        called.
 
         Args:
             data: tensors `responses` [B, T] and `attention_mask` [B, P+T]; columns: the data
@@ -92,28 +99,37 @@ class RewardManager:
             The handle to wait for the rewards or to cancel them.
 
         Raises:
-            RewardError: a column or a ground truth is missing. The result raises it too, if more
-                than `reward_model.max_error_rate` of the samples could not be graded.
+            RewardError: a column or a ground truth is missing. `result` raises it if more than
+                `reward_model.max_error_rate` of the samples could not be graded.
         """
         return Grading(partial(self, data), lambda: None)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
-        """Grade one response, given as the entries of `Samples.rows`.
+        """Grade one response.
 
-        An error of the response or its grader is part of the outcome. RewardError if no response of
-        its data source can be graded.
+        Args:
+            row: facts of the response, as an entry of `Samples.rows`.
+
+        Returns:
+            The outcome. An error of the grader is part of it.
+
+        Raises:
+            RewardError: no response of this data source can be graded.
         """
         raise NotImplementedError(f"{type(self).__name__} grades batches only")
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
-        """Check, before anything is generated, that responses to these rows could be graded.
+        """Check at the start of a run that responses to the rows of the data can be graded.
 
-        `rows` has for each row its place (file and number), data source and `reward_model`.
-        RewardError if one cannot be graded.
+        Args:
+            rows: for each row, its file and number, its data source, and its `reward_model`.
+
+        Raises:
+            RewardError: responses to a row cannot be graded.
         """
 
     def close(self) -> None:
-        """Free what the manager holds, its processes above all."""
+        """Release the manager's resources, such as its processes."""
 
 
 def register(name: str, *, is_built_in: bool = False) -> Callable[[ManagerClass], ManagerClass]:
@@ -132,11 +148,11 @@ def register(name: str, *, is_built_in: bool = False) -> Callable[[ManagerClass]
 
     def add(cls: ManagerClass) -> ManagerClass:
         registered = _classes.get(name, cls)
-        # When a file is loaded again, its classes are new objects of the same full name.
+        # By name, because loading a file again makes new class objects of the same full name.
         is_same = _full_name(registered) == _full_name(cls)
         is_reserved = name in BUILT_IN and not is_built_in
         if not is_same or is_reserved:
-            # A built-in manager is registered when it is first used.
+            # A built-in manager may not be registered yet: that happens when it is first used.
             owner = BUILT_IN[name] if registered is cls else _full_name(registered)
             raise RewardError(
                 f"register({name!r})",
@@ -156,8 +172,9 @@ def _full_name(cls: type) -> str:
 def get_reward_manager_cls(name: str) -> type:
     """Look up a reward manager by its registered name or by `path/to/file.py:Class`.
 
-    RewardError if no manager has that name; ConfigError if the file cannot be imported or does not
-    contain the class.
+    Raises:
+        RewardError: no manager has that name.
+        ConfigError: the file cannot be imported or does not contain the class.
     """
     if is_reference(name):
         return referred(name, "reward_model.reward_manager", base=object)
@@ -187,7 +204,7 @@ class _CallableManager(RewardManager):
 
 
 def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
-    """Make the manager that `reward_model.reward_manager` names.
+    """Create the manager that `reward_model.reward_manager` names.
 
     Args:
         config: the whole configuration.
@@ -201,7 +218,7 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
         ConfigError: its file cannot be imported, or its options are wrong.
     """
     cls = get_reward_manager_cls(config.reward_model.reward_manager)
-    # Managers of another contract take the tokenizer first.
+    # Classes written for verl take the tokenizer first.
     if next(iter(signature(cls).parameters), "") == "tokenizer":
         raise RewardError(
             f"reward manager {cls.__qualname__}",
@@ -214,7 +231,7 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
 
 
 def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> RewardManager | None:
-    """Make a manager that grades single responses in a rollout process.
+    """Create a manager that grades single responses in a rollout process.
 
     Args:
         config: the whole configuration.
@@ -223,9 +240,9 @@ def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> Re
             least one worker each.
 
     Returns:
-        The manager, which the caller closes. None if all responses are graded together afterwards:
-        with `rollout.mode=sync`, with a manager that only grades batches or is only registered on
-        the driver, and if a reward model alone grades.
+        The manager, which the caller closes. None if responses are only graded as a batch: with
+        `rollout.mode=sync`, with a manager that cannot grade single responses or is registered on
+        the driver only, and if the reward is that of a reward model alone.
     """
     settings = config.reward_model
     is_model_alone = settings.enable and config.custom_reward_function.path is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a batch of token ids to samples that score functions read, and from outcomes to rewards.
+"""Turns batches of token ids into samples for score functions, and outcomes into rewards.
 
     batch ── read_samples ──> samples ── submit ──> GradingRound, graded elsewhere ── outcomes
           ── collect ──> RewardOutput
@@ -33,9 +33,9 @@ from quadriga.rewards.scoring import POLICY_TEXT
 
 logger = logging.getLogger(__name__)
 OF_CONVERSATION = ("num_turns", "finish_reason", "tool_rewards", "turn_scores")
-"""Columns of a conversation that are added to the `extra_info` of score functions.
+"""Columns of a conversation that score functions get in their `extra_info`.
 
-They are the same whether a response is graded on its own or with its batch."""
+They are known when a response is complete, so they do not depend on whether it is graded alone."""
 
 ERROR_COLUMN = "reward_error"
 
@@ -44,10 +44,10 @@ class Samples(NamedTuple):
     """Decoded responses.
 
     Attributes:
-        rows: [B] facts of each response, from which the arguments of score functions are chosen.
-        lengths: [B] int64, valid tokens of each response.
+        rows: [B] facts about each response: what score functions may get as arguments.
+        lengths: [B] int64, number of valid tokens of each response.
         response_length: T.
-        places: [B] place of each row in its data file.
+        places: [B] data file and row of each response, for errors.
     """
 
     rows: list[dict[str, Any]]
@@ -57,18 +57,24 @@ class Samples(NamedTuple):
 
 
 class SampleManager(RewardManager):
-    """Base class of the managers that put one score per response on its last token.
+    """Base class of managers that grade each sample and put its score on the last token.
+
+    Subclasses implement `submit`.
 
     Args:
         config: the whole configuration.
         tokenizer: tokenizer that decodes the responses.
 
+    Attributes:
+        options: names that `reward_model.reward_kwargs` may have.
+        needs_truths: whether each row must have a ground truth, which may be None for graders that
+            need none.
+
     Raises:
-        ConfigError: `reward_model.reward_kwargs` holds an option that the manager does not have.
+        ConfigError: `reward_model.reward_kwargs` has an option that the manager does not know.
     """
 
-    options: tuple[str, ...] = ()  # names that `reward_model.reward_kwargs` may hold
-    # Whether each row must have a ground truth. It may be None if the grader needs none.
+    options: tuple[str, ...] = ()
     needs_truths: bool = True
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -103,6 +109,7 @@ class SampleManager(RewardManager):
                 late_outcomes = dict(zip(missing, work.result(), strict=True))
             complete = [outcome or late_outcomes[row] for row, outcome in enumerate(early_outcomes)]
             output = collect(samples, self.shaped(complete, samples), max_error_rate)
+            # The rollout knows when samples with an early outcome were graded.
             output.graded_at = [math.nan] * num_samples
             for row, graded_at in zip(missing, work.graded_at, strict=True):
                 output.graded_at[row] = graded_at
@@ -132,7 +139,7 @@ class SampleManager(RewardManager):
         try:
             await wrap_future(round_.done)
         except BaseException:
-            # The conversation was given up.
+            # The task was cancelled, because its conversation was given up.
             round_.cancel()
             raise
         return round_.result()[0]
@@ -160,14 +167,16 @@ class SampleManager(RewardManager):
         raise NotImplementedError
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
-        """Add to the grades what depends on more than the grader, such as a length penalty.
+        """Change the outcomes by anything that graders do not know, such as a length penalty.
+
+        By default they are returned unchanged.
 
         Args:
             outcomes: [B] outcome of each sample.
             samples: the samples.
 
         Returns:
-            [B] outcomes; here the given ones.
+            [B] outcomes.
         """
         return outcomes
 
@@ -195,8 +204,8 @@ def read_samples(
     response_length = responses.shape[1]
     valid = responses
     if response_length:
-        # The attention mask, not the response mask: what tools or users said between the policy's
-        # turns belongs to `solution_str`.
+        # Not the response mask: `solution_str` includes what tools or users said between the
+        # policy's turns.
         valid = data.batch["attention_mask"].cpu()[:, -response_length:]
     lengths = valid.long().sum(dim=-1)
     masks = None
@@ -226,6 +235,7 @@ def read_samples(
         }
         if masks is not None:
             mask = masks[row][: lengths[row]]
+            # Otherwise the policy wrote the whole response, which is `solution_str`.
             if not mask.all():
                 facts[POLICY_TEXT] = policy_text(tokenizer, token_ids[row], mask)
         if "solution_messages" in columns:
@@ -235,7 +245,7 @@ def read_samples(
 
 
 def _check_columns(data: DataProto, reward_fn_key: str, *, needs_truths: bool) -> None:
-    """Raise RewardError if the batch lacks a field that is needed for grading."""
+    """Raise a RewardError if the batch lacks a field that is needed for grading."""
     names = [*data.non_tensor_batch]
     if data.batch is not None:
         names += data.batch.keys()
@@ -257,7 +267,7 @@ def _check_columns(data: DataProto, reward_fn_key: str, *, needs_truths: bool) -
 
 
 def _extra_info(columns: Mapping[str, Any], row: int) -> Any:
-    """A row's `extra_info` with the columns of its conversation."""
+    """A row's `extra_info` together with the columns of its conversation (`OF_CONVERSATION`)."""
     extra_info = columns["extra_info"][row] if "extra_info" in columns else None
     if extra_info is None:
         extra_info = {}
@@ -266,7 +276,7 @@ def _extra_info(columns: Mapping[str, Any], row: int) -> Any:
 
 
 def policy_text(tokenizer: Any, token_ids: Any, mask: Any) -> str:
-    """The text of a response that the policy itself wrote.
+    """Decode the parts of a response that the policy itself wrote.
 
     Args:
         tokenizer: decodes the tokens; special tokens are left out.
@@ -274,7 +284,7 @@ def policy_text(tokenizer: Any, token_ids: Any, mask: Any) -> str:
         mask: for each of them, 1 if the policy wrote it.
 
     Returns:
-        Each run of tokens whose mask is 1, joined by line ends.
+        The text of each run of tokens whose mask is 1, joined by line ends.
     """
     runs = []
     for is_policy, pairs in groupby(zip(token_ids, mask, strict=True), lambda pair: bool(pair[1])):
@@ -315,7 +325,7 @@ def ground_truth(reward_model: Any, place: str, column: str = "reward_model") ->
 
 
 def allowed_failures(num_samples: int, max_error_rate: float) -> int:
-    """The largest number of samples that may fail.
+    """Compute how many samples of a batch may fail.
 
     Args:
         num_samples: number of samples in the batch.
@@ -324,7 +334,7 @@ def allowed_failures(num_samples: int, max_error_rate: float) -> int:
     Returns:
         The number, rounded down.
     """
-    # 0.29 * 100 is 28.999999999999996, but 29 of 100 are not more than 0.29.
+    # 0.29 * 100 is 28.999999999999996, but at a rate of 0.29, 29 samples of 100 may fail.
     return math.floor(num_samples * max_error_rate + 1e-9)
 
 
@@ -340,14 +350,13 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         Scores [B, T], the columns to store, and the metrics.
 
     Raises:
-        RewardError: more samples have failed, with the first failure's own traceback; or a score
-            function returned an entry that is named like a column of the batch.
+        RewardError: more samples have failed (with the traceback of the first failure), a score
+            function returned an entry with the name of a batch column, or no sample has a score.
     """
     _report_failures(samples, outcomes, max_error_rate)
     scores = torch.zeros(len(outcomes), samples.response_length, dtype=torch.float32)
     if samples.response_length:
-        # A response without tokens has its score at position 0, where its mask keeps it out of
-        # any loss.
+        # An empty response has its score at position 0, which its mask excludes from any loss.
         last = (samples.lengths - 1).clamp(min=0)
         sample_scores = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
         scores[torch.arange(len(outcomes)), last] = sample_scores
@@ -384,13 +393,14 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
 
 
 def _error_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
+    """Count errors, timeouts and ungradable responses."""
     num_errors = 0
     num_timeouts = 0
     num_ungradable = 0
     for outcome in outcomes:
         num_errors += bool(outcome.error)
         num_timeouts += outcome.kind == "timeout"
-        # A user's function may return an entry of this name and any type.
+        # A user's function may return an entry of this name too, of any type.
         reason = outcome.extra.get(UNGRADABLE)
         num_ungradable += isinstance(reason, str) and reason != ""
     error_rate = num_errors / max(len(outcomes), 1)
@@ -403,11 +413,11 @@ def _error_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
 
 
 def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> None:
-    """Log samples that could not be graded; RewardError if there are too many of them."""
+    """Log samples that could not be graded; raise a RewardError if there are too many of them."""
     failed = []
     has_skipped = False
     for row, outcome in enumerate(outcomes):
-        # Nothing is wrong with a skipped sample: grading had stopped before it was its turn.
+        # A skipped sample has not failed: too many others had failed before its turn.
         if outcome.kind == "skipped":
             has_skipped = True
         elif outcome.error:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The score function of a run: the built-in graders, one per data source, or a user's function.
 
-A grader's module, and the library behind it, is loaded when its first sample arrives: a run that
+A grader's module, and the library it needs, is loaded when its first sample arrives: a run that
 grades with GSM8K's rule does not need math-verify. A `ScoreFunction` only describes the function.
-Each grading process loads it by this description, the driver never does. So the function does not
-have to be picklable, and whatever its file imports stays out of the trainer.
+Grading processes load it by this description, the driver does not. So the function need not be
+picklable, and whatever its file imports stays out of the trainer.
 """
 
 import inspect
@@ -49,18 +49,18 @@ GRADERS_BY_PREFIX: dict[str, str] = {
 }
 """Prefix of a data source's name -> module in `quadriga.rewards.graders`."""
 
-# Modules that grade by other columns than the ground truth.
+# Modules whose graders need no ground truth: they grade by other columns.
 WITHOUT_TRUTH = frozenset({"reasoning_gym"})
-# Module that a grader imports -> the package to install.
+# Name of a module that a grader imports -> the package to install.
 _PACKAGES = {"math_verify": "math-verify", "sympy": "math-verify", "reasoning_gym": "reasoning-gym"}
 
 
 def grader_name(data_source: str, where: str = "data_source") -> str:
-    """The name of the grader module for a data source.
+    """Look up the grader of a data source.
 
     Args:
         data_source: name of the data set.
-        where: where it was read, for the error.
+        where: place of that name, for the error.
 
     Returns:
         Name of a module in `quadriga.rewards.graders`.
@@ -86,7 +86,8 @@ def grader_name(data_source: str, where: str = "data_source") -> str:
 def load_grader(name: str) -> Callable[..., Any]:
     """Load the `compute_score` function of a grader module.
 
-    RewardError if the library behind the grader is missing.
+    Raises:
+        RewardError: the library that the grader needs is not installed.
     """
     try:
         return import_module(f"quadriga.rewards.graders.{name}").compute_score
@@ -116,9 +117,9 @@ def default_compute_score(
         solution_str: the response, decoded.
         ground_truth: the right answer, in the form that the grader expects.
         extra_info: further facts of the row.
-        **options: options of the grader (`method="flexible"` for GSM8K). An option that is called
-            like a grader holds a dict of options for that grader alone (`code={"total_s": 5}`), so
-            that one run may grade several kinds of data.
+        **options: options of the grader (`method="flexible"` for GSM8K). An option with the name of
+            a grader holds a dict of options for that grader alone (`code={"total_s": 5}`), since
+            one run may grade several kinds of data.
 
     Returns:
         At least "score", the reward, and "pred", the answer that was read from the response.
@@ -145,21 +146,30 @@ def default_compute_score(
 
 ITEM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-# Entry of a sample's row: the text that the policy itself wrote, its turns joined by line ends.
+# Entry of `Samples.rows` with the text that the policy itself wrote, its turns joined by line ends.
 POLICY_TEXT = "policy_str"
 _SECTION = "custom_reward_function"
 
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """A description of the function that grades, with its fixed arguments."""
+    """Description of the function that grades, by which grading processes load it.
 
-    # File that holds it, or "pkg://package.module"; None for the built-in `default_compute_score`.
+    Attributes:
+        path: file of the function, or "pkg://package.module". None: the built-in
+            `default_compute_score`.
+        name: name of the function in the file.
+        reward_kwargs: further keyword arguments of every call.
+        is_batch: whether a call grades a list of samples (`BATCH_ARGUMENTS`); else it grades one
+            (`ITEM_ARGUMENTS`).
+
+    Raises:
+        ConfigError: there is no such file, or `reward_kwargs` has the name of another argument.
+    """
+
     path: str | None = None
     name: str = "compute_score"
-    # Further keyword arguments of every call.
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    # Whether a call grades a list of samples (`BATCH_ARGUMENTS`) or one (`ITEM_ARGUMENTS`).
     is_batch: bool = False
 
     def __post_init__(self) -> None:
@@ -183,13 +193,13 @@ class ScoreFunction:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the arguments that each call passes, beside `reward_kwargs`."""
+        """Names of the arguments that each call passes, in addition to `reward_kwargs`."""
         return BATCH_ARGUMENTS if self.is_batch else ITEM_ARGUMENTS
 
     def facts_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments for one sample, chosen from its row in `Samples.rows`.
+        """Choose the arguments for one sample from its entry in `Samples.rows`.
 
-        A built-in grader gets as `solution_str` only the text that the policy itself wrote.
+        For built-in graders, `solution_str` has only the text that the policy itself wrote.
         """
         facts = {name: row[name] for name in ITEM_ARGUMENTS}
         text = row["solution_str"]
@@ -202,14 +212,17 @@ class ScoreFunction:
         return facts
 
     def batch_of(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        """The arguments of one call for all samples, from the arguments of each (`facts_of`)."""
+        """Turn the arguments of each sample (`facts_of`) into those of one call for all."""
         return {PLURALS.get(name, f"{name}s"): [row[name] for row in rows] for name in rows[0]}
 
     def accepted_by(self, function: Callable[..., Any]) -> frozenset[str]:
-        """Names of the arguments to call a loaded function with.
+        """Names of the arguments that a call of the loaded function needs.
 
-        Optional arguments (`PLURALS`) are among them if the function names them, and `ROW` if it
-        reads columns of the row, which are an entry of `extra_info`.
+        Optional arguments (`PLURALS`) are among them if the function names them. So is `ROW`, which
+        is an entry of `extra_info`, if it reads columns of the row.
+
+        Args:
+            function: the function that `load` returned.
         """
         optional = PLURALS.values() if self.is_batch else PLURALS.keys()
         row = [ROW] if isinstance(function, ItemReward) and function.reads_row else []
@@ -224,10 +237,12 @@ class ScoreFunction:
     def load(self) -> Callable[..., Any]:
         """Load the function, with `reward_kwargs` bound.
 
-        One with arguments of TRL's form, such as `completions`, is called by the names of its
-        arguments (`quadriga.rewards.by_name`).
+        Returns:
+            A function that takes `arguments` by keyword. It adapts the user's function if that has
+            TRL's argument names (`quadriga.rewards.by_name`) or takes three arguments by position.
 
-        ConfigError if its file fails, the function is not in it, or it takes other arguments.
+        Raises:
+            ConfigError: the file fails, the function is not in it, or it takes other arguments.
         """
         function: Callable[..., Any] = default_compute_score
         if self.path is not None:
@@ -241,7 +256,7 @@ class ScoreFunction:
             # It cannot be checked before the first call.
             return loaded
 
-        # The row is no argument of the function; it travels in `extra_info`.
+        # `ROW` is an entry of `extra_info`, not an argument.
         arguments = dict.fromkeys(self.accepted_by(function) - {ROW}) | self.reward_kwargs
         try:
             signature.bind(**arguments)
@@ -257,13 +272,14 @@ class ScoreFunction:
                     return ItemReward([part])
             if self.is_batch or not takes_positions:
                 raise self._signature_error(signature, error) from error
-            # Such functions get three arguments by position, whatever the second is called.
+            # The second argument, the response, has another name, so all three go by position.
             return lambda data_source, solution_str, ground_truth, **_: loaded(
                 data_source, solution_str, ground_truth
             )
         return loaded
 
     def _signature_error(self, signature: inspect.Signature, error: TypeError) -> ConfigError:
+        """Make the error for a function that takes other arguments."""
         expected = f"a function that takes the keyword arguments {', '.join(self.arguments)}"
         if self.reward_kwargs:
             expected += f" and reward_kwargs ({', '.join(self.reward_kwargs)})"

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Containment: the rights that a process gives up, for good, before a model's program begins in it.
+"""Containment: a process gives up its rights for good before a model's program begins in it.
 
-1. Its user, if it is root: it takes a user id of its own, so that the kernel counts its threads
-   separately and no file belongs to it. If it is not root, it is counted in a new user namespace.
-2. Memory, CPU time, sizes of files, open files and threads beyond its limits.
-3. Every capability, except the one to read files, wherever they lie, that the rules of 4 grant.
-4. Every file except its own folder, the interpreter and the system's libraries (Landlock). This
-   guards only opening, making and removing: whether a path exists, its size and its times can still
-   be read.
-5. Every system call that is not on a list (seccomp, `system_calls`): it reaches no other process
-   and no network.
+It gives up
+
+1. its user, if that is root: it takes a user id of its own, so that the kernel counts its threads
+   separately and no file belongs to it. Other users enter a new user namespace for the counting.
+2. memory, CPU time, sizes of files, open files and threads beyond its limits.
+3. every capability, except that to read files which the rules of 4 grant, whoever owns them.
+4. every file except its own folder, the interpreter and the system's libraries (Landlock). This
+   covers opening, creating and removing files. Whether a path exists, and its size and times, can
+   still be read.
+5. every system call that is not on a list (seccomp, `system_calls`): the program reaches no other
+   process and no network.
 
 This needs no rights, no container and no external program, only Linux 5.13 with Landlock, on x86-64
-or arm64. The containment rests on the list alone, whoever the user is; the kernel adds to it:
+or arm64. The list of 5 alone suffices for every user; depending on its version the kernel adds:
 
     Landlock 1 (Linux 5.13)    files as in 4; cutting a file by its path is refused by 5
     Landlock 2, 3 (5.19, 6.2)  moving a file between folders, and cutting it, are guarded too
@@ -55,7 +57,7 @@ _CAP_DAC_READ_SEARCH = 1 << 2
 _CAPABILITY_VERSION = 0x20080522
 # Far above any user's id. A contained process takes this plus its process id.
 _FIRST_USER = 1_000_000_000
-# Read by an interpreter and its libraries at their start. Nothing there is about a run or user.
+# Read by interpreters and libraries when they start. These hold nothing about a run or a user.
 _SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/zero", "/dev/urandom", "/dev/random")
 
@@ -69,25 +71,35 @@ _READ_DIR = 1 << 3
 _REMOVE_FILE = 1 << 5
 _MAKE_REG = 1 << 8
 _TRUNCATE = 1 << 14
-# All that is granted on files, and on folders. Folders may hold no sub-folders, links, devices and
-# sockets, so that a flat listing of a folder shows everything in it.
+# Rights on files, for reading, and on the program's own folder. Nobody may create sub-folders,
+# links, devices or sockets, so a flat listing of that folder shows everything in it.
 _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _READ = _READ_FILE | _READ_DIR
 _OWN = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
 
 
 class ResourceLimits(NamedTuple):
-    """The resources that one test may use."""
+    """The resources that one test may use.
 
-    time_s: float = 4.0  # CPU time
-    wall_s: float = 8.0  # time by the clock, for a program that sleeps or waits
-    memory_megabytes: int = 1024  # address space, stacks of threads included
-    output_megabytes: int = 8  # each of its streams, and each file it writes
-    # All files of its folder together. The kernel keeps to it; if no file system in memory can be
-    # had, the folder is checked 20 times a second, and no file can be removed.
+    Attributes:
+        time_s: CPU time.
+        wall_s: elapsed time, for a program that sleeps or waits.
+        memory_megabytes: address space, which includes the stacks of threads.
+        output_megabytes: size of each stream, and of each file.
+        folder_megabytes: size of all files in the program's folder together. If no file system in
+            memory can be mounted, the folder is checked 20 times a second, and no file can be
+            removed.
+        num_files: number of files in the folder, and of files open at the same time.
+        num_threads: number of threads. A program never gets a second process.
+    """
+
+    time_s: float = 4.0
+    wall_s: float = 8.0
+    memory_megabytes: int = 1024
+    output_megabytes: int = 8
     folder_megabytes: int = 32
-    num_files: int = 64  # files in its folder, and files open at the same time
-    num_threads: int = 32  # threads; a program never gets a second process
+    num_files: int = 64
+    num_threads: int = 32
 
 
 class _Ruleset(ctypes.Structure):
@@ -105,7 +117,7 @@ class _PathRule(ctypes.Structure):
 
 
 def missing() -> str:
-    """Why programs cannot be contained on this machine; "" if they can."""
+    """Say why programs cannot be contained on this machine; "" if they can."""
     if not sys.platform.startswith("linux"):
         return f"the system is {sys.platform}, and containment needs Linux"
     if not is_known_machine():
@@ -120,7 +132,11 @@ def missing() -> str:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends.
+
+    Args:
+        parent_pid: id of the parent when this process was started.
+    """
     make_call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         # The parent ended before the call.
@@ -130,28 +146,27 @@ def die_with_parent(parent_pid: int) -> None:
 def mount_memory(folders: Sequence[os.PathLike[str]], limits: ResourceLimits) -> None:
     """Mount a small file system in memory on each folder, visible to this process and its children.
 
-    So the kernel keeps to the limits on a folder, including files without a name, and frees
-    everything with the last of these processes.
+    Then the kernel enforces the limits on a folder, and frees it with the last of these processes.
 
     Args:
         folders: folders to mount on.
-        limits: `folder_megabytes` and `num_files` of each.
+        limits: `folder_megabytes` and `num_files` apply to each folder.
 
     Raises:
-        OSError: the system forbids it. This process may have changed its user namespace by then, so
-            it must end.
+        OSError: the system forbids it. This process may be in a new user namespace by then, so it
+            must end.
     """
     user = os.geteuid()
     group = os.getegid()
     make_call("unshare", _CLONE_NEWNS | (_CLONE_NEWUSER if user else 0))
     if user:
-        # Only a user that the namespace knows can own files or make a namespace within it.
+        # Only a user that is mapped into the namespace can own files, or create another namespace.
         maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
         for name, text in maps.items():
             Path("/proc/self", name).write_text(text, encoding="ascii")
-    # Mounts must not spread to the other processes of the machine.
+    # Otherwise the mounts would appear in the parent's mount namespace too.
     make_call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
-    # A size of 0 would mean no limit. The folder itself counts as a file.
+    # tmpfs takes a size of 0 for no limit, and counts the folder itself as a file.
     size = max(4096, int(limits.folder_megabytes * MEGABYTE))
     num_files = int(limits.num_files) + 1
     options = f"size={size},nr_inodes={num_files},mode=700".encode()
@@ -168,10 +183,10 @@ def confine(
 
     Args:
         folder: folder of the program.
-        limits: resources that it may use.
+        limits: resources that the program may use.
         readable: folders of the interpreter and its packages.
-        may_remove: whether it may remove files from `folder`. If no file system in memory limits
-            the folder, a removed file that is still open would be counted by nobody.
+        may_remove: whether the program may remove files from `folder`. Not if the supervisor
+            enforces the limits, which does not see removed files that are still open.
 
     Returns:
         The listener for refused system calls, see `filter_calls`.
@@ -185,7 +200,7 @@ def confine(
     _drop_capabilities()
     die_with_parent(parent_pid)
     make_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # No other process of the user may attach to it or read its memory.
+    # Other processes of the same user, such as other programs, must not read its memory.
     make_call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     rules = [(path, _READ) for path in (*_SYSTEM, *_DEVICES, *readable)]
     rules.append(("/dev/null", _OWN))
@@ -197,14 +212,17 @@ def confine(
 def _take_own_user(folder: str) -> bool:
     """Take a separate user id or user namespace.
 
-    Returns whether the kernel will count this process's threads separately.
+    Args:
+        folder: folder of the program, whose owner becomes the new user.
+
+    Returns:
+        Whether the kernel counts this process's threads separately from others.
     """
     if os.geteuid() != 0:
         try:
             make_call("unshare", _CLONE_NEWUSER)
         except OSError:
-            # Some systems forbid it. Then nothing limits the number of threads, so the program gets
-            # none.
+            # Some systems forbid it. Without a limit on threads, the program must have none.
             return False
         return True
     user = _FIRST_USER + os.getpid()
@@ -215,8 +233,7 @@ def _take_own_user(folder: str) -> bool:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     except OSError as error:
-        # A container with few user ids, or a root user with few rights. The kernel never counts
-        # root's threads.
+        # In a container with few user ids or rights. The kernel does not limit root's threads.
         print(
             f"containment: stays user {os.getuid()}, without threads, since {error}",
             file=sys.stderr,
@@ -226,6 +243,7 @@ def _take_own_user(folder: str) -> bool:
 
 
 def _limit(limits: ResourceLimits) -> None:
+    """Set the resource limits of this process."""
     sizes = {
         resource.RLIMIT_AS: limits.memory_megabytes * MEGABYTE,
         resource.RLIMIT_CPU: max(1, math.ceil(limits.time_s)),
@@ -235,8 +253,7 @@ def _limit(limits: ResourceLimits) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
-        # The kernel stores signals that a process blocks, and counts those of all the user's
-        # processes together.
+        # Pending signals take the kernel's memory, and count for all processes of a user together.
         resource.RLIMIT_SIGPENDING: limits.num_threads,
     }
     for name, size in sizes.items():
@@ -247,9 +264,10 @@ def _limit(limits: ResourceLimits) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities, except one for a process that was root.
+    """Drop all capabilities.
 
-    It may have an interpreter in a folder that only root can read.
+    A process that was root keeps the one to read any file: its interpreter may be in a folder that
+    only root can read.
     """
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     sets = (ctypes.c_uint32 * 6)()
@@ -274,14 +292,17 @@ def landlock_version() -> int:
 def confine_files(rules: Sequence[tuple[str, int]]) -> None:
     """Give up all access to files except that granted by `rules`; `no_new_privs` must be set.
 
-    A rule is a path and its rights; paths that do not exist are left out. OSError if the kernel
-    refuses.
+    Args:
+        rules: pairs of a path and the rights on it. Paths that do not exist are ignored.
+
+    Raises:
+        OSError: the kernel refuses a rule.
     """
     version = landlock_version()
     # All rights that this kernel can take away: 13 in version 1, one more in each of 2, 3 and 5.
     num_rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
     handled = (1 << num_rights) - 1
-    # In older versions the filter of system calls alone holds the network and the scopes.
+    # With older versions only the filter of system calls guards the network and other processes.
     network = 0
     scopes = 0
     size = 8
@@ -300,6 +321,7 @@ def confine_files(rules: Sequence[tuple[str, int]]) -> None:
             continue
         allowed = rights & handled
         if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
+            # The kernel refuses rules that give a file rights for folders.
             allowed &= _ON_FILES
         rule = _PathRule(allowed, path_fd)
         make_call("landlock_add_rule", ruleset_fd, _PATH_BENEATH, ctypes.byref(rule), 0)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a program on its tests: contained on this machine, or on a Sandbox Fusion server.
+"""Runs a program on its tests: contained on this machine, or on a Sandbox Fusion server.
 
-Here a supervisor runs the tests of one problem (`supervisor.py`).
+On this machine a supervisor runs the tests of one problem (`supervisor.py`).
 
 A server (github.com/bytedance/SandboxFusion) gets one POST to `/run_code` per test and contains
-programs itself; its documentation says what it does not limit (output, its network). To call a
-function, the program that is sent calls it and prints the result after a mark.
+programs itself; its documentation says what it does not limit (output, its network). If a test
+calls a function, the call is appended to the program, which prints the result after a mark.
 """
 
 import json
@@ -28,17 +28,17 @@ from quadriga.rewards.code import containment
 from quadriga.rewards.code.containment import ResourceLimits
 from quadriga.rewards.code.supervisor import COMMAND, HEADER
 
-# Given to the supervisor as its import path. It starts without the site's start-up files, which
-# would find an editable installation.
+# Part of the supervisor's import path: it starts without the site's start-up files, which find
+# editable installations.
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[3])
 _URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
 _MARK = "\n---- quadriga result ----\n"
 # Status of a run on the server -> `CaseRun.status`.
 _STATUS = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
 _QUEUE_S = 60.0  # time that the server may take in addition to the program's own
-# An error of the server itself may be temporary: it is asked again before the run is an error.
+# Errors that the server reports about itself may be temporary, so a run is tried this often.
 _MAX_SANDBOX_ERRORS = 3
-_MAX_ATTEMPTS = 4
+_MAX_ATTEMPTS = 4  # requests for each try, if the server does not answer
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LC_ALL": "C.UTF-8",
@@ -51,8 +51,8 @@ class Case(NamedTuple):
     """A test of a program.
 
     Attributes:
-        given: what the program gets: {"input": text}, or {"function": name, "arguments": list}.
-        expected: the right output or result, which the program never gets.
+        given: input of the test: {"input": text}, or {"function": name, "arguments": list}.
+        expected: the right output or result, which the program does not see.
     """
 
     given: dict[str, Any]
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
     @property
     def is_call(self) -> bool:
-        """Whether a function is called; else the program reads its standard input."""
+        """Whether the test calls a function; else it is about standard input and output."""
         return "function" in self.given
 
 
@@ -92,7 +92,7 @@ class CaseRun(NamedTuple):
 
 @cache
 def require_containment() -> None:
-    """Check, once per process, that programs can be contained here; RewardError if they cannot."""
+    """Raise a RewardError if programs cannot be contained here. The check runs once per process."""
     reason = containment.missing()
     if reason:
         raise RewardError(
@@ -105,9 +105,10 @@ def require_containment() -> None:
 
 @cache
 def can_mount() -> bool:
-    """Whether a supervisor can mount file systems here. Many containers forbid it.
+    """Whether a supervisor can mount file systems here, which many containers forbid.
 
-    This is tried once per process, in a process of its own.
+    It is tried once per process, in a child process, because a failed attempt may leave that
+    process in a new user namespace.
     """
     with own_folder() as folder:
         code = (
@@ -145,7 +146,7 @@ def run_cases(
     """
     require_containment()
     deadline = time.monotonic() + total_s
-    # The program may import what the interpreter's own folders have, and nothing of the run.
+    # The program may import from the interpreter's own folders, but nothing of the run.
     prefixes = sorted({sys.prefix, sys.base_prefix} - {"/"})
     inside_prefix = tuple(f"{prefix}{os.sep}" for prefix in prefixes)
     command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", COMMAND, _PACKAGE_FOLDER, *sys.path]
@@ -170,12 +171,12 @@ def run_cases(
         ) as process:
             assert process.stdin is not None
             try:
-                # If the supervisor has died already, the end of its output, read next, shows it.
+                # If the supervisor has died already, `_runs` reports it.
                 with suppress(BrokenPipeError), process.stdin as stream:
                     stream.write(json.dumps(job).encode())
                 yield from _runs(process, len(cases), deadline)
             finally:
-                # Its children die with it.
+                # The kernel kills its children too.
                 process.kill()
 
 
@@ -201,16 +202,18 @@ def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> 
 
 
 def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
-    """Read `size` bytes of a process's standard output.
+    """Read exactly `size` bytes of a process's standard output.
 
-    TimeoutError at the deadline, EOFError if the output ends before.
+    Raises:
+        TimeoutError: the deadline has passed.
+        EOFError: the output ended before.
     """
     assert process.stdout is not None
     content = bytearray(size)
     view = memoryview(content)
     num_read = 0
     while num_read < size:
-        # First of all, since a supervisor may always have something to say.
+        # Checked before each read: output that is always ready must not outlast the deadline.
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0 or not select([process.stdout], [], [], remaining_s)[0]:
             raise TimeoutError
@@ -252,7 +255,7 @@ def run_remotely(
         raise ValueError(
             f"grader code: got function calls in {language!r}, expected them in 'python' only"
         )
-    address = url if url.endswith("/run_code") else f"{url.rstrip('/')}/run_code"
+    address = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
     server = HTTPClient(address, RewardError, setting=_URL, use_proxies=True)
     pool = ThreadPoolExecutor(parallel)
     try:
@@ -269,6 +272,19 @@ def run_remotely(
 def _run_remote_case(
     server: HTTPClient, program: str, limits: ResourceLimits, language: str, index: int, case: Case
 ) -> CaseRun:
+    """Run a program on one test, on the server.
+
+    Args:
+        server: the server's `/run_code`.
+        program: text of the program.
+        limits: limits of the test.
+        language: language of the program.
+        index: position of the test.
+        case: the test.
+
+    Raises:
+        RewardError: the server does not answer, or reports an error of its own each time.
+    """
     body = {
         "code": _with_call(program, case) if case.is_call else program,
         "stdin": case.given.get("input", ""),
@@ -290,7 +306,7 @@ def _run_remote_case(
             server.url, got=f"SandboxError: {reply.get('message')}", expected="Success or Failed"
         )
 
-    # A compilation that failed is the outcome; else the run is.
+    # The outcome is that of the compilation if it failed, else that of the run.
     step = reply.get("compile_result")
     if not step or (step.get("status") == "Finished" and step.get("return_code") == 0):
         step = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}
@@ -311,7 +327,7 @@ def _run_remote_case(
 
 
 def _with_call(program: str, case: Case) -> str:
-    """Append to a program the call of its function, and the output of the result."""
+    """Append to a program a call of its function that prints the result."""
     name = case.given["function"]
     arguments = json.dumps(case.given["arguments"])
     return (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a supervisor, which runs the tests of one problem, each in a contained process.
+"""Program of a supervisor, which runs the tests of one problem, each in a contained process.
 
-It is a fresh interpreter without the site's start-up files (`COMMAND`), with a small environment.
-It never runs a line that the model wrote, and it gets only the inputs: the expected outputs never
-reach it.
+A supervisor is a fresh interpreter without the site's start-up files (`COMMAND`) and with few
+environment variables. It never runs a line that the model wrote, and it gets only the inputs of
+tests, not the expected outputs.
 
     grader                       supervisor                    process of a test
       | -- the job, as JSON -----> |                              |
@@ -14,15 +14,15 @@ reach it.
       | <-- an outcome per test -- |  status and streams          |
       |                            |  ... `parallel` at a time
 
-    supervisor   waits for the end of a process, 50 ms at most; kills a process after its wall time
-                 or with too full a folder. It only uses SIGKILL, which cannot be ignored. It never
-                 waits for the grader: until that has read all outcomes, it starts no further test.
+    supervisor   waits for the end of a process, 50 ms at most. Kills a process after its wall time
+                 or if its folder is too full, by SIGKILL, which cannot be ignored. Never blocks on
+                 the grader, but starts no further test before the grader has read all outcomes.
     everything   ends with the supervisor, which ends with the grader: the kernel kills a child
                  whose parent is gone.
 
-Streams are files in memory, not pipes: they need no reader, and the limit on the size of files
-applies to them. They are sent as they are, after their lengths (`HEADER`): their content is not
-interpreted before the grader has separated them.
+Streams are files in memory, not pipes: nobody has to read them meanwhile, and the limit on the size
+of files applies to them. They are sent unchanged, after their lengths (`HEADER`), so that nothing
+in their content can pass for an outcome.
 """
 
 import io
@@ -50,16 +50,18 @@ COMMAND = (
 )
 """Program text for `python -I -S -c`; the arguments are the import path."""
 
-# Where the result of a function goes. The program may print to its standard output.
+# Descriptor for the result of a function: the standard output may have what the program prints.
 RESULT_FD = 3
 
 HEADER = struct.Struct("=I8sid4Q")
 """Sent before each test's streams: index, status, exit code, CPU seconds, and the bytes of the
 three streams and of the names of refused system calls."""
 
-# Where a process says that it is contained, just before it closes it and the program begins.
+# Descriptor on which the process of a test reports that it is contained; closed before the program
+# begins.
 _NOTICE_FD = 4
-# After so many the kernel refuses by itself (ENOSYS), so that no program keeps a supervisor busy.
+# After so many refused calls the listener is closed and the kernel refuses them itself (ENOSYS), so
+# that no program can keep its supervisor busy.
 _MAX_REFUSALS = 8
 
 _POLL_S = 0.05
@@ -75,13 +77,13 @@ class _RunningTest:
         pid_fd: descriptor that is ready when the process has ended.
         streams: files in memory for its standard output, standard error and result.
         folder: its folder.
-        deadline: end of its wall time, by `time.monotonic`.
-        is_contained: whether it has given up its rights; the program begins afterwards.
+        deadline: time at which it is killed, by `time.monotonic`.
+        is_contained: whether it has given up its rights, after which the program begins.
         listener: descriptor for its refused system calls.
         refused: names of these calls.
     """
 
-    # No dataclass: importing `dataclasses` takes a fifth of a supervisor's start.
+    # Not a dataclass: importing `dataclasses` takes a fifth of a supervisor's start.
     def __init__(
         self, index: int, pid: int, streams: tuple[int, int, int], folder: Path, deadline: float
     ) -> None:
@@ -97,15 +99,14 @@ class _RunningTest:
 
 
 def main() -> None:
-    """Run the job that is on the standard input; in the process of a test, run the program."""
+    """Run the job that is read from the standard input."""
     job = json.load(sys.stdin.buffer)
     supervisor = Supervisor(job)
-    # Not earlier: a process that enters a user namespace loses this setting.
+    # After the mounts of the constructor: entering a user namespace resets this setting.
     containment.die_with_parent(job["grader"])
     case = supervisor.run()
     if case is not None:
-        # This is the process of a test. It ends as any program: threads are joined, exit handlers
-        # run.
+        # This is the forked process of a test. It ends like any program, with exit handlers.
         execute(job["program"], case)
 
 
@@ -114,12 +115,12 @@ def execute(program: str, case: dict[str, Any]) -> None:
 
     Args:
         program: text of the program.
-        case: what the program gets, as in `Case.given`. If it names a function, the function is
-            called and its result is written to `RESULT_FD`, as JSON.
+        case: input of the test, as in `Case.given`. If it names a function, the function is called
+            and its result is written to `RESULT_FD` as JSON.
     """
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    # The program must not inherit this file's `__future__` statements.
+    # By default `compile` would apply this file's `__future__` statements.
     exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
     if "function" not in case:
         return
@@ -135,6 +136,7 @@ def execute(program: str, case: dict[str, Any]) -> None:
 
 
 def _as_json(value: Any) -> Any:
+    """Convert a value that JSON does not know: a set, an array, or any other iterable."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if hasattr(value, "tolist"):
@@ -143,7 +145,11 @@ def _as_json(value: Any) -> Any:
 
 
 class Supervisor:
-    """Runs the tests of one job, each in a contained process, and sends their outcomes."""
+    """Runs the tests of one job, each in a contained process, and sends their outcomes.
+
+    Args:
+        job: the job that `run_cases` sends.
+    """
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._cases = job["cases"]
@@ -160,9 +166,10 @@ class Supervisor:
             folder.mkdir()
         if self._is_in_memory:
             containment.mount_memory(self._folders, self._limits)
+        # Outcomes that the grader's pipe, descriptor 1, has not taken yet.
         self._unsent: deque[memoryview] = deque()
         os.set_blocking(1, False)
-        # The processes of all tests share it, so messages must keep their bounds.
+        # All tests write to one socket, so its type must keep messages apart.
         self._notices, self._notice = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._notices.setblocking(False)
         self._selector.register(self._notices, selectors.EVENT_READ)
@@ -171,7 +178,7 @@ class Supervisor:
         """Run all tests.
 
         Returns:
-            None when all tests have ended. The process of a test returns from here too, with its
+            None in the supervisor, when all tests have ended. In the forked process of a test, its
             case.
         """
         for index, case in enumerate(self._cases):
@@ -184,7 +191,7 @@ class Supervisor:
         return None
 
     def _start(self, index: int, case: dict[str, Any]) -> int:
-        """Fork the process of a test; returns its number, and 0 in the process itself."""
+        """Fork the process of a test. Like `os.fork`, return 0 in the new process."""
         folder = self._folders.pop()
         streams = (_memory_file("stdout"), _memory_file("stderr"), _memory_file("result"))
         stdin = _memory_file("stdin", case.get("input", "").encode("utf-8", "surrogateescape"))
@@ -203,10 +210,10 @@ class Supervisor:
 
         `fds` become descriptors 0 to 4: standard input, output and error, the result, the notice.
         """
-        # First move them away from both their old and their new numbers.
+        # First duplicate them beyond their old and their new numbers, so that none is overwritten.
         first_free = max(fds) + len(fds)
         moved_fds = [os.dup2(fd, first_free + number) for number, fd in enumerate(fds)]
-        # Before their numbers are taken: these objects would close the new descriptors when freed.
+        # Closed now: later these objects would close descriptors that have taken their numbers.
         for owner in (self._selector, self._notices, self._notice):
             owner.close()
         for number, fd in enumerate(moved_fds):
@@ -214,8 +221,8 @@ class Supervisor:
         os.closerange(len(moved_fds), 4096)
 
         os.chdir(folder)
-        # Python ignores this signal: a program that prints without end would handle the error and
-        # go on.
+        # Python ignores this signal. Then writing beyond the limit is an OSError that a program
+        # which prints without end may catch.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         sys.argv[:] = ["solution.py"]
         sys.path[:] = [str(folder), *self._path]
@@ -237,13 +244,13 @@ class Supervisor:
             socket.send_fds(notice, [index.to_bytes(4, "little")], listeners)
         if listener is not None:
             os.close(listener)
-        # A program has no business with these, and may have modules of the same name.
+        # The program may have modules of the same name as this package's.
         for name in list(sys.modules):
             if name.partition(".")[0] == "quadriga":
                 del sys.modules[name]
 
     def _wait(self) -> None:
-        """Wait for an event, 50 ms at most; report tests that have ended or exceed a limit."""
+        """Wait for events, 50 ms at most; report tests that have ended or exceed a limit."""
         for key, _ in self._selector.select(_POLL_S):
             if key.fd == 1:
                 self._send()
@@ -276,12 +283,12 @@ class Supervisor:
                     self._selector.register(listener, selectors.EVENT_READ, running)
 
     def _refuse(self, running: _RunningTest) -> None:
+        """Answer a refused system call of a test."""
         assert running.listener is not None
         name = refuse_call(running.listener)
         if name:
             running.refused.append(name)
-        # None: the process has made its last call. Its listener stays ready for the milliseconds in
-        # which it frees its memory.
+        # None: the process is ending. Its listener is ready until its memory is freed.
         if name is None or len(running.refused) >= _MAX_REFUSALS:
             self._stop_listening(running)
 
@@ -292,9 +299,9 @@ class Supervisor:
             running.listener = None
 
     def _is_full(self, folder: Path) -> bool:
+        """Whether a folder exceeds its limits on files or bytes."""
         if self._is_in_memory:
-            # The kernel keeps to the limits.
-            return False
+            return False  # the kernel enforces the limits
         num_files = 0
         size = 0
         with os.scandir(folder) as entries:
@@ -303,14 +310,19 @@ class Supervisor:
                 try:
                     size += 512 * entry.stat(follow_symlinks=False).st_blocks
                 except FileNotFoundError:
-                    # The program has removed it in the meantime.
-                    continue
+                    continue  # the program has just removed it
         return num_files > self._limits.num_files or size > self._limits.folder_megabytes * MEGABYTE
 
     def _report(self, running: _RunningTest, exceeded: str) -> None:
         """Queue the outcome of a test that has ended, and send what can be sent.
 
-        `exceeded` is the limit for which it was killed, "wall" or "folder"; "" if it was not.
+        Args:
+            running: the test.
+            exceeded: the limit for which it was killed, "wall" or "folder"; "" if it ended by
+                itself.
+
+        Raises:
+            RuntimeError: the process ended before its program began.
         """
         _, wait_status, usage = os.wait4(running.pid, 0)
         if not exceeded and self._is_full(running.folder):
@@ -335,7 +347,7 @@ class Supervisor:
         code = os.waitstatus_to_exitcode(wait_status)
         status = _status(code, exceeded, cpu_s, self._limits)
         if status != "ok":
-            # Output counts only if the program ended well.
+            # Not needed: a test passes only if its program ends well.
             stdout = b""
             result = b""
         refused = ", ".join(dict.fromkeys(running.refused)).encode()
@@ -345,7 +357,7 @@ class Supervisor:
         self._send()
 
     def _send(self) -> None:
-        """Send what the grader's pipe takes without waiting; the rest when it has room again."""
+        """Send what the grader's pipe takes without blocking; `_wait` sends the rest later."""
         is_waiting = 1 in self._selector.get_map()
         while self._unsent:
             try:
@@ -362,8 +374,15 @@ class Supervisor:
 
 
 def _status(code: int, exceeded: str, cpu_s: float, limits: ResourceLimits) -> str:
-    """The status of a test (`Run.status`), from its exit code and the limit that it exceeded."""
-    # The kernel counts CPU time in ticks, so its SIGKILL at the limit may come a little earlier.
+    """The status of a test (`CaseRun.status`).
+
+    Args:
+        code: exit status; negative: number of the signal.
+        exceeded: the limit for which the supervisor killed it, or "".
+        cpu_s: CPU time in seconds.
+        limits: limits of the test.
+    """
+    # The kernel counts CPU time in ticks, so its SIGKILL may come a little before the limit.
     is_out_of_time = code == -signal.SIGKILL and not exceeded and cpu_s >= 0.9 * limits.time_s
     if cpu_s >= limits.time_s or is_out_of_time:
         return "time"
@@ -379,6 +398,7 @@ def _status(code: int, exceeded: str, cpu_s: float, limits: ResourceLimits) -> s
 
 
 def _memory_file(name: str, content: bytes = b"") -> int:
+    """Make a file in memory; return its descriptor, positioned at the beginning."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as stream:
         stream.write(content)
@@ -387,7 +407,8 @@ def _memory_file(name: str, content: bytes = b"") -> int:
 
 
 def _content(fd: int) -> bytes:
-    # A program may have changed the size of its own stream, but never beyond the limit on files.
+    """Read a file in memory as a whole, and close it."""
+    # The program could change the size, but not beyond its limit on the size of files.
     content = os.pread(fd, os.fstat(fd).st_size, 0)
     os.close(fd)
     return content

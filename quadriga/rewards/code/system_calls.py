@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter of the system calls that a model's program may make: the kernel refuses all others.
+"""Filter (seccomp) of the system calls that a model's program may make.
 
-The list is `system_calls.tsv`: name of a call, its number on each machine, and the answer where no
-argument decides.
+The table `system_calls.tsv` has the name of each call, its number on each machine, and its answer,
+unless that depends on arguments (`_ALLOWED_IF`).
 
-    on the list, or with such arguments  the call is made
-    any other call in the table          EPERM; the listener, if there is one, learns which
+    allowed calls                        the call is made
+    any other call in the table          EPERM; the listener, if there is one, learns which call
     fork, vfork, clone except of threads EAGAIN, as at a limit of processes
-    socket, except AF_UNIX               SIGSYS kills the process: the one attempt that ends a
+    socket, except AF_UNIX               SIGSYS kills the process: the only attempt that ends a
                                          program
-    clone3, openat2, io_uring, others    ENOSYS: libraries then use older calls, which a filter can
-                                         read
+    clone3, openat2, io_uring, others    ENOSYS: libraries then use older calls, whose arguments a
+                                         filter can read
 
-The calls on the list act on the caller alone, on files (which Landlock guards) or on descriptors
-that it opened itself. None of them reaches another process or outlives the caller.
+Allowed calls act on the caller alone, on files (which Landlock guards) or on descriptors that the
+caller opened itself. None of them reaches another process or has effects after the caller's end.
 
     sockets         Stream pairs only, since none is inherited and no other can be made. `sendmsg`
                     has its address behind a pointer, where no filter looks; but the kernel refuses
                     addresses on a stream pair (EISCONN), and the descriptors that it passes come
                     out at the other end, which is the caller's too.
-    fcntl, ioctl    By command: none that names an owner to be signalled (F_SETOWN, F_SETOWN_EX,
-                    F_SETSIG, F_NOTIFY, F_SETLEASE, FIOSETOWN, SIOCSPGRP, FIOASYNC). O_ASYNC without
-                    an owner signals nobody.
-    open, openat    Not for a file without a name (O_TMPFILE), which no listing of a folder counts.
-    xattrs, flock   Not even to read: Landlock guards neither attributes nor locks of the user's
-                    files.
+    fcntl, ioctl    Some commands only: none that names an owner to be signalled (F_SETOWN,
+                    F_SETOWN_EX, F_SETSIG, F_NOTIFY, F_SETLEASE, FIOSETOWN, SIOCSPGRP, FIOASYNC).
+                    O_ASYNC without an owner signals nobody.
+    open, openat    Not for files without a name (O_TMPFILE), which listing a folder does not show.
+    xattrs, flock   Refused, even for reading: Landlock guards neither attributes nor locks of the
+                    user's files.
 """
 
 import ctypes
@@ -37,9 +37,9 @@ from functools import cache
 from pathlib import Path
 
 # Placeholders in the filter, which `program` replaces for one process.
-_OWN_PID = 0x7FFFFFF5  # its number
-_THREAD = 0x7FFFFFF6  # flags of a `clone` that it may make
-_REFUSED = 0x7FFFFFF7  # how a call is refused
+_OWN_PID = 0x7FFFFFF5  # id of the process
+_THREAD = 0x7FFFFFF6  # flags of `clone` that are allowed
+_REFUSED = 0x7FFFFFF7  # answer to refused calls
 
 _ALL = 0xFFFFFFFF
 _STREAM = 1
@@ -47,8 +47,8 @@ _AF_UNIX = 1
 _CLONE_THREAD = 0x10000
 _NEW_NAMESPACES = 0x7E020080
 
-# Conditions on arguments: (word, mask, values). An argument is two words of 32 bits, the low one
-# first. A call is allowed if each word, under its mask, is one of the values.
+# Conditions on arguments: (number of a word, mask, values). The filter sees an argument as two
+# words of 32 bits, the low one first. A call is allowed if each word, masked, is one of its values.
 _ON_ITSELF = [(0, _ALL, [_OWN_PID])]
 _ON_ITSELF_OR_0 = [(0, _ALL, [0, _OWN_PID])]
 _ALLOWED_IF = {
@@ -130,7 +130,7 @@ def call_names() -> dict[int, str]:
 
 @cache
 def _table() -> dict[str, dict[str, str]]:
-    """Rows of the table, by the name of the system call."""
+    """Read the table of system calls: rows by the name of the call."""
     head, *lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
     columns = head.split("\t")
     rows = {}
@@ -141,7 +141,7 @@ def _table() -> dict[str, dict[str, str]]:
 
 
 def make_call(name: str, *arguments: object) -> int:
-    """Make a system call; OSError if the kernel refuses it.
+    """Make a system call.
 
     Args:
         name: name of the call in the table.
@@ -149,9 +149,12 @@ def make_call(name: str, *arguments: object) -> int:
 
     Returns:
         Result of the call.
+
+    Raises:
+        OSError: the kernel refuses the call.
     """
     number = int(_table()[name][os.uname().machine])
-    # As wide as a register: a narrower number would leave bits of it undefined.
+    # ctypes passes a Python integer as 32 bits, which would leave the rest of a register undefined.
     registers = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     result = _libc.syscall(ctypes.c_long(number), *registers)
     if result < 0:
@@ -163,15 +166,16 @@ def make_call(name: str, *arguments: object) -> int:
 def filter_calls(*, may_have_threads: bool) -> int | None:
     """Put this process under the filter of system calls; `no_new_privs` must be set.
 
-    OSError if the kernel refuses.
-
     Args:
-        may_have_threads: whether `clone` may make threads.
+        may_have_threads: whether `clone` may create threads.
 
     Returns:
-        The listener, a descriptor for `refuse_call` in another process; without it, refused calls
-        wait for ever. None if the process has a listener already, its container's: then the kernel
-        refuses calls by itself.
+        The listener, a descriptor for `refuse_call` in another process, which must answer: refused
+        calls wait for it. None: the process has the listener of its container already, so the
+        kernel refuses calls itself.
+
+    Raises:
+        OSError: the kernel refuses the filter.
     """
     for has_listener in (True, False):
         code = program(os.getpid(), may_have_threads=may_have_threads, has_listener=has_listener)
@@ -189,10 +193,10 @@ def filter_calls(*, may_have_threads: bool) -> int | None:
 
 
 def program(pid: int, *, may_have_threads: bool, has_listener: bool) -> bytes:
-    """The filter of one process, in the kernel's form.
+    """Make the filter of one process, as the kernel takes it.
 
     Args:
-        pid: number of the process.
+        pid: id of the process.
         may_have_threads: whether it may have threads.
         has_listener: whether a listener answers calls that are refused; else the kernel does.
 
@@ -212,9 +216,13 @@ def program(pid: int, *, may_have_threads: bool, has_listener: bool) -> bytes:
 
 
 def refuse_call(listener: int) -> str | None:
-    """Refuse the call in which a filtered process waits.
+    """Refuse the system call in which a filtered process waits.
 
-    Returns the name of the call; None if the process does not wait any more.
+    Args:
+        listener: the process's listener, from `filter_calls`.
+
+    Returns:
+        The name of the call; None if the process does not wait any more.
     """
     poll = select.poll()
     poll.register(listener, select.POLLIN)
@@ -228,15 +236,16 @@ def refuse_call(listener: int) -> str | None:
         ((notification, number),) = struct.iter_unpack("=Q8xi60x", call)
         fcntl.ioctl(listener, _RESPOND, struct.pack("=QqiI", notification, 0, -errno.EPERM, 0))
     except FileNotFoundError:
-        # It has been killed in the meantime.
+        # The process was killed in the meantime.
         return None
     return call_names()[number]
 
 
 def _filter() -> bytes:
+    """Make the filter, with placeholders: BPF instructions of 8 bytes each."""
     names = call_names()
-    # First number and rule of each stretch of numbers that have the same rule. The last stretch has
-    # all numbers behind the table.
+    # Each range of call numbers with the same rule, as its first number and the rule. The last range
+    # has all numbers beyond the table.
     stretches: list[tuple[int, list[bytes]]] = []
     for number in range(max(names) + 2):
         rule = _rule(names.get(number, ""))
@@ -253,19 +262,19 @@ def _filter() -> bytes:
 
 
 def _tree(stretches: list[tuple[int, list[bytes]]]) -> list[bytes]:
-    """Instructions that find the stretch of a call's number by binary search."""
+    """Instructions that find a call's number among ranges by binary search, and apply its rule."""
     if len(stretches) == 1:
         return stretches[0][1]
     middle = len(stretches) // 2
     first_of_high = stretches[middle][0]
     low = _tree(stretches[:middle])
     high = _tree(stretches[middle:])
-    # A conditional jump reaches 255 instructions at most, the unconditional one any number.
+    # Only an unconditional jump can skip more than 255 instructions.
     return [_step(_AT_LEAST, first_of_high, 0, 1), _step(_JUMP, len(low)), *low, *high]
 
 
 def _rule(name: str) -> list[bytes]:
-    """Instructions that decide about a call by its name; "" is a number without a call."""
+    """Instructions that answer the call of a name; "" stands for numbers without a call."""
     answer = _ANSWERS[_table()[name]["answer"] if name else "ENOSYS"]
     if name == "socket":
         return _tests([(0, _ALL, [_AF_UNIX])], answer, _KILL)
@@ -296,9 +305,9 @@ def _tests(words: list[tuple[int, int, list[int]]], if_all: int, otherwise: int)
 
 
 def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """An instruction; `if_true` and `if_false` say how many instructions to skip."""
+    """Encode an instruction. A jump skips `if_true` or `if_false` instructions."""
     return struct.pack("=HBBI", operation, if_true, if_false, value)
 
 
-# Made once per process, not again in each that it forks.
+# Made at import: the processes that a supervisor forks inherit it.
 _FILTER = _filter() if is_known_machine() else b""

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs (CodeContests, APPS, Codeforces, TACO), run on their tests here or on a server.
+"""Grades programs (CodeContests, APPS, Codeforces, TACO) by their tests, run here or on a server.
 
-The last fenced block of the response is the program; the whole response if there is none. A ground
-truth is a dict, or JSON text of one, as the data sets have it:
+The program is the last fenced block of the response, or the whole response if there is none. A
+ground truth is a dict, or text of one in JSON, as the data sets have it:
 
     {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}             standard input and output
     {"inputs": [[1, 2], ...], "outputs": [3, ...], "fn_name": "add"}  a call of a function per test
 
 The input of a call is the list of its arguments, or text with one argument in JSON per line. The
-output of a call is the result, or its JSON text, or (in APPS) a list with the result alone.
+output of a call is the result, its text in JSON, or (in APPS) a list with the result alone.
 
 A test passes if the program ends by itself, with exit status 0, and prints (or its function
-returns) what is expected. A test that reaches a time limit, and one that opens a socket, ends the
-problem: the tests after it are not run and have not passed.
+returns) what is expected. After a test that reaches a time limit or opens a socket, no further test
+is run; the remaining tests count as not passed.
 
 In addition to the score, the result has "pass_rate" (share of the tests that passed), "num_tests",
-and "reason", the first failure in words ("" if all passed).
+and "reason", which describes the first failure ("" if all passed).
 """
 
 import gc
@@ -34,13 +34,14 @@ from quadriga.rewards.code.run import Case, CaseRun, run_cases, run_remotely
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?P<language>[\w+#-]*)[^\n]*\n(?P<program>.*?)(?:^[ \t]*```|\Z)", re.M | re.S
 )
+# Values of `CaseRun.status` after which no further test is run.
 _ENDS_PROBLEM = frozenset({"time", "wall", "network"})
 LONGEST_REASON = 300
 TOLERANCE = 1e-6
 _is_close = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 _MAX_SHOWN_CHARS = 80
-# A program meets some limits as an error of its own. By the beginning of the last line of its
-# standard error:
+# Some limits appear as an exception in the program. Beginning of the last line of its standard
+# error -> the limit:
 _FOLDER = "folder limit: more than {0.folder_megabytes} MB or {0.num_files} files"
 _LIMIT_OF_ERROR = {
     "OSError: [Errno 28]": _FOLDER,
@@ -80,7 +81,7 @@ def compute_score(
         "score", "pred" (None), "pass_rate", "num_tests" and "reason".
 
     Raises:
-        ValueError: the ground truth has no tests, or an option is unknown.
+        ValueError: the ground truth has no tests, or an option is unknown or needs a server.
         RewardError: programs cannot be contained here, or the server does not answer.
     """
     unknown = [name for name in limits if name not in ResourceLimits._fields]
@@ -107,7 +108,7 @@ def compute_score(
         )
 
     num_passed = 0
-    failures: dict[int, str] = {}
+    failures: dict[int, str] = {}  # reasons by number of the test
     try:
         for run in runs:
             failure = why_failed(run, cases[run.index], test_limits)
@@ -121,11 +122,12 @@ def compute_score(
                 break
         else:
             if num_passed + len(failures) < len(cases):
-                # The last of all failures, since it is of no single test.
+                # Under a number after all tests, so that the failure of a test comes first.
                 failures[len(cases)] = (
                     f"the {total_s:g} s for all {len(cases)} tests were over after {num_passed}"
                 )
     finally:
+        # Ends the tests that are still running.
         runs.close()
     reason = ""
     if failures:
@@ -143,7 +145,7 @@ def extract_program(solution_str: str) -> str:
 
 
 def why_failed(run: CaseRun, case: Case, limits: ResourceLimits) -> str:
-    """The reason why a test has not passed.
+    """Say why a test has not passed.
 
     Args:
         run: outcome of the test.
@@ -151,7 +153,7 @@ def why_failed(run: CaseRun, case: Case, limits: ResourceLimits) -> str:
         limits: limits of the test.
 
     Returns:
-        The reason in words; "" if the test has passed.
+        The reason; "" if the test has passed.
     """
     if run.status != "ok":
         return _ended(run, limits)
@@ -164,7 +166,7 @@ def why_failed(run: CaseRun, case: Case, limits: ResourceLimits) -> str:
     try:
         result = _read_json(run.result)
     except (ValueError, RecursionError) as error:
-        # The program itself has written to the result's descriptor.
+        # The program may have written to the descriptor for the result itself.
         return f"its function's result cannot be read: {_short(run.result)} ({error})"
     if is_same_result(result, case.expected):
         return ""
@@ -172,7 +174,7 @@ def why_failed(run: CaseRun, case: Case, limits: ResourceLimits) -> str:
 
 
 def _ended(run: CaseRun, limits: ResourceLimits) -> str:
-    """The reason why a program did not end well."""
+    """Say why a program did not end with exit status 0."""
     lines = run.stderr.strip().splitlines()
     error = lines[-1][-LONGEST_REASON:] if lines else ""
     if run.status == "error":
@@ -195,6 +197,7 @@ def _ended(run: CaseRun, limits: ResourceLimits) -> str:
 def _graded(
     num_passed: int, num_tests: int, reason: str, use_partial_credit: bool
 ) -> dict[str, Any]:
+    """Make the result of `compute_score`."""
     share = num_passed / num_tests
     return {
         "score": share if use_partial_credit else float(num_passed == num_tests),
@@ -208,8 +211,7 @@ def _graded(
 def _read_json(text: str) -> Any:
     """Read a JSON value; ValueError or RecursionError if Python cannot read the text."""
     was_collecting = gc.isenabled()
-    # The value has no cycles, and looking for them again and again takes seconds for millions of
-    # empty lists.
+    # With millions of lists, the garbage collector would take seconds; the value has no cycles.
     gc.disable()
     try:
         return json.loads(text)
@@ -219,7 +221,8 @@ def _read_json(text: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    """The beginning of a value's text, for a reason."""
+    """Beginning of a value's representation, for a reason."""
+    # `repr` of a long text would be slow.
     if isinstance(value, str):
         value = value[: _MAX_SHOWN_CHARS + 1]
     text = repr(value)
@@ -229,7 +232,11 @@ def _short(value: Any) -> str:
 def read_cases(ground_truth: Any) -> list[Case]:
     """Read the tests of a problem.
 
-    ValueError if the ground truth has none of the forms at the top of this file.
+    Args:
+        ground_truth: the tests, in one of the forms at the top of this file.
+
+    Raises:
+        ValueError: the ground truth has another form, or no tests.
     """
     tests = ground_truth
     if isinstance(tests, str):
@@ -260,6 +267,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
             cases.append(Case({"input": _text(value)}, _text(output)))
     if not name:
         return cases
+    # The supervisor and the comparison need JSON.
     try:
         json.dumps([case.given for case in cases])
         json.dumps(outputs, default=methodcaller("tolist"))
@@ -273,8 +281,9 @@ def read_cases(ground_truth: Any) -> list[Case]:
 def is_same_text(printed: str, expected: str) -> bool:
     """Whether a program's output is the expected one.
 
-    Blanks at the ends of lines and empty lines at the end do not count. For an expected number with
-    a decimal point, one within 1e-6 of it (absolutely or relatively) is the same.
+    Spaces at the ends of lines and empty lines at the end are ignored. An expected number with a
+    decimal point or an exponent also matches numbers that differ by at most 1e-6 (absolutely or
+    relatively).
 
     Args:
         printed: output of the program.
@@ -289,7 +298,7 @@ def is_same_text(printed: str, expected: str) -> bool:
         return False
     for line, expected_line in zip(lines, expected_lines, strict=True):
         expected_words = expected_line.split()
-        # One word too many is enough to see that the line is longer.
+        # At most one word more than expected, since a program may print a very long line.
         words = line.split(maxsplit=len(expected_words))
         if words == expected_words:
             continue
@@ -301,7 +310,7 @@ def is_same_text(printed: str, expected: str) -> bool:
 def is_same_result(result: Any, expected: Any) -> bool:
     """Whether a function's result is the expected one.
 
-    They are compared as by `==` in Python, but numbers with a fraction may differ by 1e-6.
+    Values are compared as by `==` in Python, but floats may differ by 1e-6.
 
     Args:
         result: result of the function, read from JSON.
@@ -312,7 +321,7 @@ def is_same_result(result: Any, expected: Any) -> bool:
     """
     readings = [expected]
     if isinstance(expected, str):
-        # Text that is not JSON is the result itself.
+        # Text that is not JSON can only be the result itself.
         with suppress(ValueError, RecursionError):
             readings.append(_read_json(expected))
     for reading in list(readings):
@@ -322,6 +331,7 @@ def is_same_result(result: Any, expected: Any) -> bool:
 
 
 def _is_same_word(word: str, expected: str) -> bool:
+    """Whether two words are the same, or about the same number."""
     if word == expected:
         return True
     if not any(mark in expected for mark in ".eE"):
@@ -329,17 +339,17 @@ def _is_same_word(word: str, expected: str) -> bool:
     try:
         return _is_close(float(word), float(expected))
     except ValueError:
-        # One of them is no number.
-        return False
+        return False  # one of them is no number
 
 
 def _is_same_value(value: Any, expected: Any) -> bool:
+    """Compare a value read from JSON with the expected one, whose types may be NumPy's."""
     # Not recursive, because lists may be nested more deeply than Python's stack allows.
     pairs = [(value, expected)]
     while pairs:
         value, expected = pairs.pop()
         if hasattr(expected, "tolist"):
-            # An array or a number of NumPy, from a table of ground truths.
+            # Tables of ground truths have NumPy's arrays and numbers.
             expected = expected.tolist()
         if isinstance(expected, list | tuple):
             if not isinstance(value, list) or len(value) != len(expected):
@@ -357,6 +367,7 @@ def _is_same_value(value: Any, expected: Any) -> bool:
 
 
 def _is_same_scalar(value: Any, expected: Any) -> bool:
+    """Compare two values that are neither lists nor dictionaries."""
     if not isinstance(value, float) and not isinstance(expected, float):
         return value == expected
     if not isinstance(value, int | float) or not isinstance(expected, int | float):
@@ -364,8 +375,7 @@ def _is_same_scalar(value: Any, expected: Any) -> bool:
     try:
         return _is_close(value, expected)
     except OverflowError:
-        # An integer that is larger than any float.
-        return False
+        return False  # an integer that is larger than any float
 
 
 def _text(value: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The response as a whole is the answer, except for blanks at its ends and runs of blanks."""
+"""Grades a response that as a whole must equal an accepted answer, apart from white space."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def compute_score(
         ignore_case: whether upper and lower case are the same.
 
     Returns:
-        "score" and "pred", the response as it was compared.
+        "score", and as "pred" the response as it was compared.
 
     Raises:
         ValueError: the ground truth is neither a text nor a list of texts.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometry with pictures (Geometry3K): the meaning of the answer, and to a small part its form.
+"""Geometry with pictures (Geometry3K): scores the answer, and with a small weight its format.
 
     score = (1 - format_weight) * acc + format_weight * format
 
@@ -22,13 +22,13 @@ def compute_score(
     *,
     format_weight: float = 0.1,
 ) -> dict[str, Any]:
-    """Score the meaning and the form of the answer.
+    """Score the answer by its meaning and its format.
 
     Args:
         solution_str: the response.
         ground_truth: the right answer, as for `graders/math.py`.
         extra_info: not used.
-        format_weight: weight of the form, from 0 to 1.
+        format_weight: weight of the format, from 0 to 1.
 
     Returns:
         "score", "acc", "format", "pred", and "ungradable" as for `graders/math.py`.
@@ -39,12 +39,13 @@ def compute_score(
     answer = math.compute_score(solution_str, ground_truth, extra_info)
     acc = 0.0
     pred = None
-    # Without a box, `math` accepts any number of the text.
+    # Without a box, `math` would take an answer from anywhere in the text.
     if "\\boxed" in solution_str:
         acc = answer["score"]
         pred = answer["pred"]
-    thought, _, rest = solution_str.partition("</think>")
-    has_format = thought.lstrip().startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
+    thought, _, conclusion = solution_str.partition("</think>")
+    has_box = "}" in conclusion.partition("\\boxed{")[2]
+    has_format = has_box and thought.lstrip().startswith("<think>")
     score = weighted(
         {"acc": acc, "format": float(has_format)},
         {"acc": 1.0 - format_weight, "format": format_weight},

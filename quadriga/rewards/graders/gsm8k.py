@@ -32,7 +32,8 @@ def extract_solution(
         _, mark, tail = solution_str.rpartition(MARK)
         return leading_number(tail) if mark else None
     if method == "flexible":
-        return next(reversed(find_numbers(solution_str)), None)
+        numbers = find_numbers(solution_str)
+        return numbers[-1] if numbers else None
     raise ValueError(f"gsm8k method: got {method!r}, expected 'strict' or 'flexible'")
 
 

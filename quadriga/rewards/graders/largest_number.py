@@ -23,5 +23,6 @@ def compute_score(
         ValueError: the ground truth is no number.
     """
     truth = true_number(ground_truth)
-    answer = next(reversed(find_numbers(solution_str)), None)
+    numbers = find_numbers(solution_str)
+    answer = numbers[-1] if numbers else None
     return {"score": float(answer == truth), "pred": plain_text(answer)}

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mathematical answers compared by meaning (math-verify): 1/2, 0.5 and \\frac{1}{2} are equal.
 
-The last `\\boxed{...}` of a response counts, and nothing else of it; without a box, the answer that
-math-verify finds at the end of the text. (math-verify itself would read the boxes of one line as
-one answer of several parts.) Of a text without a box the last 4,000 characters are read, because
-the time of math-verify grows with their square; a longer box counts as no answer.
+The last `\\boxed{...}` of a response is its answer; without a box, the answer that math-verify
+finds at the end of the text. (math-verify itself would read all boxes of a line as one answer of
+several parts.) Only the last 4,000 characters of a text without a box are read, because the time of
+math-verify grows with their square; a longer box counts as no answer.
 
-math-verify reads a word as a product of its letters, leaves out a relation at the beginning
-("\\neq 5"), takes the parts of a pair in any order, and calls numbers equal whose difference is
-tiny. So four things are compared here in addition: words are compared as words; what begins with a
-relation equals only what begins with one; (2, 1) is not the set of 1 and 2; small numbers must also
-be close by their ratio.
+math-verify reads a word as a product of its letters, ignores a relation at the beginning ("\\neq
+5"), takes the parts of a pair in any order, and takes numbers for equal if their difference is
+tiny. So four rules are added here: words are compared as words; an answer that begins with a
+relation equals only answers that begin with one; (2, 1) is not the set of 1 and 2; the ratio of
+small numbers must also be close to 1.
 
 A response that cannot be graded is a wrong answer, and "ungradable" in the result says why: its
 expression is beyond the bounds of `quadriga/rewards/bounds.py`, the library fails on it, or it
@@ -43,16 +43,17 @@ _WORD = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf)\{)?([A-Za-z]{3,})\}?")
 _RELATION = re.compile(r"\s*(?:[<>\u2260\u2264\u2265]|\\(?:neq?|leq?|geq?|lt|gt|not)(?![A-Za-z]))")
 
 
-# True while the library is called from here; for other callers in the process it is unchanged.
+# True while this module calls the library. The functions of the library that are replaced below
+# behave as usual for other callers in the process.
 _is_grading: ContextVar[bool] = ContextVar("is_grading", default=False)
-# It warns that its own time limits are off, which they are meant to be.
+# The library warns that its own time limits are off. `cpu_limit` replaces them.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 class UngradableError(BaseException):
     """An expression is beyond the bounds.
 
-    It is no `Exception`, because the library catches those and goes on.
+    Not an `Exception`, because the library catches those and goes on.
     """
 
 
@@ -79,8 +80,8 @@ def compute_score(
     try:
         with cpu_limit(CPU_LIMIT_S):
             answers = _parse(text)
-            # For majority voting, numbers are written by value and everything else as it was read.
-            # Expressions are not evaluated: for one such as 9^{9^9} that may never end.
+            # For majority voting, a number is written by its value and any other answer as in the
+            # response. Evaluating an expression such as 9^{9^9} might never end.
             answer_text = _first_text(answers)
             if answer_text is not None:
                 result["pred"] = " ".join(answer_text.split())
@@ -95,32 +96,34 @@ def compute_score(
 
 
 def _answer_text(solution_str: str) -> str:
-    """The part of a response that is read."""
+    """Take the part of a response that holds the answer; "" if there is none."""
     box = last_box(solution_str)
     if box is not None and len(box) <= MAX_CHARS:
         return f"\\boxed{{{plain_math(box)}}}"
     if "\\boxed{" in solution_str:
-        # The box is too long or never closed, and the rest of the text is no answer either.
+        # The box is too long or never closed. Numbers elsewhere in the text are not the answer.
         return ""
     return plain_math(solution_str[-MAX_CHARS:])
 
 
 def _parse(text: str) -> list[Any]:
+    """Parse a text: an expression and its text for each reading that the library finds."""
     return parse(text, _EXTRACTION, parsing_timeout=None, raise_on_error=True)
 
 
 @lru_cache(maxsize=1024)
 def _parse_truth(ground_truth: str) -> list[Any]:
+    """Parse a ground truth; ValueError if it is no mathematics or cannot be compared."""
     text = ground_truth
     if "\\boxed" not in text and "$" not in text:
-        # Outside of any environment, "\frac{1}{2}" would be read as several numbers.
+        # Outside of a math environment, "\frac{1}{2}" would be read as several numbers.
         text = f"\\boxed{{{text}}}"
     expected = "expected an expression that math-verify can read"
     token = _is_grading.set(True)
     try:
         with cpu_limit(CPU_LIMIT_S):
             truth = _parse(plain_math(text))
-            # A comparison that fails with this truth on both sides would fail with every response.
+            # A truth that cannot be compared with itself cannot be compared with any response.
             _is_same(truth, truth)
     except (Exception, CPULimitError, UngradableError) as error:
         raise ValueError(
@@ -134,9 +137,9 @@ def _parse_truth(ground_truth: str) -> list[Any]:
 
 
 def _is_same(truth: list[Any], answers: list[Any]) -> bool:
-    """Whether some reading of the answer equals some reading of the truth.
+    """Whether any reading of the answer equals any reading of the truth.
 
-    All pairs are tried before an error of one of them is raised.
+    An error of comparing two readings is raised only if no other pair is equal.
     """
     first_failure: Exception | None = None
     for true_reading, reading in product(truth, answers):
@@ -171,6 +174,7 @@ def _also_by_ratio(are_equal: Callable[..., bool]) -> Callable[..., bool]:
     def compare(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
         if not are_equal(a, b, float_rounding, numeric_precision):
             return False
+        # For other callers, and for what are no numbers, the library's answer stands.
         if not _is_grading.get():
             return True
         if not getattr(a, "is_number", False) or not getattr(b, "is_number", False):
@@ -178,6 +182,7 @@ def _also_by_ratio(are_equal: Callable[..., bool]) -> Callable[..., bool]:
         size = abs(a.evalf())
         if not size.is_Float or size > LARGEST_SMALL:
             return True
+        # Decimal numbers may be rounded; exact expressions may not.
         tolerance = 1e-2 if a.atoms(Float) or b.atoms(Float) else 1e-12
         return bool(abs(a.evalf() - b.evalf()) <= tolerance * size)
 
@@ -190,7 +195,7 @@ library_grader.sympy_numeric_eq = _also_by_ratio(library_grader.sympy_numeric_eq
 
 
 def _first_text(readings: list[Any]) -> str | None:
-    """The reading that is a text, which is the answer as it was written."""
+    """The first reading that is a text, which is the answer as it was written."""
     for reading in readings:
         if isinstance(reading, str):
             return reading
@@ -198,13 +203,18 @@ def _first_text(readings: list[Any]) -> str | None:
 
 
 def _is_other_form(truth: list[Any], answers: list[Any]) -> bool:
-    """Whether two lists of readings differ in ways that math-verify does not look at."""
+    """Whether truth and answer differ in a way that math-verify ignores (see the top of the file).
+
+    Args:
+        truth: readings of the ground truth.
+        answers: readings of the response's answer.
+    """
     true_text = _first_text(truth) or ""
     text = _first_text(answers) or ""
     true_word = _WORD.fullmatch(true_text)
     word = _WORD.fullmatch(text)
     if true_word and word:
-        # Three small letters may be a product.
+        # Up to three lower-case letters may be a product, so these are left to math-verify.
         is_long = max(len(true_word[1]), len(word[1])) > 3
         if is_long or not f"{true_text}{text}".islower():
             return true_word[1].casefold() != word[1].casefold()
@@ -214,7 +224,7 @@ def _is_other_form(truth: list[Any], answers: list[Any]) -> bool:
 
 
 def _opening(text: str, readings: list[Any]) -> str:
-    """The first character of an answer; "a set" for a set of several elements."""
+    """The first character of an answer; "a set" if it is a set of several elements."""
     if text.startswith("\\{") and isinstance(readings[0], FiniteSet) and len(readings[0]) > 1:
         return "a set"
     return text[:1]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DAPO's mathematics (arXiv:2503.14476): the answer after the last "Answer:", right 1, wrong -1.
+"""DAPO's mathematics (arXiv:2503.14476): a right answer after the last "Answer:" scores 1, else -1.
 
-Without such a line the last `\\boxed{...}` counts. Two answers are the same
+Without such a line the last `\\boxed{...}` is the answer. Two answers are the same
 
-1. if their texts are the same, except for blanks, `$`, units as text, `\\left` and the like, or if
-   their numbers are the same; else
-2. if they mean the same to math-verify (`graders/math.py`). Without this package, or with
+1. if their texts are the same apart from white space, `$`, units as text, `\\left` and the like, or
+   if both are the same number; else
+2. if math-verify finds that they mean the same (`graders/math.py`). Without this package, or with
    `use_symbols=False`, only 1 counts.
 """
 
@@ -19,9 +19,10 @@ HAS_SYMBOLS = find_spec("math_verify") is not None
 if HAS_SYMBOLS:
     from quadriga.rewards.graders import math as symbols
 
-_TAIL_CHARS = 2000
+_TAIL_CHARS = 2000  # only the end of a response is searched for the answer
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
+# Markup that does not change the meaning of an answer.
 _LEFT_OUT = re.compile(
     r"\\left|\\right|\\[!,;: ]|\\%|%|\\\$|\$|\\degree|\^\\circ|\^\{\\circ\}|\s|\*\*"
 )
@@ -37,7 +38,7 @@ def compute_score(
     wrong_score: float = -1.0,
     use_symbols: bool = True,
 ) -> dict[str, Any]:
-    """Score 1 for the right answer and `wrong_score` for any other, or none.
+    """Score 1 for the right answer and `wrong_score` for a wrong or missing one.
 
     Args:
         solution_str: the response.
@@ -89,7 +90,7 @@ def normal(text: str) -> str:
     box = last_box(text)
     text = _TEXT.sub(r"\1", plain_math(text if box is None else box))
     text = _FRACTION.sub(r"\\frac", _LEFT_OUT.sub("", text))
-    # "x = 5" answers with 5, but "x >= 5" does not.
+    # "x = 5" has the answer 5, but "x >= 5" is an answer itself.
     name, mark, value = text.rpartition("=")
     if mark and len(name) <= 2 and not name.endswith(("<", ">", "!")):
         text = value

@@ -8,7 +8,7 @@ case, without punctuation, without the articles a, an and the, and with single b
     sub_match  the answer contains one of the accepted answers, as whole words
     f1         F1 of the words that the answer shares with the nearest accepted answer
 
-One of them is the score; all three are returned and logged separately.
+One metric is the score; all three are returned and logged separately.
 """
 
 import re
@@ -31,7 +31,7 @@ def compute_score(
     metric: Literal["em", "sub_match", "f1"] = "em",
     format_score: float = 0.0,
 ) -> dict[str, Any]:
-    """Score the answer in tags by one of the metrics; 0 if there is none.
+    """Score the answer in tags by one of the metrics; 0 without an answer in tags.
 
     Args:
         solution_str: the response.
@@ -58,7 +58,8 @@ def compute_score(
     words = answer.split()
     f1 = 0.0
     for text in accepted:
-        # Harmonic mean of precision and recall over the words, repeated words counted.
+        # Harmonic mean of precision and recall over words. A repeated word counts as often as it is
+        # in both.
         accepted_words = text.split()
         num_common = (Counter(words) & Counter(accepted_words)).total()
         f1 = max(f1, 2 * num_common / (len(words) + len(accepted_words)))
@@ -68,11 +69,12 @@ def compute_score(
 
 
 def _accepted_answers(ground_truth: Any) -> list[str]:
-    """The accepted answers, in the form in which they are compared; none of them is empty."""
+    """Read the accepted answers of a row, normalised; ValueError if one is missing or empty."""
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     if hasattr(target, "tolist"):
         target = target.tolist()
     texts = [target] if isinstance(target, str) else target
+    # Empty for a ground truth of any other form.
     accepted = []
     if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
         accepted = [normal(text) for text in texts]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading answers from running text: decimal numbers, answers in tags, boxes.
+"""Reads answers from text: decimal numbers, answers in tags, boxes.
 
-Numbers may have signs, thousands separators and currency. Every function takes time that is linear
-in the length of the text.
+Numbers may have signs, thousands separators and a currency sign. Every function takes time linear
+in the length of the text: a model may write any text.
 """
 
 import re
@@ -24,7 +24,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-# A number on its own may have its separators anywhere ("12,34"), because it can mean nothing else.
+# A number on its own may have separators anywhere ("12,34"), because it cannot be several numbers.
 _LONE_NUMBER = re.compile(
     r"[\s*_`]*+(?P<sign>[-\u2212]?)\s*+\$?\s*+(?P<minus>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 )
@@ -37,8 +37,8 @@ _MARK_AS_TEXT = re.compile(r"\\text\{([^{}A-Za-z\\]*)\}")
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/}])([0-9]{1,9})[ \t]+([0-9]{1,9})/([0-9]{1,9})(?![\w/])")
 _POINT_AT_THE_END = re.compile(r"(?<=[0-9])\.(?=\s*(?:\Z|[$}]))")
 
-# An answer that is never closed matches up to the end of the text. If it did not match, each
-# further <answer> would be tried in vain, in quadratic time.
+# An answer that is never closed matches up to the end of the text. Otherwise the expression would
+# search the rest of the text once for each <answer>, in quadratic time.
 _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 
 
@@ -61,7 +61,8 @@ def leading_number(text: str) -> Decimal | None:
 def true_number(ground_truth: object) -> Decimal:
     """Read a ground truth that is a number.
 
-    ValueError if it is none, because every answer would silently get 0.
+    Raises:
+        ValueError: it is no number, so every answer would silently score 0.
     """
     number = leading_number(str(ground_truth))
     if number is None:
@@ -70,24 +71,28 @@ def true_number(ground_truth: object) -> Decimal:
 
 
 def plain_text(number: Decimal | None) -> str | None:
-    """Write a number in its only form, so that "7", "7.0" and "7.00" are the same vote."""
+    """Write a number in a canonical form, so that "7", "7.0" and "7.00" are the same vote."""
     if number is None:
         return None
     return "0" if number == 0 else format(number.normalize(_EXACT), "f")
 
 
 def _decimal(digits: str, *, is_negative: bool) -> Decimal:
+    """Make a number of matched digits, which may have thousands separators."""
     number = Decimal(digits.replace(",", ""))
+    # Exact, whereas `-number` rounds to the precision of the context.
     return number.copy_negate() if is_negative else number
 
 
 def plain_math(text: str) -> str:
-    r"""Rewrite five forms of LaTeX that libraries misread.
+    r"""Rewrite five forms of LaTeX and Markdown that libraries misread.
 
-    `7 3/4` becomes 31/4, `3.` 3, `11\text{:}30` 11:30, `\varnothing` `\emptyset`, and **18** 18.
+    `7 3/4` becomes `31/4`, `3.` becomes `3`, `11\text{:}30` becomes `11:30`, `\varnothing` becomes
+    `\emptyset`, and `**18**` becomes `18`.
     """
     text = _EMPHASIS.sub(lambda match: match["number"], text)
     text = _MARK_AS_TEXT.sub(r"\1", text).replace("\\varnothing", "\\emptyset")
+    # A mixed number, "7 3/4", has the groups 7, 3 and 4.
     text = _MIXED_NUMBER.sub(
         lambda match: f"{int(match[1]) * int(match[3]) + int(match[2])}/{int(match[3])}", text
     )
@@ -106,7 +111,7 @@ def last_box(text: str) -> str | None:
     if start < 0:
         return None
     begin = start + len("\\boxed{")
-    depth = 1
+    depth = 1  # number of open braces
     for position in range(begin, len(text)):
         if text[position] in "{}" and text[position - 1] != "\\":
             depth += 1 if text[position] == "{" else -1

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any task of the reasoning-gym library, graded by the library's own scorer for that task.
+"""Grades any task of the reasoning-gym library by the library's own scorer for that task.
 
 The scorer needs the entry that the task generated. A row has it in `extra_info`, as "entry", or as
-"metadata" (with the ground truth as the entry's answer). Either may be JSON text, which is how a
+"metadata" (with the ground truth as the entry's answer). Either may be text in JSON, which is how a
 parquet file stores entries of different shapes; {"__tuple__": [...]} in that text stands for a
 tuple, which some scorers distinguish from a list. The answer is the text in the last `<answer>`
 tags of the response, or the whole response if there are none.
 
 Some scorers raise an error on an answer that they cannot parse (prime_factorization on "foo bar",
 coin_flip on "1e400"). That is a wrong answer. If the scorer cannot judge the entry's own answer
-either, or misses a key of the entry, the row is at fault and the error is raised. Likewise an
-answer is wrong for which a scorer takes more than `CPU_LIMIT_S` of CPU time, if it takes less for
-the entry's own; "ungradable" in the result says so.
+either, or misses a key of the entry, the row is at fault and the error is raised. In the same way,
+an answer is wrong if the scorer takes more than `CPU_LIMIT_S` of CPU time for it but less for the
+entry's own answer; then "ungradable" in the result gives the reason.
 """
 
 import json
@@ -26,10 +26,10 @@ from quadriga.rewards.graders.reading import last_answer
 
 CPU_LIMIT_S = 1.7
 
-# Errors of a scorer over the text of an answer: no number, too large a number, or JSON of another
-# shape.
+# Errors of a scorer that cannot parse an answer: no number, too large a number, or other JSON than
+# expected.
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
-# An answer that says nothing (no move, no colour), for entries that have no answer of their own.
+# An answer without content (no move, no colour), for entries that have no answer of their own.
 _EMPTY_ANSWER = "{}"
 # Cached, because the library makes a data set of the task for each scorer.
 _scorer: Callable[[str], Callable[..., float]] = cache(get_score_answer_fn)
@@ -73,7 +73,7 @@ def compute_score(
     """
     entry = _entry(ground_truth, extra_info or {})
     name = task or (entry.get("metadata") or {}).get("source_dataset") or ""
-    # The library's own function takes quadratic time.
+    # Not by the library's own function, which takes quadratic time.
     tagged = last_answer(solution_str)
     answer = (solution_str if tagged is None else tagged).strip()
     scorer = _scorer(name)
@@ -86,7 +86,7 @@ def compute_score(
     except (*_MALFORMED, CPULimitError, MemoryError) as error:
         if not isinstance(error, _MALFORMED):
             result["ungradable"] = f"{type(error).__name__}: {error}"
-        # If the row is at fault, not the answer, the row's own answer fails too.
+        # If the entry is at fault and not the answer, scoring the entry's own answer fails too.
         reference = entry.get("answer")
         if reference is None:
             reference = _EMPTY_ANSWER
@@ -101,7 +101,7 @@ def compute_score(
 
 
 def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
-    """The entry of a row; its missing keys raise MissingKeyError."""
+    """Read the entry of a row; its missing keys raise MissingKeyError."""
     key = "entry"
     if extra_info.get(key) is None:
         key = "metadata"

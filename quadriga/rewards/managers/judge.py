@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on another server grades: it gets a prompt, and the number in its reply is the score.
+"""Grading by a model on another server: it gets a prompt, and the score is a number in its reply.
 
 Any server with OpenAI's chat completions can be used. Options (`reward_model.reward_kwargs`) are
 the fields of `Judge` (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`,
@@ -20,7 +20,7 @@ With components the score is their weighted sum, and each is logged as reward/ex
     judge.ask  waits until the requests and tokens of the last minute are below their limits, then
                for the server; unblocked by the reply or by `timeout_s`, whichever is first
     a sample   is an error if the judge does not reply, or replies without a number within the
-               range. It is counted and stored and never gets 0 in silence
+               range. Errors are counted and stored
 
 One `Judge` keeps the limits of one account. Several processes (with `rollout.mode=async` each one
 that generates) have several judges and must divide the limits among them.
@@ -52,7 +52,7 @@ _ENDING = (
     "X being a number from {:g} to {:g}:\nScore: X"
 )
 _QUESTION_KEYS = ("prompt", "range", "pattern")
-# In most tokenizers; for an estimate, until the server has counted the tokens.
+# To estimate the tokens of a request, until the server has counted them.
 _CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
 _PLACE = re.compile(
@@ -87,11 +87,11 @@ class RateLimit:
         """Wait until there is room for a request.
 
         Args:
-            num_tokens: estimate of its tokens.
+            num_tokens: estimated number of its tokens.
             deadline: time of the clock at which to give up.
 
         Returns:
-            Entry of the request, for `settle`.
+            The request's entry, for `settle`.
 
         Raises:
             TimeoutError: there was no room before the deadline.
@@ -107,6 +107,7 @@ class RateLimit:
                     raise TimeoutError(
                         "the judge's limit on requests or tokens per minute left no room in time"
                     )
+                # Until the oldest request leaves the window; `settle` may make room before that.
                 self.wait(self._changed, min(self._window[0][0] + WINDOW_S, deadline) - now)
             entry = [now, float(num_tokens)]
             self._window.append(entry)
@@ -114,8 +115,9 @@ class RateLimit:
             return entry
 
     def _has_room(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens may be sent now. Needs the lock."""
         if not self._window:
-            # Also for a request with more tokens than the limit, which would never fit.
+            # Otherwise a request with more tokens than the limit would wait for ever.
             return True
         if self.requests_per_minute is not None and len(self._window) >= self.requests_per_minute:
             return False
@@ -130,6 +132,7 @@ class RateLimit:
             num_tokens: number of its tokens.
         """
         with self._changed:
+            # By identity: two requests may have equal entries. It may have left the window already.
             if any(entry is other for other in self._window):
                 self._num_tokens += num_tokens - entry[1]
                 entry[1] = float(num_tokens)
@@ -140,23 +143,36 @@ class RateLimit:
 class Judge:
     """A model on a server that answers questions. Threads may share it.
 
+    Attributes:
+        url: address of the API, as in "http://host:8000/v1". "/chat/completions" is added if it is
+            missing.
+        model: name of the model on the server.
+        api_key_env: environment variable that holds the key. None: the server needs none.
+        requests_per_minute: largest number of requests. None: no limit.
+        tokens_per_minute: largest number of tokens, of prompts and replies together. None: no
+            limit.
+        max_concurrency: number of samples judged at the same time.
+        timeout_s: seconds for one question, including all waits and retries.
+        max_attempts: most requests for one question.
+        backoff_s: seconds to pause after the first failed request; doubled after each further one.
+        max_tokens: most tokens of a reply.
+        temperature: sampling temperature of the judge.
+
     Raises:
         ConfigError: a number is out of range, or the environment variable for the key is not set.
     """
 
-    # Of the API, as in "http://host:8000/v1"; "/chat/completions" is added if it is missing.
     url: str
-    model: str  # as the server calls it
-    # Environment variable that holds the key. None: the server needs none.
+    model: str
     api_key_env: str | None = None
-    requests_per_minute: int | None = None  # None: no limit
-    tokens_per_minute: int | None = None  # of prompts and replies together. None: no limit
-    max_concurrency: int = 8  # samples judged at the same time
-    timeout_s: float = 120.0  # for one question, with all its waits and retries
-    max_attempts: int = 5  # requests for one question
-    backoff_s: float = 1.0  # pause after the first failure; it doubles with each
-    max_tokens: int = 512  # longest reply, in tokens
-    temperature: float = 0.0  # of the judge's sampling
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrency: int = 8
+    timeout_s: float = 120.0
+    max_attempts: int = 5
+    backoff_s: float = 1.0
+    max_tokens: int = 512
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -166,7 +182,7 @@ class Judge:
                 continue
             is_time = field.name.endswith("_s")
             number_type = float | int if is_time else int
-            # A bool is an int in Python.
+            # Without the check, `True` would count as 1.
             if not isinstance(value, number_type) or isinstance(value, bool) or value <= 0:
                 kind = "seconds" if is_time else "a whole number"
                 raise ConfigError(
@@ -183,9 +199,8 @@ class Judge:
                     fix=f"export {self.api_key_env}=...",
                 )
             headers["Authorization"] = f"Bearer {key}"
-        url = self.url.rstrip("/")
-        if not self.url.endswith("/chat/completions"):
-            url += "/chat/completions"
+        base_url = self.url.rstrip("/").removesuffix("/chat/completions")
+        url = f"{base_url}/chat/completions"
         self._server = HTTPClient(
             url, RewardError, setting=f"{_WHERE}.url", headers=headers, use_proxies=True
         )
@@ -194,10 +209,17 @@ class Judge:
         )
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Ask the judge, with messages that have "role" and "content"; returns the reply.
+        """Ask the judge a question.
 
-        TimeoutError if there is no reply within `timeout_s`. RewardError if the server refuses, no
-        attempt had a reply, or the reply has no text.
+        Args:
+            messages: the chat, each message with "role" and "content".
+
+        Returns:
+            Text of the reply.
+
+        Raises:
+            TimeoutError: there was no reply within `timeout_s`.
+            RewardError: the server refuses, no attempt had a reply, or the reply has no text.
         """
         deadline = time.monotonic() + self.timeout_s
         num_chars = sum(len(message["content"]) for message in messages)
@@ -205,7 +227,7 @@ class Judge:
         entries: list[list[float]] = []
 
         def before_attempt() -> None:
-            # The server counts each attempt, so each is counted here; only the last is settled.
+            # The server counts every attempt, so each has an entry; only the last one is settled.
             entries.append(self._limit.acquire(num_tokens, deadline))
 
         body = {
@@ -235,17 +257,31 @@ class Judge:
 
 
 class JudgeQuestion(NamedTuple):
-    """A question about a sample for the judge."""
+    """A question about a sample for the judge.
+
+    Attributes:
+        name: name of the score.
+        prompt: text with places such as {solution_str}.
+        pattern: regular expression for the score in the reply. None: the judge is asked for a last
+            line with the score.
+        weight: weight of the score in the sum.
+        least: lowest score.
+        most: highest score.
+    """
 
     name: str
     prompt: str
-    pattern: str | None = None  # None: the judge is asked for a last line with its score
+    pattern: str | None = None
     weight: float = 1.0
     least: float = 0.0
     most: float = 1.0
 
     def asked_of(self, row: dict[str, Any]) -> str:
-        """Fill in the prompt for a sample, given as an entry of `Samples.rows`."""
+        """Fill in the prompt for a sample.
+
+        Args:
+            row: facts of the sample, as an entry of `Samples.rows`.
+        """
         text = _PLACE.sub(lambda match: _value(row, match[1]), self.prompt)
         return text if self.pattern is not None else text + _ENDING.format(self.least, self.most)
 
@@ -257,6 +293,7 @@ class JudgeQuestion(NamedTuple):
         """
         got = f"judge's reply: got ...{reply[-200:]!r}"
         if self.pattern is None:
+            # The line is short, so the end of the reply is enough.
             numbers = _LAST_LINE.findall(reply.rstrip()[-100:])
             expected = "a last line 'Score: X'"
         else:
@@ -279,7 +316,8 @@ class JudgeQuestion(NamedTuple):
 class JudgeRewardManager(SampleManager):
     """Grades each sample by a model on another server, within that server's limits.
 
-    When a grading is cancelled, questions under way end with their replies or their time limits.
+    When a grading is cancelled, questions that were sent already still wait for their replies or
+    their time limits.
     """
 
     grades_early = True
@@ -317,7 +355,7 @@ class JudgeRewardManager(SampleManager):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _grade(self, round_: GradingRound, key: int, row: dict[str, Any]) -> None:
-        """Ask all questions about one sample, in one of the threads."""
+        """Ask all questions about one sample and record its outcome; runs in a thread."""
         if round_.done.done():
             return
         scores: dict[str, float] = {}
@@ -331,12 +369,13 @@ class JudgeRewardManager(SampleManager):
         except (RewardError, TimeoutError, ValueError) as error:
             round_.record(key, raised(error))
         except BaseException as error:
+            # Nobody waits for this thread's future, so the round has to end with the error.
             round_.end(error)
             raise
 
 
 def _value(row: dict[str, Any], place: str) -> str:
-    """The text for a place of a prompt, `column` or `extra_info.NAME`."""
+    """The text for a place in a prompt, `column` or `extra_info.NAME`; ValueError if missing."""
     column, _, name = place.partition(".")
     if not name:
         # Callers of `grade_one` may leave out the text with special tokens.
@@ -349,7 +388,7 @@ def _value(row: dict[str, Any], place: str) -> str:
 
 
 def _questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
-    """Read the questions from the options of the manager; ConfigError if they are wrong."""
+    """Read the questions from the manager's options; ConfigError if they are wrong."""
     components = kwargs.get("components")
     if (components is None) == (kwargs.get("prompt") is None):
         got = "neither" if components is None else "both"
@@ -365,6 +404,7 @@ def _questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
 
 
 def _question(name: str, settings: Any) -> JudgeQuestion:
+    """Read one question from its options; ConfigError if they are wrong."""
     where = f"{_WHERE}.components.{name}"
     if not isinstance(settings, Mapping) or not set(settings) <= {*_QUESTION_KEYS, "weight"}:
         raise ConfigError(
@@ -374,7 +414,6 @@ def _question(name: str, settings: Any) -> JudgeQuestion:
         )
     pattern = settings.get("pattern")
     try:
-        # The first group of a pattern is the number.
         has_group = pattern is None or re.compile(pattern).groups > 0
     except re.error as error:
         raise ConfigError(

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The managers of score functions: the built-in graders or the function of a user's file.
+"""Managers of score functions, which are the built-in graders or a function in a user's file.
 
-    naive        one call per sample, in a pool of processes, with a time limit each
+    naive        one call per sample, in a pool of processes, with a time limit for each
     batch        one call for all samples of a batch, for functions that are faster on many at once
-    prime        naive with as many processes as cores, for slow graders, above all of programs
+    prime        naive with as many processes as cores, for slow graders such as those of programs
     dapo         naive with a soft penalty for over-long responses
     in_process   in the trainer's own process: for a function that other processes cannot load, and
                  for a debugger
 
-A sample that cannot be graded is an error, which is counted and stored with it; it never gets 0 in
-silence.
+If a sample cannot be graded, the error is counted and stored with the sample.
 """
 
 import os
@@ -28,10 +27,10 @@ from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager, Samples
 from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
 
-# The outcome of a sample that only a reward model grades.
+# The outcome of a sample that a reward model or the environment grades.
 NO_GRADE = Outcome(0.0, {}, "", "graded")
 _WHERE = "reward_model.reward_kwargs"
-# Built-in graders limit their own CPU time. By the clock they may take this many times
+# Built-in graders limit their own CPU time. Their time limit is this many times
 # `reward_model.timeout_s`, since a score must not depend on how busy the machine is.
 BUILT_IN_PATIENCE = 10
 _BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
@@ -39,14 +38,15 @@ _MAX_SHOWN_TOKENS = 5
 
 
 def special_token_notice(tokenizer: Any, accepted: Collection[str]) -> tuple[str, ...]:
-    """The notice that a function gets texts without special tokens that may matter to it.
+    """Make a notice if a function gets texts without special tokens that may matter to it.
 
     Args:
         tokenizer: tokenizer of the policy.
         accepted: names of the arguments that the function is called with.
 
     Returns:
-        One sentence, or nothing if the function gets all it may need.
+        One sentence; empty if the function also takes the texts with special tokens, or if the
+        tokenizer has none but those for ends and padding.
     """
     if not {*PLURALS, *PLURALS.values()}.isdisjoint(accepted):
         return ()
@@ -67,17 +67,18 @@ def special_token_notice(tokenizer: Any, accepted: Collection[str]) -> tuple[str
 class NaiveRewardManager(SampleManager):
     """Grades each sample on its own, in a pool of processes.
 
-    A user's score function is loaded at once, so that a mistake in it shows before a model is
+    A user's score function is loaded at once, so that a mistake in it is reported before a model is
     loaded.
 
     Attributes:
         function: the score function.
-        has_grades: whether it is called at all. If not, a reward model or the environment grades,
-            and other scores are zero, except for what the manager adds to them.
+        has_grades: whether the score function is used. If not, a reward model or the environment
+            grades, and the scores of this manager are 0 plus what `shaped` adds.
+        is_batch: whether one call of the score function grades all samples.
     """
 
     grades_early = True
-    is_batch: bool = False  # whether one call of the score function grades all samples
+    is_batch: bool = False
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -98,6 +99,7 @@ class NaiveRewardManager(SampleManager):
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if self.function.path is None and self.has_grades:
+            # Checked once for each data source. The reversed order leaves its first place.
             first_places = {data_source: place for place, data_source, _ in reversed(rows)}
             for data_source, place in first_places.items():
                 grader_name(data_source, f"{place}, its data source")
@@ -119,7 +121,7 @@ class NaiveRewardManager(SampleManager):
         timeout_s = self.settings.timeout_s
         if self.function.path is None:
             timeout_s *= BUILT_IN_PATIENCE
-            # An unknown data source stops the run before a process starts.
+            # Raises for an unknown data source, before a process is started.
             for data_source in dict.fromkeys(row["data_source"] for row in rows):
                 grader_name(data_source)
         arguments = [self.function.facts_of(row) for row in rows]
@@ -206,7 +208,7 @@ class PrimeRewardManager(NaiveRewardManager):
 def punishment_of(
     length: int, max_length: Any, given: Mapping[str, Any]
 ) -> tuple[float, dict[str, Any]]:
-    """The soft penalty for an over-long response, see `DapoRewardManager`.
+    """Compute the soft penalty for an over-long response, see `DapoRewardManager`.
 
     Args:
         length: length of the response in tokens.
@@ -269,7 +271,7 @@ class DapoRewardManager(NaiveRewardManager):
         kwargs = config.reward_model.reward_kwargs
         self._max_length = kwargs.get("max_resp_len")
         self._buffer = kwargs.get("overlong_buffer_cfg") or {}
-        # Check the options at once.
+        # Raises if an option is wrong.
         punishment_of(0, self._max_length, self._buffer)
         super().__init__(config, tokenizer)
 
@@ -288,6 +290,7 @@ class DapoRewardManager(NaiveRewardManager):
             if not outcome.error:
                 penalty, entries = punishment_of(length, self._max_length, self._buffer)
                 extra = {}
+                # Without a grader there is no accuracy.
                 if self.has_grades:
                     extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)}
                 outcome = outcome._replace(score=outcome.score + penalty, extra=extra | entries)
@@ -299,8 +302,8 @@ class DapoRewardManager(NaiveRewardManager):
 class InProcessRewardManager(SampleManager):
     """Grades in the trainer's process, when the rewards are needed, without a time limit.
 
-    Each sample is one call, or with `reward_model.reward_kwargs={is_batch: true}` the whole batch.
-    Workers in other processes go on in the meantime.
+    There is a call for each sample, or with `reward_model.reward_kwargs={is_batch: true}` one for
+    the whole batch. Workers in other processes continue meanwhile.
     """
 
     options = ("is_batch",)
@@ -319,6 +322,7 @@ class InProcessRewardManager(SampleManager):
             self.reads_rows = ROW in self._accepted
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
+        # `submit` grades at once, so it is called only when the result is taken.
         begin = partial(super().begin, data, outcomes)
         return Grading(lambda: begin().result(), lambda: None)
 
@@ -327,12 +331,13 @@ class InProcessRewardManager(SampleManager):
         calls = [rows] if self._is_batch and rows else [[row] for row in rows]
         for key, outcome in enumerate(chain.from_iterable(map(self._grade, calls))):
             round_.record(key, outcome)
+            # The round may end early, after too many failures.
             if round_.done.done():
                 break
         return round_
 
     def _grade(self, rows: list[dict[str, Any]]) -> list[Outcome]:
-        """Grade all rows in one call."""
+        """Grade rows in one call of the score function."""
         facts = [self.function.facts_of(row) for row in rows]
         arguments = self.function.batch_of(facts) if self._is_batch else facts[0]
         arguments = {name: value for name, value in arguments.items() if name in self._accepted}

@@ -81,6 +81,23 @@ def test_which_passes_a_step_needs(
     assert ("reference model: not needed" in text) == (not needs_model)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["algorithm.rollout_correction.preset=decoupled_token_is"], "off-policy correction"),
+        ([f"{ACTOR}.router_replay=old_log_prob"], "repeats the routes"),
+        (
+            ["algorithm.rollout_correction.preset=bypass_ppo_clip", f"{ACTOR}.ppo_epochs=2"],
+            "no separate pass (bypass mode",
+        ),
+    ],
+)
+def test_the_pass_for_old_log_probs_has_its_own_reason(overrides: list[str], reason: str) -> None:
+    found = config("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", *overrides)
+    (line,) = [line for line in explain(found).splitlines() if "old log-probs:" in line]
+    assert reason in line
+
+
 def test_the_reference_of_an_adapter() -> None:
     """It is the actor, unless it has a pool of its own."""
     words = (f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4")

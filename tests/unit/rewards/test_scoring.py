@@ -9,6 +9,7 @@ import pytest
 import quadriga.rewards.graders as graders
 from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards import scoring
+from quadriga.rewards.by_name import facts, reward_of
 from quadriga.rewards.pool import GradingPool
 from quadriga.rewards.scoring import (
     GRADERS,
@@ -247,3 +248,14 @@ def test_functions_get_special_tokens_and_messages_by_naming_them(tmp_path):
         "batch": {"whole": "<t>four"},
         "plain": {"names": []},
     }
+
+
+def test_a_function_called_score_does_not_take_the_name_of_the_sum():
+    def score(response):
+        return 1.0
+
+    def brevity(response):
+        return 0.5
+
+    (result,) = reward_of([score, brevity]).score([facts("d", "7", "7", None)])
+    assert result == {"score": 1.5, "reward_1": 1.0, "brevity": 0.5}

@@ -105,4 +105,4 @@ def test_an_error_of_the_server_is_no_wrong_answer(server):
     )
     server.broken = 99
     with pytest.raises(RewardError, match="SandboxError: no container"):
-        compute_score("print(3)", SUMS, sandbox_url=f"{server.url}/run_code")
+        compute_score("print(3)", SUMS, sandbox_url=f"{server.url}/run_code/")

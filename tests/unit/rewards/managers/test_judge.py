@@ -135,6 +135,11 @@ def test_a_question_and_its_answer(server, monkeypatch):
     assert server.asked == [("/v1/chat/completions", "Bearer k", body)]
 
 
+def test_the_address_may_be_that_of_the_chat_completions(server):
+    ask(Judge(f"{server.url}/chat/completions/", "m"))
+    assert server.asked[0][0] == "/v1/chat/completions"
+
+
 def test_a_rate_that_leaves_no_room_is_a_time_out(server):
     judge = Judge(server.url, "m", requests_per_minute=1, timeout_s=0.3)
     ask(judge)
