@@ -120,7 +120,7 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
     dp_ranks = group.mesh(mesh_name).dp_ranks
     num_chunks = max(dp_ranks) + 1
     chunks: dict[str, list[Any]] = {}
-    num_rows: dict[str, int] = {}
+    num_rows = {}
     positional = {str(number): value for number, value in enumerate(args)}
     for name, value in (*positional.items(), *kwargs.items()):
         if isinstance(value, (DataProto, DataProtoFuture)):

@@ -295,14 +295,14 @@ class LocalWorkerGroup(WorkerGroup[W]):
                 rank = len(self._places)
                 place = WorkerPlace(rank, pool.world_size, local_rank, num_processes)
                 self._places.append(place)
+        cls = cls_with_init.cls
         args = cls_with_init.args
         kwargs = cls_with_init.kwargs
         self.workers: list[W] = []
         # `__init__` runs below like any other method, so that its errors name the rank.
         for place in self._places:
             with placed(place):
-                worker = cls_with_init.cls.__new__(cls_with_init.cls, *args, **kwargs)
-                self.workers.append(worker)
+                self.workers.append(cls.__new__(cls, *args, **kwargs))
         self.resolve(self.start_all("__init__", [(args, kwargs)] * pool.world_size))
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:

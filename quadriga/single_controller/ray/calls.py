@@ -104,15 +104,16 @@ class _Loss:
         call = self.call
         error = self.error
         address = call.address
-        is_unreadable = isinstance(error, RaySystemError) and bool(error.traceback_str)
-        if is_unreadable or isinstance(error, RayTaskError):
+        transfer_problem: str | None = None
+        if isinstance(error, RayTaskError):
+            transfer_problem = f"{type(error.cause).__name__}: {error.cause}"
+        elif isinstance(error, RaySystemError) and error.traceback_str:
+            transfer_problem = str(error.client_exc)
+        if transfer_problem is not None:
             # The process is alive: Ray could not transfer the arguments or the output.
-            problem = str(error.client_exc) if is_unreadable else ""
-            if isinstance(error, RayTaskError):
-                problem = f"{type(error.cause).__name__}: {error.cause}"
             transfer_error = WorkerError(
                 f"{call.worker} failed in {call.method}",
-                got=f"{problem} (called with {call.arguments()})",
+                got=f"{transfer_problem} (called with {call.arguments()})",
                 expected="arguments and a result that can be pickled here and unpickled there",
             )
             transfer_error.worker = str(call.worker)

@@ -204,10 +204,10 @@ class StateCopies:
         cycle = sorted(set(homes.values()))
         self._drop(set(self._keepers) - set(cycle))
         following = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
-        nodes: dict[Owner, list[str]] = {}
-        for owner, node in homes.items():
-            mirror_node = following[node]
-            nodes[owner] = [node] if mirror_node == node else [node, mirror_node]
+        # Each owner's node, and the one that mirrors it, unless there is only one node.
+        nodes = {
+            owner: list(dict.fromkeys((node, following[node]))) for owner, node in homes.items()
+        }
         paths: dict[str, dict[Owner, str]] = {}
         refusal = ""
         largest = 0
