@@ -220,7 +220,7 @@ class StateCopies:
             if refusal:
                 break
             owners = [owner for owner in homes if owner[0] == part]
-            rank_paths = [paths[homes[owner]].get(owner, "") for owner in owners]
+            rank_paths = [paths[homes[owner]][owner] for owner in owners]
             refusal = next(filter(None, worker.open_copies(rank_paths)), "")
         if refusal:
             return f"none ({refusal}): a lost process costs the steps since the last checkpoint"
