@@ -369,11 +369,10 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
     limit = length_limit(policy)
     num_tokens = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and num_tokens > limit and rollout.needs_packed_rows:
-        got = f"{rollout.name}, for sequences of up to {num_tokens} tokens of a model with "
-        got += "rope_type=longrope"
         raise ConfigError(
             f"{ROLLOUT}.name",
-            got=got,
+            got=f"{rollout.name}, for sequences of up to {num_tokens} tokens of a model with "
+            "rope_type=longrope",
             expected=f"at most {limit} tokens: beyond, positions depend on a sequence's length",
             fix="Set it to hf, or lower the lengths.",
         )
@@ -577,11 +576,10 @@ def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -
             fix="Leave the key out: the critic then starts from the policy's model.",
         )
     if where == "reward_model" and _image_inputs(model) != _image_inputs(policy):
-        got = f"a model of type {model.model_type}, with a vision-language policy of type "
-        got += policy.model_type
         raise ConfigError(
             f"{where}.model.path",
-            got=got,
+            got=f"a model of type {model.model_type}, with a vision-language policy of type "
+            f"{policy.model_type}",
             expected="one with its image tokens and patches",
             fix="Train one with `quadriga sft objective=reward_model`, or grade with "
             "custom_reward_function.path.",

@@ -412,12 +412,19 @@ class ServedStream(GenerationStream):
                 event = self._happened.get(waits, max(0.0, deadline - time.monotonic()))
                 happened.append(event)
                 kind, number, _ = event
-                batch = self._batches.pop(number, None) if kind == "ended" else None
-                is_complete = all(self._batches.get(group) != batch for group in tuple(self._open))
-                may_wait = batch is not None and not (is_complete or self._reports_at_once)
-                # With a deadline in the past, take only events that are there already.
-                deadline = min(deadline, time.monotonic() + TOGETHER_WITHIN_S) if may_wait else 0.0
+                if kind == "ended" and self._expects_more(number):
+                    deadline = min(deadline, time.monotonic() + TOGETHER_WITHIN_S)
+                else:
+                    # In the past: take only events that are there already.
+                    deadline = 0.0
         return [(kind, number, value()) for kind, number, value in happened]
+
+    def _expects_more(self, group: int) -> bool:
+        """Whether the end of a group may wait for the ends of other groups of its batch."""
+        batch = self._batches.pop(group, None)
+        if batch is None or self._reports_at_once:
+            return False
+        return any(self._batches.get(open_group) == batch for open_group in tuple(self._open))
 
     def close(self) -> None:
         with self._changed:
