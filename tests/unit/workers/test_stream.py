@@ -172,6 +172,7 @@ def test_ends_of_groups_are_told_together_until_their_batch_is_whole(
     ).start()
     told = stream.events()
     assert (
-        told == [("ended", 1, "first"), ("ended", 2, "second")][: 1 if stream._reports_at_once else 2]
+        told
+        == [("ended", 1, "first"), ("ended", 2, "second")][: 1 if stream._reports_at_once else 2]
     )
     assert len(told) == 2 or stream.events() == [("ended", 2, "second")]
