@@ -416,7 +416,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ScoreRule:
-    """How the scores of a layer are computed."""
+    """Rule by which the scores of a layer are computed."""
 
     scale: float
     window: int | None

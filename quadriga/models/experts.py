@@ -85,7 +85,7 @@ class RouteRecorder:
 
 @dataclass(eq=False)
 class Routing:
-    """How a packed batch's tokens are routed, and what is recorded.
+    """Routing of a packed batch's tokens through the experts, and what is recorded of it.
 
     Attributes:
         replayed: experts [N, L, k] to go through. Where it is -1, the router chooses. None: the

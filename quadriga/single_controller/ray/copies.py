@@ -129,7 +129,7 @@ class Keeper:
 
 @dataclass(frozen=True)
 class _CopyLocations:
-    """Where the copies of each rank are."""
+    """Locations of the copies of each rank."""
 
     nodes: dict[Owner, list[str]]  # the nodes that have copies of a rank
     paths: dict[str, dict[Owner, str]]  # by node: where its processes open the memory
