@@ -5,7 +5,7 @@ Mini-batches follow the order of the whole batch, shuffled or not. Each rank com
 mini-batch that it holds. Therefore mini-batches and gradients do not depend on how the rows are
 spread over data-parallel ranks.
 
-Micro-batches by tokens: the rows of a prompt form a unit. Units are assigned to as few micro-batches
+Micro-batches by tokens: rows of a prompt form a unit. Units are assigned to as few micro-batches
 as the token limit allows, the costliest unit first, each to the cheapest micro-batch with room. All
 micro-batches then take about as long, and none is nearly empty. The assignment affects memory and
 speed, never the gradient: losses are normalised by counts of the whole mini-batch before the first
@@ -332,7 +332,7 @@ def _assign(units: Sequence[_Unit], max_tokens: int, num_at_least: int) -> list[
 
 
 def _assign_evenly(units: Sequence[_Unit], max_tokens: int, num: int) -> list[list[_Unit]] | None:
-    """Assign each unit to the cheapest of `num` micro-batches with room; None if one does not fit."""
+    """Assign each unit to the cheapest of `num` micro-batches with room. None: no room."""
     batches = BalancedParts([max_tokens] * num)
     for unit in units:
         # A unit over the limit takes a whole micro-batch.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of an engine's state, written while training continues, and read by any layout.
 
-`StateWriter` writes the state to disk, as a distributed checkpoint of torch. `StateCopier` copies it
+`StateWriter` writes the state to disk as a distributed checkpoint of torch. `StateCopier` copies it
 to shared memory, which outlives the process.
 
     rank 0                        rank 1                        who waits
@@ -222,7 +222,7 @@ class _Chunks(DefaultSavePlanner):
                 folder.mkdir(parents=True, exist_ok=True)
         except CheckpointError as error:
             folder_error = error
-        # Every rank makes the same global plan from all local plans, so that no rank has to send it.
+        # Every rank makes the same global plan from all local plans, so no rank has to send it.
         local_plans = _gather_or_raise(world, self.create_local_plan(), folder_error)
         plans, _ = self.create_global_plan(local_plans)
         self.finish_plan(self._writer.prepare_global_plan(plans)[world.rank])

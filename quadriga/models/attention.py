@@ -301,7 +301,7 @@ class PackedAttention:
         return self._pieces[segment]
 
     def _cut(self, segment: Segment) -> list["_QueryBlock"]:
-        """Make the blocks of one segment. A piece sees itself causally, and earlier keys in full."""
+        """Make the blocks of one segment. A piece sees itself causally, earlier keys in full."""
         blocks = []
         earlier = []
         if segment.prefix is not None:
@@ -474,7 +474,7 @@ class _KeyRun:
         return [self.of_rows(queries), self.keys.take(key), self.keys.take(value)]
 
     def of_rows(self, block: Tensor) -> Tensor:
-        """Select the rows [b, L, ...] that see the keys, as one longer row if the keys are shared."""
+        """Select the rows [b, L, ...] that see the keys, as one longer row if keys are shared."""
         rows = block[self.rows]
         return rows if self.is_causal else rows.flatten(0, 1)[None]
 

@@ -253,7 +253,7 @@ class Routers:
 
     Args:
         model: the full model; hooks are added to its layers and routers. Routers are numbered in
-            the order of its layers, and keep their numbers when a pipeline stage drops other layers.
+            the order of its layers, and keep their numbers when a stage drops other layers.
 
     Attributes:
         num_experts: E, or 0 without experts.

@@ -218,7 +218,7 @@ class PaddedRows:
         shape: (b, L).
         start: index of the first token if the rows are a view of the packed tokens, else None.
         padding: [b, L] bool, where a row has padding; None if the rows are a view.
-        indices: [b * L] packed indices of the tokens of all rows. Unset if the rows are a view, like
+        indices: [b * L] packed indices of tokens of all rows. Unset if the rows are a view, like
             the attributes below.
         tokens: packed indices of the tokens that are not padding.
         slots: indices of the same tokens in [b * L].

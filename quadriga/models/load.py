@@ -365,7 +365,7 @@ def explained(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         got = str(error).strip().splitlines()[0]
         if len(Path(path).parts) > 2 and not Path(path).exists():
-            # Hub names have at most two parts, so this is a folder, although transformers reports it
+            # Hub names have at most two parts, so this is a folder, but transformers reports it
             # as a hub name.
             got = "no such folder"
         elif isinstance(error, SafetensorError):

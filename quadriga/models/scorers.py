@@ -169,7 +169,7 @@ class Scorer(nn.Module, ABC):
         return self.score(hidden[0], batch, question)
 
     def keep_routes(self, routed: RoutedTokens) -> None:
-        """Store the experts of the last call's tokens in its `Routing`, if `Routing.keeps` is set."""
+        """Store the experts of the last call's tokens in its `Routing` if `Routing.keeps`."""
         if routed.routing.keeps:
             chosen = torch.stack([*routed.chosen.values()], 1)  # [n, L, k]
             routed.routing.chosen = self.sharing.joined(chosen)

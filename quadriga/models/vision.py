@@ -342,7 +342,7 @@ class VisionEncoderCost:
         return float(total)
 
     def update_flops(self, grids: Tensor) -> float:
-        """Operations of a forward and a backward pass over images [I, 3], if the encoder is trained.
+        """Operations of a forward and a backward pass over images [I, 3].
 
         A frozen encoder has no backward pass.
         """

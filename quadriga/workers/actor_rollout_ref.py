@@ -318,7 +318,7 @@ class ActorRolloutRefWorker(Learner):
             self.has_sent_frozen = True
 
     def shards(self) -> Held:
-        """Positions and tensors of this rank's shards, by their names in a model without adapter."""
+        """Positions and tensors of this rank's shards, by names in a model without adapter."""
         shards: dict[str, tuple[Box, torch.Tensor]] = {}
         for name, start, tensor in self.engine.parameters.shards():
             shards[base_name(name)] = (Box(start, tuple(tensor.shape)), tensor.detach())

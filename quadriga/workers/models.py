@@ -586,7 +586,7 @@ def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -
         )
     if layout.pp == 1:
         return
-    # Features of images are added to the outputs of the first layers. The first stage, which has the
+    # Features of images are added to the outputs of the first layers. The first stage, with the
     # vision encoder, must have all of these layers.
     vision = getattr(model, "vision_config", None)
     num_needed = len(getattr(vision, "deepstack_visual_indexes", ()))

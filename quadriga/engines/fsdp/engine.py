@@ -149,7 +149,7 @@ class FSDPEngine:
 
     @property
     def has_replicated_weights(self) -> bool:
-        """Whether `model` has full weights on this rank, so that the rollout can compute with it."""
+        """Whether `model` has full weights on this rank, so the rollout can compute with it."""
         return self.processes.layout.is_whole
 
     @property

@@ -146,7 +146,7 @@ class ReplicatedWeights:
         return local
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Yield name, start and tensor [...] of this rank's shards: here they are full parameters."""
+        """Yield name, start and tensor [...] of this rank's shards: here full parameters."""
         for name, tensor in self.full_parameters():
             yield name, (0,) * tensor.dim(), tensor
 

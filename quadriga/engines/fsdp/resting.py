@@ -110,7 +110,7 @@ class RestingTensors:
             self.copying.result()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the host copy of a tensor [...] that is offloaded on CUDA, else the tensor itself."""
+        """Return the host copy of a tensor [...] offloaded on CUDA, else the tensor itself."""
         for kind in self.asleep:
             memory = self.memory[kind]
             if isinstance(memory, PinnedCopy):

@@ -283,7 +283,7 @@ class PartialWeights:
         """Gather a full parameter [V, D] of this stage from the shards [V/tp/fsdp, D]."""
         spec = self.shard_specs[name]
         meshes = self._meshes[spec.is_divided]
-        # One variable for all intermediate tensors, so that each is freed when the next is complete.
+        # One variable for all intermediate tensors, so each is freed when the next is complete.
         tensor = self.shard(name).to(self.processes.world.device, self.dtype)
         tensor = _gather_shards(tensor, meshes.fsdp, 0, self._model_shard_shape(name))
         if spec.model_dimension is not None:
@@ -292,7 +292,7 @@ class PartialWeights:
         return tensor
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Yield full name, start in the full parameter, and tensor of each local shard and buffer."""
+        """Yield full name, start in the full parameter, and tensor of each shard and buffer."""
         for name, spec in self.shard_specs.items():
             if not spec.is_copy:
                 start, _ = self._position(name)
@@ -315,7 +315,7 @@ class PartialWeights:
         return tuple(start), tuple(shape)
 
     def _shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """View this rank's shard of a full parameter [V, D]. Raises EngineError on another shape."""
+        """View this rank's shard of a full parameter [V, D]; EngineError if the shape differs."""
         full_name = self.names[name]
         expected = self.parameter_specs[full_name].shape
         if full.shape != expected:
@@ -626,7 +626,7 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Para
                 stage_of_layer[layer] = stage
 
     def stage_by_name(name: str) -> int:
-        """Stage of a parameter by its layer. Norm and head, without a layer, are in the last stage."""
+        """Stage of a parameter by its layer. Norm and head are in the last stage."""
         match = _LAYER.fullmatch(name)
         if match is None:
             return num_stages - 1

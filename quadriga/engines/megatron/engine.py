@@ -48,7 +48,7 @@ from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
 from quadriga.models.scorers import Scored, ScoreQuestion, Scorer
 
-# Importing Megatron allows torch to unpickle Megatron's classes from any file, in the whole process.
+# Importing Megatron allows torch to unpickle its classes from any file, in the whole process.
 # Undo that.
 _other_globals = [
     entry for entry in torch.serialization.get_safe_globals() if entry not in SAFE_GLOBALS
@@ -75,7 +75,7 @@ class WholeTokens(SharedTokens):
 
     def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         if self.processes.layout.tp > 1 and in_parts:
-            # The identity, except that it sums gradients: each rank scores a part of the vocabulary.
+            # The identity, but it sums gradients: each rank scores a part of the vocabulary.
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return super().scored(hidden, batch, in_parts=in_parts)
 
@@ -132,7 +132,7 @@ class MegatronSchedule:
         def forward_step(
             micro_batches: Iterator[Work], chunk: nn.Module
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-            """Compute a micro-batch in a chunk. Returns its hidden states, and how to score them."""
+            """Compute a micro-batch in a chunk. Returns hidden states, and how to score them."""
             # Each chunk has an iterator of its own over the same micro-batches.
             batch, loss = next(micro_batches)
             sharing = self.scorer.sharing

@@ -396,7 +396,7 @@ def transformer_config(
             "num_moe_experts": num_experts,
             "moe_ffn_hidden_size": model.moe_intermediate_size,
             "moe_router_topk": model.num_experts_per_tok,
-            # Without normalisation, weights are probabilities over all experts, not the chosen ones.
+            # Without normalisation, weights are probabilities over all experts.
             "moe_router_pre_softmax": not model.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",

@@ -12,7 +12,7 @@ bias of a rowwise projection) see only some of the tokens or heads, so their gra
 before a step. transformers declares how each projection of an architecture is sharded. If a matrix
 has several projections (`gate_up_proj`), or a norm reads all heads, the outputs of the colwise
 projection are gathered, and the rowwise projection after it takes its part of them. An adapter is
-sharded like its projection: B of a colwise projection; A of a rowwise one, whose r outputs per token
+sharded like its projection: B of a colwise one; A of a rowwise one, whose r outputs per token
 are summed and divided before B.
 
 Legend: n tokens of this rank, N = n x tp, D hidden size, V' vocabulary entries of this rank, r rank

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls to worker processes, on the driver: waiting for outputs, and ending processes.
 
-The section Waits of `docs/controller.md` says what `resolve` consumes, waits for and is unblocked by.
+`docs/controller.md` (Waits) says what `resolve` consumes, waits for and is unblocked by.
 
     short wait     ray.get(all, 0.25 s) ---- all complete ----> outputs
     long wait      ray.wait(all, 0.25 s), repeated; completed calls are checked for failures

@@ -47,7 +47,7 @@ OWN_CLUSTER = {
     # Send outputs up to this size with the reply. Through the store, three processes spend a
     # millisecond on each.
     "max_direct_call_object_size": 1 << 20,
-    # Ray ends a driver a minute after the head is lost. The driver may need longer until it restarts
+    # Ray ends a driver a minute after the head is lost. The driver may need longer to restart
     # the cluster: it first finishes reading a checkpoint.
     "gcs_rpc_server_reconnect_timeout_s": 600,
     # By default, Ray's workers run at low priority, and nearly stop if others use the same cores.
@@ -62,7 +62,7 @@ FORWARDED = (
 FORWARDED_NAMES = ("PYTHONPATH", "TERM", "COLORTERM", "NO_COLOR", "COLUMNS", "LINES")
 # Ray shows the environment of a job to everyone who can see the cluster.
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-# Lines of Ray's output that are dropped: the state of a raylet whose node is lost, and guesses about
+# Lines of Ray's output that are dropped: the state of raylets of lost nodes, and guesses about
 # dead processes. Quadriga's error names the worker or node, and the cause.
 _RAY_NOISE = ("[state-dump]", "A worker died or was killed")
 CONNECT_LIMIT_S = 2.0  # time for a node to accept a connection

@@ -180,7 +180,7 @@ class StateCopies:
         return " or ".join(map(str, self._driver))
 
     def attach(self, workers: Mapping[str, Any]) -> str:
-        """Prepare copies of the states of workers. Discards earlier copies, which must be loaded first.
+        """Prepare copies of the states of workers. Discards earlier copies: load them first.
 
         Args:
             workers: groups of workers, by part of the checkpoint.

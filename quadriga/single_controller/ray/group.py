@@ -358,7 +358,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         self.processes.restart(rank)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Registered method, bound to the group. With several roles its name is `<role>_<method>`."""
+        """Registered method, bound to the group. With several roles: `<role>_<method>`."""
         group, method = self._group_of(name)
         return super().method(name) if group is self else group.method(method)
 

@@ -163,7 +163,7 @@ class Heartbeat:
         process.long_call = call
 
     def _end_call(self, process: _Watched, status: Status) -> None:
-        """Print the stacks of all processes, equal stacks once; then kill the process of the call."""
+        """Print the stacks of all processes, equal ones once; then kill the process of the call."""
         name = f"{status.role}.{status.method}"
         limit = f"trainer.phase_timeout_s is {self.phase_s}"
         refs = {watched.actor.stacks.remote(): watched.worker for watched in self._watched}

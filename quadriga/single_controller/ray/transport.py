@@ -193,7 +193,7 @@ class Message(NamedTuple):
 
     # Sent with the call: bytes, or `(args, kwargs)` that Ray has to pickle.
     body: Any
-    # References of objects in Ray's store. They are passed as top-level arguments, which Ray fetches
+    # References of objects in Ray's store. They are top-level arguments, which Ray fetches
     # before the call begins.
     refs: tuple[Any, ...] = ()
 
