@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mini-batches and micro-batches: the rows of an optimizer step, and those computed together.
 
-Mini-batches follow the order of the whole batch, shuffled or not; each rank takes the rows of a
-mini-batch that it has. So mini-batches, and with them gradients, do not depend on how the rows are
+Mini-batches follow the order of the whole batch, shuffled or not. Each rank computes the rows of a
+mini-batch that it holds. Therefore mini-batches and gradients do not depend on how the rows are
 spread over data-parallel ranks.
 
 Micro-batches by tokens: rows of a prompt form a unit. Units are assigned to as few micro-batches
-as the token limit allows, the costliest first, each to the cheapest micro-batch with room. So all
-take about as long, and none is nearly empty. The assignment affects memory and speed, never the
-gradient: losses are normalised by counts of the whole mini-batch before the first backward pass.
+as the token limit allows, the costliest unit first, each to the cheapest micro-batch with room. All
+micro-batches then take about as long, and none is nearly empty. The assignment affects memory and
+speed, never the gradient: losses are normalised by counts of the whole mini-batch before the first
+backward pass.
 
 Legend: B rows of this rank, b of them in a mini-batch.
 """
@@ -32,8 +33,9 @@ from quadriga.protocol import DataProto
 class MicroBatching:
     """Division of a mini-batch into micro-batches."""
 
-    num_sequences: int | None  # rows of a micro-batch, or None to divide by tokens
-    max_tokens: int  # packed tokens of a micro-batch, by tokens; a longer row is alone
+    num_sequences: int | None  # rows of a micro-batch; None: divide by tokens
+    # Packed tokens of a micro-batch if it is divided by tokens. A longer row is alone.
+    max_tokens: int
     share_prompts: bool = True  # whether rows with the same prompt count and compute it once
 
 
@@ -41,7 +43,7 @@ class MicroBatching:
 class Passes:
     """Division of a batch into optimizer steps, and the number of passes over it."""
 
-    mini_batch_size: int  # rollouts of an optimizer step, over all ranks; the last may have fewer
+    mini_batch_size: int  # rollouts of an optimizer step, over all ranks; fewer in the last step
     num_epochs: int  # passes over the batch
     micro: MicroBatching
     shuffle_seed: int | None = None  # shuffles rows before each pass; None keeps their order
@@ -50,7 +52,7 @@ class Passes:
     def of(
         cls, config: BatchingConfig, rows_per_prompt: int, step: int, *, share_prompts: bool
     ) -> "Passes":
-        """The passes that a role's section configures.
+        """Build the passes that a role's section configures.
 
         Args:
             config: the section.
@@ -59,7 +61,7 @@ class Passes:
             share_prompts: whether rows with the same prompt compute it once.
 
         Returns:
-            The passes of the step.
+            The passes over the batch of the step.
         """
         num_sequences = None if config.use_dynamic_bsz else config.ppo_micro_batch_size_per_gpu
         shuffle_seed = None
@@ -76,9 +78,9 @@ class Passes:
 def mini_batches(
     data: DataProto, replicas: ProcessGroup, passes: Passes
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Divide a batch into the mini-batches of all passes, equally many on every rank.
+    """Divide a batch into the mini-batches of all passes. Every rank gets the same number of them.
 
-    The rows of a rollout are in the same mini-batch.
+    All rows of a rollout are in the same mini-batch.
 
     Args:
         data: rows of this rank. The column `row_index` [B] has their numbers in the whole batch; by
@@ -88,34 +90,35 @@ def mini_batches(
         passes: sizes and number of passes.
 
     Returns:
-        For each mini-batch, [b] int64 each: its rows in `data`, and their places in the order of
-        the whole batch.
+        For each mini-batch, two tensors [b] int64: the indices of its rows in `data`, and their
+        places, which sort the rows of all ranks in the order of this pass.
 
     Raises:
         EngineError: `row_index` has numbers outside of the batch.
     """
-    counts = replicas.gather(len(data))
-    num_all = sum(counts)
-    numbers = torch.arange(len(data)) + sum(counts[: replicas.rank])
+    row_counts = replicas.gather(len(data))
+    num_rows = sum(row_counts)
+    numbers = torch.arange(len(data)) + sum(row_counts[: replicas.rank])
     if "row_index" in data.batch.keys():
         numbers = data.batch["row_index"].cpu()
     if len(numbers):
         smallest = int(numbers.min())
         largest = int(numbers.max())
-        if smallest < 0 or largest >= num_all:
+        if smallest < 0 or largest >= num_rows:
             raise EngineError(
                 "column row_index",
-                got=f"numbers from {smallest} to {largest} in a batch of {num_all} rows",
-                expected=f"each number from 0 to {num_all - 1} once",
+                got=f"numbers from {smallest} to {largest} in a batch of {num_rows} rows",
+                expected=f"each number from 0 to {num_rows - 1} once",
                 fix="Number the rows after the last one was added or removed.",
             )
     rollouts = numbers
-    num_rollouts = num_all
-    row_places = 1  # places of a rollout
+    num_rollouts = num_rows
+    places_per_rollout = 1
     if "rollout_index" in data.batch.keys():
         rollouts = data.batch["rollout_index"].cpu()
         num_rollouts = 1 + max(replicas.gather(max(rollouts.tolist(), default=-1)))
-        row_places = num_all
+        # A rollout may have any of the rows, so reserve a place for each. Most stay empty.
+        places_per_rollout = num_rows
     for epoch in range(passes.num_epochs):
         places = rollouts
         if passes.shuffle_seed is not None:
@@ -124,19 +127,19 @@ def mini_batches(
             # The inverse permutation: where each rollout comes in the shuffled order.
             place_of = torch.empty_like(order).scatter_(0, order, torch.arange(num_rollouts))
             places = place_of[rollouts]
-        if row_places > 1:
+        if places_per_rollout > 1:
             # Rows of a rollout are in the order of their numbers.
-            places = places * row_places + numbers
+            places = places * places_per_rollout + numbers
         sorted_places, sorted_rows = places.sort()
         for start in range(0, num_rollouts, passes.mini_batch_size):
-            ends = torch.tensor([start, start + passes.mini_batch_size]) * row_places
+            ends = torch.tensor([start, start + passes.mini_batch_size]) * places_per_rollout
             first, last = torch.searchsorted(sorted_places, ends).tolist()
             yield sorted_rows[first:last], sorted_places[first:last]
 
 
 @dataclass(frozen=True)
 class RowLength:
-    """Cost of a row: its response tokens, and those of its prompt, which rows may share."""
+    """Number of tokens of a row, in its prompt, which rows may share, and in its response."""
 
     prompt_key: Hashable  # equal for equal prompts
     num_prompt_tokens: int
@@ -152,17 +155,18 @@ def micro_batches(
 ) -> list[list[int]]:
     """Divide rows into micro-batches. Each row is in exactly one, and none is empty.
 
-    By tokens, the costliest micro-batches come first. Then those of several ranks that wait for
-    each other are alike, and a lack of memory shows at once. By number of sequences, rows keep
-    their order.
+    By tokens, the costliest micro-batches come first: ranks that wait for each other then compute
+    similar micro-batches at the same time, and a lack of memory shows at once. By number of
+    sequences, rows keep their order.
 
     Args:
         rows: [b] lengths.
-        how: by tokens, or by number of sequences.
+        how: whether to divide by tokens or by number of sequences, and the limits.
         num_at_least: minimum number of micro-batches, limited by the number of rows. Ranks that
             must make equally many divide once, agree on the largest number, and divide again.
-        attention_tokens: length of a sequence at which attention costs as much as the rest; if
-            infinite, a token costs the same in any sequence. Only affects evenness.
+        attention_tokens: length of a sequence at which attention costs as much as all other
+            computation; if infinite, a token costs the same in any sequence. It only affects how
+            evenly costs are divided.
 
     Returns:
         Indices of the rows of each micro-batch.
@@ -185,22 +189,34 @@ def micro_batches(
 
 
 def _by_sequences(num_rows: int, size: int, num_at_least: int) -> list[list[int]]:
-    """Micro-batches of `size` rows; of fewer, equally many, if there must be more micro-batches."""
-    num = max(num_at_least, -(-num_rows // size))
-    if num * size - num_rows < size:
-        # Full micro-batches, and one with the rest.
+    """Divide rows, in their order, into micro-batches of `size` rows.
+
+    Args:
+        num_rows: number of rows.
+        size: rows of a micro-batch, except the last one.
+        num_at_least: minimum number of micro-batches, at most `num_rows`. If it is larger than the
+            number of micro-batches of `size` rows, the rows are divided evenly instead.
+
+    Returns:
+        Indices of the rows of each micro-batch.
+    """
+    num_full = -(-num_rows // size)
+    if num_at_least <= num_full:
         bounds = [*range(0, num_rows, size), num_rows]
     else:
-        bounds = [num_rows * part // num for part in range(num + 1)]
+        bounds = [num_rows * part // num_at_least for part in range(num_at_least + 1)]
     return [list(range(start, end)) for start, end in pairwise(bounds)]
 
 
 class _Unit:
-    """Rows that stay together: one row, or responses to one prompt, the longest first.
+    """Rows that stay in one micro-batch: a single row, or responses to the same prompt.
 
     Attributes:
-        cost: in tokens.
-        order: sorts units, the costliest first.
+        members: indices of the rows, the longest response first.
+        first: smallest of the indices.
+        num_tokens: packed tokens, with the prompt counted once.
+        cost: cost of computing the unit, as an equivalent number of tokens.
+        order: sort key that puts the costliest unit first.
     """
 
     def __init__(
@@ -221,10 +237,21 @@ class _Unit:
 def _units(
     rows: Sequence[RowLength], how: MicroBatching, num_at_least: int, attention_tokens: float
 ) -> list[_Unit]:
-    """Units of rows: all responses to a prompt if they fit; at least as many as micro-batches."""
+    """Group rows into units: all responses to a prompt, if they fit into one micro-batch.
+
+    Args:
+        rows: the rows.
+        how: limits of a micro-batch.
+        num_at_least: minimum number of units, at most the number of rows.
+        attention_tokens: see `micro_batches`.
+
+    Returns:
+        The units.
+    """
     groups: dict[Hashable, list[int]] = {}
     for index, row in enumerate(rows):
-        groups.setdefault(row.prompt_key if how.share_prompts else index, []).append(index)
+        key = row.prompt_key if how.share_prompts else index
+        groups.setdefault(key, []).append(index)
     units: list[_Unit] = []
     for members in groups.values():
         unit = _Unit(rows, members, attention_tokens)
@@ -260,21 +287,21 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     parts: list[list[int]] = []
     room: list[int] = []
     for number, size in enumerate(sizes):
-        place = next((place for place, free in enumerate(room) if free >= size), None)
-        if place is None:
+        parts_with_room = (part for part, free in enumerate(room) if free >= size)
+        part = next(parts_with_room, len(parts))
+        if part == len(parts):
             parts.append([])
             room.append(capacity)
-            place = -1
-        parts[place].append(number)
-        room[place] -= size
+        parts[part].append(number)
+        room[part] -= size
     return parts
 
 
 def _assign(units: Sequence[_Unit], max_tokens: int, num_at_least: int) -> list[list[_Unit]]:
-    """Assign units to few and even micro-batches.
+    """Assign units to as few micro-batches as possible, of similar costs.
 
-    First fit needs few micro-batches, but fills them unevenly. Longest first fills them evenly, but
-    may not fit into that number. A binary search finds the smallest number with which it fits.
+    First fit needs few micro-batches, but fills them unevenly. `_assign_evenly` fills them evenly,
+    but may not fit into as few. A binary search finds the smallest number into which it fits.
 
     Args:
         units: the costliest first.
@@ -288,23 +315,28 @@ def _assign(units: Sequence[_Unit], max_tokens: int, num_at_least: int) -> list[
     first_fit = [[units[number] for number in part] for part in _first_fit(sizes, max_tokens)]
     high = max(num_at_least, len(first_fit))
     low = min(high, max(num_at_least, -(-sum(sizes) // max_tokens)))
-    best = None
-    while best is None or low < high:
+    while low < high:
         num = (low + high) // 2
-        # Each unit goes into the cheapest micro-batch with room; one over the limit is alone.
-        parts = BalancedParts([max_tokens] * num)
-        places = (
-            parts.give([unit], unit.cost, size=min(unit.num_tokens, max_tokens)) for unit in units
-        )
-        if None not in places:
-            best = parts.items
-            high = num
-        elif low < high:
+        if _assign_evenly(units, max_tokens, num) is None:
             low = num + 1
-        elif high == len(first_fit):
-            best = first_fit
         else:
-            # Try one more: with a micro-batch for each unit there is room.
-            high += 1
-            low = high
-    return best
+            high = num
+    batches = _assign_evenly(units, max_tokens, high)
+    if batches is None and high == len(first_fit):
+        return first_fit
+    while batches is None:
+        # With a micro-batch for each unit there is room, so this ends.
+        high += 1
+        batches = _assign_evenly(units, max_tokens, high)
+    return batches
+
+
+def _assign_evenly(units: Sequence[_Unit], max_tokens: int, num: int) -> list[list[_Unit]] | None:
+    """Assign each unit to the cheapest of `num` micro-batches with room. None: no room."""
+    batches = BalancedParts([max_tokens] * num)
+    for unit in units:
+        # A unit over the limit takes a whole micro-batch.
+        size = min(unit.num_tokens, max_tokens)
+        if batches.give([unit], unit.cost, size=size) is None:
+            return None
+    return batches.items

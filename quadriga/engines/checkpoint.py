@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of an engine's state, written while training continues and read by any layout.
+"""Checkpoints of an engine's state, written while training continues, and read by any layout.
 
-On disk the state is a distributed checkpoint of torch; in memory, it outlives the process.
+`StateWriter` writes the state to disk as a distributed checkpoint of torch. `StateCopier` copies it
+to shared memory, which outlives the process.
 
     rank 0                        rank 1                        who waits
       start                         start                       all callers, together:
@@ -16,11 +17,11 @@ On disk the state is a distributed checkpoint of torch; in memory, it outlives t
     memory of a rank    | step | sum | chunk | chunk ... | step | sum | chunk | chunk ... |
                           slot of the even steps           slot of the odd steps
 
-Threads call no collectives, so they cannot interfere with those of training. Tensors that several
-ranks hold alike are written by one of them. A folder without the list of chunks, which is written
+Threads call no collectives, so they cannot interfere with those of training. A tensor that several
+ranks hold in full is written by one of them. A folder without the list of chunks, which is written
 last, is no checkpoint. The next optimizer step of the engine waits for a copy in memory. The `step`
-of a slot is 0 until its last byte is written, so a rank that dies before leaves the slot of the
-previous step intact.
+of a slot is 0 until its last byte is written. If a rank dies while it copies, its other slot still
+has the previous step.
 
 Legend: [...] is the shape of a parameter, or of a rank's shard of it.
 """
@@ -50,16 +51,21 @@ from quadriga.protocol.memory import SLOT_HEADER_BYTES, slot_of
 State = Mapping[str, torch.Tensor]
 """Tensors by name: DTensors if several ranks hold shards, plain tensors otherwise."""
 Written = list[list[WriteResult]]
-"""The chunks that a rank has written, by folder."""
+"""The chunks that a rank has written: one list for each folder."""
 _UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 _OTHER_MODEL = "Resume with the model that the checkpoint was made from."
 
 
 class StateWriter:
-    """Writes states in the background, one after the other. All ranks make the same calls."""
+    """Writes states in the background, one after the other. All ranks make the same calls.
+
+    Args:
+        world: all ranks of the engine.
+    """
 
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
+        # Outcome of the running thread; None if nothing is being written.
         self._thread: Future[Written] | None = None
         # Runs in a second thread, once all ranks have written their chunks.
         self._completion: Callable[[list[Written]], Written] | None = None
@@ -75,7 +81,7 @@ class StateWriter:
             afterwards: called in a thread of rank 0 once all folders are complete.
 
         Raises:
-            CheckpointError: a folder cannot be created, or the last state could not be written.
+            CheckpointError: a folder cannot be created, or the previous state could not be written.
         """
         self.is_written(wait=True)
         chunks = [_Chunks(folder, state, self.world) for folder, state in states.items()]
@@ -94,14 +100,15 @@ class StateWriter:
         """Whether the last state is complete on disk, on all ranks.
 
         Args:
-            wait: whether to wait until it is.
+            wait: whether to wait until it is complete.
 
         Returns:
-            True if it is complete.
+            True if it is complete, or if no state was started.
 
         Raises:
-            CheckpointError: on all ranks, if one could not write its chunks. The state is dropped.
+            CheckpointError: on all ranks, if one of them could not write. The state is given up.
         """
+        # At most two rounds: the chunks of all ranks, then their completion.
         while self._thread is not None:
             thread = self._thread
             is_done = wait or thread.done()
@@ -135,7 +142,16 @@ class StateWriter:
         afterwards: Callable[[], None] | None,
         written: list[Written],
     ) -> Written:
-        """On rank 0, complete each folder and call `afterwards`."""
+        """On rank 0, complete each folder and call `afterwards`. Other ranks do nothing.
+
+        Args:
+            chunks: this rank's chunks of each folder.
+            afterwards: see `start`.
+            written: what each rank has written.
+
+        Returns:
+            An empty list: the second thread has the type of the first, but writes no chunks.
+        """
         if self.world.is_first:
             for number, chunks_of_folder in enumerate(chunks):
                 chunks_of_folder.complete([by_folder[number] for by_folder in written])
@@ -145,7 +161,7 @@ class StateWriter:
 
 
 def _gather_or_raise(world: ProcessGroup, value: Any, error: CheckpointError | None) -> list[Any]:
-    """The values of all ranks. If a rank has an error, all ranks raise the first one."""
+    """Gather a value from each rank. If any rank has an error, all ranks raise the first one."""
     outcomes = world.gather((value, error))
     for _, error_of_rank in outcomes:
         if error_of_rank is not None:
@@ -179,7 +195,16 @@ def explained(where: Path) -> Iterator[None]:
 
 
 class _Chunks(DefaultSavePlanner):
-    """This rank's chunks of a distributed checkpoint, copied from the engine's tensors."""
+    """This rank's chunks of a distributed checkpoint, copied from the engine's tensors.
+
+    Args:
+        folder: folder of the checkpoint, created here.
+        state: tensors [...] of the state.
+        world: all ranks, which create it together.
+
+    Raises:
+        CheckpointError: on all ranks, if one cannot create the folder.
+    """
 
     def __init__(self, folder: Path, state: State, world: ProcessGroup) -> None:
         super().__init__(**_UNSHARDED)
@@ -197,7 +222,7 @@ class _Chunks(DefaultSavePlanner):
                 folder.mkdir(parents=True, exist_ok=True)
         except CheckpointError as error:
             folder_error = error
-        # Every rank makes the same global plan, so that no rank has to send it.
+        # Every rank makes the same global plan from all local plans, so no rank has to send it.
         local_plans = _gather_or_raise(world, self.create_local_plan(), folder_error)
         plans, _ = self.create_global_plan(local_plans)
         self.finish_plan(self._writer.prepare_global_plan(plans)[world.rank])
@@ -205,13 +230,15 @@ class _Chunks(DefaultSavePlanner):
         for name in sorted({item.index.fqn for item in self.plan.items}):
             local = _local_tensor(state[name])
             self._copies[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        # The planner must not keep the engine's tensors, which change during the write.
         self.state_dict = {}
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        """Give torch's writer the copy in place of the engine's tensor."""
         return self._copies[index.fqn]
 
     def write(self) -> list[WriteResult]:
-        """Write this rank's chunks. Called in a thread."""
+        """Write this rank's chunks, and free the copies. Called in a thread."""
         if not self.plan.items:
             return []
         with explained(self.folder):
@@ -220,7 +247,14 @@ class _Chunks(DefaultSavePlanner):
         return results
 
     def complete(self, written: list[list[WriteResult]]) -> None:
-        """Write the list of all chunks, and check that they exist. Called in a thread."""
+        """Write the list of all chunks, and check that none is missing. Called in a thread.
+
+        Args:
+            written: the chunks that each rank has written.
+
+        Raises:
+            CheckpointError: the list cannot be written, or chunks are missing.
+        """
         with explained(self.folder):
             self._writer.finish(self.metadata, written)
         reader = ChunkReader(self.folder)
@@ -235,7 +269,7 @@ class _Chunks(DefaultSavePlanner):
 
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a DTensor, or a plain tensor itself, without gradient."""
+    """Return the local shard of a DTensor, or a plain tensor itself, detached."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -249,9 +283,9 @@ def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
         world: all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if there is no such state, it is damaged, or it belongs to
-            another model or optimizer. No tensor was changed then, unless a file turns out to be
-            damaged while it is read.
+        CheckpointError: on all ranks, if the folder has no state, the state is damaged, or it
+            belongs to another model or optimizer. No tensor has been changed then, unless a file
+            turns out to be damaged while it is read.
     """
     reader = None
     reader_error = None
@@ -267,12 +301,12 @@ def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
         reader = ChunkReader(folder)
     except CheckpointError as error:
         reader_error = error
-    # A pipeline stage has only some of the tensors.
+    # A pipeline stage has only some of the tensors, so the stages' shapes are merged.
     local_shapes = {name: tensor.shape for name, tensor in state.items()}
     shapes: dict[str, torch.Size] = {}
     for shapes_of_rank in _gather_or_raise(world, local_shapes, reader_error):
         shapes |= shapes_of_rank
-    assert reader is not None, "without one there was an error"
+    assert reader is not None, "a failed reader raises above"
     _require_fit(folder, reader.listed, shapes)
     reader.read_into(dict(state))
 
@@ -282,7 +316,7 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
 
     Args:
         folder: folder of the state.
-        listed: its tensors.
+        listed: torch's description of the tensors in it.
         shapes: shapes of this model's tensors, by name.
 
     Raises:
@@ -291,7 +325,7 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
     sizes = {}
     for name, entry in listed.state_dict_metadata.items():
         sizes[name] = getattr(entry, "size", None)
-    # Reported first: with another optimizer all of its tensors would be unknown or missing.
+    # Checked first: with another optimizer, all tensors of the optimizer are unknown or missing.
     kinds = _optimizer_kinds(sizes)
     expected_kinds = _optimizer_kinds(shapes)
     if kinds != expected_kinds:
@@ -323,13 +357,13 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
 
 
 def _optimizer_kinds(names: Iterable[str]) -> list[str]:
-    """Kinds of an optimizer's tensors: `exp_avg` for `optimizer.exp_avg.lm_head.weight`."""
+    """Find the kinds of an optimizer's tensors: `exp_avg` in `optimizer.exp_avg.lm_head.weight`."""
     return sorted({name.split(".")[1] for name in names if name.startswith("optimizer.")})
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Assignment of a state's chunks to ranks, and their places in the memory of these."""
+    """Assignment of a state's chunks to ranks, and their offsets in the memory of each rank."""
 
     listed: Metadata  # shape, dtype and chunks of each tensor
     places: dict[MetadataIndex, tuple[int, int]]  # rank, and first byte in a slot, of each chunk
@@ -337,7 +371,7 @@ class CopyPlan:
 
 
 class StateCopier:
-    """Copies the state of an engine to memory, repeatedly. All ranks create it together.
+    """Copies the state of an engine to shared memory after each step. All ranks create it together.
 
     Args:
         state: tensors [...] that the engine changes in place and never replaces.
@@ -367,7 +401,7 @@ class StateCopier:
             self.plan.slot_bytes.append(end)
 
     def open(self, path: str) -> None:
-        """Map the file to copy into, which has space for two slots. Raises OSError."""
+        """Map the file to copy into, which has space for two slots. Raises OSError if it cannot."""
         with open(path, "r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
@@ -378,11 +412,11 @@ class StateCopier:
 
         Args:
             step: number of the step, starting at 1.
-            on_host: returns the copy on the host of a tensor [...] that is offloaded, and others
-                as they are. None: no tensor is offloaded.
+            on_host: returns the host copy of a tensor [...] if the tensor is offloaded, else the
+                tensor itself. None: no tensor is offloaded.
 
         Returns:
-            A future. The state must not change until it is done.
+            A future of the copy. The state must not change until it is done.
         """
         slot = slot_of(self._memory, step)
         header = slot[:16].view(torch.int64)
@@ -392,14 +426,14 @@ class StateCopier:
         stream: AbstractContextManager[Any] = nullcontext()
         devices = {chunk.device for chunk in chunks if chunk.is_cuda}
         if devices:
-            # In the default stream computation would wait for the copies.
-            own_stream = torch.cuda.Stream(devices.pop())
-            own_stream.wait_stream(torch.cuda.current_stream(own_stream.device))
-            stream = torch.cuda.stream(own_stream)
+            # In the default stream, computation would wait for the copies.
+            copy_stream = torch.cuda.Stream(devices.pop())
+            copy_stream.wait_stream(torch.cuda.current_stream(copy_stream.device))
+            stream = torch.cuda.stream(copy_stream)
 
         @torch.no_grad()
         def copy() -> None:
-            # No step: the slot is incomplete until the last line.
+            # Step 0 marks the slot as incomplete until the last line.
             header[0] = 0
             windows = []
             for (start, _), chunk in zip(self._chunks, chunks, strict=True):
@@ -407,7 +441,7 @@ class StateCopier:
                 windows.append(flat.view(chunk.dtype).view(chunk.shape))
             with stream:
                 torch._foreach_copy_(windows, chunks)
-            # The checksum with which a reader detects damage.
+            # A checksum, by which a reader detects damage.
             header[1] = slot[SLOT_HEADER_BYTES:].view(torch.int64).sum()
             header[0] = step
 
@@ -415,12 +449,12 @@ class StateCopier:
 
 
 def read_copy(plan: CopyPlan, read: Callable[[int, int, int], Any], state: State) -> None:
-    """Load a copy in memory into a state, whatever layout made it.
+    """Load a copy from shared memory into a state, whatever layout made it.
 
     Args:
         plan: the plan of the copy.
-        read: returns bytes of a rank's slot; called with the rank, the first byte, and their
-            number.
+        read: reads from a rank's slot; called with the rank, the first byte, and the number of
+            bytes, which it returns.
         state: tensors [...] to fill; of a DTensor, each rank reads its shard.
     """
     planner = DefaultLoadPlanner(**_UNSHARDED)
@@ -432,7 +466,7 @@ def read_copy(plan: CopyPlan, read: Callable[[int, int, int], Any], state: State
         rank, start = plan.places[item.storage_index]
         content = read(rank, start, chunk.sizes.numel() * dtype.itemsize)
         copied = torch.frombuffer(content, dtype=dtype).view(chunk.sizes)
-        # The block of the chunk that this rank needs.
+        # Cut out the block of the chunk that this rank needs.
         for dim, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             copied = copied.narrow(dim, first, length)
         planner.resolve_tensor(item).detach().copy_(copied)

@@ -37,21 +37,37 @@ from quadriga.protocol import FIELDS, DataProto
 
 LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
 
+TEACHER_LOG_PROB = "teacher_log_prob"
+TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
+TEACHER_TOP_IDS = "teacher_top_ids"
+BYPASS = "bypass_mode"
+ROLLOUT_NUM_TOKENS = "rollout_num_tokens"
+"""Column [B]: number of tokens with a loss in all rows of a row's rollout."""
+SCORE_SLOPE = "score_slope"
+"""Column [B]: derivative of the loss of a batch with respect to the score of a row."""
+_REDUCTIONS: Mapping[str, Reduction] = {"log_prob_diff_max": "max"}
+"""Reductions of mismatch metrics that are not means."""
+_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
 
 class Objective(ABC):
-    """A loss over a mini-batch, computed in pieces."""
+    """A loss over a mini-batch, computed micro-batch by micro-batch."""
 
     name: str  # prefix of its metrics
     columns: tuple[str, ...] = ("response_mask",)  # columns of the batch that the loss reads
-    router_aux_loss_coef = router_z_loss_coef = 0.0  # for a mixture of experts
+    router_aux_loss_coef = 0.0  # only for a mixture of experts
+    router_z_loss_coef = 0.0  # only for a mixture of experts
     other_targets = ""  # column [B, T, k] of further tokens whose log-probs the loss reads
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
-        """Columns [B, ...] of this batch that the loss reads."""
+        """Names of the columns [B, ...] of this batch that the loss reads."""
         return self.columns
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """[B] bool: rows that can change the gradient. The others count, but are not computed."""
+        """[B] bool: rows that can change the gradient.
+
+        The other rows are not computed, but count where losses are normalised.
+        """
         return data.batch["response_mask"].bool().any(-1)
 
     @abstractmethod
@@ -68,19 +84,6 @@ class Objective(ABC):
         Returns:
             The loss [], and metrics.
         """
-
-
-TEACHER_LOG_PROB = "teacher_log_prob"
-TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
-TEACHER_TOP_IDS = "teacher_top_ids"
-BYPASS = "bypass_mode"
-ROLLOUT_NUM_TOKENS = "rollout_num_tokens"
-"""Column [B]: tokens of a row's rollout that the loss counts, over all its rows."""
-SCORE_SLOPE = "score_slope"
-"""Column [B]: derivative of the loss of a batch by the score of a row."""
-_REDUCTIONS: Mapping[str, Reduction] = {"log_prob_diff_max": "max"}
-"""Reductions of mismatch metrics that are not means."""
-_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 def add_rollout_tokens(data: DataProto) -> None:
@@ -100,7 +103,7 @@ def add_rollout_tokens(data: DataProto) -> None:
 def aggregation_of(
     config: BatchingConfig, rows: DataProto, counts: LossCounts
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that aggregates losses [b, T] of a micro-batch as a section says.
+    """Bind `agg_loss` to the settings of a section, a micro-batch, and counts of its mini-batch.
 
     Args:
         config: the section of the trained model.
@@ -125,20 +128,21 @@ def aggregation_of(
 def policy_loss_of(
     config: ActorConfig, correction: RolloutCorrectionConfig | None = None
 ) -> Algorithm:
-    """The policy loss that an actor's section chooses, with its options bound.
+    """Choose the policy loss of an actor's section, and bind its options.
 
     Args:
         config: the actor's section.
-        correction: the rollout correction; its bypass form is a loss of its own.
+        correction: the rollout correction. With `bypass_mode`, it is the loss.
 
     Returns:
         The loss, from columns [b, T] to losses [b, T].
 
     Raises:
         ConfigError: the loss or an option is unknown, the loss refuses the value of an option,
-            another loss is chosen besides the bypass form, or a loss has no losses per token.
+            another loss is chosen besides the bypass form, or a loss returns no losses per token.
     """
     name = config.policy_loss.loss_mode
+    # Options without a default take the value of the actor's key of the same name.
     shared = {**dict(config), "config": config}
     if correction is not None:
         if correction.bypass_mode and name not in ("vanilla", BYPASS):
@@ -161,10 +165,13 @@ def policy_loss_of(
 
 
 def _try_loss(loss: Algorithm) -> None:
-    """Call a loss with two responses of three tokens, and check its result.
+    """Call a loss with two responses of up to three tokens, and check its result.
 
-    Losses check the values of their options when they are called. A loss that reads columns of
-    other shapes, or of the user's data, is checked in the first step.
+    Losses check the values of their options only when they are called. This does nothing for a loss
+    that reads columns of other shapes, or of the user's data: the first step checks its result.
+
+    Raises:
+        ConfigError: the loss refuses an option, fails, or returns no losses per token.
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     fields: dict[str, torch.Tensor] = {}
@@ -182,7 +189,7 @@ def _try_loss(loss: Algorithm) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        # Whatever a user's function raises, it would in each step.
+        # A user's function may raise any exception, and would raise it again in each step.
         got = f"{type(error).__name__}: {error}, with two responses of three tokens"
         where = f"{_LOSS_MODE} {loss.name!r}"
         raise ConfigError(where, got=got, expected="losses, and diagnostics") from error
@@ -193,7 +200,7 @@ class PolicyObjective(Objective):
     """Policy loss with an entropy bonus, and KL divergences from a reference and from a teacher.
 
     The divergence from a teacher is subtracted from the advantages, or added to the loss. Tokens of
-    tools and users may have a cross entropy of their own (ECHO), averaged over them alone:
+    tools and users (echo tokens) may have a cross entropy loss, averaged over them alone:
 
         loss = policy loss + echo_coeff x sum over echo tokens of -log p / echo tokens
 
@@ -231,14 +238,13 @@ class PolicyObjective(Objective):
                 self._loss_weight = distillation.loss_coef
             if distillation.num_top_tokens:
                 self.other_targets = TEACHER_TOP_IDS
-        function = self.policy_loss.function
         # Whether the loss itself applies the importance weights of the rollout.
-        self._takes_weights = "rollout_is_weights" in options(function)
+        self._takes_weights = "rollout_is_weights" in options(self.policy_loss.function)
         # `log_prob` comes from the model, and so does `old_log_prob` if the batch has none.
         self._fields = set(self.policy_loss.fields) - {"log_prob"}
 
     def _require_advantages(self) -> None:
-        """Check that the loss reads advantages one by one, so that a teacher may change them."""
+        """Check that the loss reads the advantage of each token, from which a teacher subtracts."""
         if self.policy_loss.columns or "advantages" not in self.policy_loss.fields:
             raise ConfigError(
                 _LOSS_MODE,
@@ -255,8 +261,9 @@ class PolicyObjective(Objective):
                 expected="the experts to replay",
                 fix="Set it to off for responses of a rollout cache that was stored without them.",
             )
-        optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights", ROUTES}
-        optional.add(ROLLOUT_NUM_TOKENS)
+        # Read where the batch has them.
+        optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights"}
+        optional |= {ROUTES, ROLLOUT_NUM_TOKENS}
         if self.config.echo_coeff:
             if ECHO_MASK not in data.batch.keys():
                 raise EngineError(
@@ -266,7 +273,9 @@ class PolicyObjective(Objective):
                     fix="Set it to 0 for responses of a rollout cache that was stored without it.",
                 )
             optional.add(ECHO_MASK)
-        names = {"response_mask", "advantages"} | self._fields - {"old_log_prob"}
+        names = {"response_mask", "advantages"}
+        # `old_log_prob` is the loss's name for the optional column `old_log_probs`.
+        names |= self._fields - {"old_log_prob"}
         names |= optional & set(data.batch.keys())
         if self.teacher is not None:
             names.add(TEACHER_LOG_PROB)
@@ -279,13 +288,18 @@ class PolicyObjective(Objective):
     def add_batch_columns(self, data: DataProto) -> None:
         """Add columns [B, ...] that the loss computes from the whole batch.
 
-        Call it before the rows are split over ranks. Raises EngineError if a column is missing from
-        which they are computed.
+        Call it before the rows are split over ranks.
+
+        Args:
+            data: all rows.
+
+        Raises:
+            EngineError: a column is missing from which the loss computes others.
         """
         if not self.policy_loss.columns:
             return
         columns = dict(data.batch.items())
-        # Without a pass for old log-probs, the rollout's are those of the same policy.
+        # Without a pass for old log-probs, the rollout's log-probs come from the same policy.
         for name in ("rollout_log_probs", "old_log_probs"):
             if name in columns:
                 columns["old_log_prob"] = columns[name]
@@ -306,8 +320,9 @@ class PolicyObjective(Objective):
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
         """[B] bool: rows that can change the gradient.
 
-        With most losses, only a divergence or an entropy bonus moves a row without an advantage.
-        With `calculate_entropy` all rows are computed, so that metrics cover all of them.
+        With most losses, a row whose advantages are 0 has a gradient only if there is another term,
+        such as a divergence or an entropy bonus. With `calculate_entropy`, all rows are computed
+        all the same, so that metrics cover all of them.
         """
         mask = data.batch["response_mask"].bool()
         config = self.config
@@ -329,13 +344,14 @@ class PolicyObjective(Objective):
     ) -> LossAndMetrics:
         config = self.config
         mask = rows.batch["response_mask"]
-        # Only the loss of tools' and users' tokens reads outputs outside of the response mask.
+        # Outputs outside of the response mask are for the loss of echo tokens only.
         log_prob = zero_outside(outputs["log_probs"], mask)
         # Without old log-probs this is the only update since sampling: the current ones are equal.
         old_log_prob = rows.batch.get("old_log_probs", log_prob.detach())
         columns = dict(rows.batch.items()) | {"old_log_prob": old_log_prob}
-        if not self._fields <= columns.keys():
-            raise self._missing_error(self._fields - columns.keys(), rows)
+        missing = self._fields - columns.keys()
+        if missing:
+            raise self._missing_error(missing, rows)
         fields = {name: columns[name] for name in self._fields}
         weights = columns.get("rollout_is_weights")
         if weights is not None and self._takes_weights:
@@ -345,32 +361,31 @@ class PolicyObjective(Objective):
         if self.teacher is not None:
             divergence, metrics = self._divergence_from(self.teacher, rows, outputs)
             if self._reward_weight:
-                # As a reward: gradients reach the model through the policy loss only.
+                # A reward has no gradient: only the policy loss reaches the model.
                 reward = self._reward_weight * divergence.detach()
                 fields["advantages"] = fields["advantages"] - reward
 
         result = self.policy_loss.function(**fields, log_prob=log_prob)
-        name = self.policy_loss.name
-        is_trusted = self.policy_loss.is_built_in
-        losses, diagnostics = result if is_trusted else check_losses(name, result, mask)
-        # Importance weights of a correction apply to every loss.
+        if not self.policy_loss.is_built_in:
+            result = check_losses(self.policy_loss.name, result, mask)
+        losses, diagnostics = result
+        # The importance weights of a correction apply to every loss.
         if weights is not None and not self._takes_weights:
             losses = losses * weights
         loss = aggregation_of(config, rows, counts)(losses)
         metrics["actor/pg_loss"] = Metric(loss.detach(), "sum")
-        num_tokens = mask.sum()
         measures = dict(diagnostics)
-        mismatch = {}
+        # Without a pass for old log-probs, which measures both over all rows.
         if "old_log_probs" not in columns:
-            # Otherwise the pass for old log-probs has measured both, over all rows.
             measures["entropy"] = outputs["entropy"]
             sampled = columns.get("rollout_log_probs")
-            mismatch = {} if sampled is None else log_prob_mismatch(old_log_prob, sampled, mask)
+            if sampled is not None:
+                num_tokens = mask.sum()
+                for name, value in log_prob_mismatch(old_log_prob, sampled, mask).items():
+                    reduction = _REDUCTIONS.get(name, "mean")
+                    metrics[f"rollout/{name}"] = Metric(value, reduction, num_tokens)
         for name, values in measures.items():
-            mean = (values.detach() * mask).sum() / num_tokens
-            metrics[f"actor/{name}"] = Metric(mean, "mean", num_tokens)
-        for name, value in mismatch.items():
-            metrics[f"rollout/{name}"] = Metric(value, _REDUCTIONS.get(name, "mean"), num_tokens)
+            metrics[f"actor/{name}"] = _token_mean(values, mask)
         loss, further_metrics = self._add_penalties(loss, rows, outputs, counts, divergence)
         return loss, metrics | further_metrics
 
@@ -382,17 +397,17 @@ class PolicyObjective(Objective):
         counts: LossCounts,
         divergence: torch.Tensor | None,
     ) -> LossAndMetrics:
-        """Add the losses besides the policy loss.
+        """Add the other terms of the loss to the policy loss.
 
         Args:
-            loss: share of the policy loss, [].
+            loss: the micro-batch's share of the policy loss, [].
             rows: b rows.
             outputs: outputs of the model [b, T], by name.
             counts: counts of the whole mini-batch.
             divergence: divergence from the teacher [b, T], if there is one.
 
         Returns:
-            The loss [], and metrics.
+            The total loss [], and metrics of the added terms.
         """
         config = self.config
         aggregate = aggregation_of(config, rows, counts)
@@ -401,13 +416,12 @@ class PolicyObjective(Objective):
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * aggregate(outputs["entropy"])
         if config.use_kl_loss:
-            kl_loss = aggregate(
-                kl_penalty(log_prob, rows.batch["ref_log_prob"], config.kl_loss_type)
-            )
+            kl = kl_penalty(log_prob, rows.batch["ref_log_prob"], config.kl_loss_type)
+            kl_loss = aggregate(kl)
             loss = loss + config.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), "sum")
         if config.echo_coeff:
-            echo_sum = masked_sum(-outputs["log_probs"], echo_tokens(rows))
+            echo_sum = masked_sum(-log_prob, echo_tokens(rows))
             echo_loss = echo_sum / max(counts.num_echo_tokens, 1)
             loss = loss + config.echo_coeff * echo_loss
             metrics["actor/echo_loss"] = Metric(echo_loss.detach(), "sum")
@@ -420,7 +434,7 @@ class PolicyObjective(Objective):
     def _divergence_from(
         self, teacher: DistillationConfig, rows: DataProto, outputs: Mapping[str, torch.Tensor]
     ) -> LossAndMetrics:
-        """The divergence from the teacher [b, T], and metrics."""
+        """Compute the divergence from the teacher [b, T], and metrics."""
         mask = rows.batch["response_mask"]
         log_prob = outputs["log_probs"]
         teacher_log_prob = rows.batch[TEACHER_LOG_PROB]
@@ -438,12 +452,14 @@ class PolicyObjective(Objective):
         limit = teacher.loss_max_clamp
         if limit is not None:
             divergence = divergence.clamp(-limit, limit)
-        num_tokens = mask.sum()
-        metrics = {}
-        for name, values in measures.items():
-            mean = (values.detach() * mask).sum() / num_tokens
-            metrics[f"actor/{name}"] = Metric(mean, "mean", num_tokens)
+        metrics = {f"actor/{name}": _token_mean(values, mask) for name, values in measures.items()}
         return divergence, metrics
+
+
+def _token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
+    """Mean of values [b, T] under a mask [b, T], weighted by the number of tokens."""
+    num_tokens = mask.sum()
+    return Metric((values.detach() * mask).sum() / num_tokens, "mean", num_tokens)
 
 
 class ValueObjective(Objective):
@@ -473,13 +489,10 @@ class ValueObjective(Objective):
             cliprange_value=self.config.cliprange_value,
         )
         loss = aggregation_of(self.config, rows, counts)(losses)
-        num_tokens = mask.sum()
-        clip_fraction = (diagnostics["vf_clipfrac"] * mask).sum() / num_tokens
-        mean_value = (predicted.detach() * mask).sum() / num_tokens
         return loss, {
             "critic/vf_loss": Metric(loss.detach(), "sum"),
-            "critic/vf_clipfrac": Metric(clip_fraction, "mean", num_tokens),
-            "critic/vpred_mean": Metric(mean_value, "mean", num_tokens),
+            "critic/vf_clipfrac": _token_mean(diagnostics["vf_clipfrac"], mask),
+            "critic/vpred_mean": _token_mean(predicted, mask),
         }
 
 
@@ -496,19 +509,18 @@ class LikelihoodObjective(Objective):
     ) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
         loss = aggregation_of(self.config, rows, counts)(-outputs["log_probs"])
-        num_tokens = mask.sum()
-        entropy = (outputs["entropy"].detach() * mask).sum() / num_tokens
         return loss, {
             "train/loss": Metric(loss.detach(), "sum"),
-            "train/entropy": Metric(entropy, "mean", num_tokens),
+            "train/entropy": _token_mean(outputs["entropy"], mask),
         }
 
 
 class ScoreObjective(Objective):
-    """A loss on scores, through its derivative by the score of each row before the step.
+    """A loss on scores, given by its derivative with respect to the score of each row.
 
-    The gradient of slope x score is that of the loss itself. So the responses that a loss compares
-    need not be in one micro-batch, nor on one rank.
+    The derivatives (slopes) are computed before the step. The gradient of slope x score equals the
+    gradient of the loss, so responses that the loss compares may be in different micro-batches and
+    on different ranks.
     """
 
     name = "train"

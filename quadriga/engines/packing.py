@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing: padded rows become one sequence of tokens.
 
-A packed micro-batch has no padding and has the prompt of a group of samples once. It leaves out
-tokens from which nothing is predicted: the last token of every response, and all after the last
-trained one.
+A packed micro-batch has no padding, and contains a prompt that several rows share only once. It
+leaves out tokens from which nothing is predicted: the last trained token of every response, and all
+tokens after it.
 
 Legend: b rows, P prompt positions, T response positions, L tokens of a row, N packed tokens, M
 predicted tokens.
@@ -28,7 +28,7 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
 
 ECHO_MASK = "echo_mask"
-"""Column [B, T]: 1 on tokens of tools and users that have a loss of their own."""
+"""Column [B, T]: 1 on tokens of tools and users, which have a separate loss."""
 Outputs = Mapping[str, torch.Tensor]
 """Outputs for each predicted token, float32 [M] each: `values`, or `log_probs` and others."""
 LossFunction = Callable[[Outputs], torch.Tensor]
@@ -37,12 +37,12 @@ LossFunction = Callable[[Outputs], torch.Tensor]
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of one row, in its prompt and in the turns of others after it."""
+    """The images and videos of one row, in its prompt and in later turns of tools and users."""
 
-    # Inputs of the model: `pixel_values` [patches, values], `image_grid_thw` [images, 3], and those
-    # of videos.
+    # Inputs of the model: `pixel_values` [patches, values], `image_grid_thw` [images, 3], and the
+    # like for videos.
     inputs: Mapping[str, torch.Tensor]
-    places: np.ndarray  # indices in the row of their tokens, which are never trained
+    places: np.ndarray  # indices of the image tokens in the row; they are never trained
     key: bytes  # equal for equal images
 
 
@@ -52,8 +52,8 @@ class RowTokens(RowLength):
 
     prompt: np.ndarray  # token ids
     response: np.ndarray  # token ids
-    positions: np.ndarray  # [L] or [3, L], of both
-    trained: np.ndarray  # response positions that are predicted
+    positions: np.ndarray  # [L] or [3, L], positions of prompt and response
+    trained: np.ndarray  # indices in the response of the tokens with a loss
     images: RowImages | None = None
 
 
@@ -61,13 +61,13 @@ class RowTokens(RowLength):
 class PackingRules:
     """Limits on packing the rows of a model."""
 
-    image_tokens: ImageTokens | None  # tokens that stand for images; None: the model reads none
+    image_tokens: ImageTokens | None  # tokens that stand for images; None: a text model
     # Rows of at most this many tokens may share a micro-batch; longer ones may not.
     packs_up_to: float
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "PackingRules":
-        """The rules for a model."""
+        """Find the rules for a model."""
         packs_up_to: float = 0
         if is_packed(model):
             packs_up_to = length_limit(model.config) or math.inf
@@ -75,12 +75,13 @@ class PackingRules:
 
 
 def echo_tokens(data: DataProto) -> torch.Tensor:
-    """Tokens of tools and users that have a loss of their own, [b, T] bool.
-
-    A response that nothing is learned from has none.
+    """Find the tokens of tools and users that have a separate loss.
 
     Args:
         data: rows with response_mask [b, T], and echo_mask [b, T] if such tokens are learned.
+
+    Returns:
+        [b, T] bool. False in responses without any token under the response mask.
     """
     mask = data.batch["response_mask"].bool()
     if ECHO_MASK not in data.batch.keys():
@@ -97,40 +98,43 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         image_tokens: image tokens of a vision-language model.
 
     Returns:
-        The rows. Their `num_response_tokens` counts tokens from which something is predicted.
+        The rows. Their `num_response_tokens` counts only the response tokens to compute: those
+        before the last one with a loss.
 
     Raises:
         EngineError: a prompt is empty, or a row does not match its images.
     """
-    keys = ("input_ids", "attention_mask", "position_ids", "response_mask")
-    arrays = (data.batch[key].cpu().numpy() for key in keys)
-    input_ids, attention, positions, trained = arrays
-    width = input_ids.shape[1] - trained.shape[1]
-    with_loss = trained
+    input_ids = data.batch["input_ids"].cpu().numpy()
+    attention_mask = data.batch["attention_mask"].cpu().numpy()
+    positions = data.batch["position_ids"].cpu().numpy()
+    response_mask = data.batch["response_mask"].cpu().numpy()
+    width = input_ids.shape[1] - response_mask.shape[1]
+    has_loss = response_mask
     if ECHO_MASK in data.batch.keys():
-        with_loss = trained.astype(bool) | echo_tokens(data).cpu().numpy()
+        has_loss = response_mask.astype(bool) | echo_tokens(data).cpu().numpy()
     images_column = data.non_tensor_batch.get("multi_modal_inputs")
     routes = None
     if ROUTES in data.batch.keys():
         routes = data.batch[ROUTES].cpu().numpy()
-    image_keys: dict[int, bytes] = {}  # by object, which the samples of a prompt share
+    image_keys: dict[int, bytes] = {}  # by id of an object that the samples of a prompt share
     rows = []
-    for row, is_valid in enumerate(attention != 0):
+    for row, is_valid in enumerate(attention_mask != 0):
         prompt = input_ids[row, :width][is_valid[:width]]
         response = input_ids[row, width:][is_valid[width:]]
         num_prompt_tokens = len(prompt)
         if not num_prompt_tokens:
             where = f"row {row} of a batch"
             raise EngineError(where, got="an empty prompt", expected="at least one prompt token")
-        predicted = np.flatnonzero(with_loss[row])
-        num_response_tokens = int(predicted[-1]) if len(predicted) else 0
+        trained = np.flatnonzero(has_loss[row])
+        # Token i is predicted at token i - 1, so the last trained token itself is not computed.
+        num_response_tokens = int(trained[-1]) if len(trained) else 0
         # Rows share the computation of a prompt if tokens, images and routes are the same.
         prompt_key = prompt.tobytes()
         images = None
         if image_tokens is not None or images_column is not None:
             # Tokens that the model generated are not images, even with the id of an image token.
-            unpredicted = np.where(trained[row][: len(response)], -1, response)
-            tokens = np.concatenate([prompt, unpredicted])
+            inserted = np.where(response_mask[row][: len(response)], -1, response)
+            tokens = np.concatenate([prompt, inserted])
             inputs = {} if images_column is None else images_column[row] or {}
             images = _row_images(row, inputs, tokens, num_prompt_tokens, image_tokens, image_keys)
         if routes is not None:
@@ -139,7 +143,8 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
             prompt_key += images.key
             last_image = int(images.places.max())
             if last_image >= num_prompt_tokens:
-                # With images in the response, the row shares nothing and includes all of them.
+                # The images of prompt and response are encoded together, so the row must be
+                # computed at least up to its last image, and cannot share its prompt.
                 prompt_key += row.to_bytes(8)
                 num_response_tokens = max(num_response_tokens, last_image + 1 - num_prompt_tokens)
         rows.append(
@@ -150,7 +155,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
                 prompt=prompt,
                 response=response,
                 positions=positions[row][..., is_valid],
-                trained=predicted,
+                trained=trained,
                 images=images,
             )
         )
@@ -170,13 +175,13 @@ def _row_images(
     Args:
         row: number of the row, for an error.
         inputs: its entry of `multi_modal_inputs`.
-        tokens: [L] ids of its tokens, -1 where the model generated them.
+        tokens: [L] ids of its tokens, with -1 for tokens that the model generated.
         num_prompt_tokens: number of tokens of the prompt.
         image_tokens: image tokens of the model; None for a text model.
-        image_keys: keys by the identity of `inputs`; extended here.
+        image_keys: keys of images by the id of their `inputs`; new ones are added.
 
     Returns:
-        The images, or None.
+        The images; None if the row has none.
 
     Raises:
         EngineError: the tokens do not match the images.
@@ -209,7 +214,7 @@ def pack(
     """Pack rows into tokens [1, N] and targets [M].
 
     Args:
-        rows: b rows. Those without a trained token are left out, and unpack to zeros.
+        rows: b rows. Rows without a trained token are left out, and unpack to zeros.
         num_columns: T.
         share_prompts: whether to compute a prompt once for all rows that have it.
         device: device of the result.
@@ -220,7 +225,8 @@ def pack(
     groups: dict[Hashable, list[int]] = {}
     for number, row in enumerate(rows):
         if len(row.trained):
-            groups.setdefault(row.prompt_key if share_prompts else number, []).append(number)
+            key = row.prompt_key if share_prompts else number
+            groups.setdefault(key, []).append(number)
     sequence = _Sequence()
     places_by_row = {}  # packed index of each token of a row
     predictors = []
@@ -230,10 +236,10 @@ def pack(
     for members in groups.values():
         is_shared = len(members) > 1
         first = rows[members[0]]
-        size = first.num_prompt_tokens
-        # A shared prompt is a segment, which each response continues. A prompt that no other row
-        # has is one causal segment with its response.
-        length = size
+        num_prompt_tokens = first.num_prompt_tokens
+        # A shared prompt is a segment of its own, which each response continues. A prompt of a
+        # single row forms one causal segment together with its response.
+        length = num_prompt_tokens
         if not is_shared:
             length += first.num_response_tokens
         tokens = np.concatenate([first.prompt, first.response])[:length]
@@ -246,13 +252,13 @@ def pack(
             places = np.arange(prompt.start, prompt.start + length)
             end = row.num_response_tokens
             if is_shared and end:
-                positions = row.positions[..., size : size + end]
+                positions = row.positions[..., num_prompt_tokens : num_prompt_tokens + end]
                 response = sequence.append(row.response[:end], positions, prompt)
                 response_places = np.arange(response.start, response.start + end)
                 places = np.concatenate([places, response_places])
             places_by_row[number] = places
             # Each response token is predicted at the token before it.
-            predictors.append(places[size - 1 + row.trained])
+            predictors.append(places[num_prompt_tokens - 1 + row.trained])
             targets.append(row.response[row.trained])
             row_numbers.append(np.full(len(row.trained), number))
             columns.append(row.trained)
@@ -286,10 +292,13 @@ def pack(
 
 @dataclass
 class _Sequence:
-    """Segments in a row, with token ids [N], positions [N] or [3, N], and images."""
+    """A packed sequence under construction: segments, one after the other.
+
+    `input_ids` and `positions` hold one array per segment.
+    """
 
     num_tokens: int = 0
-    sum_of_squares: int = 0  # pairs that attention computes, up to a factor
+    sum_of_squares: int = 0  # about twice the number of pairs of tokens that attention computes
     segments: list[Segment] = field(default_factory=list)
     input_ids: list[np.ndarray] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
@@ -302,9 +311,9 @@ class _Sequence:
         """Append a segment.
 
         Args:
-            input_ids: its token ids.
+            input_ids: token ids [length].
             positions: their positions, [length] or [3, length].
-            prefix: the segment that it continues.
+            prefix: the segment that it continues; None for a sequence of its own.
 
         Returns:
             The segment.

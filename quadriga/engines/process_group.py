@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group of ranks that hold replicas of one model, and their few common operations.
+"""The process group of ranks that hold replicas of one model, and the few collectives they need.
 
     rank 0      rank 1      rank 2
       | join      | join      | join        once per process; its roles share the group
@@ -26,14 +26,14 @@ from quadriga.observe.machine import taking_part
 from quadriga.observe.watchdog import waiting
 from quadriga.partition import buckets
 
-# A rank may wait for one that is still loading its model, or has the longer half of a batch.
+# A rank may have to wait while another loads its model, or computes a longer part of a batch.
 TIMEOUT = timedelta(minutes=30)
 # Large enough to hide a collective's latency, small enough not to double the gradients' memory.
 BUCKET_BYTES = 256 << 20
 
 
 class ProcessPlace(Protocol):
-    """Position of a rank, and the address where ranks meet. A worker's place is one."""
+    """Position of a rank, and the address where ranks meet. `Worker.place` implements it."""
 
     rank: int
     world_size: int
@@ -65,7 +65,7 @@ class ProcessGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes and reports what is the same on all ranks."""
+        """Whether this is rank 0, which writes and reports what is the same on all ranks."""
         return self.rank == 0
 
     def totals(self, *counts: int) -> list[int]:
@@ -79,7 +79,7 @@ class ProcessGroup:
             return numbers.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values [S] of all ranks, in their order; for small objects that can be pickled."""
+        """Gather a small picklable object from each rank, in the order of the ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -104,9 +104,10 @@ class ProcessGroup:
                     continue
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat, group=self.group)
+                totals = []
                 parts = flat.split([tensor.numel() for tensor in bucket])
-                pairs = zip(parts, bucket, strict=True)
-                totals = [part.view(tensor.shape) for part, tensor in pairs]
+                for part, tensor in zip(parts, bucket, strict=True):
+                    totals.append(part.view(tensor.shape))
                 torch._foreach_copy_(bucket, totals)
 
     def require_alike(self, description: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -118,7 +119,7 @@ class ProcessGroup:
                 depend on the order of additions.
 
         Raises:
-            EngineError: on every rank, if one differs.
+            EngineError: on every rank, if the numbers of any rank differ from those of rank 0.
         """
         if self.size == 1:
             return
@@ -146,7 +147,7 @@ ALONE = ProcessGroup()
 
 
 class Membership:
-    """Use of torch's default group in this process."""
+    """State of torch's default group in this process. Never instantiated."""
 
     num_roles = 0  # roles of this process in the group
     num_meetings = 0  # groups formed by this process; groups of an earlier meeting are invalid
@@ -158,13 +159,14 @@ def join(place: ProcessPlace, device: torch.device, *, also_alone: bool = False)
     Args:
         place: position of this rank, and the address.
         device: device of the models; it chooses the backend, `nccl` for CUDA and otherwise `gloo`.
-        also_alone: whether a single process forms a group, too.
+        also_alone: whether a single process forms a group, which Megatron needs.
 
     Returns:
         The group, seen from this rank.
 
     Raises:
-        EngineError: not all ranks came, or this process is in a group of another shape.
+        EngineError: not all ranks connected, or this process has another rank or another number of
+            ranks in the existing group.
     """
     if place.world_size == 1 and not also_alone:
         return ProcessGroup(device=device)
@@ -193,8 +195,8 @@ def _form_group(place: ProcessPlace, device: torch.device) -> None:
     host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
     address = f"{host}:{place.master_port}"
     where = f"rank {place.rank} of {place.world_size} at {address}"
-    # The group is not bound to its device (`device_id`): torch would then split a communicator of
-    # NCCL for every later group, those of gloo included, on ranks that are no members as well.
+    # Do not pass `device_id`: torch would then split a communicator of NCCL for every later group,
+    # even for gloo groups, and also on ranks that are not members.
     if is_cuda:
         torch.cuda.set_device(device)
     try:
@@ -218,6 +220,7 @@ def _form_group(place: ProcessPlace, device: torch.device) -> None:
 
 def leave(group: ProcessGroup) -> None:
     """Remove a role from the group. The last role of the process ends the group."""
+    # A single process has a group only with `also_alone`.
     if group.size == 1 and Membership.num_roles == 0:
         return
     Membership.num_roles -= 1

@@ -33,18 +33,19 @@ from quadriga.observe.call_times import waits_counted
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
-# Share of replayed routes that may differ in the first mini-batch. In bfloat16, a few per cent do.
+# Largest share of replayed routes that may differ from this model's choices in the first
+# mini-batch. In bfloat16, a few per cent differ.
 _MOST_DIFFERING = 0.5
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
-    """Learning rate of a training step, for all its optimizer steps.
+    """Learning rate of a training step, which all its optimizer steps use.
 
     Warm-up is linear: the first of w steps has 1/w of the rate, or 0 with `zero_indexed_step`. Then
     the rate is constant, or decays linearly or as a cosine.
 
     Args:
-        step: training step, from 1.
+        step: training step, starting at 1.
         config: the section `optim`.
         total_steps: training steps of the run, at which the decay ends unless
             `optim.total_training_steps` is set.
@@ -56,8 +57,9 @@ def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
     warmup = config.lr_warmup_steps
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * total_steps)
-    step -= config.zero_indexed_step
-    if 0 < warmup >= step:
+    if config.zero_indexed_step:
+        step -= 1
+    if warmup > 0 and step <= warmup:
         return config.lr * step / warmup
     if config.lr_scheduler_type == "constant":
         return config.lr
@@ -92,15 +94,16 @@ def infer(
         with_entropy: return `entropy`.
         with_sum_pi_squared: return `sum_pi_squared`.
         with_routes: return `routed_experts`, the experts of each token.
-        top_k: return the likeliest tokens at each place, `top_ids` int32 [B, T, k], and their
+        top_k: return the likeliest k tokens at each position, `top_ids` int32 [B, T, k], and their
             `top_log_probs` [B, T, k].
 
     Returns:
-        Float32 [B, T] by name, on the CPU, zero outside of the response mask.
+        Outputs by name, float32 [B, T] unless said above, on the CPU, zero outside of the response
+        mask.
     """
     question = ScoreQuestion(temperature, with_entropy, with_sum_pi_squared, top_k)
     results = {}
-    for name in engine.output_names(question):
+    for name in engine.scorer.output_names(question):
         shape = data.batch["response_mask"].shape
         if name.startswith("top_"):
             shape = (*shape, top_k or 0)
@@ -118,7 +121,7 @@ def infer(
     world = engine.processes.world
     with engine.awake("weights"), waits_counted(world.size, world.device.type):
         outputs = engine.forward([packed for _, packed in pieces], question)
-    # A pipeline stage without the head has no outputs: its results are not collected.
+    # Not strict: a pipeline stage without the head has no outputs. Its results are not collected.
     for (indices, packed), scores in zip(pieces, outputs, strict=False):
         for name, values in scores.items():
             results[name][indices] = packed.unpack(values).cpu().to(results[name].dtype)
@@ -128,7 +131,7 @@ def infer(
             chosen = packed.routing.chosen.cpu()
             for number, places in packed.places.items():
                 row = indices[number]
-                # The packed tokens of a row are the first ones of its valid tokens.
+                # A row's last tokens are not packed: `places` has its first valid tokens only.
                 columns = is_valid[row].nonzero()[: len(places), 0]
                 results[ROUTES][row, columns] = chosen[places].to(results[ROUTES].dtype)
     return results
@@ -204,8 +207,8 @@ def update(
             mini = data if is_all else data.select_idxs(rows)
             steps.append(updater.step(mini, rows, places, lr))
 
-    # Shares of sums over all ranks: average them over steps, as 0 for a step in which this rank
-    # computed nothing, and let the ranks add them up.
+    # Shares are this rank's parts of sums over all ranks. Average each over all steps, with 0 for
+    # steps in which this rank computed nothing. Reduction "sum" then adds up the ranks' averages.
     names = dict.fromkeys(name for shares, _ in steps for name in shares)
     complete_shares = []
     for shares, _ in steps:
@@ -213,12 +216,12 @@ def update(
     metrics = merge_metrics(complete_shares)
     for name, metric in metrics.items():
         metrics[name] = Metric(metric.value, "sum")
-    metrics |= merge_metrics(step_metrics for _, step_metrics in steps)
+    metrics |= merge_metrics(other_metrics for _, other_metrics in steps)
 
     if engine.processes.replicas.size > 1:
         # How much longer steps take than with equal work on all ranks: largest over mean work.
         name = f"perf/flops/{objective.name}"
-        flops = [step_metrics[name].value for _, step_metrics in steps]
+        flops = [other_metrics[name].value for _, other_metrics in steps]
         flops_by_rank = engine.processes.replicas.gather(flops)
         total = math.fsum(map(math.fsum, flops_by_rank))
         largest = math.fsum(map(max, zip(*flops_by_rank, strict=True)))
@@ -230,13 +233,13 @@ def update(
 
 @dataclass
 class MicroBatchLoss:
-    """The loss of a micro-batch as an engine calls it: packed outputs [M] to a scalar."""
+    """The loss of a micro-batch, as a function of packed outputs [M], which an engine calls."""
 
     objective: Objective
     rows: DataProto  # b rows, on the engine's device
     packed: PackedBatch
     counts: LossCounts  # of the whole mini-batch, which normalise the loss
-    numbers: list[int]  # of the rows among those that are computed
+    row_numbers: list[int]  # indices of the rows among the computed rows of the mini-batch
     keeps_outputs: bool = False
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the last call
     outputs: Outputs | None = None  # of the last call, if they are kept
@@ -274,7 +277,7 @@ class _Updater:
             lr: learning rate.
 
         Returns:
-            Metrics that are shares of sums over the mini-batch, and the others.
+            Metrics that are this rank's shares of sums over the mini-batch, and other metrics.
         """
         engine = self.engine
         replicas = engine.processes.replicas
@@ -302,35 +305,35 @@ class _Updater:
         packed_batches = [loss.packed for loss in losses]
         engine.backward(packed_batches, losses, temperature=self.temperature)
         self._keep_outputs(losses, numbers[has_gradient.cpu()])
-        parts = _read([loss.metrics for loss in losses])
+        micro_metrics = _read([loss.metrics for loss in losses])
         if num_computed == 0:
-            parts = _read(self._sample_metrics(mini, places, counts, routing))
+            micro_metrics = _read(self._sample_metrics(mini, places, counts, routing))
         router_metrics = {} if routing is None else _router_metrics(engine, routing)
-        # After the sample: momentum moves the weights even if no row does.
+        # After the sample was computed: momentum moves the weights even without a gradient.
         result = engine.optimizer_step(lr)
 
         shares: dict[str, Metric] = {}
         metrics: dict[str, Metric] = {}
-        for name, metric in merge_metrics(parts).items():
+        for name, metric in merge_metrics(micro_metrics).items():
             if metric.reduction == "sum":
                 shares[name] = Metric(metric.value)
             else:
                 metrics[name] = metric
-        # The same on all ranks, so one of them reports it.
+        # These metrics are the same on all ranks, so only one rank reports them.
         if replicas.is_first:
             metrics |= self._step_metrics(result, lr, router_metrics)
         metrics |= self._cost_metrics(packed_batches, len(rows))
         return shares, metrics
 
     def _routing(self, counts: LossCounts) -> Routing:
-        """Weights of the router losses of a mini-batch."""
+        """Create the counters of a mini-batch's router statistics, and weights of router losses."""
         routers = self.engine.scorer.routers
-        # Router losses are sums over the tokens of the mini-batch, like the other losses.
+        # Routers sum their losses over tokens. Divide by the tokens of the whole mini-batch.
         num_tokens = counts.batch_num_tokens + counts.num_echo_tokens
-        share = float(self.engine.optimizer.loss_scale[0]) / max(num_tokens, 1)
+        token_weight = float(self.engine.optimizer.loss_scale[0]) / max(num_tokens, 1)
         return Routing(
-            loss_weight=self.objective.router_aux_loss_coef / routers.count * share,
-            z_weight=self.objective.router_z_loss_coef * share,
+            loss_weight=self.objective.router_aux_loss_coef / routers.count * token_weight,
+            z_weight=self.objective.router_z_loss_coef * token_weight,
             sums=routers.new_sums(self.engine.device),
         )
 
@@ -358,7 +361,7 @@ class _Updater:
         engine = self.engine
         prefix = self.objective.name
         num_packed = sum(packed.num_tokens for packed in packed_batches)
-        # Ranks with the same rows share their cost.
+        # Ranks that compute the same rows share their cost.
         num_sharers = engine.processes.world.size / engine.processes.replicas.size
         flops = math.fsum(engine.cost.update_flops_of(packed) for packed in packed_batches)
         return {
@@ -368,7 +371,7 @@ class _Updater:
         }
 
     def _keep_outputs(self, losses: list[MicroBatchLoss], numbers: torch.Tensor) -> None:
-        """Add the outputs of micro-batches to `first_outputs`, if there is such.
+        """Add the outputs of micro-batches to `first_outputs`, unless it is None.
 
         Args:
             losses: losses of the micro-batches.
@@ -379,24 +382,24 @@ class _Updater:
         for loss in losses:
             # A pipeline stage without the head has no outputs.
             if loss.outputs is not None:
-                self.first_outputs.add(numbers[loss.numbers], loss.packed, loss.outputs)
+                self.first_outputs.add(numbers[loss.row_numbers], loss.packed, loss.outputs)
 
     def _sample_metrics(
         self, mini: DataProto, places: torch.Tensor, counts: LossCounts, routing: Routing | None
     ) -> list[dict[str, Metric]]:
-        """Compute metrics of some rows without gradients, if no row has one.
+        """Compute metrics of a sample of rows, for a mini-batch in which no row has a gradient.
 
-        The rows are those of the first micro-batch that a single rank would make. So entropy and
-        mismatch are reported, and do not depend on how rows are spread over ranks.
+        The sample is the first micro-batch that a single rank would make of all rows. Thus entropy
+        and mismatch are always reported, and do not depend on how rows are spread over ranks.
 
         Args:
             mini: rows [b] of the mini-batch on this rank.
             places: [b], their places in the order of the whole batch.
-            counts: counts of the mini-batch.
-            routing: counts of the routers.
+            counts: counts of the whole mini-batch.
+            routing: counters of the routers.
 
         Returns:
-            Metrics of this rank's rows among them.
+            Metrics of this rank's rows in the sample, one dictionary per micro-batch.
         """
         row_at = {place: row for row, place in enumerate(places.tolist())}
         lengths = []
@@ -406,7 +409,7 @@ class _Updater:
                 length = RowLength(row.prompt_key, row.num_prompt_tokens, row.num_response_tokens)
                 lengths.append((place, length))
         all_lengths = list(chain.from_iterable(self.engine.processes.replicas.gather(lengths)))
-        # In the order of the batch, every rank finds the same first micro-batch.
+        # Sorted by place, so that every rank finds the same first micro-batch.
         all_lengths.sort(key=itemgetter(0))
         batches = micro_batches([length for _, length in all_lengths], self.micro)
         sampled_rows = []
@@ -424,15 +427,16 @@ class _Updater:
     def _losses(
         self, rows: DataProto, counts: LossCounts, routing: Routing | None
     ) -> Iterator[MicroBatchLoss]:
-        """The loss of each micro-batch, with its rows."""
+        """Divide rows into micro-batches, and yield the loss of each."""
         objective = self.objective
         fields = objective.fields(rows)
         for indices, packed in _packed(self.engine, rows, self.micro, routing):
             micro_rows = rows.select_idxs(indices).select(fields).to(self.engine.device)
             if objective.other_targets:
+                # Score further tokens at each position, besides the sampled one: [M, 1 + k].
                 column = micro_rows.batch[objective.other_targets]
-                top_ids = column[packed.rows, packed.columns].long()
-                targets = torch.cat([packed.targets[:, None], top_ids], 1)
+                other_ids = column[packed.rows, packed.columns].long()
+                targets = torch.cat([packed.targets[:, None], other_ids], 1)
                 packed = replace(packed, targets=targets)
             keeps_outputs = self.first_outputs is not None
             yield MicroBatchLoss(objective, micro_rows, packed, counts, indices, keeps_outputs)
@@ -443,12 +447,13 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
 
     Args:
         engine: the model.
-        routing: counts of this rank.
+        routing: counters of this rank; summed over all ranks here.
 
     Returns:
         Largest and smallest load of an expert in any layer, as a multiple of the mean load; the
-        entropy of a router in nats; losses; the share of replayed routes that differ. No token is
-        dropped, since experts have no capacity limit.
+        mean entropy of a router in nats; the router losses that are used; the share of replayed
+        routes that differ from the model's own choices. `dropped` is always 0, since experts have
+        no capacity limit. Empty if no token was predicted.
 
     Raises:
         EngineError: most routes of the first replayed mini-batch differ from this model's.
@@ -457,13 +462,13 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
     sums = routing.sums.cpu()
     routers = engine.scorer.routers
     num_experts = routers.num_experts
-    # By layer: tokens [L, E] of each expert, and other sums [L, 6].
-    loads, facts = sums.split((num_experts, sums.shape[1] - num_experts), 1)
-    num_tokens, entropy, loss, z_loss, num_replayed, num_differing = facts.sum(0).tolist()
+    # By layer: tokens of each expert [L, E], and the six sums below [L, 6].
+    loads, other_sums = sums.split((num_experts, sums.shape[1] - num_experts), 1)
+    num_tokens, entropy, loss, z_loss, num_replayed, num_differing = other_sums.sum(0).tolist()
     if not num_tokens:
         return {}
     # A load of 1 is an equal share of the layer's tokens.
-    loads = loads / (facts[:, :1] * routers.top_k / num_experts)
+    loads = loads / (other_sums[:, :1] * routers.top_k / num_experts)
     metrics = {
         "load_max": float(loads.max()),
         "load_min": float(loads.min()),
@@ -490,7 +495,7 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
 
 
 def _read(parts: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
-    """Metrics of micro-batches as plain numbers. All tensors are read in one transfer."""
+    """Convert tensors in the metrics of micro-batches to numbers, with one transfer for all."""
     tensors = []
     for part in parts:
         for metric in part.values():
@@ -502,13 +507,14 @@ def _read(parts: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
     numbers = iter(torch.stack(tensors).tolist())
 
     def plain(number: Any) -> Any:
+        """The next number that was read, in place of a tensor."""
         return next(numbers) if isinstance(number, torch.Tensor) else number
 
     plain_parts = []
     for part in parts:
         plain_part = {}
         for name, metric in part.items():
-            # In the order in which tensors were collected.
+            # The value before the weight: the order in which tensors were collected.
             value = plain(metric.value)
             plain_part[name] = Metric(value, metric.reduction, plain(metric.weight))
         plain_parts.append(plain_part)
@@ -518,13 +524,14 @@ def _read(parts: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
 def _packed(
     engine: FSDPEngine, data: DataProto, micro: MicroBatching, routing: Routing | None
 ) -> Iterator[tuple[list[int], PackedBatch]]:
-    """Pack rows into micro-batches, except rows without a predicted token.
+    """Divide rows into micro-batches and pack them. Rows without a predicted token are left out.
 
     Args:
         engine: the model.
         data: the rows.
         micro: division into micro-batches.
-        routing: of all micro-batches; replayed routes are added to each.
+        routing: routing that all micro-batches share; each gets the replayed routes of its tokens.
+            None: the routers of the model, if any, are not observed.
 
     Returns:
         Indices of the rows, and the packed rows, of each micro-batch.
@@ -559,11 +566,11 @@ def _packed(
         if routing is not None:
             replayed = None
             if routes is not None:
-                # -1 lets routers choose, for instance for padding.
+                # -1 lets routers choose. It remains where no row has a route.
                 replayed = routes.new_full((packed.num_tokens, *routes.shape[2:]), -1)
                 for number, places in packed.places.items():
                     index = indices[number]
-                    # Without padding, as in `row_tokens`.
+                    # Remove the padding, as `row_tokens` does.
                     row_routes = routes[index][data.batch["attention_mask"][index] != 0]
                     replayed[torch.from_numpy(places)] = row_routes[: len(places)]
                 replayed = replayed.to(engine.device)

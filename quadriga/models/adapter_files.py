@@ -8,7 +8,7 @@
 
     merged: L.q_proj.weight = W + scale B A
 
-This module does not need PEFT: adapters are read and merged without it.
+Adapters are read and merged here without PEFT.
 
 Legend: r rank of the adapter; in, out sizes of a linear module; W [out, in], A [r, in], B [out, r].
 """
@@ -80,7 +80,7 @@ def merge(weight: Tensor, factor_a: Tensor, factor_b: Tensor, scale: float) -> T
 def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
     """Stream the parameters of a model, with its adapter merged into them.
 
-    A model has a weight and its factors side by side, so one weight and its factors are in memory
+    A weight is followed by its factors in a model, so only one weight and its factors are in memory
     at a time.
 
     Args:
@@ -103,7 +103,7 @@ def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tupl
             weight = pending.pop(weight_name)
             factor_a = pending.pop(factor_names(weight_name)[0])
             yield weight_name, merge(weight, factor_a, tensor, scale)
-    assert not pending, f"{next(iter(pending))} came without the rest of its adapter"
+    assert not pending, f"{next(iter(pending))} came without its other factors"
 
 
 class AdapterFiles(RenamedFiles):
@@ -133,7 +133,7 @@ class MergedFiles:
         self.scale = scale
         self.shapes = base.shapes
         self._adapted: set[str] = set()
-        # An adapter of another model would otherwise be ignored in part.
+        # Factors of an adapter for another model must not be ignored silently.
         unused_factors = set(adapter.shapes)
         for name in base.shapes:
             factors = set(factor_names(name))

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of how to compute a model's architecture, by trial and before weights are read.
+"""Choice of how to compute a model's architecture, by a trial before weights are read.
 
     packed           All mixing of tokens is attention that an `AttentionPlan` can compute: many
                      rows in one call.
     one at a time    Layers keep a state (convolution, Mamba, linear attention), or compute
                      attention in their own way (ALiBi, chunks): one row per call, by transformers'
                      own attention.
-    refused          Transformers itself cannot compute the model here, or its logits are not those
-                     of its head.
+    refused          Transformers itself cannot compute the model here, or its logits are not the
+                     products of its head.
 
-The trial runs a small float32 model with random weights and each kind of layer of the
-configuration. Its log-probs are compared with those of the same rows, one at a time, by
-transformers' own forward (eager). Windows and caps are narrowed so that they affect short rows.
+The trial builds a small float32 model with random weights, which has each kind of layer of the
+configuration. Its log-probs for packed rows are compared with those that transformers' own forward
+(eager) computes row by row. Windows and caps are narrowed so that they affect short rows.
 
 Legend: B rows, N tokens of each, M response tokens, D hidden size, V vocabulary.
 """
@@ -36,6 +36,7 @@ from quadriga.models.vision import is_vision
 
 # Nats by which log-probs in float32 may differ from those of transformers' own forward.
 BOUND = 1e-4
+# Values that the small model of a trial gets in place of the configured ones.
 _NARROWED: dict[str, Any] = {
     "sliding_window": 5,
     "attention_chunk_size": 6,
@@ -45,6 +46,7 @@ _NARROWED: dict[str, Any] = {
     "final_logit_softcapping": 2.0,
     "logits_soft_cap": 2.0,
 }
+# Upper limits of sizes of the small model.
 _SHRUNK = {
     "intermediate_size": 64,
     "moe_intermediate_size": 32,
@@ -58,15 +60,15 @@ _SHRUNK = {
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Names that configurations use for the number of experts of a layer."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-# Entries that give, in one number, how the kinds of layers alternate.
+# Entries that define by a single number how the kinds of layers alternate.
 _PERIODS = (
     "first_k_dense_replace",
     "full_attention_interval",
     "attn_layer_period",
     "expert_layer_period",
 )
-_LAYERS = 2
-_WIDTH = 128
+_LAYERS = 2  # minimum number of layers of the small model
+_WIDTH = 128  # its hidden size, if heads have a size of their own
 # Entries by which the configuration of a loaded model may differ from the one in its folder.
 _UNIMPORTANT = (
     "dtype",
@@ -110,7 +112,7 @@ _ways: dict[str, Way] = {}  # results of the trials of this process
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The decoder, which turns tokens [B, N] into hidden states [B, N, D]."""
+    """Find the decoder of a model, which turns tokens [B, N] into hidden states [B, N, D]."""
     body = model.base_model
     if body is model:
         # Llama 4 does not have its decoder under the name that it declares.
@@ -119,7 +121,10 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 
 def tensor_plan(text: PreTrainedConfig) -> dict[str, str] | None:
-    """Tensor-parallel plan of a decoder's projections, as transformers declares it.
+    """Find the tensor-parallel plan that transformers declares for a decoder's projections.
+
+    Args:
+        text: configuration of the decoder.
 
     Returns:
         Style of each projection by name, or None if nothing is declared.
@@ -130,10 +135,10 @@ def tensor_plan(text: PreTrainedConfig) -> dict[str, str] | None:
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
-    """The vocabulary projection: a module with `weight` [V, D] and perhaps `bias` [V].
+    """Find the vocabulary projection: a module with `weight` [V, D] and perhaps `bias` [V].
 
     Raises:
-        EngineError: the model has none.
+        EngineError: the model has no such projection.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -151,9 +156,15 @@ def is_packed(model: PreTrainedModel) -> bool:
 
 
 def length_limit(config: PreTrainedConfig) -> int | None:
-    """Number of tokens from which a row's rotary positions depend on its length.
+    """Length of a row beyond which its rotary positions depend on its length.
 
-    Longer rows are computed alone. None: positions never depend on the length.
+    Longer rows must be computed alone.
+
+    Args:
+        config: configuration of the model.
+
+    Returns:
+        The length in tokens; None if positions never depend on the length.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     sections = [rope]
@@ -171,15 +182,18 @@ def length_limit(config: PreTrainedConfig) -> int | None:
 def way_of(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Way:
     """Choose how to compute a model, by a trial of some tenths of a second.
 
-    A process tries each configuration once. Vision-language models are not tried: they are listed,
-    and packed.
+    A process tries each configuration once. Vision-language models are not tried: the supported
+    types (`is_vision`) can all be packed.
 
     Args:
         config: configuration of the model.
         trust_remote_code: whether code that ships with the model may run.
 
+    Returns:
+        The way to compute it.
+
     Raises:
-        EngineError: it cannot be computed; the message says why.
+        EngineError: the model cannot be computed. The message says why.
     """
     if is_vision(config):
         return PACKED
@@ -187,19 +201,19 @@ def way_of(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Way:
     entries = {name: value for name, value in items if name not in _UNIMPORTANT}
     key = f"{entries} {trust_remote_code}"
     if key not in _ways:
-        # A trial draws random weights, which must not change what the run draws.
+        # A trial draws random weights, which must not change the random numbers of the run.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             try:
                 trial = _Trial(small_config(config, width=_WIDTH), trust_remote_code)
                 _ways[key] = trial.choose_way()
             except EngineError:
-                # Its sizes may not fit together with another width.
+                # Some architectures do not work with another width. Try again with their own.
                 _ways[key] = _Trial(small_config(config), trust_remote_code).choose_way()
     return _ways[key]
 
 
 def choose_attention(model: PreTrainedModel) -> None:
-    """Give a model that was loaded for packed rows the attention that its architecture allows."""
+    """Change the attention of a model that was loaded for packed rows, if it cannot pack them."""
     way = way_of(model.config)
     if way.attention != ATTENTION_NAME:
         model.set_attn_implementation(way.attention)
@@ -227,7 +241,7 @@ def small_config(config: PreTrainedConfig, *, width: int | None = None) -> PreTr
     for name in EXPERT_COUNTS:
         num_experts = getattr(small, name, None)
         if isinstance(num_experts, int):
-            # Routers choose within groups of experts, and need some to choose from.
+            # Routers choose within groups of experts, so each group needs several experts.
             num_groups = getattr(small, "n_group", None) or 1
             num_chosen = getattr(small, "num_experts_per_tok", None) or 1
             setattr(small, name, min(num_experts, num_groups * max(4, num_chosen)))
@@ -249,7 +263,7 @@ def _keep_kinds_of_layers(small: PreTrainedConfig) -> None:
         if isinstance(value, list) and len(value) == num_layers:
             lists[name] = value
     kinds = list(zip(*lists.values(), strict=True))
-    # Index of the last layer that is the first of its kind.
+    # Among the first layers of each kind, the index of the last one.
     last_new_kind = max((kinds.index(kind) for kind in kinds), default=0)
     num_needed = max(_LAYERS, 1 + last_new_kind)
     for name in _PERIODS:
@@ -261,19 +275,21 @@ def _keep_kinds_of_layers(small: PreTrainedConfig) -> None:
 
 
 def sample_rows(vocabulary: int) -> list[tuple[list[int], list[int]]]:
-    """Three pairs of prompt and response, of 8 to 16 tokens. The first two share a prompt."""
+    """Draw three rows of prompt and response, of 8 to 16 tokens. The first two share a prompt."""
     generator = torch.Generator().manual_seed(0)
     sizes = (9, 4, 3, 7, 5)  # of two prompts and three responses
     tokens = [torch.randint(1, vocabulary, (size,), generator=generator) for size in sizes]
-    first, second, *responses = (part.tolist() for part in tokens)
+    first, second, *responses = [part.tolist() for part in tokens]
     return [(first, responses[0]), (first, responses[1]), (second, responses[2])]
 
 
 def packed_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> PackedBatch:
-    """Pack rows into one run of tokens, which predicts all response tokens.
+    """Pack rows into one batch, which predicts all response tokens.
+
+    A simple counterpart of `engines.packing.pack`, for checks of models.
 
     Args:
-        rows: prompt and response of each row. Neighbours with the same prompt share it.
+        rows: prompt and response of each row. Consecutive rows with the same prompt share it.
         device: device of the batch.
     """
     tokens = []
@@ -290,7 +306,7 @@ def packed_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.devic
             segments.append(prompt_segment)
             tokens += prompt
             positions += range(len(prompt))
-        # The last response token predicts nothing, so it is left out.
+        # The last response token predicts nothing, so it is not computed.
         start = len(tokens)
         segments.append(Segment(start, len(response) - 1, prompt_segment))
         tokens += response[:-1]
@@ -316,7 +332,12 @@ def packed_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.devic
 
 
 class _Trial:
-    """A small model of a configuration, computed in several ways."""
+    """Computes a small model in several ways.
+
+    Args:
+        config: configuration of the small model.
+        trust_remote_code: whether code that ships with the model may run.
+    """
 
     def __init__(self, config: PreTrainedConfig, trust_remote_code: bool) -> None:
         self.config = config
@@ -325,7 +346,7 @@ class _Trial:
         self.rows = sample_rows(config.vocab_size)
 
     def choose_way(self) -> Way:
-        """The first way whose log-probs are those of transformers' own forward."""
+        """Choose the first way whose log-probs equal those of transformers' own forward."""
         try:
             model = self.build_model("eager")
             expected = own_log_probs(model, self.rows)
@@ -354,7 +375,12 @@ class _Trial:
         return Way(generating, generating, reason)
 
     def objection(self, attention: str, expected: Tensor) -> str:
-        """Why an implementation of attention cannot compute the model; empty if it can."""
+        """Explain why an implementation of attention cannot compute the model; "" if it can.
+
+        Args:
+            attention: name of the implementation.
+            expected: [M] log-probs by transformers' own forward.
+        """
         try:
             model = self.build_model(attention)
             if attention == ATTENTION_NAME:
@@ -370,7 +396,7 @@ class _Trial:
         return ""
 
     def build_model(self, attention: str) -> PreTrainedModel:
-        """Build the model with random weights, the same in each call."""
+        """Build the model with random weights, which are the same in each call."""
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             self.config,
@@ -389,13 +415,13 @@ class _Trial:
         return model.eval()
 
     def log_probs_of_rows(self, model: PreTrainedModel) -> Tensor:
-        """Log-probs [M] of the response tokens, row by row, from the head's own weight."""
+        """Compute the log-probs [M] of the response tokens, row by row, with the head's weight."""
         cpu = torch.device("cpu")
         return torch.cat([_log_probs(model, packed_rows([row], cpu)) for row in self.rows])
 
 
 def own_log_probs(model: PreTrainedModel, rows: Sequence[tuple[list[int], list[int]]]) -> Tensor:
-    """Log-probs of response tokens by transformers' own forward, row by row.
+    """Compute the log-probs of response tokens by transformers' own forward, row by row.
 
     Args:
         model: model with transformers' own attention.
@@ -416,7 +442,7 @@ def own_log_probs(model: PreTrainedModel, rows: Sequence[tuple[list[int], list[i
 
 
 def _log_probs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """Log-probs [M] of a batch's targets, from states and the head's own weight."""
+    """Compute the log-probs [M] of a batch's targets, from hidden states and the head's weight."""
     options = {"attention_plan": batch.plan} if is_packed(model) else {}
     head = head_of(model)
     output = backbone(model)(

@@ -3,16 +3,16 @@
 
 A model whose attention implementation is `ATTENTION_NAME` passes query, key and value of each layer
 to the `AttentionPlan` of the call: `model(..., attention_plan=plan)`. Training passes a plan for
-packed sequences, decoding one for a KV cache. The model code in between is Hugging Face's.
+packed sequences, decoding one for a KV cache. All other code of the model is Hugging Face's.
 
-Packed tokens consist of *segments*. A segment is causal in itself and may continue a prefix, which
-is another segment that it sees in full. The samples of a prompt are segments with the prompt as
-their prefix, so the prompt is computed once. Segments of similar length are padded into one call of
-flash attention.
+Packed tokens consist of *segments*. A segment attends to itself causally, and may continue a
+prefix: another segment, which it sees in full. The samples of a prompt are segments with the prompt
+as their prefix, so that the prompt is computed once. Segments of similar length are padded into one
+call of flash attention.
 
-`AttentionOptions` are what layers add to plain causal attention: a sliding window hides keys that
-are too far back, soft-capping bounds the scores, and a sink takes a share of the attention without
-contributing a value.
+`AttentionOptions` describe what a layer adds to plain causal attention: a sliding window hides keys
+that are too far back, soft-capping bounds the scores, and a sink takes a share of the attention
+without contributing a value.
 
 Legend: B rows, H query heads, K key-value heads, D head size, N packed tokens, M predicted tokens,
 T response positions, b rows of a block, L length of the longest of them, S keys that they see.
@@ -56,7 +56,7 @@ class AttentionOptions:
     """A layer's additions to plain causal attention.
 
     Attributes:
-        window: number of keys that a token sees, its own included. None: all keys before it.
+        window: number of keys that a token sees, including its own. None: all earlier keys.
         softcap: c of c * tanh(score / c). None: scores are not capped.
         sinks: [H] scores of a further key of each head, whose value is zero (arXiv:2309.17453).
     """
@@ -70,7 +70,7 @@ PLAIN = AttentionOptions()
 
 
 class AttentionPlan(Protocol):
-    """Computes attention for the tokens of a call; knows which tokens see which keys."""
+    """Computes attention for the tokens of a call. It defines which keys each token sees."""
 
     def attend(
         self,
@@ -81,7 +81,7 @@ class AttentionPlan(Protocol):
         scale: float,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
             layer: index of the layer.
@@ -107,7 +107,7 @@ def _attention(
     attention_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers' interface, by the plan of the call."""
+    """Attention function in transformers' interface, which calls the plan of the model's call."""
     if attention_plan is None:
         raise EngineError(
             "attention",
@@ -123,7 +123,8 @@ def _attention(
     head_size = query.shape[-1]
     value_size = value.shape[-1]
     scale = head_size**-0.5 if scaling is None else scaling
-    # Kernels and caches take heads of one size. Zeros change neither scores nor results.
+    # Kernels and caches need queries, keys and values of one size. Padding with zeros changes
+    # neither scores nor results.
     if value_size < head_size:
         value = pad(value, (0, head_size - value_size))
     elif value_size > head_size:
@@ -139,36 +140,36 @@ def _attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
-# The plan knows the mask, so the model need not build one.
+# The plan defines the mask, so the model does not build one.
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
-_BLOCK_TOKENS = {"cpu": 1024}  # by device type
+_BLOCK_TOKENS = {"cpu": 1024}  # default upper limit of a block, by device type
 _BLOCK_TOKENS_ELSEWHERE = 4096
-# Up to this many tokens, results for the backward pass are stored in float32 if the kernel's are.
+# On a CPU, results of at most this many tokens are stored in float32 for the backward pass.
 _WIDE_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Rows of a batch as one run of tokens, which a scorer reads, and the way back to rows.
+    """Rows of a batch as one sequence of tokens for a scorer, and the mapping back to rows.
 
     Attributes:
         input_ids: [1, N].
         position_ids: [1, N], or [3, 1, N] along time, height and width.
-        segments: which packed token sees which.
+        segments: the segments, which define the tokens that each token sees.
         predictors: [M] packed indices of the tokens whose hidden states predict the targets.
-        host_predictors: the same on the host.
-        targets: [M] token ids, or [M, K] of which the first is the row's own.
+        host_predictors: a copy of `predictors` on the host.
+        targets: [M] token ids; or [M, K], of which the first is the row's token.
         rows: [M] row of each target in the padded responses [b, T].
         columns: [M] column of each target in the padded responses.
         shape: (b, T).
-        sum_of_squared_lengths: cost of causal attention over the packed tokens.
-        images: images of the prompts.
-        places: for each row with targets, the packed indices of its prompt and of what follows, up
-            to the last predictor.
-        routing: how tokens go through a mixture of experts. None: as the routers choose, and not
-            counted.
+        sum_of_squared_lengths: about twice the pairs of tokens that attention computes.
+        images: images of the rows.
+        places: for each row with targets, the packed indices of its first tokens, up to the last
+            predictor.
+        routing: replay and statistics of the routers of a mixture of experts. None: the routers
+            choose, and are not observed.
     """
 
     input_ids: Tensor
@@ -187,7 +188,7 @@ class PackedBatch:
 
     @classmethod
     def filler(cls, device: torch.device) -> "PackedBatch":
-        """A batch of one token and one target, for ranks that run out of rows before others."""
+        """Create a batch of one token and one target, for a rank with fewer batches than others."""
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         return cls(
             input_ids=zero[None],
@@ -208,7 +209,7 @@ class PackedBatch:
         return PackedAttention(self.segments, self.input_ids.device)
 
     def extended(self, num_tokens: int) -> "PackedBatch":
-        """The batch with a segment appended that predicts nothing: tokens [1, num_tokens]."""
+        """Append a segment that predicts nothing, so that the tokens are [1, num_tokens]."""
         num_added = num_tokens - self.num_tokens
         if num_added == 0:
             return self
@@ -221,16 +222,16 @@ class PackedBatch:
 
     @cached_property
     def num_predicted(self) -> Tensor:
-        """[b] number of targets of each row."""
+        """Number of targets of each row, [b]."""
         return self.rows.bincount(minlength=self.shape[0])
 
     @property
     def num_tokens(self) -> int:
-        """N of [1, N]."""
+        """Number of packed tokens, N."""
         return self.input_ids.shape[1]
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Values [M, ...] of targets as [b, T, ...], with zeros elsewhere."""
+        """Scatter values [M, ...] of targets to [b, T, ...], with zeros elsewhere."""
         padded = values.new_zeros(*self.shape, *values.shape[1:])
         return padded.index_put((self.rows, self.columns), values)
 
@@ -238,18 +239,18 @@ class PackedBatch:
 class PackedAttention:
     """Attention plan of one packed micro-batch.
 
-    Tokens are computed in blocks. A block sees its own keys causally, then a prefix or the earlier
-    tokens of a long segment in full. Log-sum-exps merge these results, and the backward pass of
-    each takes the merged one. Masks are needed only at the edge of a sliding window. Beside inputs,
-    results and gradients, only one block is in memory.
+    Tokens are computed in blocks. A block sees its own keys causally, and a prefix or the earlier
+    tokens of a long segment in full. These partial results are merged by their log-sum-exps, and
+    the backward pass of each uses the merged result. Masks are needed only at the edge of a sliding
+    window. Besides inputs, results and gradients, only one block is in memory.
 
-    On CUDA in half precision `VarlenAttention` needs no blocks, except for capped scores and for
-    windows beside prefixes.
+    On CUDA in half precision, `VarlenAttention` computes all tokens without blocks, unless scores
+    are capped, or there are both windows and prefixes.
 
     Args:
         segments: in order of `start`; each packed token is in exactly one. A prefix has no prefix.
         device: device of the tokens.
-        max_padding: how many padded tokens a block may have per real one.
+        max_padding: number of padded tokens that a block may have per real token.
         block_tokens: upper limit of a block's tokens, padding included. Longer segments are cut.
             None: chosen by the device.
     """
@@ -271,12 +272,12 @@ class PackedAttention:
 
     @cached_property
     def runs(self) -> PackedRuns:
-        """Runs for kernels that take runs of any lengths."""
+        """The segments as `VarlenAttention` takes them."""
         return PackedRuns(self.segments, self.device)
 
     @cached_property
     def blocks(self) -> list["_QueryBlock"]:
-        """Blocks for all other kernels."""
+        """The blocks for all other kernels."""
         blocks = []
         for members in _buckets(self.segments, self.max_padding, self.block_tokens):
             if len(members) == 1:
@@ -286,7 +287,10 @@ class PackedAttention:
         return blocks
 
     def _pieces_of(self, segment: Segment) -> list[PaddedRows]:
-        """Rows [1, block_tokens] of a segment, the last perhaps shorter; the same in each call."""
+        """Cut a segment into rows [1, block_tokens], of which the last may be shorter.
+
+        Cached, because gradients are summed by the identity of the rows.
+        """
         if segment not in self._pieces:
             stop = segment.start + segment.length
             pieces = []
@@ -297,7 +301,7 @@ class PackedAttention:
         return self._pieces[segment]
 
     def _cut(self, segment: Segment) -> list["_QueryBlock"]:
-        """Blocks of one segment. A piece sees itself causally, all that is before it in full."""
+        """Make the blocks of one segment. A piece sees itself causally, earlier keys in full."""
         blocks = []
         earlier = []
         if segment.prefix is not None:
@@ -311,9 +315,9 @@ class PackedAttention:
         return blocks
 
     def _side_by_side(self, members: list[Segment]) -> "_QueryBlock":
-        """Block of segments of similar length, all with a prefix or all without."""
+        """Make a block of segments of similar length, either all with a prefix or all without."""
         if members[0].prefix is not None:
-            # Those with the same prefix become neighbours.
+            # Make segments with the same prefix neighbours.
             members = sorted(members, key=lambda member: (member.prefix.start, member.start))
         queries = PaddedRows([(member.start, member.length) for member in members], self.device)
         key_runs = [_KeyRun(queries, slice(None), is_causal=True)]
@@ -336,10 +340,10 @@ class PackedAttention:
         scale: float,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attention of one layer; see `AttentionPlan.attend`.
+        """Compute the attention of one layer; see `AttentionPlan.attend`.
 
         Args:
-            layer: not read; all layers attend alike.
+            layer: not used.
             query: [1, H, N, D].
             key: [1, K, N, D].
             value: [1, K, N, D].
@@ -349,7 +353,7 @@ class PackedAttention:
         Returns:
             [1, N, H, D].
         """
-        # [1, heads, N, D] -> [N, heads, D], as the kernels take packed tokens.
+        # [1, heads, N, D] -> [N, heads, D], the kernels' layout of packed tokens.
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
         if has_cuda_kernel(query) and options.softcap is None:
             # A window as long as the longest sequence hides nothing.
@@ -370,8 +374,9 @@ class _BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, blocks, rule):
-        # The backward pass needs results in float32: rounded to half precision they would add an
-        # error as large as that of rounded gradients. For long batches it computes them again.
+        # The backward pass needs results in float32: rounded to half precision, they would add an
+        # error as large as that of rounded gradients. For long batches, which would need too much
+        # memory, it computes them again.
         is_wide = query.device.type == "cpu" and len(query) <= _WIDE_TOKENS
         out = query.new_empty(query.shape, dtype=torch.float32 if is_wide else query.dtype)
         log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, H]
@@ -392,8 +397,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         if grad.stride(-1) != 1:
             grad = grad.contiguous()  # kernels take heads without gaps
         sums, grads = Sums.with_gradients(inputs, shares_memory=len(out) > _WIDE_TOKENS)
-        # In float32 a block writes the gradients of its own keys, and later blocks add to them. In
-        # half precision a block's own keys come last, and it adds the sums of the others.
+        # In float32, a block writes the gradients of its own keys, and later blocks add to them. In
+        # half precision, which would round each addition, the blocks run in reverse order: the
+        # others' gradients of a block's keys are summed first, and the block writes the total.
         blocks = ctx.blocks
         if grads[0].dtype != torch.float32:
             blocks = reversed(blocks)
@@ -401,7 +407,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             block.backward(inputs, sinks, ctx.rule, (grad, out, log_sums), grads, sums)
         grad_sinks = None
         if sinks is not None:
-            # A sink's value is zero, so it takes its share of the attention from the result.
+            # A sink has no value, so a larger share of it shrinks the result.
             shares = (sinks.float() - log_sums).exp()
             projections = (grad.float() * out.float()).sum(-1)  # [N, H]
             grad_sinks = -(shares * projections).sum(0).to(sinks.dtype)
@@ -410,17 +416,17 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ScoreRule:
-    """Scale, window and cap of a layer's scores; masks [L, S] that layers and blocks share."""
+    """Rule by which the scores of a layer are computed."""
 
     scale: float
     window: int | None
     softcap: float | None
-    masks: dict[tuple[int, ...], Tensor]
+    masks: dict[tuple[int, ...], Tensor]  # cache of masks [L, S], for all layers and blocks
 
 
 @dataclass(frozen=True)
 class _KeyRun:
-    """Keys that rows of a block see: their own [b, L] causally, or a run of others [1, S] in full.
+    """Keys that rows of a block see: the block's own [b, L] causally, or others [1, S] in full.
 
     Attributes:
         keys: the keys.
@@ -435,7 +441,7 @@ class _KeyRun:
     distance: int = 0
 
     def scores(self, queries: Tensor, rule: _ScoreRule) -> Scores | None:
-        """Scores of queries [b, L, H, D] and these keys, or None if all are outside the window."""
+        """Rule for the scores of queries [b, L, H, D] and these keys; None if no query sees any."""
         num_rows, length = queries[self.rows].shape[:2]
         num_keys = self.keys.shape[1]
         # The last query and the first key are the farthest apart.
@@ -444,7 +450,7 @@ class _KeyRun:
         # The first query and the last key are the nearest.
         if self.distance - num_keys + 1 >= rule.window:
             return None
-        # Rows that see the same keys are one longer row; see `of_rows`.
+        # Rows that see the same keys are computed as one longer row; see `of_rows`.
         num_repeats = 1 if self.is_causal else num_rows
         mask_key = (rule.window, self.distance, num_repeats, length, num_keys)
         if mask_key not in rule.masks:
@@ -468,13 +474,13 @@ class _KeyRun:
         return [self.of_rows(queries), self.keys.take(key), self.keys.take(value)]
 
     def of_rows(self, block: Tensor) -> Tensor:
-        """The rows [b, L, ...] that see the keys; as one longer row if they see the same keys."""
+        """Select the rows [b, L, ...] that see the keys, as one longer row if keys are shared."""
         rows = block[self.rows]
         return rows if self.is_causal else rows.flatten(0, 1)[None]
 
     def put(self, key_grads: Sequence[Tensor], totals: Sequence[Tensor], sums: Sums) -> None:
         """Add gradients of key and value to the packed gradients `totals`, or to `sums`."""
-        # In half precision, sums are rounded once: when the block of the keys comes.
+        # In half precision, sums are kept in float32 until the block of the keys, and rounded once.
         is_float32 = totals[0].dtype == torch.float32
         if is_float32 or (self.is_causal and self.keys not in sums):
             for grad, total in zip(key_grads, totals, strict=True):
@@ -489,8 +495,8 @@ class _QueryBlock:
 
     Attributes:
         queries: the queries.
-        parts: runs of keys that they see, their own first.
-        runs: those of their own keys that other blocks may see.
+        parts: runs of keys that they see, their own keys first.
+        runs: pieces of their own keys that other blocks may see, too.
     """
 
     queries: PaddedRows
@@ -498,7 +504,7 @@ class _QueryBlock:
     runs: Sequence[PaddedRows]
 
     def seen(self, queries: Tensor, rule: _ScoreRule) -> Iterator[tuple[_KeyRun, Scores]]:
-        """Runs of keys inside the window of queries [b, L, H, D], with their scores."""
+        """Yield the runs of keys within the window of queries [b, L, H, D], with their scores."""
         for part in self.parts:
             scores = part.scores(queries, rule)
             if scores is not None:
@@ -507,7 +513,14 @@ class _QueryBlock:
     def results(
         self, queries: Tensor, inputs: Sequence[Tensor], sinks: Tensor | None, rule: _ScoreRule
     ) -> tuple[Tensor, Tensor]:
-        """Results [b, L, H, D] and log-sum-exps [b, L, H] of queries [b, L, H, D]."""
+        """Compute results [b, L, H, D] and log-sum-exps [b, L, H].
+
+        Args:
+            queries: [b, L, H, D].
+            inputs: packed query [N, H, D], key and value [N, K, D].
+            sinks: [H] or None.
+            rule: how scores are computed.
+        """
         (causal, scores), *other_runs = self.seen(queries, rule)
         out, log_sums = flash_forward(causal.inputs(queries, inputs), scores)
         # Results are merged in float32, and rounded once.
@@ -515,7 +528,7 @@ class _QueryBlock:
             out = out.float()
         for part, scores in other_runs:
             part_out, part_sums = flash_forward(part.inputs(queries, inputs), scores)
-            # Views, which the merged results are written to.
+            # Views of the block's rows, updated in place.
             row_out = out[part.rows]  # [rows, L, H, D]
             row_sums = log_sums[part.rows]  # [rows, L, H]
             part_sums = part_sums.reshape(row_sums.shape)
@@ -539,7 +552,7 @@ class _QueryBlock:
         grads: Sequence[Tensor],
         sums: Sums,
     ) -> None:
-        """Write the gradients of the block's queries and own keys, and add those of other keys.
+        """Write the gradients of the block's queries and own keys, and add gradients of other keys.
 
         Args:
             inputs: packed query [N, H, D], key and value [N, K, D].
@@ -547,12 +560,12 @@ class _QueryBlock:
             rule: how scores are computed.
             results: gradient and value of the packed result [N, H, D], and its log-sum-exps [N, H].
             grads: gradients of the inputs, changed in place.
-            sums: gradients of keys that have not been written yet, changed in place.
+            sums: sums of gradients of keys whose block has yet to come, changed in place.
         """
         grad, out, log_sums = results
         queries = self.queries.take(inputs[0])
         grad = self.queries.take(grad)
-        # Saved results are read if they are as precise as the kernel's, else computed again.
+        # Use the saved results if they are as precise as the kernel's, else compute them again.
         if queries.dtype == out.dtype:
             out = self.queries.take(out)
             log_sums = self.queries.take(log_sums)
@@ -561,8 +574,8 @@ class _QueryBlock:
         if self.queries.padding is not None:
             # The weights exp(score - inf) of padded queries are zero.
             log_sums = log_sums.masked_fill(self.queries.padding[..., None], torch.inf)
-        # The gradients of the block's own keys are about to be written: what later blocks added to
-        # them moves out of the shared memory.
+        # The gradients of the block's own keys are about to be written. Take the sums of other
+        # blocks for these keys, which may lie in the same memory.
         finished = sums.taken([keys for keys in self.runs if keys is not self.queries])
         grad_queries = torch.empty(0)
         for part, scores in self.seen(queries, rule):
@@ -585,7 +598,13 @@ class _QueryBlock:
 
 
 def _in_full(pieces: Sequence[PaddedRows], rows: slice, position: int) -> list[_KeyRun]:
-    """Runs of consecutive keys [1, S] of a sequence, which rows from `position` on see in full."""
+    """Describe consecutive keys of a sequence that rows of a block see in full.
+
+    Args:
+        pieces: the keys, [1, S] each, from the sequence's first token on.
+        rows: which rows of the block see them.
+        position: position of the rows' first query in the sequence.
+    """
     key_runs = []
     start = 0
     for keys in pieces:
@@ -597,10 +616,16 @@ def _in_full(pieces: Sequence[PaddedRows], rows: slice, position: int) -> list[_
 def _buckets(
     segments: Sequence[Segment], max_padding: float, block_tokens: int, min_tokens: int = 2048
 ) -> list[list[Segment]]:
-    """Group segments of similar length, separately with and without a prefix.
+    """Group segments of similar length. Segments with and without a prefix are not mixed.
 
-    Segments without a prefix come first: they write the gradients that the others add to. A segment
-    longer than `block_tokens` is alone.
+    Segments without a prefix come first, because they write the gradients that the others add to. A
+    segment longer than `block_tokens` is alone.
+
+    Args:
+        segments: the segments.
+        max_padding: number of padded tokens that a group may have per real token.
+        block_tokens: upper limit of a group's tokens, padding included.
+        min_tokens: smaller groups are joined up to this size, whatever their padding.
     """
     ordered = sorted(
         segments,
@@ -616,14 +641,14 @@ def _buckets(
         current = buckets[-1] if buckets else []
         if current and (current[0].prefix is None) == (segment.prefix is None):
             num_tokens = sum(member.length for member in current) + segment.length
-            # The first segment is the longest: its length is that of the block's rows.
+            # The first segment is the longest, so all rows are padded to its length.
             max_tokens = min(block_tokens, (1 + max_padding) * num_tokens)
             if current[0].length * (len(current) + 1) <= max_tokens:
                 current.append(segment)
                 continue
         buckets.append([segment])
 
-    # A call costs as much as some hundred tokens, so small neighbours share one.
+    # A call costs as much as some hundred tokens, so join small neighbours.
     joined = []
     for bucket in buckets:
         last = joined[-1] if joined else []

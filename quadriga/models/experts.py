@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers of mixtures of experts: recording, replay and statistics of their choices.
 
-    rollout       `RouteRecorder` records what the routers choose.
-    training      `Routing` of a packed batch says which choices to repeat and what to record. It
-                  travels with the call to each layer, also when activation checkpointing computes
-                  the layer again.
+    rollout       `RouteRecorder` records the routers' choices.
+    training      `Routing` of a packed batch says which choices to replay and what to record. Each
+                  layer gets it as an argument, also when activation checkpointing computes the
+                  layer again.
 
 A mixture is a module with a router and the experts of one layer.
 
@@ -25,7 +25,7 @@ from quadriga.errors import EngineError
 
 ROUTES = "routed_experts"
 """Batch field [B, P + T, L, k]: the experts that a token goes through; -1 where unknown."""
-_NUM_SUMS = 6
+_NUM_SUMS = 6  # columns of `Routing.sums` after those of the experts
 
 
 def mixtures(model: nn.Module) -> Iterator[Any]:
@@ -48,7 +48,7 @@ def router_of(mixture: Any) -> Any:
 
 
 def _mixtures_to_route(model: nn.Module) -> dict[str, Any]:
-    """Mixtures by name whose routers say how many experts they have and choose."""
+    """Find the mixtures whose routers have `num_experts` and `top_k`, by name."""
     routed = {}
     for name, module in model.named_modules():
         if is_mixture(module) and {"num_experts", "top_k"} <= vars(router_of(module)).keys():
@@ -71,6 +71,7 @@ class RouteRecorder:
             router_of(mixture).register_forward_hook(self._record)
 
     def _record(self, router: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        """Hook of a router: record the indices of the experts, its third output."""
         if self.is_on:
             chosen = output[2].detach()
             self._chosen.append(chosen.to(dtype_of_routes(router.num_experts)))
@@ -84,18 +85,19 @@ class RouteRecorder:
 
 @dataclass(eq=False)
 class Routing:
-    """Path of a packed batch's tokens through the routers.
+    """Routing of a packed batch's tokens through the experts, and what is recorded of it.
 
     Attributes:
-        replayed: experts [N, L, k] to go through. -1, or None for all, leaves the choice to the
-            router.
+        replayed: experts [N, L, k] to go through. Where it is -1, the router chooses. None: the
+            routers choose for all tokens.
         loss_weight: weight in the loss of a predicted token's load-balancing loss.
         z_weight: weight in the loss of a predicted token's z-loss in one layer.
         keeps: whether to record `chosen`.
         chosen: experts [N, L, k] of the last call.
-        sums: [L, E + 6] float64, to which each call adds over its predicted tokens: tokens of each
-            expert; then tokens, entropies, load-balancing losses, z-losses, tokens with replayed
-            experts, and those of them for which the router would have chosen others.
+        sums: [L, E + 6] float64, to which each call adds sums over its predicted tokens: the number
+            of tokens of each expert; then the number of tokens, entropies, load-balancing losses,
+            z-losses, the number of tokens with replayed experts, and the number of those for which
+            the router would have chosen other experts. None: nothing is summed.
     """
 
     replayed: Tensor | None = None
@@ -113,12 +115,12 @@ class RoutedTokens:
     Attributes:
         routing: the batch's `Routing`.
         start: packed index of the first token.
-        places: [m] indices of the tokens that predict a response token.
-        rows: [m] the row of each of them.
+        places: [m] indices, among the n tokens, of those that predict a response token.
+        rows: [m] row of each predicted token.
         lengths: [b] number of predicted tokens of each row, over all ranks.
         add_up: sums a tensor in place over the ranks with other tokens of the same rows.
         chosen: experts [n, k] by index of the mixture.
-        is_replayed: [n] which tokens replay their experts in the current mixture.
+        is_replayed: [n] whether each token replays its experts in the current mixture.
     """
 
     routing: Routing
@@ -135,7 +137,7 @@ class RoutedTokens:
 
         Args:
             mixture: index of the mixture.
-            num_tokens: n. Tokens beyond the batch's, which pad it, choose for themselves.
+            num_tokens: n. For tokens that only pad the batch, the router chooses.
 
         Returns:
             [n, k] with -1 for the router's own choice, or None if nothing is replayed.
@@ -164,13 +166,14 @@ class RoutedTokens:
             logits: [n, E] logits of the router.
             scores: [n, k] weights of the chosen experts.
             chosen: [n, k] experts that the tokens go through.
-            own_choice: [n, k] experts that the router would have chosen, if some were replayed.
+            own_choice: [n, k] experts that the router would have chosen; None without replay.
 
         Returns:
-            The scores, which carry the gradients of the load-balancing loss and the z-loss.
+            The scores. Their backward pass also computes the gradients of the load-balancing loss
+            and the z-loss.
         """
         routing = self.routing
-        # Activation checkpointing computes a layer twice; its tokens count once.
+        # Activation checkpointing computes a layer twice, but its tokens count once.
         is_first = mixture not in self.chosen
         self.chosen[mixture] = chosen.detach()
         if routing.sums is None:
@@ -182,7 +185,7 @@ class RoutedTokens:
         z_loss = predicted_logits.new_zeros(())
         if routing.loss_weight and torch.is_grad_enabled():
             balance_loss = self._balance_loss(log_probs.exp(), picked)
-            # The loss is summed over tokens; its weight makes it part of the batch's mean.
+            # The loss is a sum over tokens. Its weight includes the normalisation.
             scores = _WithLoss.apply(scores, balance_loss * routing.loss_weight)
         if routing.z_weight and torch.is_grad_enabled():
             z_loss = predicted_logits.logsumexp(-1).square().sum()
@@ -202,13 +205,21 @@ class RoutedTokens:
         own_choice: Tensor | None,
         losses: list[Tensor],
     ) -> None:
-        """Add the predicted tokens [m, E] and [m, k] to the sums [E + 6] of a mixture."""
+        """Add the predicted tokens to the sums of a mixture.
+
+        Args:
+            sums: [E + 6], changed in place; see `Routing.sums`.
+            log_probs: [m, E], of the router.
+            picked: [m, k] experts that the tokens go through.
+            own_choice: [n, k], see `see`.
+            losses: load-balancing loss and z-loss, [] each.
+        """
         num_experts = log_probs.shape[1]
         zero = sums.new_zeros(())
         num_replayed = zero
         num_differing = zero
         if own_choice is not None:
-            # As sets: the order of a token's experts does not matter.
+            # Compare as sets, because the order of a token's experts does not matter.
             own_sorted = own_choice[self.places].sort(-1).values
             differs = (own_sorted != picked.sort(-1).values).any(-1)
             is_replayed = self.is_replayed[self.places]
@@ -238,10 +249,11 @@ class RoutedTokens:
 
 
 class Routers:
-    """The routers of a model in training, which replay given choices and count what they choose.
+    """The routers of a model in training, which replay choices and collect statistics.
 
-    Routers are numbered in the order of the whole model's layers, so a pipeline stage, which drops
-    the layers of others, knows which ones it has.
+    Args:
+        model: the full model; hooks are added to its layers and routers. Routers are numbered in
+            the order of its layers, and keep their numbers when a stage drops other layers.
 
     Attributes:
         num_experts: E, or 0 without experts.
@@ -256,7 +268,8 @@ class Routers:
         self.count = 0
         self.is_checked = False
         for name, mixture in _mixtures_to_route(model).items():
-            # The layer's call has the tokens as an argument, its router's call has not.
+            # Only the layer's call has the tokens as an argument, so its hook stores them for the
+            # call of its router.
             router = router_of(mixture)
             layer = model.get_submodule(name.rpartition(".")[0])
             route = _Route(router, self.count)
@@ -273,7 +286,7 @@ class Routers:
         return torch.zeros(self.count, num_columns, dtype=torch.float64, device=device)
 
     def require(self, routes: Tensor) -> None:
-        """Raise unless routes [B, P + T, L, k] fit this model.
+        """Check that routes [B, P + T, L, k] fit this model.
 
         Raises:
             EngineError: they are routes of another model.
@@ -300,7 +313,12 @@ class Routers:
 
 
 class _Route:
-    """Hooks around one router and its layer."""
+    """Hooks of one router and its layer.
+
+    Args:
+        router: the router.
+        number: its number in the model.
+    """
 
     def __init__(self, router: Any, number: int) -> None:
         self.router = router
@@ -308,14 +326,27 @@ class _Route:
         self.tokens: RoutedTokens | None = None
 
     def begin(self, layer: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
-        """Note the tokens of a layer's call."""
+        """Hook before the layer: store the tokens of its call."""
         self.tokens = options.get("routed_tokens")
 
     def end(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        """Forget the tokens when the layer ends."""
+        """Hook after the layer: forget the tokens."""
         self.tokens = None
 
     def __call__(self, forward: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
+        """Forward pass of the router, with replay and statistics.
+
+        Args:
+            forward: the router's own forward pass.
+            hidden: hidden states of the tokens, [..., D].
+            args: further arguments of the router.
+
+        Returns:
+            The output of the router.
+
+        Raises:
+            EngineError: the router does not report its choice, or does not choose by `topk`.
+        """
         tokens = self.tokens
         if tokens is None:
             return forward(hidden, *args)
@@ -327,9 +358,9 @@ class _Route:
             with _ReplayedTopK(routes, self.router.num_experts) as replay:
                 output = forward(hidden, *args)
             own_choice = replay.own_choice
-        # Routers of transformers return logits, weights and indices of the experts.
-        says_choice = isinstance(output, tuple) and len(output) == 3
-        if says_choice and (routes is None or own_choice is not None):
+        # Most routers of transformers return logits, weights and indices of the experts.
+        reports_choice = isinstance(output, tuple) and len(output) == 3
+        if reports_choice and (routes is None or own_choice is not None):
             logits, scores, chosen = output
             scores = tokens.see(self.number, logits, scores, chosen, own_choice)
             return logits, scores, chosen
@@ -365,22 +396,22 @@ class _ReplayedTopK(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Replace the result of `topk` on scores [n, E]; other calls of torch are unchanged."""
+        """Replace the result of `topk` on scores [n, E]. Other calls of torch are unchanged."""
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result
         scores = args[0]
-        # A router may also choose groups of experts by `topk`, with scores of another shape.
+        # A router may also use `topk` to choose groups of experts, with scores of another shape.
         if scores.shape != (len(self.routes), self.num_experts):
             return result
         self.own_choice = result.indices
-        # Gathered from `scores`, so that gradients flow to the scores of the replayed experts.
+        # Gather the values from `scores`, so that gradients flow to the replayed experts' scores.
         chosen = torch.where(self.routes >= 0, self.routes, self.own_choice)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns `values` unchanged, and gives a scalar loss the gradient 1 in the backward pass."""
+    """Return `values` unchanged. In the backward pass, the scalar `loss` gets the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:

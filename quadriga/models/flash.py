@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flash attention of queries to one run of keys, and the rows of packed tokens that it takes.
 
-The log-sum-exps beside each result merge the results of several runs. Grouped heads need no copies
-of keys.
+Each result comes with log-sum-exps, by which the results of several runs can be merged. Grouped
+heads need no copies of keys.
 
 torch's kernels compute it on a CPU, and on CUDA in half precision (compute capability 8 or higher);
-elsewhere it is computed in plain operators. Capped scores are computed in plain operators on all
-devices, scores with a bias on all devices but a CPU.
+elsewhere it is computed in plain operators. Plain operators also compute capped scores on all
+devices, and scores with a bias on all devices except CPUs.
 
 Legend: N packed tokens, b rows, L queries, S keys, H query heads, K key-value heads, D head size.
 """
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-# cuDNN's attention builds a plan for each new shape, which takes tens of milliseconds. Here nearly
-# every call has a shape of its own.
+# cuDNN's attention builds a plan for each new shape, which takes tens of milliseconds. Here, nearly
+# every call has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
 _capability = cache(torch.cuda.get_device_capability)
 
@@ -32,7 +32,7 @@ class Scores:
 
     Attributes:
         scale: factor of the products.
-        is_causal: whether query i sees the keys up to i, and not all keys. Excludes a bias.
+        is_causal: whether query i sees only the keys up to i. Cannot be combined with a bias.
         softcap: c of c * tanh(score / c). None: scores are not capped.
         bias: [L, S] float32, very negative where a query does not see a key.
     """
@@ -49,7 +49,7 @@ class Scores:
 
 
 def flash_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
-    """Attention of queries to one run of keys.
+    """Compute the attention of queries to one run of keys.
 
     Args:
         inputs: query [b, L, H, D], key and value [b, S, K, D].
@@ -85,11 +85,11 @@ def flash_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor
 def flash_backward(
     results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores
 ) -> Sequence[Tensor]:
-    """Gradients of `flash_forward`, for one run of the keys that the queries see.
+    """Compute the gradients of `flash_forward`, for one run of the keys that the queries see.
 
     Args:
         results: gradient and value [b, L, H, D] of the result merged over all runs, and its
-            log-sum-exps [b, L, H], which are inf for a query without any.
+            log-sum-exps [b, L, H]; inf for padded queries, whose gradients are then 0.
         inputs: query [b, L, H, D], key and value [b, S, K, D] of this run.
         how: how scores are computed.
 
@@ -99,7 +99,7 @@ def flash_backward(
     grad, out, log_sums = results
     query, key, _ = inputs
     if has_cuda_kernel(query) and how.is_plain:
-        # State of the random generator, which is not read without dropout.
+        # State of the random generator, which the kernel does not read without dropout.
         seed = query.new_empty(2, dtype=torch.uint64)
         offset = query.new_empty((), dtype=torch.uint64)
         return _aten._flash_attention_backward(
@@ -129,7 +129,7 @@ def flash_backward(
 
 
 def plain_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
-    """Attention to one run of keys in plain operators.
+    """Compute `flash_forward` in plain operators.
 
     Args:
         inputs: query [b, H, L, D], key and value [b, K, S, D].
@@ -147,7 +147,7 @@ def plain_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor
 def plain_backward(
     results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores
 ) -> Sequence[Tensor]:
-    """Gradients of `plain_forward`, for one run of the keys that the queries see.
+    """Compute `flash_backward` in plain operators.
 
     Args:
         results: gradient and value [b, H, L, D] of the result merged over all runs, and its
@@ -171,7 +171,7 @@ def plain_backward(
 
 
 def _scores(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
-    """Scores [b, H, L, S] and values [b, H, S, D] in float32."""
+    """Compute scores [b, H, L, S] and repeat values to [b, H, S, D], in float32."""
     query, key, value = (tensor.float() for tensor in inputs)
     # Each key-value head serves a group of query heads.
     group_size = query.shape[1] // key.shape[1]
@@ -217,10 +217,11 @@ class PaddedRows:
     Attributes:
         shape: (b, L).
         start: index of the first token if the rows are a view of the packed tokens, else None.
-        padding: [b, L] where a row has padding; None if the rows are a view.
-        indices: [b * L] packed indices of the tokens of all rows, if they are no view.
-        tokens: packed indices of the tokens without padding, if they are no view.
-        slots: indices into [b * L] of the tokens without padding, if they are no view.
+        padding: [b, L] bool, where a row has padding; None if the rows are a view.
+        indices: [b * L] packed indices of tokens of all rows. Unset if the rows are a view, like
+            the attributes below.
+        tokens: packed indices of the tokens that are not padding.
+        slots: indices of the same tokens in [b * L].
     """
 
     def __init__(self, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -278,8 +279,8 @@ class Sums(dict[PaddedRows, Sequence[Tensor]]):
     """Float32 sums over blocks of the gradients of key and value [1, S, K, D].
 
     Attributes:
-        memory: [N, H + 2K, D] memory of all gradients. The sums of some tokens use it until the
-            gradients of these tokens are written. None: sums have memory of their own.
+        memory: [N, H + 2K, D] memory of all gradients. The sums of a token use its part until the
+            gradients of the token are written. None: sums have their own memory.
     """
 
     memory: Tensor | None = None
@@ -306,7 +307,7 @@ class Sums(dict[PaddedRows, Sequence[Tensor]]):
         is_enough = query.dtype != torch.float32 and num_heads >= 2 * num_keys and size % 2 == 0
         if not (shares_memory and is_enough):
             return sums, [tensor.new_empty(tensor.shape) for tensor in inputs]
-        # One allocation; the gradients are its parts.
+        # A single allocation, so that all gradients of a token are contiguous.
         sums.memory = query.new_empty(num_tokens, num_heads + 2 * num_keys, size)
         return sums, list(sums.memory.split([num_heads, num_keys, num_keys], 1))
 
@@ -324,7 +325,7 @@ class Sums(dict[PaddedRows, Sequence[Tensor]]):
         if self.memory is None or keys.start is None:
             self[keys] = [gradient.float() for gradient in gradients]
             return
-        # Float32 views of the memory of these tokens, whose own gradients are written later.
+        # Use the memory of these tokens as float32. Their own gradients are written later.
         memory = self.memory.narrow(0, keys.start, keys.shape[1]).flatten().view(torch.float32)
         totals = []
         for gradient, room in zip(gradients, memory.split(gradients[0].numel()), strict=False):
@@ -332,9 +333,9 @@ class Sums(dict[PaddedRows, Sequence[Tensor]]):
         self[keys] = totals
 
     def taken(self, runs: Iterable[PaddedRows]) -> list[tuple[PaddedRows, list[Tensor]]]:
-        """Remove and return the sums of some rows, as copies.
+        """Remove and return the sums of some rows, if they have any.
 
-        What is written next may overwrite their memory.
+        The sums are copied, because their memory is about to be overwritten by gradients.
         """
         removed = []
         for keys in runs:

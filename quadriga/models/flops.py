@@ -29,8 +29,8 @@ class ModelCost:
         num_block_parameters: number of parameters in the layers that multiply a token.
         num_head_parameters: number of parameters in the vocabulary head.
         attention_width: size of all heads of all layers together.
-        num_frozen_block_parameters: those of the layers' parameters without gradient.
-        num_frozen_head_parameters: those of the head's parameters without gradient.
+        num_frozen_block_parameters: how many of `num_block_parameters` are not trained.
+        num_frozen_head_parameters: how many of `num_head_parameters` are not trained.
         vision_encoder: cost of a vision encoder, which the other numbers do not include.
     """
 
@@ -67,10 +67,10 @@ class ModelCost:
         Args:
             num_tokens: N.
             num_predicted: number of tokens that the head is applied to.
-            sum_of_squared_lengths: over the sequences. Causal attention counts half of each square.
+            sum_of_squared_lengths: over the sequences. Causal attention computes half of each.
         """
-        # Two operations per parameter and token. Attention: two products of width numbers for each
-        # pair of tokens, of which causal attention computes half.
+        # Two operations per parameter and token. Attention has two products per pair of tokens,
+        # with two operations per number, for half of the pairs.
         blocks = 2 * self.num_block_parameters * num_tokens
         head = 2 * self.num_head_parameters * num_predicted
         attention = 2 * self.attention_width * sum_of_squared_lengths
@@ -88,7 +88,8 @@ class ModelCost:
             num_predicted: number of tokens that the head is applied to.
             sum_of_squared_lengths: over the sequences.
         """
-        # The backward pass computes a gradient of the input, and one of a matrix that is trained.
+        # The backward pass computes the gradient of the input and, if the matrix is trained, of the
+        # matrix. Each costs as much as the forward pass.
         frozen_blocks = self.num_frozen_block_parameters * num_tokens
         frozen_head = self.num_frozen_head_parameters * num_predicted
         forward = self.forward_flops(num_tokens, num_predicted, sum_of_squared_lengths)
@@ -107,15 +108,15 @@ class ModelCost:
 def model_cost(model: PreTrainedModel) -> ModelCost:
     """Count a model's matrix parameters [out, in].
 
-    Embeddings do not count: they are looked up. Of a mixture's experts, those count that a token
-    goes through. Convolutions and recurrent states are negligible.
+    Embeddings do not count, because they are only looked up. Of a mixture's experts, only those
+    count that a token goes through. Convolutions and recurrent states are negligible.
     """
     config = model.config.get_text_config()
     body = backbone(model)
     num_parameters = 0
     num_frozen = 0
 
-    # Embeddings, by identity: a table that is tied to the head does not count among the layers.
+    # By identity, so that a table that is tied to the head does not count among the layers.
     excluded = set()
     for module in body.modules():
         if isinstance(module, nn.Embedding):
@@ -132,7 +133,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
                 num_parameters += size
                 num_frozen += 0 if weight.requires_grad else size
 
-    # A matrix multiplies each token once, whatever module it is in.
+    # Each other matrix multiplies each token once.
     for weight in body.parameters():
         if weight.dim() == 2 and id(weight) not in excluded:
             num_parameters += weight.numel()
@@ -159,7 +160,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the operations per second of a product of square matrices, in a tenth of a second.
 
-    A data sheet's peak would be that of another machine.
+    Measured, because the peak of a data sheet may not be reached on this machine.
 
     Args:
         device: device to measure.
@@ -185,6 +186,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds_of_product(left: Tensor, right: Tensor) -> float:
+    """Measure the time of one product. On a GPU, by events, which exclude the launch."""
     if not left.is_cuda:
         begun = time.perf_counter()
         torch.mm(left, right)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS norms and gated MLPs that save less for their backward pass and read memory fewer times.
+"""RMS norms and gated MLPs that save less for their backward pass, and access memory less often.
 
-In eager mode an RMS norm is six kernels, each of which saves a float32 copy of the activations, and
-a gated MLP saves four wide tensors. The functions here compute the same values and save only their
-inputs. On CUDA in half precision each of their passes is one Triton kernel.
+In eager mode, an RMS norm consists of six kernels, each of which saves a float32 copy of the
+activations, and a gated MLP saves four wide tensors. The functions here compute the same values,
+and save only their inputs. On CUDA in half precision, each pass is a single Triton kernel.
 
 Legend: D hidden size, F width of the MLP.
 """
@@ -24,7 +24,7 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def takes_triton(tensor: Tensor) -> bool:
-    """Whether the Triton kernels can compute with a tensor."""
+    """Whether the Triton kernels support a tensor: half precision, on a GPU with Triton."""
     return tensor.dtype in HALF_DTYPES and launches_triton(tensor.device)
 
 
@@ -66,7 +66,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 def rms_scale(wide: Tensor, epsilon: float) -> Tensor:
-    """Reciprocal root mean square by which a norm multiplies.
+    """Compute the reciprocal root mean square, by which a norm multiplies.
 
     Args:
         wide: [..., D] float32.
@@ -75,7 +75,7 @@ def rms_scale(wide: Tensor, epsilon: float) -> Tensor:
     Returns:
         [..., 1] float32.
     """
-    # The norm reads `wide` once, without a copy of its squares.
+    # `vector_norm` reads `wide` once, without a copy of its squares.
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     return length.square_().div_(wide.shape[-1]).add_(epsilon).rsqrt_()
 
@@ -95,7 +95,7 @@ class GatedSiLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if takes_triton(gate):
             return fused_triton.gated_gradients(grad, gate, up)
-        # silu(gate) is computed again: saving it would take a third wide tensor.
+        # Compute silu(gate) again: saving it would take a third wide tensor.
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         grad_up = silu(gate).mul_(grad)
         return grad_gate, grad_up
@@ -105,9 +105,9 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
     """Make a model's plain RMS norms and SiLU-gated MLPs use the functions of this module.
 
     Returns:
-        Number of fused modules, under `norms` and `mlps`.
+        Number of changed modules, under `norms` and `mlps`.
     """
-    # The new forwards read a module's parameters when they are called: FSDP replaces them.
+    # The new forwards look up parameters when they are called, because FSDP replaces them.
     counts = {"norms": 0, "mlps": 0}
     for module in model.modules():
         if is_plain_norm(module):

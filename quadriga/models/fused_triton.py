@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMS norms and gated MLPs on CUDA: Triton kernels behind `quadriga.models.fused`, one per pass.
 
-They round as the functions of that module do.
+They round in the same places as the functions of that module.
 
 Legend: R rows, D columns of a norm, F width of an MLP.
 """
@@ -11,9 +11,9 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
-_NUMBERS = 2048  # that one program computes
-# Upper limit of the programs of a norm's backward pass, each of which sums the weight's gradient
-# over its rows. It does not depend on the device, so neither does the order of the sum.
+_NUMBERS = 2048  # numbers that one program computes
+# Maximum number of programs in a norm's backward pass; each of which sums the weight's gradient over
+# its rows. It does not depend on the device, so the order of the sum does not either.
 _PARTS = 512
 
 
@@ -109,7 +109,7 @@ def _gate_gradients_kernel(grad, gate, up, grad_gate, grad_up, num_numbers, NUMB
 
 
 def norm(hidden: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """RMS norm of each row.
+    """Compute the RMS norm of each row.
 
     Args:
         hidden: [..., D] in half precision, R rows.
@@ -133,7 +133,7 @@ def norm(hidden: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor
 def norm_gradients(
     grad: Tensor, hidden: Tensor, weight: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `norm`.
+    """Compute the gradients of `norm`.
 
     Args:
         grad: gradient [..., D] of the result.
@@ -153,7 +153,7 @@ def norm_gradients(
     num_tiles = triton.cdiv(num_rows, tile["ROWS"])
     rows_of_part = tile["ROWS"] * triton.cdiv(num_tiles, _PARTS)
     num_parts = triton.cdiv(num_rows, rows_of_part)
-    # Each program sums over its rows, torch over the programs: the order is always the same.
+    # Each program sums over its rows, then torch over the programs, always in the same order.
     sums = torch.empty(num_parts, size, dtype=torch.float32, device=hidden.device)
     _norm_gradients_kernel[(num_parts,)](
         grad, hidden, weight, scales, result, sums, num_rows, size, rows_of_part, **tile
@@ -162,7 +162,7 @@ def norm_gradients(
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up.
+    """Compute silu(gate) * up.
 
     Args:
         gate: [..., F] in half precision.
@@ -180,7 +180,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `gated`.
+    """Compute the gradients of `gated`.
 
     Args:
         grad: gradient [..., F] of the result.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities and entropies from hidden states, without the [tokens, vocabulary] logits.
 
-Logits are float32 whatever the model computes in: a bfloat16 logit of 30 is off by up to 0.06,
-which is more than the difference between two policies. The vocabulary is projected in chunks of
-tokens, forward and backward, into one workspace. The workspace has the last chunk's logits when the
-backward pass begins, which therefore starts with that chunk.
+Logits are always float32, because a bfloat16 logit of 30 is off by up to 0.06, which is more than
+the difference between two policies. The vocabulary is projected in chunks of tokens, forward and
+backward, into one workspace. When the backward pass begins, the workspace still has the logits of
+the last chunk, so the backward pass starts with that chunk.
 
-A part of the vocabulary (a block of a GPU kernel in heads_triton.py, or the rows on another rank,
+Each part of the vocabulary (a block of a GPU kernel in heads_triton.py, or the rows of a rank,
 `VocabularyShard`) has four statistics per token: the logarithm of its sum of exponentials, the
-entropy within the part, the target's logit and the sum of squared probabilities within the part;
+entropy within the part, the target's logit, and the sum of squared probabilities within the part;
 then the logits of further targets. Parts are combined by the chain rule of the entropy and by
 squared shares. All terms are positive, so nothing cancels.
 
@@ -34,13 +34,14 @@ HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:
     from quadriga.models import heads_triton
 
-# Its name in torch before 2.13, about which later versions warn, is all_gather_into_tensor.
+# torch before 2.13 only has it as all_gather_into_tensor, for which later versions print a warning.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 logger = logging.getLogger(__name__)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 512  # on a CPU
 _CHUNK_TOKENS_ELSEWHERE = 2048  # a GPU reads and writes the weight's gradient for each chunk
-# Tokens whose logits are handled while they are in the cache, by device type.
+# Number of tokens whose logits are processed together, so that they stay in the cache, by device
+# type.
 _TOKEN_BLOCK = {"cpu": 16}
 _TOKEN_BLOCK_ELSEWHERE = 128
 _VOCABULARY_BLOCK = 4096  # rows of the weight that are converted to float32 at a time
@@ -53,7 +54,7 @@ class VocabularyShard:
     V' may differ between ranks, and may be 0.
 
     Attributes:
-        group: ranks with the other rows, which must call with the same tokens.
+        group: the ranks with all rows, which must make the same calls with the same tokens.
         start: index of the first row.
     """
 
@@ -75,7 +76,11 @@ class LogitRule:
 
     @classmethod
     def of(cls, config: Any) -> "LogitRule":
-        """Rule of a configuration. A trial shows for which models it holds: `models/probe.py`."""
+        """Find the rule of a configuration. `models/architecture.py` tries whether it holds.
+
+        Args:
+            config: configuration of a model.
+        """
         text = config.get_text_config()
         scale = 1.0
         if text.model_type not in _UNUSED_SCALE:
@@ -98,13 +103,15 @@ class LogitRule:
 
 
 PLAIN_LOGITS = LogitRule()
-_MULTIPLIED = ("hyperclovax",)  # models that multiply by what others divide by
-_UNUSED_SCALE = ("mpt",)
+_MULTIPLIED = ("hyperclovax",)  # models that multiply by `logits_scaling` instead of dividing
+_UNUSED_SCALE = ("mpt",)  # models that ignore their `logit_scale`
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of tokens under the policy; None if not requested. The first two have gradients.
+    """Scores of tokens under the policy; None if not requested.
+
+    Only `log_probs` and `entropy` have gradients.
 
     Attributes:
         log_probs: [M] float32, or [M, K].
@@ -135,16 +142,17 @@ def token_scores(
     shard: VocabularyShard | None = None,
     rule: LogitRule = PLAIN_LOGITS,
 ) -> TokenScores:
-    """Log-probabilities of `targets` and entropies of the distributions they were drawn from.
+    """Compute log-probabilities of `targets`, and entropies of the distributions at these tokens.
 
-    On CUDA, half-precision states and weights go through the kernels of heads_triton.py if Triton
-    and a C compiler are installed. These never write the logits. Everything else goes through
-    chunks in plain torch: CPUs; float32, which tensor cores would round; and `top_k`, several
+    On CUDA, half-precision states and weights go through the kernels of heads_triton.py, which
+    never write the logits, if Triton and a C compiler are installed. All other cases are computed
+    in chunks in plain torch: CPUs; float32, which tensor cores would round; and `top_k`, several
     targets and soft-capping, which need the logits.
 
     With a shard, all outputs are the same on all ranks. The gradient of `hidden` is this rank's
-    part, which the caller sums over the group; those of `weight` and `bias` are complete. A call
-    needs one collective (three with `top_k`) of a few numbers per token, its backward pass none.
+    part, which the caller must sum over the group; those of `weight` and `bias` are complete. A
+    call needs one collective (three with `top_k`) of a few numbers per token, its backward pass
+    none.
 
     Args:
         hidden: [M, D] states that predict the targets.
@@ -154,8 +162,8 @@ def token_scores(
         temperature: divides the logits.
         with_entropy: whether to return entropies.
         with_sum_pi_squared: whether to return sums of squared probabilities.
-        top_k: how many of the likeliest tokens to return. If the vocabulary has fewer, the rest is
-            -inf with id -1.
+        top_k: how many of the likeliest tokens to return. If the vocabulary has fewer, the missing
+            ones have log-prob -inf and id -1.
         chunk_tokens: C. None: chosen by the device.
         shard: the rows of the vocabulary on this rank. None: all.
         rule: scale and cap of the logits.
@@ -167,7 +175,7 @@ def token_scores(
     needs_logits = top_k is not None or targets.dim() > 1 or rule.softcap is not None
     default_chunk = CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE
     if rule.softcap is None:
-        # A scale alone acts like a temperature, which the kernels know.
+        # Without a cap, the scale can be part of the temperature, which the kernels support.
         temperature = temperature / rule.scale
         rule = PLAIN_LOGITS
     options = _ScoreOptions(
@@ -199,8 +207,8 @@ def launches_triton(device: torch.device) -> bool:
 
 @cache
 def has_compiler() -> bool:
-    """Whether the C compiler that Triton needs is installed. Warns once if not."""
-    # Triton looks for a compiler in the same way.
+    """Whether the C compiler that Triton needs is installed. Logs a warning once if it is not."""
+    # Triton itself looks for a compiler in this way.
     if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         return True
     logger.warning(
@@ -214,7 +222,7 @@ def has_compiler() -> bool:
 
 @dataclass(frozen=True)
 class _ScoreOptions:
-    """Options of `token_scores`. A scale without a cap is part of the temperature."""
+    """Options of `token_scores`. The rule is plain unless it has a cap."""
 
     temperature: float
     rule: LogitRule
@@ -229,14 +237,14 @@ class _ScoreOptions:
 def head_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, workspace: Tensor | None = None
 ) -> Tensor:
-    """Float32 logits of hidden states.
+    """Compute float32 logits of hidden states.
 
     Args:
         hidden: [C, D].
         weight: [V, D] in the dtype of `hidden`, or in float32.
         bias: [V] or None.
-        workspace: [C, V] float32 memory for the logits. A CPU would otherwise map memory of this
-            size anew in each call.
+        workspace: [C, V] float32 memory for the logits, so that a CPU does not have to map memory
+            of this size in each call.
 
     Returns:
         [C, V] float32.
@@ -260,9 +268,9 @@ def head_logits(
 
 @contextmanager
 def exact_in_bfloat16() -> Iterator[None]:
-    """Context manager: multiply bfloat16 values that are stored in float32 faster, without loss.
+    """Context manager: faster matrix products of bfloat16 values that are stored in float32.
 
-    oneDNN rounds the factors to bfloat16, which does not change them; sums stay float32.
+    oneDNN rounds the factors to bfloat16, which does not change such values. Sums stay float32.
     """
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
@@ -293,7 +301,7 @@ class _TokenInputs(NamedTuple):
     entropy: Tensor
 
     def of_tokens(self, tokens: slice) -> "_TokenInputs":
-        """The inputs of some of the tokens."""
+        """Select some of the tokens."""
         grad_entropy = None if self.grad_entropy is None else self.grad_entropy[tokens]
         return _TokenInputs(
             grad_log_probs=self.grad_log_probs[tokens],
@@ -312,7 +320,8 @@ class _TokenScoresFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, options):
-        places = targets.contiguous()  # rows of this rank's weight; -1 for those of other ranks
+        # Rows of the targets in this rank's weight; -1 for targets of other ranks.
+        places = targets.contiguous()
         if options.shard is not None:
             places = targets - options.shard.start
             is_local = (places >= 0) & (places < weight.shape[0])
@@ -355,20 +364,20 @@ class _TokenScoresFunction(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, places, normalizer, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        # The caller must not be able to change what is saved for the backward pass.
+        # Copies, so that the caller cannot change tensors that are saved for the backward pass.
         return log_probs, entropy.clone(), squares, *top
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
         hidden, weight, bias, places, normalizer, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # Only the entropy may have a gradient.
+        # None if only the entropy has a gradient.
         if grad_log_probs is None:
             grad_log_probs = normalizer.new_zeros(places.shape)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
         if needs_weight:
-            # A GPU adds up the chunks in float32.
+            # On a GPU, the chunks are summed in float32.
             dtype = torch.float32 if weight.is_cuda else weight.dtype
             grad_weight = torch.zeros_like(weight, dtype=dtype)
         grad_bias = None
@@ -396,7 +405,7 @@ class _TokenScoresFunction(torch.autograd.Function):
 
 
 def _combine(parts: Tensor) -> Tensor:
-    """Statistics of the whole vocabulary [3 + K, M] from those of its parts [P, 3 + K, M].
+    """Combine the statistics of parts [P, 3 + K, M] to those of the vocabulary [3 + K, M].
 
     With w the share of a part, H = sum of w H_part - w log w, and the squares are the sum of
     w^2 squares_part. The normaliser of an empty part is -inf, and so is the logit of a target that
@@ -407,20 +416,20 @@ def _combine(parts: Tensor) -> Tensor:
     shares = (normalizers - normalizer).exp()  # [P, M]
     entropy = (shares * entropies + torch.special.entr(shares)).sum(0)
     squares = (shares.square() * squares).sum(0)
-    # A target's logit is that of the part which has it; all other parts have -inf.
+    # Only the part that has a target has its logit; all other parts have -inf.
     other_chosen = [logits.amax(0) for logits in other_chosen]
     return torch.stack([normalizer, entropy, chosen.amax(0), squares, *other_chosen])
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Tensors [...] of all ranks as [ranks, ...]. All ranks then compute the same results."""
+    """Gather tensors [...] from all ranks to [ranks, ...], the same on all ranks."""
     gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
     all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered.view(group.size(), *tensor.shape)
 
 
 def _largest_of_ranks(top: tuple[Tensor, Tensor], top_k: int, group: dist.ProcessGroup) -> _Top:
-    """The likeliest tokens [M, k] of the vocabulary from the likeliest of each rank."""
+    """Find the likeliest tokens [M, k] of the vocabulary among the likeliest of each rank."""
     # [ranks, M, k] -> [M, ranks * k]
     values, ids = (_gather(tensor, group).transpose(0, 1).flatten(1) for tensor in top)
     values, order = values.topk(top_k, dim=-1)
@@ -428,14 +437,21 @@ def _largest_of_ranks(top: tuple[Tensor, Tensor], top_k: int, group: dist.Proces
 
 
 def _slices(length: int, size: int) -> list[slice]:
-    """Slices of at most `size` elements that cover `length` elements."""
+    """Divide `length` elements into slices of at most `size` elements."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor, options: _ScoreOptions
 ) -> tuple[Tensor, Tensor, _Top]:
-    """Statistics of this rank's vocabulary, in plain torch.
+    """Compute the statistics of this rank's vocabulary, in plain torch.
+
+    Args:
+        hidden: [M, D].
+        weight: [V', D].
+        bias: [V'] or None.
+        places: [M] or [M, K], rows of the targets in `weight`; -1 if it does not have the target.
+        options: options of `token_scores`.
 
     Returns:
         Statistics [1, 3 + K, M], the workspace with the last chunk's logits, and the likeliest
@@ -473,9 +489,13 @@ def _statistics(
 def _block_statistics(
     logits: Tensor, places: Tensor, result: Tensor, options: _ScoreOptions
 ) -> None:
-    """Turn products [C, V'] into logits over the temperature, and write their statistics.
+    """Turn products into logits over the temperature, and write their statistics.
 
-    `places` are [C, K], the result is [3 + K, C].
+    Args:
+        logits: [C, V'] products of states and weight, changed in place.
+        places: [C, K] rows of the targets; -1 for targets of other ranks.
+        result: [3 + K, C] zeros, changed in place.
+        options: options of `token_scores`.
     """
     if options.rule.softcap is not None:
         options.rule.apply(logits)
@@ -491,7 +511,7 @@ def _block_statistics(
         # Relative to the largest logit, so that exponentials do not overflow.
         peak = logits.amax(-1)  # [C]
         shifted = logits - peak[:, None]
-        # The entropy needs the shifted logits again, otherwise their memory is reused.
+        # Only the entropy needs the shifted logits again. Without it, their memory is reused.
         weights = shifted.exp() if options.with_entropy else shifted.exp_()
         total = weights.sum(-1)
         log_total = total.log()
@@ -516,8 +536,17 @@ def _gradients(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield the tokens of each chunk, and the gradient [C, V'] of its products.
 
-    Without Triton the last chunk comes first: `workspace`, if not None, has its logits over the
-    temperature. Gradients are in the dtype of the weight.
+    Gradients are in the dtype of the weight. Their memory is reused for the next chunk.
+
+    Args:
+        hidden: [M, D].
+        weight: [V', D].
+        bias: [V'] or None.
+        places: [M] or [M, K], rows of the targets in `weight`; -1 if it does not have the target.
+        inputs: gradients of the outputs, and statistics.
+        options: options of `token_scores`.
+        workspace: the last chunk's logits over the temperature, from the forward pass; None with
+            Triton, and in a second backward pass.
     """
     chunks = _slices(len(hidden), options.chunk_tokens)
     if options.use_triton:
@@ -532,15 +561,15 @@ def _gradients(
             )
             yield tokens, grad
         return
-    # The last chunk's logits are there from the forward pass, except in a second backward pass.
     has_logits = workspace is not None
     if workspace is None:
         shape = (min(options.chunk_tokens, len(hidden)), len(weight))
         workspace = hidden.new_empty(shape, dtype=torch.float32)
-    # The products with the gradient are in the dtype of the weight.
+    # The caller multiplies gradients in the dtype of the weight.
     is_half = weight.dtype != torch.float32
     results = torch.empty_like(workspace, dtype=weight.dtype) if is_half else workspace
     block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
+    # The last chunk first, whose logits are in the workspace.
     for tokens in reversed(chunks):
         length = tokens.stop - tokens.start
         logits = workspace[:length]
@@ -567,24 +596,30 @@ def _gradients(
 def _block_gradients(
     logits: Tensor, places: Tensor, inputs: _TokenInputs, options: _ScoreOptions
 ) -> None:
-    """Replace logits z [C, V'] over the temperature by the gradient of the products.
+    """Replace logits z over the temperature by the gradient of the products.
 
     Without a cap it is (g onehot_t - p (g + h (log p + H))) / temperature, with g and h the
-    gradients of log-prob and entropy. Of several targets, the first g stands for each in its place,
-    the second for their sum.
+    gradients of log-prob and entropy. With several targets, it is (sum of g_k onehot_k - p (sum of
+    g_k + h (log p + H))) / temperature.
+
+    Args:
+        logits: [C, V'], changed in place.
+        places: [C] or [C, K] rows of the targets; -1 for targets of other ranks.
+        inputs: gradients of the outputs, and statistics.
+        options: options of `token_scores`.
     """
     temperature = options.temperature
     softcap = options.rule.softcap
     cap_slope = None
     if softcap is not None:
-        # The derivative of c * tanh(s * x / c) is s * (1 - tanh^2).
+        # The derivative of c * tanh(s * x / c) by x is s * (1 - tanh^2).
         tanh = logits * (temperature / softcap)
         cap_slope = tanh.square_().neg_().add_(1.0).mul_(options.rule.scale)
-    of_targets = inputs.grad_log_probs / temperature
+    target_grads = inputs.grad_log_probs / temperature
     if places.dim() == 1:
         places = places[:, None]
-        of_targets = of_targets[:, None]
-    outer = of_targets.sum(1)  # [C]
+        target_grads = target_grads[:, None]
+    outer = target_grads.sum(1)  # [C]
     # In place from here on: the workspace becomes the gradient.
     log_p = logits.sub_(inputs.normalizer[:, None])
     if inputs.grad_entropy is None:
@@ -596,7 +631,7 @@ def _block_gradients(
         log_p.mul_(-slope[:, None]).sub_(offset[:, None]).mul_(p)
     if logits.shape[1]:
         # Targets on other ranks have place -1, and add nothing here.
-        added = torch.where(places >= 0, of_targets, 0.0)
+        added = torch.where(places >= 0, target_grads, 0.0)
         logits.scatter_add_(1, places.clamp(min=0), added)
     if cap_slope is not None:
         logits.mul_(cap_slope)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropies on CUDA without logits in memory: Triton kernels of `models.heads`.
 
-Forward, a program takes a block of tokens and a part of the vocabulary. It multiplies tile by tile
-and keeps a few numbers per token, rescaled as their maximum grows (online softmax,
-arXiv:1805.02867). Parts have a fixed number of rows, so a token's numbers do not depend on the
-tokens beside it.
+In the forward pass, a program takes a block of tokens and a part of the vocabulary. It multiplies
+tile by tile and keeps a few numbers per token, which are rescaled as their maximum grows (online
+softmax, arXiv:1805.02867). Parts have a fixed number of rows, so the numbers of a token do not
+depend on other tokens.
 
-Backward, a kernel multiplies again and writes the gradient of the logits of one chunk in half
-precision; cuBLAS computes the two products with it. A kernel that summed the gradient of the weight
-itself would need atomic additions, whose order, and so whose rounding, changes from run to run.
+In the backward pass, a kernel multiplies again and writes the gradient of the logits of one chunk
+in half precision; cuBLAS computes the two products with it. A kernel that also summed the gradient
+of the weight would need atomic additions, whose order, and so whose rounding, varies between runs.
 
 Legend: M tokens, D hidden size, V' rows of the vocabulary, P parts, C tokens in a chunk.
 """
@@ -19,7 +19,7 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
 _ROWS_OF_PART = 8192
-# Sizes of a tile.
+# Size of a tile, and options of its kernel.
 _TOKENS = 128
 _ROWS = 128
 _NUM_WARPS = 8
@@ -45,7 +45,10 @@ def _logits(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A float32 tile [TOKENS, ROWS] of logits over the temperature; -inf for rows past the end."""
+    """Compute a float32 tile [TOKENS, ROWS] of logits over the temperature.
+
+    Rows past the end of the vocabulary get -inf.
+    """
     columns = tl.arange(0, COLUMNS)
     is_token = tokens[:, None] < num_tokens
     is_row = rows[None, :] < num_rows
@@ -53,7 +56,7 @@ def _logits(
     left = hidden + tokens[:, None].to(tl.int64) * hidden_stride + columns[None, :]
     right = weight + rows[None, :].to(tl.int64) * weight_stride + columns[:, None]
     total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
-    # The sum over the hidden size, COLUMNS at a time.
+    # Sum over the hidden size, COLUMNS at a time.
     for start in range(0, hidden_size, COLUMNS):
         is_column = columns < hidden_size - start
         states = tl.load(left, mask=is_token & is_column[None, :], other=0.0)
@@ -87,7 +90,7 @@ def _statistics_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The numbers of `statistics` for TOKENS tokens and one part of the vocabulary."""
+    """Compute the numbers of `statistics` for TOKENS tokens and one part of the vocabulary."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(1)
     is_token = tokens < num_tokens
@@ -119,7 +122,7 @@ def _statistics_kernel(
             ROWS,
             COLUMNS,
         )
-        # A higher peak shrinks what was summed below the old one.
+        # When the peak rises, the sums so far must shrink.
         higher = tl.maximum(peak, tl.max(z, 1))
         sunk = peak - higher
         shrink = tl.exp(sunk)
@@ -173,7 +176,7 @@ def _gradients_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile [TOKENS, ROWS] of `logit_gradients`."""
+    """Compute a tile [TOKENS, ROWS] of `logit_gradients`."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < num_tokens
@@ -219,7 +222,7 @@ def statistics(
     with_entropy: bool,
     with_squares: bool,
 ) -> Tensor:
-    """Four numbers per token and part of the vocabulary, from which `heads` makes its scores.
+    """Compute the statistics of each part of the vocabulary; see `models.heads`.
 
     Args:
         hidden: states [M, D] in half precision.
@@ -274,7 +277,7 @@ def logit_gradients(
     places: Tensor,
     outer: tuple[Tensor, Tensor | None, Tensor, Tensor],
 ) -> Tensor:
-    """Gradient of the logits of one chunk.
+    """Compute the gradient of the logits of one chunk.
 
     Args:
         temperature: divides the logits.
@@ -322,7 +325,7 @@ def logit_gradients(
 
 
 def _dense(matrix: Tensor) -> Tensor:
-    """The matrix, or a copy of it, with rows without gaps."""
+    """Copy a matrix if the numbers of its rows are not contiguous."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 

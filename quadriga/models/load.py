@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of Hugging Face's causal and vision-language models, with errors that say what to do.
+"""Loading of Hugging Face's causal and vision-language models, with errors that suggest a fix.
 
 Legend: B rows, N tokens of each, D hidden size, V vocabulary.
 """
@@ -55,16 +55,16 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a causal language model in evaluation mode.
 
-    Its backbone turns tokens [B, N] into hidden states [B, N, D], its head those into logits
-    [B, N, V].
+    Its backbone turns tokens [B, N] into hidden states [B, N, D], and its head turns hidden states
+    into logits [B, N, V].
 
     Args:
         path: folder with config.json and safetensors, or a name that transformers can resolve.
         dtype: dtype of the parameters.
         device: device of the parameters.
-        attention: `ATTENTION_NAME` for calls with an attention plan. It becomes an implementation
-            of transformers if the model's rows cannot be packed. "sdpa" becomes "eager" if it
-            would give other numbers.
+        attention: attention implementation. `ATTENTION_NAME` is for calls with an attention plan;
+            it is replaced by an implementation of transformers if the model's rows cannot be
+            packed. "sdpa" is replaced by "eager" if it computes other numbers.
         trust_remote_code: whether code that ships with the model may run.
         override_config: entries of the model's configuration to replace.
         needs_head: whether the vocabulary projection must have weights. False if another head
@@ -77,7 +77,7 @@ def load_causal_lm(
     disable_progress_bar()
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = way_of(config, trust_remote_code=trust_remote_code)
-    # A model that cannot be packed takes the attention that its trial chose.
+    # Replace an implementation with which the trial has failed.
     if attention == ATTENTION_NAME:
         attention = way.attention
     elif attention == "sdpa":
@@ -89,11 +89,11 @@ def load_causal_lm(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             attn_implementation=attention_of(config, attention),
-            # Transformers' own error does not name the parameters; `_require_weights` does.
+            # The error of transformers does not name the parameters, unlike `_require_weights`.
             ignore_mismatched_sizes=True,
         )
     _require_weights(path, model, info, needs_head=needs_head)
-    # Rows that are computed alone go through transformers' own modules throughout.
+    # If rows are computed one at a time, use transformers' own modules throughout.
     if not way.reason:
         fuse(model)
     return model.to(device).eval()
@@ -102,8 +102,18 @@ def load_causal_lm(
 def _require_weights(
     path: str | Path, model: PreTrainedModel, info: dict[str, Any], *, needs_head: bool
 ) -> None:
-    """Raise an EngineError if transformers filled parameters with random values."""
-    # Parameters, by identity: tied ones have several names.
+    """Check that transformers has not filled any parameters with random values.
+
+    Args:
+        path: folder or hub name, for the message.
+        model: the loaded model.
+        info: transformers' report of its loading.
+        needs_head: whether the vocabulary projection must have weights.
+
+    Raises:
+        EngineError: parameters lack weights, or have other shapes in the files.
+    """
+    # By identity, because tied parameters have several names.
     optional = set()
     if not needs_head:
         optional = {id(parameter) for parameter in head_of(model).parameters()}
@@ -131,7 +141,7 @@ def model_folder(path: str | Path) -> Path | None:
     """Folder of a model. A model on a hub is downloaded, once for all processes of a machine.
 
     Returns:
-        The folder, or None if the download has no safetensors and only transformers can read it.
+        The folder; None if the download has no safetensors, so that only transformers can read it.
 
     Raises:
         EngineError: the hub has no such model, or does not respond.
@@ -145,7 +155,7 @@ def model_folder(path: str | Path) -> Path | None:
 
 
 def config_file(name: str) -> Path:
-    """The config.json of a model on a hub, downloaded unless it is in the cache.
+    """Find the config.json of a model on a hub. It is downloaded unless it is in the cache.
 
     Raises:
         EngineError: the hub has no such model, or does not respond.
@@ -158,6 +168,7 @@ def config_file(name: str) -> Path:
 def _auto_class(
     config: PreTrainedConfig,
 ) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """Class of transformers that chooses the class of a model."""
     return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
 
 
@@ -169,7 +180,7 @@ def from_pretrained(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model with transformers; adapters and distributed checkpoints are read here.
+    """Load a model with transformers, including adapters and distributed checkpoints.
 
     Args:
         path: folder or hub name.
@@ -186,18 +197,19 @@ def from_pretrained(
     """
     options |= {"config": config, "dtype": dtype, "output_loading_info": True}
     auto_class = _auto_class(config)
-    # Transformers would load an adapter beside the weights; here it is merged into them.
+    # Transformers cannot read distributed checkpoints. It would load an adapter beside the weights,
+    # while `open_model` merges it into them.
     if distributed_folder(path) is None and not is_adapter(path):
         options["trust_remote_code"] = trust_remote_code
         model, info = auto_class.from_pretrained(path, **options)
     else:
-        # The class that transformers chooses is only known from an instance.
+        # Build an empty model to find out which class transformers chooses.
         with torch.device("meta"):
             skeleton = auto_class.from_config(config, trust_remote_code=trust_remote_code)
         weights = open_model(path)
         state = {name: weights.read(name).to(dtype) for name in weights.shapes}
         model, info = type(skeleton).from_pretrained(None, state_dict=state, **options)
-    # Transformers does not tie weights that differ, but leaves tie_word_embeddings set.
+    # Transformers does not tie weights that differ, but leaves `tie_word_embeddings` set.
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
         _set_untied(model.config)
@@ -206,9 +218,10 @@ def from_pretrained(
 
 
 def _read_generation_config(path: str | Path, model: PreTrainedModel) -> None:
-    """Read the generation configuration of a folder if it has one.
+    """Read the generation configuration of a folder, if it has one.
 
-    Transformers ignores a file that it cannot read, and with it the tokens that end a response.
+    Transformers ignores a file that it cannot read, so the tokens that end a response would be
+    lost. Reading the file here raises its error.
     """
     if (Path(path) / _GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
@@ -251,7 +264,7 @@ def load_config(
                 fix="Name the model that it was made of, or a copy that transformers has "
                 "dequantized.",
             )
-        # Transformers refuses such a padding token, and padding is never computed.
+        # Transformers refuses such a padding token. It is not needed, as padding is never computed.
         pad_token_id = getattr(part, "pad_token_id", None)
         if pad_token_id is not None and pad_token_id >= vocabulary_size:
             part.pad_token_id = None
@@ -261,12 +274,13 @@ def load_config(
 
 
 def _set_untied(config: PreTrainedConfig) -> None:
+    """Record that a model's head is not tied to its embedding."""
     config.tie_word_embeddings = False
     config.get_text_config().tie_word_embeddings = False
 
 
 def _has_untied_head(folder: Path) -> bool:
-    """Whether the files of a model have a head and no embedding equal to it."""
+    """Whether the files of a model have a head that differs from the embedding."""
     if not folder.is_dir():
         return False
     try:
@@ -274,7 +288,7 @@ def _has_untied_head(folder: Path) -> bool:
         if _HEAD not in weights.shapes:
             return False
         head = weights.read(_HEAD)
-        # Embedding and head have the same shape.
+        # The embedding has the shape of the head. Its name depends on the architecture.
         has_embedding = False
         for name, shape in weights.shapes.items():
             if name != _HEAD and shape == head.shape:
@@ -282,8 +296,9 @@ def _has_untied_head(folder: Path) -> bool:
                 if torch.equal(head, weights.read(name)):
                     return False
         return has_embedding
+    # The weights are loaded later, which reports the error.
     except CheckpointError:
-        return False  # loading the weights reports what is wrong with them
+        return False
 
 
 def skeleton_causal_lm(
@@ -299,15 +314,15 @@ def skeleton_causal_lm(
         path: folder or hub name.
         trust_remote_code: whether code that ships with the model may run.
         override_config: entries of the model's configuration to replace.
-        auto_class: class of transformers that builds the model, for packed rows. None: chosen by
-            the model's configuration.
+        auto_class: class of transformers that builds the model, whose rows must be packable. None:
+            chosen by the configuration.
 
     Raises:
         EngineError: the architecture is unknown or cannot be computed here.
     """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = PACKED if auto_class else way_of(config, trust_remote_code=trust_remote_code)
-    # Only parameters go to "meta". Buffers are small, and most of them are in no file.
+    # Only parameters go to "meta". Buffers are small, and most of them are not in the files.
     with explained(path), register_module_parameter_registration_hook(_as_empty):
         model = (auto_class or _auto_class(config)).from_config(
             config,
@@ -322,11 +337,11 @@ def skeleton_causal_lm(
 
 
 def _as_empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter on "meta", marked as initialized."""
+    """Hook of modules: replace a new parameter by one on "meta", marked as initialized."""
     empty = parameter
     if not parameter.is_meta:
         empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    # Initialization does nothing on "meta", but takes half of the time of building a skeleton.
+    # Marked, because initialization has no effect on "meta", but takes half of the building time.
     empty._is_hf_initialized = True
     return empty
 
@@ -350,10 +365,11 @@ def explained(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         got = str(error).strip().splitlines()[0]
         if len(Path(path).parts) > 2 and not Path(path).exists():
-            # Not a hub name, which has at most two parts, though transformers reports it as one.
+            # Hub names have at most two parts, so this is a folder, but transformers reports it
+            # as a hub name.
             got = "no such folder"
         elif isinstance(error, SafetensorError):
-            # The error does not name the damaged file; opening each of them does.
+            # The error does not name the damaged file, so open each file to find it.
             try:
                 SafetensorFiles(sorted(Path(path).glob("*.safetensors")))
             except CheckpointError as damage:
@@ -363,7 +379,7 @@ def explained(
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Token ids that end a response, without repetitions.
+    """Collect the token ids that end a response, without repetitions.
 
     Args:
         model: model whose generation configuration lists such tokens.

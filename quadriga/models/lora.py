@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters (LoRA, arXiv:2106.09685) in a model's linear modules, by PEFT.
 
-The model stays the transformers model that it is. Some of its linear modules get two factors
-beside them, and only the factors learn. With the adapter off the model computes, bit for bit, what
-it computed before training.
+The model is changed in place. Some of its linear modules get two factors beside their weight, and
+only the factors are trained. With the adapter off, the model computes bit for bit what it computed
+before training.
 
 Legend: r rank of the adapter; in, out sizes of a linear module; A [r, in], B [out, r].
 """
@@ -41,13 +41,13 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
         seed: seed of a new adapter. A parameter's values depend only on the seed and its name.
 
     Returns:
-        Function that gives the value of a parameter by name: A [r, in] or B [out, r], in float32.
+        Function that reads the value of a factor by name: A [r, in] or B [out, r], in float32.
 
     Raises:
-        EngineError: the adapter fits no module, or includes one that cannot have an adapter.
+        EngineError: the adapter matches no module, or a module that cannot have an adapter.
         ConfigError: PEFT is missing, or the adapter to start from is of another kind than LoRA.
     """
-    # The factors that PEFT adds are on "meta"; they are replaced below.
+    # The device must be found first: the factors that PEFT adds are on "meta" until the loop below.
     device = next(model.parameters()).device
     _inject(model, adapter_shape(section))
     parameters = model.named_parameters()
@@ -72,7 +72,16 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
 def _require_same_shapes(
     folder: Path, file_shapes: Mapping[str, torch.Size], model_shapes: Mapping[str, torch.Size]
 ) -> None:
-    """Raise an EngineError unless the files of an adapter have the factors of this model."""
+    """Check that the files of an adapter have the factors of this model.
+
+    Args:
+        folder: folder of the adapter, for the message.
+        file_shapes: shapes of the factors in the files, by their names in a model.
+        model_shapes: shapes of the factors in the model.
+
+    Raises:
+        EngineError: factors are missing or unknown, or have other shapes.
+    """
     names = file_shapes.keys() | model_shapes.keys()
     differing = [name for name in names if file_shapes.get(name) != model_shapes.get(name)]
     if not differing:
@@ -86,7 +95,7 @@ def _require_same_shapes(
 
 
 def adapter_of(model: nn.Module) -> AdapterShape | None:
-    """The adapter of a model, or None if it has none."""
+    """Describe the adapter of a model; None if it has none."""
     config = getattr(model, "peft_config", {}).get(ADAPTER_NAME)
     if config is None:
         return None
@@ -115,8 +124,8 @@ def describe_adapter(model: PreTrainedModel) -> str:
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: compute without the adapter, and without gradients for it."""
-    # PEFT's own switch also clears requires_grad. Weights that FSDP gathers inside the context
-    # would never get it back.
+    # Not with PEFT's own switch, which also clears requires_grad: weights that FSDP gathers inside
+    # the context would never get it back.
     layers = _layers(model)
     for layer in layers:
         layer._disable_adapters = True
@@ -142,7 +151,16 @@ def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
-    """Add factors on "meta" with PEFT, which would otherwise draw other values on each rank."""
+    """Add factors with PEFT, on "meta": PEFT itself would draw different values on each rank.
+
+    Args:
+        model: model to change in place.
+        shape: shape of the adapter.
+
+    Raises:
+        EngineError: the adapter matches no module, or a module that cannot have an adapter.
+        ConfigError: PEFT is missing.
+    """
     try:
         peft = import_module("peft")
     except ImportError as error:
@@ -166,7 +184,7 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module is not head:
             linear_names.append(name)
-    # PEFT ignores entries that match nothing as long as one of them matches.
+    # Check first: PEFT ignores entries without a match if any other entry matches.
     try:
         _require_known_modules(model, shape.target_modules)
         peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
@@ -196,6 +214,13 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
 def _unknown_modules(
     shape: AdapterShape, linear_names: list[str], error: ValueError
 ) -> EngineError:
+    """Describe target modules that match nothing, with the names of modules that could match.
+
+    Args:
+        shape: shape of the adapter.
+        linear_names: names of the model's linear modules.
+        error: the reason.
+    """
     suffixes = list(dict.fromkeys(name.rpartition(".")[2] for name in linear_names))
     listed = ", ".join(suffixes[:_MAX_NAMES])
     if len(suffixes) > _MAX_NAMES:
@@ -211,7 +236,15 @@ def _unknown_modules(
 
 
 def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> None:
-    """Raise a ValueError unless each entry of a list, or a regular expression, matches a module."""
+    """Check that target modules exist in a model.
+
+    Args:
+        model: the model.
+        targets: names of modules, a regular expression, or `ALL_LINEAR`.
+
+    Raises:
+        ValueError: a name or the regular expression matches no module.
+    """
     if targets == ALL_LINEAR:
         return
     names = [name for name, _ in model.named_modules()]
@@ -223,7 +256,7 @@ def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> 
         if not is_known:
             raise ValueError("a regular expression that matches no module's full name")
         return
-    # PEFT takes the last parts of a name for the module, too.
+    # As in PEFT, the last parts of a name are enough.
     unknown = []
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
@@ -239,11 +272,17 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _new_value(factor_shapes: Mapping[str, torch.Size], seed: int, name: str) -> Tensor:
-    """A uniform in +- 1 / sqrt(in), B zero: PEFT's distribution, with a seed per parameter."""
+    """Draw a new factor from PEFT's distribution: A uniform in +- 1 / sqrt(in), B zero.
+
+    Args:
+        factor_shapes: shape of each factor, by name.
+        seed: seed of the adapter.
+        name: name of the factor.
+    """
     shape = factor_shapes[name]
     if ".lora_B." in name:
         return torch.zeros(shape)
-    # The seed does not depend on the rank, nor on the parameters that are drawn before.
+    # A seed of its own, so that the values depend neither on the rank nor on other factors.
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest))
     bound = 1 / math.sqrt(shape[1])

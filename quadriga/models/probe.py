@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of a model before it is used: compares what the scorer computes with transformers' forward.
+"""Check of a model before it is used: compares the scorer's outputs with transformers' forward.
 
-The probe runs in float32, because bfloat16 would hide an error, on the model's own weights, where
-one process has all of them. Elsewhere the trial in `models/architecture.py` stands in for it. It
-draws nothing from torch's generator.
+The probe uses the model's own weights, which a single process must have in full, in float32,
+because bfloat16 would hide an error. Otherwise, only the trial in `models/architecture.py` checks
+the architecture. The probe does not advance torch's random generator.
 
 Legend: M predicted tokens, D hidden size.
 """
@@ -37,17 +37,17 @@ from quadriga.models.scorers import NumberScorer, PolicyScorer, RewardScorer, Sc
 def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
     """Compare a scorer with transformers' own forward (eager) on a small batch.
 
-    The batch is ragged and has a shared prompt; transformers computes its rows alone. A policy is
-    compared in its log-probs [M]. A value or reward model is compared in its hidden states [M, D]
-    and in what its head makes of them, each relative to the largest number.
+    The batch has rows of different lengths and a shared prompt; transformers computes it row by
+    row. Of a policy, the log-probs [M] are compared; of a value or reward model, the hidden states
+    [M, D] and the numbers of the head, each relative to the largest number.
 
     Args:
         scorer: the scorer to check.
         name: role of the model, for the message.
 
     Returns:
-        The largest difference. None: not compared, because the model is not in float32 or takes
-        images.
+        The largest difference; None if the model was not compared, because it is not in float32, or
+        takes images.
 
     Raises:
         EngineError: the difference is above the bound. The message names the architecture and the
@@ -78,14 +78,14 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
             fix="The model's weights are damaged: download them again.",
         )
     differences = (computed - expected).abs().nan_to_num(nan=torch.inf)  # [M] or [M, D + 1]
-    of_tokens = differences.view(len(computed), -1).amax(-1)  # [M]
-    largest = float(of_tokens.max())
+    token_differences = differences.view(len(computed), -1).amax(-1)  # [M]
+    largest = float(token_differences.max())
     if largest > BOUND:
-        # Row and column of each of the M tokens.
+        # Find the token with the largest difference among the M tokens, by row and column.
         tokens = []
         for row, (_, response) in enumerate(rows):
             tokens += [(row, token) for token in range(len(response))]
-        row, token = tokens[int(of_tokens.argmax())]
+        row, token = tokens[int(token_differences.argmax())]
         raise EngineError(
             where,
             got=f"{kind} that differ by {largest:.2g}, most at token {token} of response {row} "
@@ -102,16 +102,24 @@ def _states_and_numbers(
     rows: Sequence[tuple[list[int], list[int]]],
     batches: Sequence[PackedBatch],
 ) -> tuple[Tensor, Tensor]:
-    """States at predicted tokens and, as a further column, the head's numbers: [M, D + 1] twice.
+    """Compute hidden states and the head's numbers by the scorer, and by transformers row by row.
 
-    First those of the batches, then those of the rows alone. Both are divided by the largest state
-    or number of the rows, or by 1 if that is smaller.
+    Args:
+        scorer: the scorer.
+        rows: prompt and response of each row.
+        batches: the same rows, packed.
+
+    Returns:
+        Two tensors [M, D + 1], by the scorer and by transformers: states at the tokens before the
+        predicted ones, and in the last column the numbers. Both are divided by transformers'
+        largest state or number, unless that is less than 1.
     """
     model = scorer.model
     head = model.get_submodule(scorer.head)
     states = []
 
     def record(module: Any, inputs: Any, output: Any) -> None:
+        """Hook of the backbone: keep its hidden states."""
         states.append(output.last_hidden_state[0])
 
     hook = backbone(model).register_forward_hook(record)
@@ -137,7 +145,7 @@ def _states_and_numbers(
     pairs = zip(states, rows, strict=True)
     expected_states = torch.cat([hidden[len(prompt) - 1 :] for hidden, (prompt, _) in pairs])
     expected_numbers = head(expected_states)  # [M, 1]
-    # Transformers' classifier gives one number per row, at its end.
+    # At the end of each row, compare with the number that transformers itself computed.
     ends = torch.tensor([len(response) for _, response in rows]).cumsum(0) - 1
     expected_numbers[ends] = torch.stack(row_numbers)
     state_scale = expected_states.abs().max().clamp(min=1.0)
@@ -150,20 +158,17 @@ def _states_and_numbers(
 
 @contextmanager
 def _as_in_transformers(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: compute with transformers' own modules and eager attention.
-
-    No token counts as padding.
-    """
+    """Context manager: compute with transformers' own modules, eager attention and no padding."""
     config = model.config
     attention = config._attn_implementation
     padding = config.pad_token_id
-    # Fused modules have a forward of their own, which hides the class's.
+    # Remove the forwards that `fuse` has set on modules, which hide those of their classes.
     fused = []
     for module in model.modules():
         if "forward" in vars(module):
             fused.append((module, vars(module).pop("forward")))
     config._attn_implementation = "eager"
-    # Transformers' classifiers read the last token that is not padding.
+    # Else, transformers' classifiers would take tokens with the padding id for padding.
     config.pad_token_id = None
     try:
         yield
@@ -175,7 +180,7 @@ def _as_in_transformers(model: PreTrainedModel) -> Iterator[None]:
 
 
 def about_model(path: str | Path, *, trust_remote_code: bool = False) -> Iterator[str]:
-    """Describe how a model is computed, and how far its log-probs are from transformers'.
+    """Describe how a model is computed, and how much its log-probs differ from transformers'.
 
     Args:
         path: folder or hub name of the model.
@@ -211,4 +216,5 @@ def about_model(path: str | Path, *, trust_remote_code: bool = False) -> Iterato
 
 
 def _seconds_since(start: float) -> str:
+    """Time since `start` in words."""
     return f"{time.perf_counter() - start:.1f} s"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward models: sequence classifiers with one label, to score with or to be trained.
+"""Reward models: sequence classifiers with one label, for scoring or for training.
 
-Transformers has no classifiers of vision-language models. Here such a classifier is the model
-itself with a head `score` [1, D] in place of the vocabulary projection, in the same files.
+Transformers has no classifiers for vision-language models. Here, such a classifier is the model
+with a head `score` [1, D] in place of the vocabulary projection, saved in the same files.
 
 Legend: D hidden size.
 """
@@ -70,6 +70,7 @@ def load_reward_model(
 def _load_vision_reward_model(
     path: str | Path, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool
 ) -> PreTrainedModel:
+    """Load a vision-language model with a head `score`; see `load_reward_model`."""
     model = load_causal_lm(
         path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, needs_head=False
     )
@@ -102,14 +103,14 @@ def add_score(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def require_judge(path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
-    """Raise unless a model gives a sequence one score, read at its last token.
+    """Check that a model computes one score for a sequence, at its last token.
 
-    The last token's state must not depend on the tokens that are packed behind it.
+    Attention must be causal: the state of that token must not depend on tokens packed behind it.
 
     Args:
         path: folder or hub name of the model, for the message.
         model: the loaded model.
-        missing: names of the parameters that its files have no weights for.
+        missing: names of the parameters for which its files have no weights.
 
     Raises:
         EngineError: the model has no weights for some parameters, no head, several labels, or
@@ -153,9 +154,9 @@ def fresh_reward_model(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Build a sequence classifier to be trained, in float32 and otherwise as `load_reward_model`.
+    """Load or build a sequence classifier for training, in float32; see `load_reward_model`.
 
-    A new head [1, D] is zero, so scores are 0 at first and the first loss is ln 2.
+    A new head [1, D] is zero, so all scores are 0 at first, and the first loss is ln 2.
 
     Args:
         path: folder or hub name of a causal model, or of a classifier with one label.
@@ -183,8 +184,8 @@ def fresh_reward_model(
     )
     if is_vision(config):
         return add_score(source)
-    # A head that predicts one number, after the last token that is not padding. Transformers
-    # refuses a padding token that the embedding does not have.
+    # Transformers' classifiers read the state of the last token that is not padding. They refuse a
+    # padding token that the embedding does not have.
     config.num_labels = 1
     config.pad_token_id = pad_token_id if pad_token_id < config.vocab_size else None
     with explained(path, "sequence classifier", "Choose another model for objective=reward_model."):
@@ -196,7 +197,7 @@ def fresh_reward_model(
         )
     if is_packed(model):
         fuse(model)
-    # The causal model has all weights but those of the head.
+    # Take all weights except those of the head from the causal model.
     model.base_model.load_state_dict(source.base_model.state_dict())
     torch.nn.init.zeros_(model.score.weight)
     model.config.architectures = [type(model).__name__]

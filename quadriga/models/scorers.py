@@ -40,24 +40,24 @@ class ScoreQuestion:
 
 
 Scored: TypeAlias = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
-"""The predicted tokens that this rank scores: hidden states [m, D] of the tokens before them, their
-targets [m] or [m, K], and a function that joins the ranks' scores [m, ...] to [M, ...] on every
-rank."""
+"""The predicted tokens that this rank scores: the hidden states [m, D] of the tokens before them,
+the targets [m] or [m, K], and a function that joins the scores [m, ...] of all ranks to [M, ...] on
+every rank."""
 
 
 class Sharing:
-    """Division of a packed batch between ranks. In this base class one rank does all the work."""
+    """Division of a packed batch between ranks. This base class is for a single rank."""
 
     has_embedding = True
     has_head = True
     vocabulary: VocabularyShard | None = None
 
     def inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """Tokens [1, n] of this rank, their positions [1, n] or [3, 1, n], and attention plan."""
+        """Tokens [1, n] of this rank, positions [1, n] or [3, 1, n], and their attention plan."""
         return batch.input_ids, batch.position_ids, batch.plan
 
     def first_token(self, batch: PackedBatch) -> int | None:
-        """Packed index of this rank's first embedding, or None if it has all of them."""
+        """Packed index of this rank's first embedding; None if it has all embeddings."""
         return None
 
     def scored(self, hidden: Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
@@ -75,7 +75,7 @@ class Sharing:
         return hidden.index_select(0, batch.predictors), batch.targets, lambda values: values
 
     def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
-        """This rank's tokens as the routers of a mixture of experts see them.
+        """Describe this rank's tokens for the routers of a mixture of experts.
 
         Args:
             batch: the packed batch, with its `routing`.
@@ -91,12 +91,12 @@ class Sharing:
         )
 
     def joined(self, values: Tensor) -> Tensor:
-        """Values [n, ...] of each rank joined to [N, ...] on every rank."""
+        """Join the values [n, ...] of all ranks to [N, ...] on every rank."""
         return values
 
 
 class Scorer(nn.Module, ABC):
-    """A model and its outputs for each predicted token; one subclass per kind of head."""
+    """Computes a model's outputs for each predicted token. There is a subclass per kind of head."""
 
     model: PreTrainedModel
 
@@ -111,7 +111,7 @@ class Scorer(nn.Module, ABC):
 
     @abstractmethod
     def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
-        """Names of the outputs, each [M], or [M, k] for the likeliest tokens."""
+        """Names of the outputs, [M] each, or [M, k] for the likeliest tokens."""
 
     @abstractmethod
     def score(
@@ -144,7 +144,7 @@ class Scorer(nn.Module, ABC):
             [1, n, D].
         """
         input_ids, position_ids, plan = self.sharing.inputs(batch)
-        # Tokens, or what takes their place: embeddings with images, or states of another stage.
+        # The first layer's inputs: tokens, embeddings with images, or states of another stage.
         inputs: dict[str, Any]
         if received is not None:
             inputs = {"inputs_embeds": received}
@@ -169,7 +169,7 @@ class Scorer(nn.Module, ABC):
         return self.score(hidden[0], batch, question)
 
     def keep_routes(self, routed: RoutedTokens) -> None:
-        """Store the experts of the last call's tokens in its `Routing`, if that asks for them."""
+        """Store the experts of the last call's tokens in its `Routing` if `Routing.keeps`."""
         if routed.routing.keeps:
             chosen = torch.stack([*routed.chosen.values()], 1)  # [n, L, k]
             routed.routing.chosen = self.sharing.joined(chosen)
@@ -258,7 +258,7 @@ class NumberScorer(Scorer):
         """
         states, _, join = self.sharing.scored(hidden, batch, in_parts=False)
         head = self.model.get_submodule(self.head)
-        # In float32 whatever the model computes in: a bfloat16 score of 10 is off by up to 0.03.
+        # Always in float32: a bfloat16 score of 10 is off by up to 0.03.
         bias = None if head.bias is None else head.bias.float()
         numbers = linear(states.float(), head.weight.float(), bias)  # [m, 1]
         return {self.output: join(numbers[:, 0])}
@@ -267,15 +267,15 @@ class NumberScorer(Scorer):
 class ValueScorer(NumberScorer):
     """Values: the return expected before each response token is drawn.
 
-    A value head [1, D] replaces the vocabulary head, so checkpoints of the model include it. It
-    starts at zero, and so do the values.
+    A value head [1, D], initially zero, replaces the model's vocabulary head. It is a part of the
+    model, so that checkpoints of the model include it.
     """
 
     output = "values"
     head = "value_head.linear"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # The output embeddings must go, or checkpoints would have an unused vocabulary head.
+        # Remove the vocabulary head, which checkpoints would otherwise include.
         size = model.config.get_text_config().hidden_size
         dtype = next(model.parameters()).dtype
         model.set_output_embeddings(nn.Identity())
@@ -293,6 +293,6 @@ class RewardScorer(NumberScorer):
     head = "score"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # Engines look for output embeddings, and a classifier has none.
+        # Engines read the output embeddings, which classifiers do not have.
         model.lm_head = nn.Identity()
         super().__init__(model)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed attention on CUDA in two kernel calls per layer, whatever the number of segments.
+"""Packed attention on CUDA in at most two kernel calls per layer, for any number of segments.
 
-The flash kernels take runs of any lengths one after the other. The first call computes all segments
-causally, the second lets the segments that continue a prefix see it in full. Log-sum-exps merge the
-two results, and the backward pass of each call takes the merged result.
+The flash kernels take consecutive runs of any lengths. The first call computes the causal attention
+within each segment. In the second call, segments that continue a prefix attend to it in full. The
+two results are merged by their log-sum-exps, and the backward pass of each call uses the merged
+result.
 
-Legend: N packed tokens, R of them continue a prefix, P are in such a prefix, H query heads, K
+Legend: N packed tokens, of which R continue a prefix and P are in such a prefix, H query heads, K
 key-value heads, D head size.
 """
 
@@ -22,10 +23,14 @@ _aten = torch.ops.aten
 
 
 class RunOffsets:
-    """Consecutive runs of tokens, described as the flash kernels take them.
+    """Consecutive runs of tokens, in the form that the flash kernels take.
+
+    Args:
+        lengths: length of each run.
+        device: device of the tokens.
 
     Attributes:
-        offsets: int32 start of each run, and the end of the last.
+        offsets: int32, start of each run, and the end of the last run.
         longest: length of the longest run.
     """
 
@@ -43,19 +48,19 @@ class PackedRuns:
         device: device of the batch.
 
     Attributes:
-        causal: each segment, for the causal call.
-        longest: length of the longest segment with its prefix.
-        has_prefixes: whether there is a second call. Without it, the other attributes are not set.
+        causal: the segments, for the first call.
+        longest: length of the longest segment together with its prefix.
+        has_prefixes: whether there is a second call. If not, the attributes below are not set.
         rows: [R] packed indices of the tokens that continue a prefix.
         keys: [P] packed indices of the tokens of these prefixes.
-        continued: for each prefix, the tokens that continue it.
-        prefixes: each prefix.
+        continued: a run for each prefix, of the tokens that continue it.
+        prefixes: a run for each prefix, of its own tokens.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.causal = RunOffsets([segment.length for segment in segments], device)
         self.longest = 0
-        # Segments that continue the same prefix; the kernel sees them as one run of queries.
+        # Segments with the same prefix are a single run of queries in the second call.
         groups = {}
         for segment in segments:
             length = segment.length
@@ -65,7 +70,7 @@ class PackedRuns:
             self.longest = max(self.longest, length)
         self.has_prefixes = bool(groups)
         if self.has_prefixes:
-            # Groups in the order of `groups` in both, so that run i of queries sees prefix i.
+            # Queries and keys in the same order of groups, so that run i of queries sees prefix i.
             self.rows = _token_indices(chain(*groups.values()), device)
             self.keys = _token_indices(groups, device)
             lengths = [sum(segment.length for segment in group) for group in groups.values()]
@@ -87,7 +92,7 @@ class PackedRuns:
 
 
 def _token_indices(segments: Iterable[Segment], device: torch.device) -> Tensor:
-    """Packed indices of the tokens of some segments."""
+    """Find the packed indices of the tokens of some segments."""
     ranges = []
     for segment in segments:
         ranges.append(np.arange(segment.start, segment.start + segment.length))
@@ -103,7 +108,7 @@ class VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, runs: PackedRuns, scale: float, window: int | None):
-        # The kernel counts the keys before a query, the window includes the query's own.
+        # The kernel's window counts only the keys before a query, and ours includes its own key.
         num_left = None if window is None else window - 1
         inputs = (query, key, value)
         out, sums = _forward(inputs, runs.causal, runs.causal, True, scale, num_left)
@@ -147,13 +152,13 @@ class VarlenAttention(torch.autograd.Function):
             prefix_grads = _backward(
                 prefix_results, prefix_inputs, runs.continued, runs.prefixes, False, scale
             )
-            # Queries that continue a prefix, and the tokens of prefixes, are in both calls.
+            # Add the second call's gradients where a token took part in both calls.
             indices = (runs.rows, runs.keys, runs.keys)
             for total, added, places in zip(grads, prefix_grads, indices, strict=True):
                 total.index_copy_(0, places, added.add_(total.index_select(0, places)))
         grad_sinks = None
         if sinks is not None:
-            # A sink's value is zero, so it takes its share of the attention from the result.
+            # A sink has no value, so a larger share of it shrinks the result.
             shares = (sinks.float()[:, None] - sums).exp_()
             projections = (grad.float() * out.float()).sum(-1).t()  # [H, N]
             grad_sinks = -(shares * projections).sum(1).to(sinks.dtype)
@@ -168,7 +173,19 @@ def _forward(
     scale: float,
     num_left: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and log-sum-exps [H, tokens]. A query sees `num_left` keys before its own."""
+    """Call the kernel.
+
+    Args:
+        inputs: query [tokens, H, D], key and value [tokens, K, D].
+        queries: runs of queries.
+        keys: runs of keys. Run i of the queries sees run i of the keys.
+        is_causal: whether attention within a run is causal.
+        scale: factor of the scores.
+        num_left: number of keys before its own that a query sees. None: all.
+
+    Returns:
+        The result [tokens, H, D], and its log-sum-exps [H, tokens].
+    """
     out, sums, *_ = _aten._flash_attention_forward(
         *inputs,
         queries.offsets,
@@ -193,12 +210,17 @@ def _backward(
     scale: float,
     num_left: int | None = None,
 ) -> list[Tensor]:
-    """Gradients of the inputs.
+    """Call the kernel of the backward pass. For the other arguments see `_forward`.
 
-    `results` are the gradient and value of the merged result, and its log-sum-exps [H, tokens].
+    Args:
+        results: gradient and value [tokens, H, D] of the merged result, and its log-sum-exps
+            [H, tokens].
+
+    Returns:
+        The gradients of the inputs.
     """
     grad, out, sums = results
-    # State of the random generator, which is not read without dropout.
+    # State of the random generator, which the kernel does not read without dropout.
     seed = out.new_empty(2, dtype=torch.uint64)
     offset = out.new_empty((), dtype=torch.uint64)
     grads = _aten._flash_attention_backward(
@@ -221,6 +243,7 @@ def _backward(
 
 
 def _window_options(num_left: int | None) -> dict[str, int]:
+    """Options of the kernels for a window."""
     if num_left is None:
         return {}
     return {"window_size_left": num_left, "window_size_right": 0}

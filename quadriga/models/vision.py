@@ -6,11 +6,12 @@
     language model  reads the embeddings at these tokens; positions have three axes: time, height,
                     width
 
-The encoder is `model.visual`, the decoder `model.language_model`, and the projection onto the
-vocabulary is beside both. The decoder's attention is an attention plan, the encoder's is torch's.
+The encoder is `model.visual`, the decoder is `model.language_model`, and the projection onto the
+vocabulary is beside both. The decoder computes attention by an attention plan, the encoder by
+torch.
 
-To the encoder a video is an image of several patches along time, so images and videos of a batch go
-through it together.
+For the encoder, a video is an image with several patches along time, so images and videos of a
+batch are encoded together.
 
 Legend: N packed tokens, I images and videos, S patches of all of them, X values of a patch, E
 embeddings, D hidden size.
@@ -37,7 +38,7 @@ GRIDS = ("image_grid_thw", "video_grid_thw")
 PIXELS = ("pixel_values", "pixel_values_videos")
 """Model inputs [S, X] with the patches of images and of videos."""
 ONE_TOKEN = ("glm4v",)
-"""Models with the same token for images and videos, whose encoder takes each frame as an image."""
+"""Models with the same token for images and videos. Their encoder takes each frame as an image."""
 PROCESSOR_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
@@ -46,7 +47,7 @@ PROCESSOR_FILES = (
 
 
 def is_vision(config: PreTrainedConfig) -> bool:
-    """Whether a configuration is that of a vision-language model."""
+    """Whether a model is a vision-language model of a supported type, by its configuration."""
     return config.model_type in VISION_TYPES
 
 
@@ -58,7 +59,7 @@ def attention_of(config: PreTrainedConfig, attention: str) -> str | dict[str, st
         attention: implementation for the decoder. A vision encoder uses "sdpa".
 
     Returns:
-        `attention` for a text model, otherwise a dictionary by part.
+        `attention` for a text model, else a dictionary by part.
     """
     if not is_vision(config):
         return attention
@@ -66,7 +67,7 @@ def attention_of(config: PreTrainedConfig, attention: str) -> str | dict[str, st
 
 
 def vision_encoder(model: PreTrainedModel) -> Any:
-    """The part of a vision-language model that turns patches [S, X] into embeddings [E, D]."""
+    """Find the part of a vision-language model that turns patches [S, X] into embeddings [E, D]."""
     return model.base_model.visual
 
 
@@ -75,10 +76,10 @@ class ImageTokens:
     """Tokens that represent images and videos in a prompt.
 
     Attributes:
-        token_ids: ids of the tokens that stand for one embedding of an image, and of a video.
+        token_ids: id of the token for an embedding of an image, and of that for one of a video.
         patches_per_token: number of patches that the encoder merges into one embedding.
-        video_bounds: ids of the tokens around the embeddings of a video, if images and videos have
-            the same token (GLM-4V).
+        video_bounds: ids of the tokens before and after the embeddings of a video, if images and
+            videos have the same token (GLM-4V).
     """
 
     token_ids: tuple[int, int]
@@ -87,7 +88,7 @@ class ImageTokens:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "ImageTokens | None":
-        """Image tokens of a model, or None for a text model."""
+        """Find the image tokens of a model; None for a text model."""
         if not is_vision(config):
             return None
         image_id = config.image_token_id
@@ -98,7 +99,7 @@ class ImageTokens:
         return cls((image_id, config.video_token_id), patches_per_token)
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
-        """E, the number of embeddings of the images and videos among a model's inputs."""
+        """Number of embeddings E of the images and videos in a model's inputs."""
         num_patches = sum(int(inputs[name].prod(-1).sum()) for name in GRIDS if name in inputs)
         return num_patches // self.patches_per_token
 
@@ -108,18 +109,18 @@ class ImageTokens:
         """Find the tokens at which a row's embeddings go.
 
         Args:
-            tokens: tokens of the prompt, perhaps with a response, in which the model may write
-                image tokens, too.
+            tokens: tokens of the prompt, and perhaps of a response, in which the model may have
+                generated image tokens, too.
             inputs: the model's inputs, with `image_grid_thw` and `video_grid_thw` [I, 3].
-            size: number of tokens of the prompt. None: all.
+            size: number of tokens of the prompt. None: all tokens.
 
         Returns:
-            Indices [E] of the tokens, those of images before those of videos, and a description of
-            what does not fit: empty, or how many tokens there are for how many embeddings.
+            Indices [E] of the tokens, those of images before those of videos; and the problem if
+            the numbers of tokens and embeddings do not match, else "".
         """
         masks = [tokens == token for token in self.token_ids]
         if self.video_bounds is not None:
-            # Both kinds have the same token. It is a video's between the bounds of a video.
+            # Both kinds have the same token. Between the bounds of a video, it is a video's.
             starts, ends = (np.cumsum(tokens == bound) for bound in self.video_bounds)
             masks = [masks[0] & (starts <= ends), masks[1] & (starts > ends)]
         prompt_size = len(tokens) if size is None else size
@@ -127,11 +128,12 @@ class ImageTokens:
         problems = []
         for token, mask, name in zip(self.token_ids, masks, GRIDS, strict=True):
             indices = np.flatnonzero(mask)
-            # The prompt has as many tokens as there are embeddings. A response may have more.
             grids = inputs.get(name)
             num_embeddings = 0
             if grids is not None:
                 num_embeddings = int(grids.prod(-1).sum()) // self.patches_per_token
+            # Each token of the prompt needs an embedding. Beyond them, a response may have tokens
+            # with an embedding (of inserted images), and then others, which the model generated.
             num_in_prompt = np.count_nonzero(indices < prompt_size)
             if not num_in_prompt <= num_embeddings <= len(indices):
                 kind = name.split("_")[0]
@@ -145,13 +147,13 @@ class ImageTokens:
 
 @dataclass(frozen=True)
 class PackedImages:
-    """Images and videos of a packed micro-batch, each once.
+    """Images and videos of a packed micro-batch. A shared prompt's are included once.
 
     Attributes:
         pixel_values: [S, X] float32.
         grids: [I, 3] int64, number of patches along time, height and width.
-        places: [E] packed indices of the tokens at which the embeddings go. It may be empty; see
-            `unseen_image`.
+        places: [E] packed indices of the tokens at which the embeddings go. Empty for an image that
+            no token refers to; see `unseen_image`.
     """
 
     pixel_values: Tensor
@@ -165,12 +167,12 @@ def packed_images(
     """Pack the images and videos of several prompts.
 
     Args:
-        images: for each prompt with images, the model's inputs and the packed indices of its image
+        images: for each prompt with images, the model's inputs, and the packed indices of its image
             tokens, those of images before those of videos.
         device: device of the result.
 
     Returns:
-        The packed images, or None if there are none.
+        The packed images; None if there are none.
     """
     if not images:
         return None
@@ -189,7 +191,7 @@ def packed_images(
 
 
 def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
-    """The smallest image, for ranks without one.
+    """Create the smallest image, for a rank that has no image while another rank has one.
 
     Ranks that share the encoder's weights must run the encoder together.
 
@@ -213,10 +215,10 @@ def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
 def decoder_inputs(
     model: PreTrainedModel, input_ids: Tensor, images: PackedImages, start: int | None = None
 ) -> dict[str, Any]:
-    """Embeddings of tokens and images, which a decoder takes in place of tokens.
+    """Embed tokens and images, for a decoder that takes embeddings in place of tokens.
 
-    With sequence or tensor parallelism a rank has the embeddings of some of the tokens. Each rank
-    encodes all images; embeddings that it does not use have zero gradient there.
+    With sequence or tensor parallelism, a rank has the embeddings of some of the tokens. Each rank
+    encodes all images; embeddings of an image that it does not use get no gradient there.
 
     Args:
         model: a vision-language model.
@@ -225,17 +227,17 @@ def decoder_inputs(
         start: packed index of this rank's first embedding. None: the rank has all of them.
 
     Returns:
-        `inputs_embeds` [1, N, D]. For Qwen3-VL also what the encoder adds to the hidden states
-        after the first layers.
+        `inputs_embeds` [1, n, D] of the rank's n tokens. For Qwen3-VL also the features that are
+        added to the hidden states after the first layers.
 
     Raises:
-        EngineError: the encoder's number of embeddings is not that of the image tokens.
+        EngineError: the encoder returns another number of embeddings than there are image tokens.
     """
     body = model.base_model
     embeddings = model.get_input_embeddings()(input_ids)  # [1, n, D]
     grids = images.grids
     if model.config.model_type in ONE_TOKEN:
-        # Each frame of a video becomes an image of its own.
+        # Each frame of a video becomes a separate image.
         grids = grids.repeat_interleave(grids[:, 0], 0)
         grids[:, 0] = 1
     encoded = body.get_image_features(images.pixel_values, grids, return_dict=True)
@@ -259,7 +261,7 @@ def decoder_inputs(
         places = places[local] - start
         features = features.index_select(0, local)
         deepstack = [part.index_select(0, local) for part in deepstack]
-    # The embeddings of image tokens are replaced by those of the images.
+    # Replace the embeddings of image tokens by those of the images.
     inputs = {"inputs_embeds": embeddings.index_copy(1, places, features[None])}
     if deepstack:
         is_image = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=input_ids.device)
@@ -277,8 +279,8 @@ class VisionEncoderCost:
         num_patch_parameters: number of parameters that multiply each patch.
         num_token_parameters: number of parameters that multiply each embedding.
         width: size of a patch's hidden state.
-        windows: for each layer the side, in patches, of the windows in which it attends. None: it
-            attends to the whole image.
+        windows: for each layer, the side in patches of the windows in which it computes attention.
+            None: attention spans the whole image.
         patches_per_token: number of patches that are merged into one embedding.
         is_frozen: whether no parameter is trained.
     """
@@ -292,12 +294,12 @@ class VisionEncoderCost:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "VisionEncoderCost | None":
-        """Cost of a model's vision encoder, or None for a text model."""
+        """Find the cost of a model's vision encoder; None for a text model."""
         if not is_vision(model.config):
             return None
         settings = model.config.vision_config
         encoder = vision_encoder(model)
-        # The modules that merge patches multiply embeddings, all others multiply patches.
+        # The modules that merge patches multiply embeddings; all other modules multiply patches.
         num_token_parameters = 0
         for name, module in encoder.named_children():
             if "merger" in name or name == "downsample":
@@ -327,12 +329,12 @@ class VisionEncoderCost:
         total = 0
         for time, height, width in grids.tolist():
             num_patches = time * height * width
-            # Matrix products of all patches, then those of the embeddings.
+            # Matrix products for all patches, then for the embeddings.
             total += 2 * (self.num_patch_parameters * num_patches)
             total += 2 * (self.num_token_parameters * num_patches // self.patches_per_token)
             for window, num_layers in Counter(self.windows).items():
-                # The windows are squares, and smaller at the end of a row or column. A pair of
-                # patches is in one window if it is in one piece of the rows, and of the columns.
+                # Windows are squares that cut height and width into pieces, of which the last may
+                # be smaller. Two patches are in one window if they are in one piece of both.
                 side = window or max(height, width)
                 row_pairs = height // side * side**2 + (height % side) ** 2
                 column_pairs = width // side * side**2 + (width % side) ** 2
@@ -340,12 +342,15 @@ class VisionEncoderCost:
         return float(total)
 
     def update_flops(self, grids: Tensor) -> float:
-        """Operations of both passes over images [I, 3]. A frozen encoder has no backward pass."""
+        """Operations of a forward and a backward pass over images [I, 3].
+
+        A frozen encoder has no backward pass.
+        """
         return self.forward_flops(grids) * (1 if self.is_frozen else 3)
 
 
 def _num_multiplied(module: nn.Module) -> int:
-    """Number of values in the matrices of a module."""
+    """Number of parameters in the matrices and convolutions of a module."""
     kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, kinds))
 
@@ -353,9 +358,9 @@ def _num_multiplied(module: nn.Module) -> int:
 def copy_processor(
     config: PreTrainedConfig, target: Path, source: str | Path | None = None
 ) -> None:
-    """Copy the files that say how images become patches; a text model has none.
+    """Copy the files that configure how images become patches. A text model has no such files.
 
-    They are copied as they are: loading and saving a processor needs torchvision.
+    They are copied, because loading and saving a processor needs torchvision.
 
     Args:
         config: configuration of the model.

@@ -7,9 +7,9 @@
       folder/.metadata                      torch's distributed checkpoint
       folder/model/.metadata                the same, in the folder of a role's checkpoint
 
-A distributed checkpoint lists its own chunks, so it can be read whatever number of ranks wrote it
-and however the tensors were sharded. The list is a pickle: only the classes that it consists of
-are unpickled.
+A distributed checkpoint lists its chunks, so it can be read no matter how many ranks wrote it, and
+how they sharded the tensors. The list is a pickle, of which only the classes that such a list
+consists of are unpickled.
 
 Legend: [...] is the shape of a parameter.
 """
@@ -43,13 +43,13 @@ class WeightFiles(Protocol):
     """Named tensors on disk, each read on demand.
 
     Attributes:
-        shapes: full shape [...] of each tensor, however it is sharded, in the order of the files.
+        shapes: full shape [...] of each tensor, even if it is sharded, in the order of the files.
     """
 
     shapes: dict[str, torch.Size]
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor [...] in the dtype in which it was written.
+        """Read a full tensor [...], in the dtype in which it was written.
 
         Raises:
             CheckpointError: its file is missing, truncated or damaged.
@@ -61,7 +61,7 @@ def open_weights(folder: str | Path) -> WeightFiles:
     """Open the weights of a Hugging Face folder, a role's checkpoint or a distributed checkpoint.
 
     Raises:
-        CheckpointError: there are none, or a file of them is missing or damaged.
+        CheckpointError: the folder has no weights, or a file is missing or damaged.
     """
     folder = Path(folder)
     checkpoint = distributed_folder(folder)
@@ -86,7 +86,18 @@ def open_weights(folder: str | Path) -> WeightFiles:
 
 
 def _indexed_files(folder: Path) -> list[Path]:
-    """Files that the index of a folder names, all of them inside the folder and existing."""
+    """Read the index of a folder.
+
+    Args:
+        folder: folder with an index.
+
+    Returns:
+        The files that it names.
+
+    Raises:
+        CheckpointError: the index is damaged, or names a file that is missing or outside of the
+            folder.
+    """
     index = folder / INDEX
     try:
         file_names = set(json.loads(index.read_bytes())["weight_map"].values())
@@ -94,7 +105,7 @@ def _indexed_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _unreadable(index, error) from error
     for file in files:
-        # Symbolic links are not resolved: in a hub's cache, files are links to their content.
+        # Compare paths without resolving links: in a hub's cache, files are links to other folders.
         if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
             raise _leads_outside(index, file)
     for file in files:
@@ -105,7 +116,7 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 
 def distributed_folder(folder: str | Path) -> Path | None:
-    """Folder of the distributed checkpoint in `folder`, or None if it has none."""
+    """Find the distributed checkpoint in a folder or its `model` folder; None if there is none."""
     for candidate in (Path(folder), Path(folder) / MODEL):
         if (candidate / METADATA).is_file():
             return candidate
@@ -114,6 +125,9 @@ def distributed_folder(folder: str | Path) -> Path | None:
 
 class SafetensorFiles:
     """Hugging Face weights in safetensors files.
+
+    Args:
+        files: the files.
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged.
@@ -139,7 +153,7 @@ class SafetensorFiles:
             raise _unreadable(file, error) from error
 
     def _open(self, file: Path) -> None:
-        """Open a file in place of the last one. Consecutive tensors are mostly in one file."""
+        """Open a file, and keep it open: consecutive tensors are mostly in the same file."""
         try:
             self._opened: Any = safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
@@ -148,11 +162,11 @@ class SafetensorFiles:
 
 
 class DistributedFiles:
-    """Weights in a distributed checkpoint of torch, whatever ranks wrote it.
+    """Weights in a distributed checkpoint of torch.
 
     Args:
         folder: folder with `.metadata`.
-        prefix: prefix of the weights' names in the checkpoint, which `shapes` omits.
+        prefix: prefix of the weights' names in the checkpoint, without which they are read.
     """
 
     def __init__(self, folder: Path, prefix: str) -> None:
@@ -193,6 +207,9 @@ class RenamedFiles:
 class ChunkReader(FileSystemReader):
     """Reads a distributed checkpoint in a single process, without trusting its pickle.
 
+    Args:
+        folder: folder of the checkpoint.
+
     Attributes:
         listed: the checkpoint's list of chunks.
         tensors: size and dtype of each tensor, by name.
@@ -215,6 +232,7 @@ class ChunkReader(FileSystemReader):
         self.set_up_storage_reader(self.listed, is_coordinator=True)
 
     def _load_list(self) -> Metadata:
+        """Unpickle the list of chunks. Raises CheckpointError if it is damaged."""
         path = self.folder / METADATA
         try:
             with path.open("rb") as file:
@@ -228,8 +246,12 @@ class ChunkReader(FileSystemReader):
         return listed
 
     def _require_whole_files(self) -> None:
-        """Raise unless each file reaches to the end of its last chunk."""
-        # Bytes that each file must have at least.
+        """Check that each file exists and is long enough for its last chunk.
+
+        Raises:
+            CheckpointError: a file is missing, truncated, or outside of the folder.
+        """
+        # Minimum size of each file.
         ends = {}
         for chunk in self.listed.storage_data.values():
             end = chunk.offset + chunk.length
@@ -246,8 +268,13 @@ class ChunkReader(FileSystemReader):
                 raise DamagedCheckpointError(str(file), f"{size} bytes", expected, _ANOTHER)
 
     def _require_stored_bytes(self) -> None:
-        """Raise if a tensor claims more bytes than its chunks hold, before memory is allocated."""
-        # Bytes of the chunks of each tensor.
+        """Check that the chunks of each tensor have all of its bytes.
+
+        A damaged list might otherwise cause a huge allocation.
+
+        Raises:
+            CheckpointError: the shape of a tensor needs more bytes.
+        """
         stored_bytes = Counter[str]()
         for index, chunk in self.listed.storage_data.items():
             stored_bytes[index.fqn] += chunk.length
@@ -264,6 +291,9 @@ class ChunkReader(FileSystemReader):
     def read_into(self, state: dict[str, Tensor]) -> None:
         """Fill tensors [...] in place; of a DTensor, this rank's shard.
 
+        Args:
+            state: the tensors by name.
+
         Raises:
             CheckpointError: a file is missing or damaged.
         """
@@ -279,7 +309,7 @@ class ChunkReader(FileSystemReader):
 def share_with_readers(folder: Path) -> None:
     """Give the safetensors files of a folder the folder's read and write permissions.
 
-    The safetensors library makes them readable by their owner alone.
+    The safetensors library writes files that only their owner can read.
     """
     for file in folder.glob("*.safetensors"):
         file.chmod(folder.stat().st_mode & 0o666)
@@ -310,6 +340,7 @@ def write_safetensors(
 
 
 def _unreadable(path: Path, error: Exception) -> DamagedCheckpointError:
+    """Describe a file that cannot be read."""
     # Only the first line: some libraries add a hint or a traceback.
     reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     # The error of a missing file names the file.
@@ -321,6 +352,7 @@ def _unreadable(path: Path, error: Exception) -> DamagedCheckpointError:
 
 
 def _leads_outside(listing: Path, file: Path) -> CheckpointError:
+    """Describe a list that names a file outside of its folder."""
     got = str(file)
     if file.is_symlink():
         got += f", a link to {file.resolve()}"
@@ -341,7 +373,7 @@ _UNPICKLED = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
-    # The writer's own path. Python 3.13 moved the classes to another module.
+    # The list contains the path to which it was written. Python 3.13 moved the classes.
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
@@ -366,6 +398,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _member(owner: object, name: str) -> Enum:
+    """Stand-in for `getattr` in a pickle, which only looks up enum members."""
     if not isinstance(owner, EnumType):
         raise pickle.UnpicklingError(f"it asks {owner!r} for {name}, which is not an enum member")
     return owner[name]

@@ -7,8 +7,8 @@
     ... of all experts                             ┘
     visual.patch_embed.proj.weight                 ──> model.visual.patch_embed.proj.weight
 
-The conversion tables are transformers' own, one per model family, with the operations of both
-directions. Names that no table mentions stay as they are.
+Transformers has a conversion table for each model family, with the operations of both directions.
+Weights that the table does not mention keep their names.
 
 Legend: E experts of a layer, F width of each, D hidden size; [...] is the shape of a weight.
 """
@@ -34,20 +34,20 @@ from quadriga.models.weight_files import WeightFiles
 
 @dataclass
 class _ConversionGroup:
-    """Source tensors that are converted together; `converter` is None if they are only renamed."""
+    """Source tensors that are converted together."""
 
-    converter: WeightConverter | None
+    converter: WeightConverter | None  # None: a single tensor, which is only renamed
     # Names of the sources, and the pattern of the converter that each name matches.
     sources: list[tuple[str, str]] = field(default_factory=list)
 
 
 class ConvertedFiles:
-    """Weights of other files under the names and shapes of a model's module, or the reverse.
+    """Weights of other files, converted to the names and shapes of a model's module, or back.
 
     Args:
         files: weights as `save_pretrained` writes them; with `to_files`, as the module has them.
         model: model whose family defines the conversion. It may be on "meta".
-        to_files: convert from the module's layout to that of `save_pretrained`.
+        to_files: whether to convert from the module's layout to that of `save_pretrained`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ConvertedFiles:
         self._group_of = {}
         self.shapes: dict[str, torch.Size] = {}
         for group, members in self._groups.items():
-            # Converting empty tensors gives the names and shapes of the results.
+            # Convert empty tensors to find out the names and shapes of the results.
             with torch.device("meta"):
                 empty = {name: torch.empty(files.shapes[name]) for name, _ in members.sources}
             for target, tensor in self._converted(group, empty).items():
@@ -69,13 +69,13 @@ class ConvertedFiles:
         self._last_tensors: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
-        """Read a whole weight [...].
+        """Read a full weight [...].
 
-        The other results of the same conversion stay in memory until another group is read.
+        The other results of its conversion stay in memory until a weight of another group is read.
         """
         group = self._group_of[name]
         if self._last_group != group:
-            # The previous tensors are freed before the next ones are read.
+            # Free the previous tensors before the next ones are read.
             self._last_group = ""
             self._last_tensors = {}
             sources = self._groups[group].sources
@@ -85,13 +85,21 @@ class ConvertedFiles:
         return self._last_tensors[name]
 
     def _converted(self, group: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the target layout, made of a group's source tensors."""
+        """Convert the source tensors of a group.
+
+        Args:
+            group: name of the group.
+            tensors: its source tensors, by name. They are removed.
+
+        Returns:
+            The converted tensors, by name.
+        """
         members = self._groups[group]
         if members.converter is None:
             source, _ = members.sources[0]
             return {group: tensors[source]}
-        # A converter collects tensors, so each conversion needs a copy. Tensors leave the
-        # dictionary one by one, so that none is in memory longer than the converter needs it.
+        # A converter collects tensors, so each conversion needs a copy of it. Remove tensors from
+        # the dictionary, so that the converter can free each one as soon as possible.
         converter = deepcopy(members.converter)
         add_tensor: Any = converter.add_tensor
         for name, pattern in members.sources:
@@ -107,7 +115,16 @@ class ConvertedFiles:
 def _group_sources(
     files: WeightFiles, model: PreTrainedModel, to_files: bool
 ) -> dict[str, _ConversionGroup]:
-    """Source tensors by the first target name that transformers gives them."""
+    """Group source tensors by the target name that transformers derives from their names.
+
+    Args:
+        files: the source tensors.
+        model: model whose family defines the conversion.
+        to_files: whether to convert from the module's layout to that of `save_pretrained`.
+
+    Returns:
+        The groups, by target name, which is the first name if a conversion has several results.
+    """
     transforms = get_model_conversion_mapping(model, add_legacy=not to_files)
     prefix = None
     module_weights = None
@@ -121,7 +138,7 @@ def _group_sources(
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
 
-    # Natural order: the experts of a layer are stacked by their numbers.
+    # In natural order (2 before 10), because the experts of a layer are stacked in this order.
     groups = {}
     for name in sorted(files.shapes, key=dot_natural_key):
         target, pattern = rename_source_key(
@@ -135,10 +152,7 @@ def _group_sources(
 
 
 def weight_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers [...] that are saved with a model, such as a router's correction of its scores.
-
-    Buffers do not learn.
-    """
+    """Find the buffers [...] that are saved with a model, such as a router's score correction."""
     buffers = {}
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

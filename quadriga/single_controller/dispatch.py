@@ -3,25 +3,25 @@
 
 A worker's method names its dispatch mode in `@register`. A mode is a pair of functions:
 `dispatch_fn(group, *args, **kwargs)` returns, for each argument, the list of its values in rank
-order; `collect_fn(group, outputs)` makes one result of the outputs in rank order. `group` is a
-`GroupLayout`.
+order. `collect_fn(group, outputs)` makes one result of the outputs, which are in rank order.
+`group` is a `GroupLayout`.
 
     mode                         arguments of a rank                      result
     RANK_ZERO                    unchanged; only rank 0 is called         output of rank 0
     ONE_TO_ALL                   unchanged                                list of outputs
     ALL_TO_ALL, DP_COMPUTE       entry `rank` of each list                list of outputs
     DP_COMPUTE_PROTO             a chunk of the rows                      rows of all outputs
-    DP_COMPUTE_PROTO_WITH_FUNC   the function, and chunks of the rest     rows of all outputs
+    DP_COMPUTE_PROTO_WITH_FUNC   the function, and a chunk of the rows    rows of all outputs
     DP_COMPUTE_METRIC            a chunk of the rows                      list of outputs
     make_nd_compute_dataproto_dispatch_fn(mesh)
                                  the chunk of its data-parallel rank      rows of collected ranks
 
 Chunks are ragged: 7 rows on 4 ranks are split 2 2 2 1, and 3 rows 1 1 1 0. Every rank is called,
-because all ranks must take part in a collective. A worker therefore has to accept a DataProto
-without rows, and may return one without columns.
+because all ranks must take part in a collective. A worker must therefore accept a DataProto without
+rows, and may return one without columns.
 
 Data made with `auto_padding=True` is padded to equal chunks instead, and the padding is cut off the
-result. This is for methods that treat each row independently (a loss would count the padding).
+result. Use it only with methods that treat each row independently: a loss would count the padding.
 DP_COMPUTE_METRIC never pads.
 """
 
@@ -48,7 +48,7 @@ class DispatchError(WorkerError):
 class MeshLayout(NamedTuple):
     """Assignment of data-parallel chunks to the ranks of a mesh."""
 
-    # The data-parallel rank of each rank. Ranks of one model-parallel group share theirs.
+    # The data-parallel rank of each rank; the same for all ranks of a model-parallel group.
     dp_ranks: tuple[int, ...]
     # For each data-parallel rank, the rank whose output is collected.
     collected: tuple[int, ...]
@@ -57,7 +57,9 @@ class MeshLayout(NamedTuple):
 class GroupLayout:
     """World size and meshes of a group, for dispatch and collect functions.
 
-    In the mesh "" each rank has its own chunk.
+    Args:
+        world_size: number of ranks.
+        meshes: layout of each mesh. The mesh "", in which each rank has its own chunk, is added.
     """
 
     def __init__(self, world_size: int, meshes: Mapping[str, MeshLayout] | None = None) -> None:
@@ -66,6 +68,7 @@ class GroupLayout:
         self.meshes = {"": MeshLayout(ranks, ranks), **(meshes or {})}
 
     def mesh(self, name: str) -> MeshLayout:
+        """Layout of a mesh."""
         return self.meshes[name]
 
 
@@ -282,7 +285,14 @@ def update_dispatch_mode(
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
-    """Mode for data-parallel ranks that workers declare with `register_mesh(mesh_name, ...)`."""
+    """Create a mode for the data-parallel ranks that workers declare with `register_mesh`.
+
+    Args:
+        mesh_name: name of the mesh.
+
+    Returns:
+        A mode that splits rows over the data-parallel ranks, and joins the collected outputs.
+    """
     return Dispatch("", partial(split_rows, mesh_name), partial(collect_rows, mesh_name), mesh_name)
 
 
@@ -313,8 +323,8 @@ def rank_arguments(
         kwargs: named arguments of the call.
 
     Returns:
-        `(args, kwargs)` of each rank, and for auto padding the number of padding rows and the
-        number of rows with them (0, 0 without padding).
+        `(args, kwargs)` of each rank; and the number of padding rows and the total number of rows
+        after padding, or (0, 0) without padding.
 
     Raises:
         DispatchError: the mode has no functions, or the arguments do not fit it.
@@ -335,7 +345,7 @@ def rank_arguments(
                 padding = max(padding, (pad_size, len(padded)))
     named_values = dict(zip(kwargs, values[len(args) :], strict=True))
     per_rank, named = mode.dispatch_fn(group, *values[: len(args)], **named_values)
-    # A function of the user may have split the values.
+    # The dispatch function may be the user's, so check its result.
     for argument in (*per_rank, *named.values()):
         if len(argument) != group.world_size:
             got = f"{len(argument)} values for an argument"
@@ -363,8 +373,8 @@ def collect_outputs(
         outputs: one output per rank, in rank order.
         collect_fn: the collect function of the dispatch mode.
         layout: world size and meshes of the group.
-        padding: number of padding rows and of all rows that were sent, from `rank_arguments`. A
-            method may return several rows per row: then as many more are cut off.
+        padding: number of padding rows and of all rows that were sent, from `rank_arguments`. If
+            the method returns several rows per row, as many are cut off for each padding row.
         where: the call, for error messages.
 
     Returns:
@@ -407,9 +417,9 @@ class Registration:
 
     dispatch_mode: Dispatch
     blocking: bool
-    # Only rank 0 is called, with the arguments unchanged, and its output is the result.
+    # Whether only rank 0 is called, with the arguments unchanged, and its output is the result.
     is_rank_zero_only: bool
-    is_beside: bool = False
+    is_beside: bool = False  # whether it runs in a second thread of the worker's process
 
 
 def _materialize(value: Any) -> Any:

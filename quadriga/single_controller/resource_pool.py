@@ -4,13 +4,14 @@
     cores of the node: 8      pool of 4 processes     2 threads each: they compute at the same time
                               pool of 2, same node    4 threads each: pools take turns
 
-Threads are divided per pool because pools take turns: the trainer calls one role after the other. A
-role thus computes with the same number of threads whether it shares its pool or not, and sums of
-floating-point numbers, whose order depends on the number of threads, are the same bits on every
-placement.
+Cores are divided among the processes of each pool, because pools take turns: the trainer calls one
+role after the other. A role thus computes with the same number of threads whether it shares its
+pool or not. The order of floating-point sums depends on the number of threads, so results are
+bit-identical on every placement.
 
-Idle threads spin for a while: two torch processes that spin on two cores are 5 to 10 times slower
-than with sleeping threads. Where several processes share a node, waiting threads therefore sleep.
+By default, idle threads spin for a while: two torch processes that spin on two cores are 5 to 10
+times slower than with sleeping threads. Where several processes share a node, waiting threads
+therefore sleep.
 """
 
 import ipaddress
@@ -67,8 +68,8 @@ def choose_nodes(
 ) -> dict[str, list[NodeResources]]:
     """Choose a node of the cluster for each node of each pool.
 
-    Nodes of one pool are different nodes of the cluster while there are enough; after that several
-    share one.
+    The nodes of a pool are different nodes of the cluster as long as there are enough; after that,
+    several of them share one.
 
     Args:
         pools: number of processes on each node, by name of the pool.
@@ -96,7 +97,7 @@ def choose_nodes(
         fitting = [node for node in nodes if not _missing(needed, free[node.node_id])]
         if not fitting:
             raise _not_enough(name, pools, needed, nodes, free)
-        # An unused node before a used one, a full one before an empty one, then the lowest address.
+        # Prefer a node that the pool does not use yet, then the fullest, then the lowest address.
         node = min(
             fitting,
             key=lambda node: (
@@ -112,7 +113,9 @@ def choose_nodes(
 
 
 def _missing(needed: Mapping[str, float], free: Mapping[str, float]) -> dict[str, float]:
+    """Amounts of the resources that are missing, by resource."""
     gaps = {name: amount - free.get(name, 0) for name, amount in needed.items()}
+    # Shares of a device do not add up exactly.
     return {name: gap for name, gap in gaps.items() if gap > 1e-6}
 
 
@@ -123,6 +126,15 @@ def _not_enough(
     nodes: Sequence[NodeResources],
     free: Mapping[str, Mapping[str, float]],
 ) -> NoRoomError:
+    """Describe a part of a pool that fits on no node.
+
+    Args:
+        name: name of the pool.
+        pools: number of processes on each node, by name of the pool.
+        needed: resources of the part.
+        nodes: the nodes of the cluster.
+        free: free resources of each node, without what was chosen for other parts.
+    """
     # If even an idle cluster is too small, do not blame its other users.
     gaps = [_missing(needed, node.total) for node in nodes]
     is_too_small = all(gaps)
@@ -134,11 +146,11 @@ def _not_enough(
     if other_pools:
         where += f" beside {', '.join(other_pools)}"
     available = "; ".join(node.describe(list(needed)) for node in nodes)
-    free_or_not = "" if is_too_small else " free"
+    state = "" if is_too_small else " free"
     return NoRoomError(
         where,
         got=available or "a cluster without nodes",
-        expected=f"{_amounts(needed)}{free_or_not} on one node: {_amounts(smallest_gap)} missing",
+        expected=f"{_amounts(needed)}{state} on one node: {_amounts(smallest_gap)} missing",
         fix="Ask for fewer processes (trainer.n_gpus_per_node, trainer.nnodes, "
         "trainer.resource_pools), put roles on a common pool, or start Ray with more resources: "
         "ray_kwargs.ray_init.num_cpus, ray start --num-cpus/--num-gpus.",
@@ -154,10 +166,10 @@ THREADS = "OMP_NUM_THREADS"  # environment variable: the number of threads of a 
 
 @dataclass(frozen=True)
 class ThreadShare:
-    """Number of threads of one worker process. Passive threads sleep while they wait."""
+    """Threads of one worker process."""
 
     num_threads: int
-    is_passive: bool
+    is_passive: bool  # whether threads sleep while they wait, instead of spinning
     reason: str
 
     def environment(self) -> dict[str, str]:
@@ -170,7 +182,7 @@ class ThreadShare:
 
 
 def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> ThreadShare:
-    """The threads of each process of a pool on one node.
+    """Divide the cores of a node among the processes of a pool.
 
     Args:
         cores: number of usable cores of the node.
@@ -178,7 +190,7 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
         processes_on_node: number of processes of all pools on the node, if known. Pools take turns.
 
     Returns:
-        The share of each process, with the reason.
+        The threads of each process, with the reason.
 
     Raises:
         WorkerError: there are no cores or no processes.
@@ -186,16 +198,16 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
     if cores < 1 or processes < 1:
         got = f"{cores} cores for {processes} processes"
         raise WorkerError("share of cores", got=got, expected="at least 1 each")
-    total = max(processes_on_node, processes)
+    num_processes = max(processes_on_node, processes)
     num_threads = max(1, cores // processes)
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} a process"
     of_cores = f"{cores} core{'s' if cores > 1 else ''}"
-    if total == 1:
+    if num_processes == 1:
         return ThreadShare(num_threads, False, f"{threads}: alone on {of_cores}")
     share = f"{processes} processes of the pool share {of_cores}"
     if processes == 1:
         share = f"its pool has {of_cores} to itself while it computes"
     elif processes > cores:
         share += ", which is more than there are"
-    sleeping = f"waiting threads sleep, since {total} processes are on the node"
+    sleeping = f"waiting threads sleep, since {num_processes} processes are on the node"
     return ThreadShare(num_threads, True, f"{threads}: {share}; {sleeping}")

@@ -2,7 +2,7 @@
 """Base class of workers: one process of a role, with its rank and world size.
 
 A worker does not depend on a backend. Its place comes from the backend that builds it (`placed`),
-or else from the environment variables that torchrun sets. Without either it is rank 0 of 1.
+or else from the environment variables that torchrun sets. Without either, it is rank 0 of 1.
 """
 
 import os
@@ -41,7 +41,7 @@ class WorkerPlace:
     def from_environment(cls) -> "WorkerPlace":
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-        Variables that are not set have the defaults of this class.
+        A variable that is not set has the default of its field.
 
         Raises:
             WorkerError: a variable is not a whole number.
@@ -99,15 +99,23 @@ class Worker:
         Args:
             mesh_name: name of the mesh.
             dp_rank: data-parallel rank: the chunk of the data that this worker gets.
-            is_collect: whether the output of this worker is collected. Exactly one worker of each
-                data-parallel rank must be.
+            is_collect: whether the output of this worker is collected. It must be True for exactly
+                one worker of each data-parallel rank.
         """
         self._meshes[mesh_name] = (dp_rank, is_collect)
 
     def start_profile(
         self, tool: str, title: str, number: int, origin_ns: int, is_wanted: bool
     ) -> None:
-        """Record this process, unless another of its roles already does; see `Recording`."""
+        """Start to record this process, unless another of its roles has done so; see `Recording`.
+
+        Args:
+            tool: `global_profiler.tool`.
+            title: name of the process in the trace.
+            number: number of the process among all processes, from 0.
+            origin_ns: time at which the trace begins, in nanoseconds since 1970.
+            is_wanted: whether this process is to be recorded.
+        """
         if is_wanted and Recording.current is None:
             self._recording = Recording(tool, title, number, origin_ns)
 
@@ -121,7 +129,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
-        """Data-parallel rank in the mesh, and whether this rank is collected.
+        """Data-parallel rank in a mesh, and whether the output of this rank is collected.
 
         Raises:
             WorkerError: the worker did not register the mesh.
@@ -137,11 +145,12 @@ class Worker:
     def execute_with_func_generator(
         self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run `function(worker, chunk, ...)` on every rank, without a method for it."""
+        """Run `function(worker, chunk, ...)` on every rank."""
         return function(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(
         self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
+        """Run `function(...)` on rank 0."""
         return function(*args, **kwargs)

@@ -8,7 +8,7 @@
       4. collect    the mode makes one result of the outputs
 
 A backend is a subclass: the workers of `LocalWorkerGroup` below are in this process, those of
-`ray/group.py` in other processes. `group.as_worker()` is the group typed as its worker class, so
+`ray/group.py` in other processes. `group.as_worker()` is the group, typed as its worker class, so
 that an editor finds the methods.
 """
 
@@ -59,6 +59,7 @@ class ClassWithInitArgs(Generic[W]):
         self.kwargs = kwargs
 
     def __call__(self) -> W:
+        """Build the worker."""
         return self.cls(*self.args, **self.kwargs)
 
 
@@ -66,7 +67,7 @@ class GroupMethod(partial):
     """A registered method of a group. Calling it calls all ranks of the group."""
 
     def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Call the method without waiting. Get the result with `get()` of the future."""
+        """Call the method without waiting; `get()` of the returned future waits for the result."""
         name, registration = self.args
         return self.func(name, replace(registration, blocking=False), *args, **kwargs)
 
@@ -113,7 +114,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
 
         Args:
             handles: from `start_all`.
-            borrow: outputs may lie in memory that is only lent. The caller copies their rows.
+            borrow: whether outputs may be views of lent memory. The caller must copy their rows.
 
         Raises:
             WorkerError: the error of the first rank that failed.
@@ -130,7 +131,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
 
     @abstractmethod
     def restart(self, rank: int) -> None:
-        """End a worker, whatever its state, and build another in its place."""
+        """End a worker in any state, and build another one in its place."""
 
     def use_ranks(self, ranks: Sequence[int]) -> Self:
         """Call only these ranks from now on, for methods without collectives."""
@@ -140,7 +141,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         return self
 
     def mesh(self, name: str) -> MeshLayout:
-        """Layout of a mesh. The workers are asked for it once.
+        """Layout of a mesh. The first call requests it from the workers.
 
         Raises:
             WorkerError: not exactly one rank is collected for each data-parallel rank.
@@ -207,6 +208,17 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
     def _call(
         self, method_name: str, registration: Registration, /, *args: Any, **kwargs: Any
     ) -> Any:
+        """Call a registered method on the ranks.
+
+        Args:
+            method_name: name of the method.
+            registration: its options.
+            args: positional arguments of the call.
+            kwargs: named arguments of the call.
+
+        Returns:
+            The result, or a future of it if the method is not blocking.
+        """
         if registration.is_rank_zero_only:
             handles = self.start_all(method_name, [(args, kwargs)])
             future = DataProtoFuture(itemgetter(0), handles, resolve=self.resolve)
@@ -231,7 +243,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         resolve: Callable[..., list[Any]] = self.resolve
         rows_of = None
         if mode.mesh is not None and not padding[0]:
-            # All outputs are joined, which copies them: so they may be lent.
+            # The outputs are joined, which copies them, so they may be views of lent memory.
             rows_of = layout.mesh(mode.mesh).collected
             resolve = partial(self.resolve, borrow=True)
         future = DataProtoFuture(collect, handles, resolve=resolve, rows_of=rows_of)
@@ -258,6 +270,11 @@ class LocalWorkerGroup(WorkerGroup[W]):
     the future holds the output or the error. Ranks cannot meet in a collective, because they take
     turns.
 
+    Args:
+        cls_with_init: class and arguments of the workers.
+        resource_pool: number of workers; one by default.
+        name: the role, for messages. Defaults to the name of the class.
+
     Raises:
         WorkerError: a worker could not be built, or a call failed. The original error is the cause;
             errors of Quadriga itself are raised unchanged.
@@ -278,13 +295,14 @@ class LocalWorkerGroup(WorkerGroup[W]):
                 rank = len(self._places)
                 place = WorkerPlace(rank, pool.world_size, local_rank, num_processes)
                 self._places.append(place)
+        cls = cls_with_init.cls
         args = cls_with_init.args
         kwargs = cls_with_init.kwargs
         self.workers: list[W] = []
+        # `__init__` runs below like any other method, so that its errors name the rank.
         for place in self._places:
             with placed(place):
-                worker = cls_with_init.cls.__new__(cls_with_init.cls, *args, **kwargs)
-                self.workers.append(worker)
+                self.workers.append(cls.__new__(cls, *args, **kwargs))
         self.resolve(self.start_all("__init__", [(args, kwargs)] * pool.world_size))
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
@@ -311,17 +329,17 @@ class LocalWorkerGroup(WorkerGroup[W]):
 
     @staticmethod
     def resolve(handles: Sequence[Future[Any]], borrow: bool = False) -> list[Any]:
-        """Outputs of calls. The first error is raised.
+        """Return the outputs of calls, or raise the first error.
 
         Args:
-            handles: handles of `start_all`.
-            borrow: without effect: outputs are in this process, so nothing is copied.
+            handles: from `start_all`.
+            borrow: not used: outputs are in this process, so nothing is copied.
         """
         return [handle.result() for handle in handles]
 
     @staticmethod
     def first_outcomes(handles: Sequence[Future[Any]]) -> dict[Future[Any], Any]:
-        """Outputs or errors of all calls: in one process they have ended already."""
+        """Outputs or errors of all calls: in this process, they have ended already."""
         return {handle: handle.exception() or handle.result() for handle in handles}
 
     def restart(self, rank: int) -> None:
@@ -333,8 +351,8 @@ class LocalWorkerGroup(WorkerGroup[W]):
 class WorkerGroups:
     """The worker groups of a run, one per role: all in this process, each with one worker.
 
-    A backend with other processes is a subclass that ends the processes it started. Only such a
-    backend reads the arguments after `classes`.
+    A backend with other processes is a subclass. It ends the processes that it started, and reads
+    the arguments after `classes`, which this class ignores.
 
     Args:
         classes: worker class and its arguments, by role.
@@ -363,11 +381,11 @@ class WorkerGroups:
         """Wait until the processes have started and have imported the modules of their workers."""
 
     def describe(self) -> dict[str, str]:
-        """Printable choices about processes and threads, with reasons."""
+        """Choices about processes and threads, with reasons, to be printed."""
         return {}
 
     def take_call_times(self) -> list[CallTime]:
-        """Calls of all ranks since the last request; empty if there is one process only."""
+        """Times of the calls of all ranks since the last request; empty with a single process."""
         return []
 
     def close(self) -> None:
@@ -379,4 +397,4 @@ class WorkerGroups:
                     stack.callback(group.method("close"))
 
     def end(self) -> None:
-        """End everything that was started, whatever its state. May be called again."""
+        """End all processes that were started, in any state. May be called again."""

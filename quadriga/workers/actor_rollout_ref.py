@@ -60,7 +60,7 @@ PARTS = {
     "actor": PolicyParts(actor=True, rollout=False, reference=False),
     "ref": PolicyParts(actor=False, rollout=False, reference=True),
 }
-"""Parts by role. The rollout that belongs to `actor` is a separate role: `workers.rollout`."""
+"""Parts by role. The rollout of the role `actor` is a role of its own: `workers.rollout`."""
 
 
 class ActorRolloutRefWorker(Learner):
@@ -70,7 +70,7 @@ class ActorRolloutRefWorker(Learner):
         config: the configuration.
         tokenizer: tokenizer of the policy.
         role: selects the parts; see `PARTS`.
-        is_trained: whether the actor is trained. If it only generates, it needs neither float32
+        is_trained: whether the actor is trained. An actor that only generates needs neither float32
             masters nor an optimizer.
     """
 
@@ -89,13 +89,13 @@ class ActorRolloutRefWorker(Learner):
         self.has_adapter = self.parts.actor and config.actor_rollout_ref.model.has_adapter
         self.reference: FSDPEngine | None = None
         self.weight_version = 0
-        # Weights go as shards to the rollout's ranks, in this process or others, or else whole.
+        # Sends shards to the rollout's ranks, in this process or in others, if those take shards.
         self.resharding: ReshardedWeights | None = None
+        # Else, sends full weights to a rollout in other processes.
         self.sender: WeightSender | None = None
         self.stream: GenerationStream | None = None
-        # Whether an adapter is sent without being merged, and whether its frozen weights were sent.
-        self.sends_adapter_alone = False
-        self.has_sent_frozen = False
+        self.sends_adapter_alone = False  # whether an adapter is sent without being merged
+        self.has_sent_frozen = False  # whether the weights below the adapter were sent
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
@@ -118,7 +118,7 @@ class ActorRolloutRefWorker(Learner):
             reads_keys = self.rollout_config.traits.reads_keys
             reserves_memory = device.type == "cuda" and "gpu_memory_utilization" in reads_keys
             if reserves_memory:
-                # The engine has its own weights, and at its start takes the memory that is free.
+                # The rollout engine has its own weights, and takes the free memory when it starts.
                 choices["weights"] += self.offload_training()
                 free, total = torch.cuda.mem_get_info(device)
                 share = self.rollout_config.gpu_memory_utilization
@@ -135,7 +135,7 @@ class ActorRolloutRefWorker(Learner):
                 self.generation.engine.shares_weights = self.resharding.num_shared > 0
                 choices["rollout"] += f"; {self.resharding.describe()}"
 
-        # Offloaded last: only now it is known whether the rollout shares the weights.
+        # Offload last, because only now it is known whether the rollout shares the weights.
         if self.parts.actor and not reserves_memory:
             is_shared = self.parts.rollout and self.generation.engine.shares_weights
             choices["weights"] += self.offload_training(keeps_weights=is_shared)
@@ -150,7 +150,7 @@ class ActorRolloutRefWorker(Learner):
         """Build `generation`, and the weight sync from the actor."""
         size = rollout_group_size(self.config)
         group = RolloutGroup(self.rank, self.world_size, size, device) if size > 1 else None
-        # Ranks of a rollout group get the same prompts; the first one returns the responses.
+        # All ranks of a rollout group get the same prompts; the first rank returns the responses.
         self.register_mesh(GROUPS, self.rank // size, self.rank % size == 0)
         has_actor = self.engine.has_replicated_weights and group is None
         self.generation = ResponseGenerator(
@@ -170,11 +170,11 @@ class ActorRolloutRefWorker(Learner):
             self.weight_sync = self.resharding
             return
         self.weight_sync = SharedWeights() if engine.shares_weights else CopiedWeights()
-        # Published tensors are gathered one by one, or belong to the actor: none is written to.
+        # Published tensors are new ones or the actor's own: none is overwritten while it is loaded.
         engine.is_load_stable = True
 
     def _make_reference(self) -> str:
-        """Build the policy that training starts from. Returns its description."""
+        """Build the reference: the policy that training starts from. Returns its description."""
         if self.has_adapter:
             return "the actor with its adapter off"
         loaded = load_policy(self.config, self.dtype.value, self.processes)
@@ -199,7 +199,7 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=BY_GROUP)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate responses to prompts; see `rollout.generate_sequences`."""
-        # The engine has dropped its weights if it slept since they were published.
+        # An engine that has slept since the last publication may have dropped its weights.
         if self.generation.engine.has_dropped_weights:
             self.publish_weights(self.weight_version)
         self.weight_sync.verify(self.generation.engine, self.weight_version)
@@ -214,15 +214,15 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=BY_REPLICA, blocking=False)
     @timed("old_log_prob")
     def compute_log_prob(self, data: DataProto, with_sum_pi_squared: bool = False) -> DataProto:
-        """Log-probs of the current actor.
+        """Compute the log-probs of the current actor.
 
         Args:
             data: rows with `MODEL_INPUTS`.
             with_sum_pi_squared: whether to return `sum_pi_squared`.
 
         Returns:
-            `old_log_probs`, `entropys` and, if requested, `sum_pi_squared` [B, T]. If the update
-            replays the router's choices, `routed_experts` [B, P + T, L, k].
+            `old_log_probs`, `entropys` and, if requested, `sum_pi_squared` [B, T]. If the update is
+            to replay the routers' choices, also `routed_experts` [B, P + T, L, k].
         """
         scores = self._infer(
             self.engine,
@@ -232,16 +232,15 @@ class ActorRolloutRefWorker(Learner):
             with_sum_pi_squared=with_sum_pi_squared,
             with_routes=self.section.router_replay == "old_log_prob",
         )
-        tensors = {"old_log_probs": scores["log_probs"], "entropys": scores["entropy"]}
-        result = DataProto.from_dict(tensors=tensors)
-        for name in scores.keys() - {"log_probs", "entropy"}:
-            result.batch[name] = scores[name]
-        return result
+        # The columns' names are verl's.
+        scores["old_log_probs"] = scores.pop("log_probs")
+        scores["entropys"] = scores.pop("entropy")
+        return DataProto.from_dict(tensors=scores)
 
     @register(dispatch_mode=BY_REPLICA, blocking=False)
     @timed("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs `ref_log_prob` [B, T] of the policy that training started from."""
+        """Compute `ref_log_prob` [B, T], the log-probs of the policy that training started from."""
         config = self.config.actor_rollout_ref.ref
         if self.reference is not None:
             scores = self._infer(self.reference, data, config)
@@ -253,6 +252,7 @@ class ActorRolloutRefWorker(Learner):
     def _infer(
         self, engine: FSDPEngine, data: DataProto, config: LogProbConfig, **outputs: bool
     ) -> dict[str, torch.Tensor]:
+        """Run `infer` with the micro-batches of a section."""
         num_sequences = config.log_prob_micro_batch_size_per_gpu
         if config.log_prob_use_dynamic_bsz:
             num_sequences = None
@@ -262,7 +262,7 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=BY_REPLICA)
     def update_actor(self, data: DataProto, with_log_probs: bool = False) -> DataProto:
-        """Learn from a batch with advantages [B, T]. Publishes no weights.
+        """Learn from a batch with advantages [B, T]. Does not publish the new weights.
 
         Args:
             data: rows with `advantages`, and the other columns of `UpdateInputs`.
@@ -287,18 +287,20 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def ranks_and_costs(self) -> tuple[int, float, float, Callable[[torch.Tensor], float]]:
-        """Number of data-parallel ranks, and the actor's costs per token for `SequenceCost`."""
+        """Number of data-parallel ranks, and the actor's costs, as `SequenceCost` takes them."""
         cost = self.engine.cost
         return self.processes.replicas.size, cost.attention_tokens, cost.head, cost.images
 
     @contextmanager
     def weights(self, *, has_frozen: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """Context manager: weights of one sync. They have arrived if it ends without an error.
+        """Context manager: the weights of one sync, as an iterator over names and tensors.
 
-            all weights trained         all of them
-            an adapter, merged          all of them, merged while they are sent
-            an adapter, alone           first the frozen weights and the adapter, later the adapter
-            on the actor's modules      the parameters themselves, which the rollout recognizes
+            all weights are trained     all weights
+            an adapter, merged          all weights, merged while they are sent
+            an adapter, alone           first frozen weights and adapter, later the adapter alone
+            rollout on actor's modules  the parameters themselves, which the rollout recognizes
+
+        If the block ends without an error, the rollout has the weights.
 
         Args:
             has_frozen: whether the rollout still has the frozen weights that were sent to it.
@@ -308,14 +310,15 @@ class ActorRolloutRefWorker(Learner):
                 is_shared = self.parts.rollout and self.generation.engine.shares_weights
                 yield self.engine.weights(is_merged=not is_shared)
                 return
-            # All ranks gather the same tensors, so they must decide alike.
+            # All ranks gather the same tensors, so they must make the same decision.
             have_frozen = all(self.engine.world.gather(self.has_sent_frozen and has_frozen))
+            # An error below leaves it unknown whether the frozen weights have arrived.
             self.has_sent_frozen = False
             yield self.engine.adapter_weights(with_frozen=not have_frozen)
             self.has_sent_frozen = True
 
     def shards(self) -> Held:
-        """Shards of weights and adapters on this rank, by their names without an adapter."""
+        """Positions and tensors of this rank's shards, by names in a model without adapter."""
         shards: dict[str, tuple[Box, torch.Tensor]] = {}
         for name, start, tensor in self.engine.parameters.shards():
             shards[base_name(name)] = (Box(start, tuple(tensor.shape)), tensor.detach())
@@ -335,10 +338,13 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def open_stream(self, done: Done) -> GenerationStream:
-        """Open a stream: an engine in this process that generates during training, until `close`.
+        """Open a stream, which generates in this process during training, until `close`.
 
         Args:
             done: see `GenerationStream`.
+
+        Returns:
+            The stream. Its engine has its own copy of the weights.
         """
         generation = ResponseGenerator(
             self.config,
@@ -365,7 +371,7 @@ class ActorRolloutRefWorker(Learner):
             for name, tensor in self.engine.weights(is_merged=True):
                 if self.rank == 0:
                     device = tensor.device if self.parts.rollout else "cpu"
-                    # The device narrows and sums faster than the host.
+                    # Convert and compute fingerprints on the device, which is faster than the host.
                     weight = tensor.detach().to(self.engine.dtype)
                     marks.add(name, weight)
                     copied[name] = weight.to(device, copy=True)
@@ -373,7 +379,7 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
-        """Prepare weight sync with a rollout in other processes.
+        """Prepare the weight sync with a rollout in other processes.
 
         Args:
             ranks: ranks of the rollout that receive weights.
@@ -404,7 +410,7 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int, has_frozen: bool = False) -> None:
-        """Send the actor's weights to a rollout in other processes, which receives them meanwhile.
+        """Send the actor's weights to a rollout in other processes, which must receive them now.
 
         Args:
             version: version of the weights.
@@ -419,13 +425,14 @@ class ActorRolloutRefWorker(Learner):
                 if self.sender is not None:
                     self.sender.publish(weights, version)
             finally:
-                # Gather the remaining tensors after an error, too: all ranks must take part.
+                # After an error, gather the remaining tensors all the same: other ranks wait for
+                # this one. A rank that does not send only gathers.
                 for _ in weights:
                     pass
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:
-        """Load the actor from below `directory`. The rollout keeps its weights for now."""
+        """Load the actor from below `directory`. Does not publish its weights to the rollout."""
         super().load_checkpoint(directory)
         self.has_sent_frozen = False
 

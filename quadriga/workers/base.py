@@ -4,7 +4,7 @@
 EngineWorker      a model in a training engine: device, ranks, engine, close
   Learner         a model that is trained: optimizer, update, metrics, checkpoint
 
-Columns are selected on the driver, so that no others are sent:
+The driver selects the columns of a call, so that no others are sent:
 
 generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS; for conversations CONVERSATION_OBJECTS
 compute_*                    MODEL_INPUTS, MODEL_OBJECTS
@@ -71,16 +71,16 @@ peak_flops_once = cache(peak_flops)
 Pass = TypeVar("Pass", bound=Callable[..., DataProto])
 MESH = "replicas"  # name of the mesh of data-parallel ranks
 BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
-"""A chunk of rows for each data-parallel rank, the same for all ranks of its model-parallel group.
-One of them returns the result."""
+"""A chunk of rows for each data-parallel rank. All ranks of a model-parallel group get the same
+chunk, and one of them returns the result."""
 
 GROUPS = "rollout groups"  # name of the mesh of rollout groups
 BY_GROUP = make_nd_compute_dataproto_dispatch_fn(GROUPS)
-"""A chunk of rows for each rollout group, the same for all its ranks. Its leader returns the
-result."""
+"""A chunk of rows for each rollout group. All ranks of the group get the same chunk, and its leader
+returns the result."""
 
 COPIED = frozenset({MODEL, OPTIMIZER})
-"""Parts of an engine's state that are copied after each step: all parts of a checkpoint."""
+"""Parts of an engine's state that are copied after each step, from which a run can resume."""
 
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index", "multi_modal_data", "multi_modal_inputs")
@@ -92,14 +92,18 @@ CHAT_OBJECTS = ("raw_prompt", "uid")
 SOLUTION_MESSAGES = "solution_messages"
 MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
 MODEL_OBJECTS = ("multi_modal_inputs",)
-# A context of CUDA and the buffers of NCCL take 2 % of a GPU with 80 GB.
+# Share of a GPU's memory that other programs may hold without a warning. A CUDA context and the
+# buffers of NCCL take 2 % of a GPU with 80 GB.
 MOST_HELD_SHARE = 0.05
 
 
 def driver_problem() -> ConfigError | None:
-    """The error of a machine with a driver that torch cannot use; None if there is no such driver.
+    """Find out whether torch cannot use the GPU driver of this machine.
 
-    torch then says that there is no GPU, and a run would compute on the CPU.
+    torch then reports that there is no GPU, and a run would compute on the CPU.
+
+    Returns:
+        The error to raise; None if torch can use the driver, or there is none.
     """
     if torch.version.cuda is None or torch.cuda.is_available() or not DRIVER.exists():
         return None
@@ -120,8 +124,8 @@ def choose_device(wish: str, local_rank: int = 0) -> torch.device:
 
     Args:
         wish: `auto` for an accelerator if there is one, `cuda` for the rank's GPU among the visible
-            ones, or the name of a device.
-        local_rank: index of the GPU if several are visible.
+            GPUs, or the name of a device.
+        local_rank: index of the rank's GPU if several are visible.
 
     Raises:
         ConfigError: the device does not exist, or torch cannot use the driver.
@@ -171,7 +175,7 @@ def warn_about_unequal_devices(world: process_group.ProcessGroup, device: torch.
 
 @cache
 def warn_about_other_programs(device: torch.device) -> None:
-    """Print a warning if other programs hold much of a GPU, before this one has models on it.
+    """Print a warning if other programs hold much of a GPU. Call it before models are loaded.
 
     Args:
         device: the GPU of this rank.
@@ -187,7 +191,11 @@ def warn_about_other_programs(device: torch.device) -> None:
 
 
 def timed(phase: str) -> Callable[[Pass], Pass]:
-    """Decorator: add the metric `timing_s/PHASE`, seconds on the slowest rank, to returned rows."""
+    """Decorator: add the metric `timing_s/PHASE` to the returned rows: seconds on the slowest rank.
+
+    Args:
+        phase: name of the phase.
+    """
 
     def decorate(method: Pass) -> Pass:
         @wraps(method)
@@ -205,13 +213,18 @@ def timed(phase: str) -> Callable[[Pass], Pass]:
 
 
 class EngineWorker(Worker):
-    """A worker whose model is in a training engine, built by `init_model`."""
+    """A worker whose model is in a training engine, built by `init_model`.
+
+    Args:
+        config: the configuration.
+        tokenizer: tokenizer of the policy.
+    """
 
     engine: FSDPEngine
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
-        # Modules of the user register losses, engines and the like by name.
+        # The user's modules register losses, engines and the like by name.
         import_external(config.actor_rollout_ref.model.external_lib)
         self.config = config
         self.tokenizer = tokenizer
@@ -221,9 +234,9 @@ class EngineWorker(Worker):
         """Choose the device and the dtype, and join the process group of the role.
 
         Args:
-            sizes: sizes of tensor, sequence and pipeline parallelism.
+            sizes: section with the sizes of tensor, sequence and pipeline parallelism.
             fsdp: section with the dtype.
-            where: the section of the role, for errors.
+            where: name of the role's section, for errors.
         """
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
@@ -253,14 +266,15 @@ class EngineWorker(Worker):
 
         Args:
             loaded: the model, and the source of its weights.
-            fsdp: sharding and offloading.
+            fsdp: section for sharding and offloading.
             name: name of the role in errors.
-            section: optimizer settings; None for inference.
-            model: memory settings of training; None for inference.
+            section: section with optimizer settings; None for inference.
+            model: section with memory settings of training; None for inference.
             recomputes: whether training recomputes activations (gradient checkpointing).
 
         Raises:
-            EngineError: a single process computes other numbers with the model than transformers.
+            EngineError: transformers computes other numbers with the model. Only a single process
+                can check this.
         """
         memory = Memory(
             gradient_checkpointing=recomputes,
@@ -282,7 +296,7 @@ class EngineWorker(Worker):
         }
         settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
         if settings is None:
-            # Only a single process has all weights, which the comparison needs.
+            # The comparison needs all weights, which only a single process has.
             if self.processes.world.size == 1:
                 probe(loaded.scorer, name)
             return FSDPEngine(loaded.scorer, **options)
@@ -301,11 +315,11 @@ class EngineWorker(Worker):
 
         Args:
             loaded: the model, and the source of its weights.
-            fsdp: sharding and offloading.
+            fsdp: section for sharding and offloading.
             name: name of the role in errors.
 
         Returns:
-            The engine, and a description to be printed.
+            The engine, and its description, to be printed.
         """
         engine = self.build_engine(loaded, fsdp, name=name)
         kinds = ["weights"] if fsdp.param_offload else []
@@ -321,7 +335,11 @@ class EngineWorker(Worker):
 
 
 class Learner(EngineWorker):
-    """A worker whose model is trained. `init_model` builds the engine and the loss."""
+    """A worker whose model is trained. `init_model` builds the engine and the loss.
+
+    Attributes:
+        section: section of the trained model.
+    """
 
     part = "actor"  # name of its folder in a checkpoint
     objective: Objective
@@ -340,11 +358,11 @@ class Learner(EngineWorker):
 
         Args:
             loaded: the model, and the source of its weights.
-            model: memory settings of training; None for inference.
+            model: section with memory settings of training; None for inference.
             name: name of the role in errors.
 
         Returns:
-            The predicted memory of the role on an accelerator, to be printed.
+            The predicted memory of the role, to be printed; empty on a CPU.
 
         Raises:
             ConfigError: the role does not fit on the device, and `trainer.check_memory` refuses it.
@@ -373,13 +391,14 @@ class Learner(EngineWorker):
         return {f"memory of the {name}": memory.description} if memory.description else {}
 
     def offload_training(self, *, keeps_weights: bool = False) -> str:
-        """Offload between phases what `fsdp_config` says.
+        """Offload tensors between phases, as `fsdp_config` says.
 
         Args:
-            keeps_weights: another role computes with the weights, so they are not offloaded.
+            keeps_weights: whether the weights stay on the device, because the rollout computes with
+                them, too.
 
         Returns:
-            Description to be printed: empty, or starting with a semicolon.
+            Description to be printed: "", or text that starts with a semicolon.
         """
         fsdp = self.section.fsdp_config
         kinds: set[str] = set()
@@ -389,7 +408,7 @@ class Learner(EngineWorker):
             kinds.add("weights")
         if fsdp.optimizer_offload:
             kinds.add("optimizer")
-        # By default gradients are freed on accelerators, whose memory is scarcer.
+        # By default, gradients are freed on accelerators only, where memory is scarcer.
         frees_gradients = fsdp.grad_offload
         if frees_gradients is None:
             frees_gradients = self.device.type != "cpu"
@@ -462,7 +481,7 @@ class Learner(EngineWorker):
         )
         rate = metrics.pop(f"perf/flops/{name}").value / (time.perf_counter() - start)
         release_free_memory()
-        # If the device was busy when its peak was measured, a higher rate corrects it.
+        # A device that was busy when its peak was measured may exceed the measured peak.
         self._peak_flops = max(
             self._peak_flops or peak_flops_once(self.device, self.dtype.value), rate
         )
@@ -471,13 +490,13 @@ class Learner(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:
-        """Copy the model and its optimizer, and start to write them below `directory`."""
+        """Copy the model and its optimizer, and start to write the copies below `directory`."""
         contents = frozenset(self.section.checkpoint.save_contents)
         self.checkpoint.start(directory / self.part, contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self) -> dict[str, int]:
-        """Sizes of the tensors that `save_checkpoint` writes. Shards count as a whole."""
+        """Sizes in bytes of the tensors that `save_checkpoint` writes, of all ranks together."""
         return self.checkpoint.sizes(frozenset(self.section.checkpoint.save_contents))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -487,7 +506,7 @@ class Learner(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
-        """Whether the started checkpoint is on disk. With `wait`, waits until it is."""
+        """Whether the checkpoint is complete on disk. With `wait`, waits until it is."""
         return self.checkpoint.writer.is_written(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -498,7 +517,7 @@ class Learner(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def plan_copies(self) -> CopyPlan | None:
-        """Plan of the ranks to copy the model and its optimizer. Rank 0 returns it."""
+        """Plan the copies of the model and its optimizer. Rank 0 returns the plan of all ranks."""
         with self.engine.awake(*ALL_KINDS):
             self.copier = StateCopier(self.engine.state(COPIED), self.engine.world)
         return self.copier.plan if self.rank == 0 else None
@@ -508,10 +527,10 @@ class Learner(EngineWorker):
         """Open the memory for this rank's copies.
 
         Args:
-            paths: paths of all ranks.
+            paths: path of the memory of each rank.
 
         Returns:
-            The reason if it cannot be opened, or "".
+            The reason why it cannot be opened; "" if it was opened.
         """
         try:
             self.copier.open(paths[self.rank])
@@ -527,7 +546,7 @@ class Learner(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_copy(self, plan: CopyPlan, read: Callable[[int, int, int], Any]) -> None:
-        """Read the model and its optimizer from a copy; see `read_copy`."""
+        """Load the model and its optimizer from a copy; see `read_copy`."""
         with self.engine.awake(*ALL_KINDS):
             read_copy(plan, read, self.engine.state(COPIED))
             self.engine.state_was_loaded(COPIED)
@@ -536,7 +555,7 @@ class Learner(EngineWorker):
 def model_inputs(
     batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS, *, with_routes: bool = False
 ) -> DataProto:
-    """Select the columns that a pass without gradients reads.
+    """Select the columns that a method without gradients (`compute_*`) reads.
 
     Args:
         batch: rows with `MODEL_INPUTS`.
@@ -550,7 +569,11 @@ def model_inputs(
 
 
 class UpdateInputs:
-    """The columns that updates read, which depend on the configured losses."""
+    """Selects the columns that updates read, which depend on the configured losses.
+
+    Args:
+        config: the configuration.
+    """
 
     def __init__(self, config: Config) -> None:
         actor = config.actor_rollout_ref.actor

@@ -8,11 +8,10 @@
       optimizer/     distributed checkpoint: moments and step counts                  `optimizer`
       huggingface/   safetensors of the full model, and the small files above         `hf_model`
 
-All ranks write the folders of distributed checkpoints; the first rank writes the rest.
-`huggingface` is assembled from the files of `model`, tensor by tensor, after all ranks have written
-theirs: no rank holds more of it than one shard. For a model with an adapter, `model` is only the
-adapter; for `huggingface` it is merged into the frozen weights, which are written to a temporary
-folder.
+All ranks write the folders of distributed checkpoints; the first rank writes everything else. When
+all ranks have written `model`, it assembles `huggingface` from the files, with no more than one
+shard in memory. For a model with an adapter, `model` is the adapter alone. For `huggingface`, the
+adapter is merged into the frozen weights, which are first written to a temporary folder.
 """
 
 import shutil
@@ -37,7 +36,13 @@ FROZEN = "frozen"
 
 
 class RoleCheckpoint:
-    """Writes and reads the checkpoint of a role. All its ranks call the same methods in turn."""
+    """Writes and reads the checkpoint of a role. All its ranks make the same calls.
+
+    Args:
+        engine: engine of the role.
+        model: its model.
+        tokenizer: tokenizer to save with the model.
+    """
 
     def __init__(
         self, engine: FSDPEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
@@ -48,14 +53,14 @@ class RoleCheckpoint:
         self.writer = StateWriter(engine.world)
 
     def start(self, folder: Path, contents: frozenset[str]) -> None:
-        """Copy state out of the engine, and start to write it. `writer` knows when it is on disk.
+        """Copy the engine's state, and start to write it. `writer.is_written` reports the end.
 
         Args:
             folder: folder of the role.
-            contents: some of `model`, `optimizer` and `hf_model`.
+            contents: any of `model`, `optimizer` and `hf_model`.
 
         Raises:
-            CheckpointError: something cannot be written, now or since the last call.
+            CheckpointError: this checkpoint or the previous one cannot be written.
         """
         adapter = adapter_of(self.model)
         config = self.model.config
@@ -65,7 +70,7 @@ class RoleCheckpoint:
             self.writer.start(states, partial(_complete, folder, contents, adapter, self.model))
         if not self.engine.world.is_first:
             return
-        # The small files are not written in the thread: a tokenizer must not be saved while in use.
+        # Not in the background thread, because a tokenizer must not be saved while it is in use.
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for part, target in ((MODEL, folder), ("hf_model", folder / HF_FOLDER)):
@@ -73,7 +78,7 @@ class RoleCheckpoint:
                     continue
                 target.mkdir(exist_ok=True)
                 config.save_pretrained(target)
-                # Not by save_pretrained, which refuses the values of some models on the hub.
+                # Not with save_pretrained, which refuses the values of some models on the hub.
                 # Classifiers have no generation_config.
                 generation = getattr(self.model, "generation_config", None)
                 if generation is not None:
@@ -84,7 +89,7 @@ class RoleCheckpoint:
                 write_adapter_config(self.model, folder)
 
     def sizes(self, contents: frozenset[str]) -> dict[str, int]:
-        """Bytes that `start` writes, by part and name of the tensor; of all ranks together.
+        """Bytes that `start` writes, of all ranks together, as `PART/NAME` for each tensor.
 
         Args:
             contents: as for `start`.
@@ -99,7 +104,7 @@ class RoleCheckpoint:
         return sizes
 
     def _parts(self, contents: frozenset[str]) -> frozenset[str]:
-        """Parts of the engine's state that are written."""
+        """Parts of the engine's state that are written for these contents."""
         parts = contents & {MODEL, OPTIMIZER}
         if "hf_model" in contents:
             parts |= {MODEL, FROZEN} if adapter_of(self.model) else {MODEL}
@@ -117,7 +122,7 @@ class RoleCheckpoint:
         """
         parts = contents & {MODEL, OPTIMIZER}
         if MODEL in parts:
-            # Rank and scale of an adapter must be the same. Its tensors do not show the scale.
+            # Rank and scale of an adapter must be the same, and its tensors do not show the scale.
             saved = read_adapter(folder) if is_adapter(folder) else None
             saved_kind = _kind_of_weights(saved)
             kind = _kind_of_weights(adapter_of(self.model))
@@ -135,6 +140,7 @@ class RoleCheckpoint:
 
 
 def _kind_of_weights(adapter: AdapterShape | None) -> str:
+    """Describe the weights of `model`, for an error."""
     if adapter is None:
         return "all weights"
     return f"an adapter of rank {adapter.rank} and scale {adapter.scale:g}"
@@ -143,7 +149,14 @@ def _kind_of_weights(adapter: AdapterShape | None) -> str:
 def _complete(
     folder: Path, contents: frozenset[str], adapter: AdapterShape | None, model: PreTrainedModel
 ) -> None:
-    """Convert the distributed checkpoint of an adapter or for `hf_model`, once it is written."""
+    """Write the files that are made from a complete distributed checkpoint. Called in a thread.
+
+    Args:
+        folder: folder of the role.
+        contents: see `RoleCheckpoint.start`.
+        adapter: the adapter, if the model has one.
+        model: the model.
+    """
     if adapter and MODEL in contents:
         with explained(folder):
             files = open_weights(folder / MODEL)
@@ -152,7 +165,7 @@ def _complete(
         return
     with explained(folder / HF_FOLDER):
         weights = open_weights(folder / MODEL)
-        # The model that users load has the adapter in its weights.
+        # Merge the adapter, so that users can load the model without PEFT.
         if adapter:
             frozen = DistributedFiles(folder / FROZEN, prefix=f"{FROZEN}.")
             weights = MergedFiles(frozen, weights, adapter.scale, folder)
@@ -160,6 +173,6 @@ def _complete(
         write_safetensors(folder / HF_FOLDER, ConvertedFiles(weights, model, to_files=True))
         if adapter:
             shutil.rmtree(folder / FROZEN)
-    # It was written only to be converted.
+    # `model` was written only to be converted.
     if MODEL not in contents:
         shutil.rmtree(folder / MODEL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation by a rollout engine, colocated with the actor or in separate processes."""
+"""Generation by a rollout engine, in the actor's process or in separate processes."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -36,12 +36,15 @@ class ResponseGenerator:
         tokenizer: tokenizer of the policy.
         device: device of the engine.
         dtype: dtype of the engine's weights.
-        is_beside_training: whether models train on the same device. The engine sleeps meanwhile
-            (`rollout.free_cache_engine`).
+        is_beside_training: whether models are trained on the same device. With
+            `rollout.free_cache_engine`, the engine then sleeps except while it generates.
         num_processes: number of processes that generate. They share the graders.
         actor: the actor's module, if this process has all of its weights.
         group: the ranks that generate together. Its leader has agent loops and graders, and returns
-            the responses.
+            the responses. None: this process generates alone.
+
+    Attributes:
+        choices: automatic choices, with reasons, to be printed.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class ResponseGenerator:
                 self.choices["environment"] = config.env.name
             if self.loops.description:
                 self.choices["tools"] = self.loops.description
-        # Leave the device to the models that train.
+        # Leave the device to training until the first call.
         if self.sleeps:
             self.engine.sleep()
 
@@ -110,9 +113,9 @@ class ResponseGenerator:
             The responses. Members of a rollout group other than its leader return no rows.
 
         Raises:
-            EngineError: a prompt has a token that the model does not know.
+            EngineError: a prompt has a token id outside of the model's vocabulary.
         """
-        # Padding is not checked: it is never computed with.
+        # Padding is not checked, because it is never computed with.
         token_ids = prompts.batch["input_ids"][prompts.batch["attention_mask"].bool()]
         if token_ids.numel() and int(token_ids.max()) >= self.vocabulary_size:
             raise EngineError(
@@ -126,7 +129,7 @@ class ResponseGenerator:
             self.engine.wake()
         try:
             if self.group is not None and not self.group.is_leader:
-                # Take the leader's steps until it releases the group.
+                # Compute the same steps as the leader, until it releases the group.
                 self.engine.follow()
                 return DataProto()
             with nullcontext() if self.calls is None else self.calls.opened():
@@ -136,7 +139,7 @@ class ResponseGenerator:
                 self.engine.release()
             if self.sleeps:
                 self.engine.sleep()
-        # Validation does not report the counts of the engine.
+        # Only training reports the engine's counts. Those of validation are in the next report.
         if not prompts.meta_info.get("validate", False):
             counts = self.engine.counts
             self.engine.counts = Counter()
@@ -148,7 +151,7 @@ class ResponseGenerator:
         return responses
 
     def _respond(self, prompts: DataProto) -> DataProto:
-        """Responses, as a batch or as conversations."""
+        """Generate responses, as a batch or as conversations."""
         seed = self.config.trainer.seed
         if self.loops is not None:
             grade = None if self.grader is None else self.grader.grade_one
@@ -184,7 +187,12 @@ class ResponseGenerator:
 
 
 def _environments(config: Config, num_leaders: int) -> EnvironmentPool | None:
-    """Processes of `env.name`, an equal share of all for each process that generates; or None."""
+    """Start this process's share of the environment processes; None without `env.name`.
+
+    Args:
+        config: the configuration.
+        num_leaders: number of processes among which environment processes are divided.
+    """
     if config.env.name is None:
         return None
     has_function = config.custom_reward_function.path is not None
@@ -201,7 +209,11 @@ def build_processor(config: Config) -> Any:
 
 
 def prompt_context(config: Config, tokenizer: Any) -> PromptContext:
-    """Facts outside the section `data` that decide about prompts.
+    """Collect what the lengths of prompts depend on besides the section `data`.
+
+    Args:
+        config: the configuration.
+        tokenizer: tokenizer of the policy.
 
     Raises:
         ConfigError, RolloutError: see `offered_tools`.
@@ -214,9 +226,16 @@ def prompt_context(config: Config, tokenizer: Any) -> PromptContext:
 
 
 def embedding_limit(config: Config, tokenizer: Any) -> int | None:
-    """Number of rows of the model's embedding if the tokenizer has ids beyond them, else None.
+    """Find out whether the tokenizer has ids beyond the rows of the model's embedding.
 
-    Prints the number of unusable tokens, unless it is only the padding.
+    Prints a notice about such tokens, unless there is only the padding token.
+
+    Args:
+        config: the configuration.
+        tokenizer: tokenizer of the policy.
+
+    Returns:
+        The number of rows of the embedding, if there are such ids; else None.
 
     Raises:
         DataError: a token that ends responses has no row.
@@ -229,7 +248,7 @@ def embedding_limit(config: Config, tokenizer: Any) -> int | None:
     stops = [(name, tokenizer.eos_token_id)]
     for token_id in declared_stop_token_ids(model.path):
         stops.append((f"{model.path}, generation_config.json", token_id))
-    # A response could never end with such a token, and would always be cut off.
+    # A response could never end with a token without a row, and would always be cut off.
     for where, token_id in stops:
         if token_id is not None and token_id >= size:
             raise DataError(
@@ -250,6 +269,7 @@ def embedding_limit(config: Config, tokenizer: Any) -> int | None:
 
 
 def _text_config(config: Config) -> Any:
+    """Configuration of the policy's decoder."""
     model = config.actor_rollout_ref.model
     shape = load_config(
         model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
@@ -272,7 +292,7 @@ def num_positions(config: Config) -> int | None:
 
 
 def declared_stop_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Token ids that end a response, from a model's generation_config.json if it has one."""
+    """Token ids that end a response, from a model's generation_config.json; empty without one."""
     with explained(path):
         try:
             declared = GenerationConfig.from_pretrained(path).eos_token_id

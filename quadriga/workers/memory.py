@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted memory of a trained role at its start: gradient checkpointing, and the check."""
+"""Predicts the memory of a trained role at its start.
+
+The prediction chooses gradient checkpointing, and refuses a role that does not fit.
+"""
 
 import logging
 from dataclasses import dataclass, replace
@@ -26,18 +29,20 @@ from quadriga.planning.sizes import ModelSizes
 logger = logging.getLogger(__name__)
 KEY = "trainer.check_memory"
 
-_RECOMPUTE_SHARE = 0.9  # of the device: the rest is for the allocator's holes and CUDA's context
+# Shares of the device's memory. A larger predicted peak recomputes activations (the rest is for the
+# allocator's holes and CUDA's context), prints a warning, or is refused, as predictions may be off.
+_RECOMPUTE_SHARE = 0.9
 _WARN_SHARE = 0.95
 _REFUSE_SHARE = 1.15
 
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """Setting that saves memory of a role, and its reason.
+    """Choice of how a role saves memory, and its reason.
 
     Attributes:
         recomputes: whether activations are recomputed (gradient checkpointing).
-        description: predicted peaks and the reason, to be printed; "" on a CPU.
+        description: predicted peaks and the reason of the choice, to be printed; "" on a CPU.
     """
 
     recomputes: bool
@@ -59,8 +64,11 @@ def choose_memory(
         role: key of the role's section.
         model: its model, which may be on "meta".
         layout: arrangement of its ranks.
-        dtype: dtype that computes.
+        dtype: compute dtype.
         device: device of this rank.
+
+    Returns:
+        The choice. On a CPU, nothing is predicted.
 
     Raises:
         ConfigError: the phases do not fit, and `trainer.check_memory` is `refuse`.
@@ -95,7 +103,14 @@ def choose_memory(
 def _choose_unpredicted(
     config: Config, role: str, plan: RolePlan, device_bytes: float
 ) -> MemoryChoice:
-    """Choose for a model or layout that the formulas do not cover; its state alone is known."""
+    """Choose for a model or layout that the formulas do not cover, by the size of its state alone.
+
+    Args:
+        config: the configuration.
+        role: key of the role's section.
+        plan: plan of the role.
+        device_bytes: memory of the device.
+    """
     model = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
     is_adapted = role == ACTOR and config.actor_rollout_ref.model.has_adapter
     state = plan.layout.state_bytes(
@@ -113,7 +128,7 @@ def _choose_unpredicted(
 
 
 def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:
-    """Plans of the other roles whose ranks have the same devices."""
+    """Plan the other roles on the same devices, whose state takes memory, too."""
     pools = role_pools(config.trainer, asked_roles(config))
     pool_of_role = {CRITIC: pools.get("critic"), "reward_model": pools.get("reward_model")}
     pool_of_role[DISTILLATION] = pools.get("teacher")
@@ -144,7 +159,17 @@ def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePla
 
 
 def _check(config: Config, role: str, phase: Phase, device_bytes: float) -> None:
-    """Warn about a phase that may not fit; refuse one that cannot."""
+    """Warn about a phase that may not fit, and refuse a phase that cannot fit.
+
+    Args:
+        config: the configuration.
+        role: key of the role's section.
+        phase: the phase with the largest peak.
+        device_bytes: memory of the device.
+
+    Raises:
+        ConfigError: it cannot fit, and `trainer.check_memory` is `refuse`.
+    """
     share = phase.total / device_bytes
     if share < _WARN_SHARE or config.trainer.check_memory == "off":
         return
@@ -162,6 +187,7 @@ def _check(config: Config, role: str, phase: Phase, device_bytes: float) -> None
 
 
 def _warn(config: Config, where: str, num_bytes: float, device_bytes: float) -> None:
+    """Log a warning about a predicted peak, unless `trainer.check_memory` is `off`."""
     if config.trainer.check_memory == "off":
         return
     logger.warning(

@@ -63,7 +63,7 @@ class LoadedModel:
     """A model with a head, and the source of its weights."""
 
     scorer: Scorer
-    read: ReadWeight | None  # None: the scorer has its weights
+    read: ReadWeight | None  # reads full weights; None: the scorer has its weights already
 
 
 def load_policy(
@@ -75,9 +75,12 @@ def load_policy(
 
     Args:
         config: the configuration.
-        dtype: dtype of replicated weights. Sharded weights are read when they are cut.
+        dtype: dtype of replicated weights. Sharded weights are read later, shard by shard.
         processes: the ranks that will hold the model.
         has_adapter: whether to add the configured adapter, in float32.
+
+    Returns:
+        The policy, and the source of its weights.
     """
     section = config.actor_rollout_ref.model
     loaded = load_model(config, section.path, PolicyScorer, dtype, processes)
@@ -91,6 +94,7 @@ def load_policy(
         return loaded
 
     def read(name: str) -> torch.Tensor:
+        """Read a factor of the adapter, or a weight of the model without an adapter."""
         return read_factor(name) if is_factor(name) else read_base(base_name(name))
 
     return LoadedModel(loaded.scorer, read)
@@ -107,15 +111,18 @@ def load_model(
 ) -> LoadedModel:
     """Load the model at `path`, with the options of `actor_rollout_ref.model`.
 
-    A value head comes from the files; without one there it is zero.
+    A value head is read from the files; if they have none, it is zero.
 
     Args:
         config: the configuration.
         path: folder or hub name.
-        scorer: the head.
-        dtype: dtype of replicated weights. Sharded weights are read when they are cut.
+        scorer: class of the scorer, which adds the head.
+        dtype: dtype of replicated weights. Sharded weights are read later, shard by shard.
         processes: the ranks that will hold the model.
         is_teacher: whether to ignore `override_config`, which is for the policy.
+
+    Returns:
+        The model, and the source of its weights.
 
     Raises:
         EngineError: the files lack a weight, or their head has several labels.
@@ -125,8 +132,10 @@ def load_model(
     if not is_teacher:
         options["override_config"] = model.override_config
     is_critic = scorer is ValueScorer
-    folder = model_folder(path) if is_critic or not processes.layout.is_whole else None
-    if folder is None or processes.layout.is_whole:
+    is_replicated = processes.layout.is_whole
+    folder = model_folder(path) if is_critic or not is_replicated else None
+    # Without a folder that can be read shard by shard, transformers loads all weights.
+    if folder is None or is_replicated:
         device = processes.world.device
         causal_lm = load_causal_lm(
             path, dtype=dtype, device=device, needs_head=not is_critic, **options
@@ -140,8 +149,8 @@ def load_model(
                 if name in files.shapes:
                     parameter.data.copy_(files.read(name))
         return LoadedModel(replicated, None)
-    loaded, missing = _read_when_cut(scorer(skeleton_causal_lm(folder, **options)), folder)
-    # Policies have no value head: the critic then starts with a head of zeros.
+    loaded, missing = _read_by_shard(scorer(skeleton_causal_lm(folder, **options)), folder)
+    # The files of a policy have no value head, which then is zero.
     missing = [name for name in missing if not name.startswith("value_head.")]
     if missing:
         raise EngineError(
@@ -160,13 +169,13 @@ def load_judge(
 
     Args:
         path: folder or hub name.
-        dtype: dtype of replicated weights. Sharded weights are read when they are cut.
+        dtype: dtype of replicated weights. Sharded weights are read later, shard by shard.
         processes: the ranks that will hold the model.
         trust_remote_code: whether to run code of the folder.
 
     Returns:
-        The model with its weights, if each rank holds all of them or only transformers can read
-        the files; else without them, to be read shard by shard.
+        The model with its weights, if each rank holds all weights or only transformers can read the
+        files; else the model without weights, which are read shard by shard.
 
     Raises:
         EngineError: see `load_reward_model`.
@@ -185,29 +194,34 @@ def load_judge(
     )
     if has_vision:
         add_score(skeleton)
-    # Before the scorer, which needs a head, is built around it.
+    # Check the head before the scorer is built, which needs it, and the files afterwards.
     require_judge(path, skeleton, [])
-    loaded, missing = _read_when_cut(RewardScorer(skeleton), folder)
-    # Now with the weights that the files lack.
+    loaded, missing = _read_by_shard(RewardScorer(skeleton), folder)
     require_judge(path, skeleton, missing)
     choose_attention(skeleton)
     return loaded
 
 
-def _read_when_cut(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[str]]:
-    """Prepare a model for weights that are read from the files of a folder when they are cut.
+def _read_by_shard(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[str]]:
+    """Prepare a model whose weights are read from the files of a folder when they are sharded.
+
+    Args:
+        skeleton: the model on "meta".
+        folder: folder with the files.
 
     Returns:
-        The model, and the names of weights that the files lack, which are zero.
+        The model with the source of its weights, and the names of weights that the files lack,
+        which are read as zeros.
     """
     files = ConvertedFiles(_files(skeleton, folder), skeleton.model)
     names = files.shapes
     shapes = {name: parameter.shape for name, parameter in skeleton.model.named_parameters()}
 
     def read(name: str) -> torch.Tensor:
+        """Read a full weight; zeros if the files lack it."""
         return files.read(name) if name in names else torch.zeros(shapes[name])
 
-    # Buffers are not cut: every rank reads them at once.
+    # Buffers are not sharded: every rank reads them now.
     buffers = weight_buffers(skeleton.model)
     for name, buffer in buffers.items():
         if name in names:
@@ -217,15 +231,20 @@ def _read_when_cut(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[st
 
 
 def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
-    """Open the weights of a folder. A critic's value head gets Quadriga's names.
+    """Open the weights of a folder. The value head of a critic gets Quadriga's names.
+
+    Args:
+        scorer: the scorer that will have the weights.
+        folder: folder with the files.
 
     Raises:
         EngineError: the value head has several labels.
     """
 
     def renamed(name: str) -> str:
-        head = _VALUE_HEAD.fullmatch(name) if isinstance(scorer, ValueScorer) else None
-        return f"{scorer.head}.{head[1]}" if head else name
+        """Name in a critic of Quadriga."""
+        match = _VALUE_HEAD.fullmatch(name) if isinstance(scorer, ValueScorer) else None
+        return f"{scorer.head}.{match[1]}" if match else name
 
     files = RenamedFiles(open_model(folder), renamed)
     num_labels = files.shapes.get(f"{ValueScorer.head}.weight", (1,))[0]
@@ -242,13 +261,17 @@ def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
 def check_models(config: Config, *, has_critic: bool) -> None:
     """Check that the models fit the layouts and sequence lengths of the configuration.
 
+    Args:
+        config: the configuration.
+        has_critic: whether the run has a critic.
+
     Raises:
         ConfigError: heads or layers cannot be divided over the ranks, the policy has too few
             positions, or a model has the wrong kind.
     """
     policy = _model_config(config, ACTOR)
     path = config.actor_rollout_ref.model.path
-    # A configuration without architectures may be any model: loading it will show.
+    # Without architectures, the model may be of any kind, which only loading it shows.
     names = policy.architectures or []
     has_custom_code = "AutoModelForCausalLM" in getattr(policy, "auto_map", {})
     generates = not names or has_custom_code or any(name.endswith(_GENERATING) for name in names)
@@ -274,7 +297,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     _check_ways(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
 
-    # The rollout divides attention heads over its ranks, and repeats key-value heads if necessary.
+    # The rollout divides attention heads over its ranks, and repeats key-value heads if needed.
     size = rollout_group_size(config) * rollout_devices(config)
     num_heads, num_kv_heads = _num_heads(text)
     if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
@@ -287,7 +310,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
             fix="Choose another one.",
         )
 
-    # The training engines divide heads and layers in other ways.
+    # Each training engine has its own rules about dividing heads and layers.
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if layout.has_own_modules:
             require_known(model, layout, config.actor_rollout_ref.actor.megatron, where)
@@ -312,7 +335,16 @@ def _num_heads(text: Any) -> tuple[int, int]:
 
 
 def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
-    """Check architectures whose rows cannot be packed."""
+    """Check that roles whose rows cannot be packed ask for nothing that needs packed rows.
+
+    Args:
+        config: the configuration.
+        policy: the policy's configuration.
+        has_critic: whether the run has a critic.
+
+    Raises:
+        ConfigError: tensor, sequence or pipeline parallelism, or the rollout engine, needs them.
+    """
     rollout = rollout_engine_class(config)
     code = config.actor_rollout_ref.model.trust_remote_code
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
@@ -337,11 +369,10 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
     limit = length_limit(policy)
     num_tokens = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and num_tokens > limit and rollout.needs_packed_rows:
-        got = f"{rollout.name}, for sequences of up to {num_tokens} tokens of a model with "
-        got += "rope_type=longrope"
         raise ConfigError(
             f"{ROLLOUT}.name",
-            got=got,
+            got=f"{rollout.name}, for sequences of up to {num_tokens} tokens of a model with "
+            "rope_type=longrope",
             expected=f"at most {limit} tokens: beyond, positions depend on a sequence's length",
             fix="Set it to hf, or lower the lengths.",
         )
@@ -364,10 +395,10 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         if layout is None:
             continue
         path, options = _path_and_options(config, where)
-        # On "meta": its parameters have sizes, but no values.
+        # On "meta", where parameters have sizes, but no values.
         skeleton = skeleton_causal_lm(path, trust_remote_code=model.trust_remote_code, **options)
         is_adapted = model.has_adapter and where == ACTOR
-        # With an adapter the weights below it get no gradients, which costs less.
+        # The weights below an adapter get no gradients, which costs less.
         cost = model_cost(skeleton.requires_grad_(not is_adapted))
         total = sum(parameter.numel() for parameter in skeleton.parameters())
         layers = list(mixtures(skeleton))
@@ -379,7 +410,7 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
             top_k = router_of(layers[0]).top_k
             counts = f"{top_k} of {layers[0].experts.num_experts} in each of {len(layers)} layers"
             text += f", {in_experts / 1e6:.1f} M of them experts, {counts} for a token"
-        # Of a mixture, only the chosen experts of a token count.
+        # Of a mixture of experts, these count only the experts that a token goes through.
         num_active = cost.num_block_parameters + cost.num_head_parameters
         forward = cost.forward_flops(1, 1, 0) / 1e9
         update = cost.update_flops(1, 1, 0) / 1e9
@@ -407,6 +438,10 @@ def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
 
     Other differences, and damage, are found when the checkpoint is read.
 
+    Args:
+        config: the configuration.
+        checkpoint: folder of the checkpoint to resume from; None: the run starts anew.
+
     Raises:
         CheckpointError: the numbers differ.
     """
@@ -416,6 +451,7 @@ def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         saved_experts = _num_experts(SimpleNamespace(**facts.get("text_config", facts)))
+    # A file that is missing or damaged is reported when the checkpoint is read.
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return
     num_experts = _num_experts(_model_config(config, ACTOR).get_text_config())
@@ -438,19 +474,19 @@ def _num_experts(text: Any) -> int:
 
 
 def _check_routers(config: Config, policy: Any) -> None:
-    """Check keys that need a mixture of experts."""
+    """Check keys that need a mixture of experts. Raises ConfigError if the policy is none."""
     actor = config.actor_rollout_ref.actor
     fix = "Leave the key out."
-    # One expert-parallel rank is the default, which also holds for dense models.
-    num_parts = config.actor_rollout_ref.rollout.expert_parallel_size
+    # Values that dense models have, too.
+    defaults = {"router_replay": "off", "expert_parallel_size": 1}
     values = {
         f"{ACTOR}.router_aux_loss_coef": actor.router_aux_loss_coef,
         f"{ACTOR}.router_z_loss_coef": actor.router_z_loss_coef,
         f"{ACTOR}.router_replay": actor.router_replay,
-        f"{ROLLOUT}.expert_parallel_size": num_parts if num_parts != 1 else 0,
+        f"{ROLLOUT}.expert_parallel_size": config.actor_rollout_ref.rollout.expert_parallel_size,
     }
     for key, value in values.items():
-        if value in (0.0, "off"):
+        if value == defaults.get(key.rpartition(".")[2], 0.0):
             continue
         if not _num_experts(policy.get_text_config()):
             got = f"{value}, with a model without experts ({policy.model_type})"
@@ -462,7 +498,16 @@ def _check_routers(config: Config, policy: Any) -> None:
 
 
 def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
-    """Check that the models fit a vision-language policy, or that no key asks for one."""
+    """Check models and keys for a vision-language policy, or that no key needs such a policy.
+
+    Args:
+        config: the configuration.
+        policy: the policy's configuration.
+        has_critic: whether the run has a critic.
+
+    Raises:
+        ConfigError: a key or the model of another role does not fit the policy.
+    """
     model = config.actor_rollout_ref.model
     actor = config.actor_rollout_ref.actor
     if not is_vision(policy):
@@ -494,7 +539,8 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
     )
     rollout = rollout_engine_class(config)
     is_cut_by_rollout = policy.model_type in ONE_TOKEN and rollout.cuts_images
-    # vLLM splits images of this type by the model's sizes and ignores those of the data section.
+    # For this type, vLLM splits images by the sizes in the model's files, and ignores those of the
+    # section `data`.
     if is_cut_by_rollout and (sizes or not policy.text_config.attention_bias):
         raise ConfigError(
             "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path",
@@ -514,7 +560,14 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
 
 
 def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -> None:
-    """Check that the model of a role reads the images of a vision-language policy."""
+    """Check that the model of a role reads the images of a vision-language policy.
+
+    Args:
+        where: the section of the role.
+        layout: layout of the role.
+        model: configuration of the role's model.
+        policy: configuration of the policy.
+    """
     if where == CRITIC and not is_vision(model):
         raise ConfigError(
             "critic.model.path",
@@ -523,18 +576,18 @@ def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -
             fix="Leave the key out: the critic then starts from the policy's model.",
         )
     if where == "reward_model" and _image_inputs(model) != _image_inputs(policy):
-        got = f"a model of type {model.model_type}, with a vision-language policy of type "
-        got += policy.model_type
         raise ConfigError(
             f"{where}.model.path",
-            got=got,
+            got=f"a model of type {model.model_type}, with a vision-language policy of type "
+            f"{policy.model_type}",
             expected="one with its image tokens and patches",
             fix="Train one with `quadriga sft objective=reward_model`, or grade with "
             "custom_reward_function.path.",
         )
     if layout.pp == 1:
         return
-    # Images are added to the outputs of the first layers, which must be in the first stage.
+    # Features of images are added to the outputs of the first layers. The first stage, with the
+    # vision encoder, must have all of these layers.
     vision = getattr(model, "vision_config", None)
     num_needed = len(getattr(vision, "deepstack_visual_indexes", ()))
     first_stage = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
@@ -556,7 +609,7 @@ def _image_inputs(model: Any) -> tuple[Any, ...]:
 
 
 def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
-    """Tables of the rows of each rank, for each role with several ranks."""
+    """Describe the layout of each role with several ranks, with a table of its ranks."""
     # Several roles may share a section of the configuration, and so a layout.
     shown = set()
     for where, section, size in arranged_roles(config, has_critic=has_critic):
@@ -568,6 +621,7 @@ def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
 
 
 def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str, Layout, Any]]:
+    """Yield section, layout and model configuration of each role, and of each teacher."""
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
         if where != DISTILLATION:
@@ -579,6 +633,7 @@ def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str,
 
 
 def _model_config(config: Config, where: str) -> Any:
+    """Load the configuration of a role's model."""
     path, options = _path_and_options(config, where)
     return load_config(
         path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, **options
@@ -586,7 +641,7 @@ def _model_config(config: Config, where: str) -> Any:
 
 
 def _path_and_options(config: Config, where: str) -> tuple[str, dict[str, Any]]:
-    """Path and load options of the model of a role."""
+    """Path of a role's model, and `override_config` if it is the policy's model."""
     model = config.actor_rollout_ref.model
     paths = {ACTOR: model.path, CRITIC: config.critic.model.path or model.path}
     path = paths.get(where, config.reward_model.model.path or "")

@@ -34,7 +34,7 @@ _KEY = "reward_model.model.input_tokenizer"
 
 
 class RewardModelWorker(EngineWorker):
-    """A frozen reward model, and the tokenizer of the policy whose responses it scores."""
+    """A frozen reward model, which scores the responses of the policy."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
@@ -67,7 +67,7 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def reads_chats(self) -> bool:
-        """Whether `compute_rm_score` reads `CHAT_OBJECTS` in addition to the tokens."""
+        """Whether `compute_rm_score` reads `CHAT_OBJECTS` besides the tokens."""
         return self.judge is not None
 
     @register(dispatch_mode=BY_REPLICA, blocking=False)
@@ -98,7 +98,7 @@ class RewardModelWorker(EngineWorker):
         micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
         scores = infer(self.engine, sequences_batch(rows), micro)["scores"].sum(-1)
         release_free_memory()
-        # An overflow in a narrow dtype would spoil the advantages of all responses to a prompt.
+        # A single such score would spoil the advantages of all responses to its prompt.
         broken_rows = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
         if broken_rows:
             first = broken_rows[0]
@@ -107,7 +107,7 @@ class RewardModelWorker(EngineWorker):
             fix = "Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's "
             fix += "weights."
             raise RewardError("reward model", got=got, expected="finite scores", fix=fix)
-        # The score belongs to the last valid token, masked or not.
+        # The score belongs to the last valid token, even if the response mask leaves it out.
         num_columns = data.batch["response_mask"].shape[1]
         lengths = data.batch["attention_mask"][:, -num_columns:].sum(-1)
         rm_scores = torch.zeros(len(data), num_columns, dtype=torch.float32)
@@ -116,14 +116,16 @@ class RewardModelWorker(EngineWorker):
         return DataProto.from_dict(tensors={"rm_scores": rm_scores}, meta_info={"metrics": metrics})
 
     def sequences(self, data: DataProto) -> list["SequenceTokens"]:
-        """Convert rows to the tokens that the reward model reads, of the policy or rendered chats.
+        """Convert rows to the tokens that the reward model reads.
+
+        These are the policy's tokens, or those of chats rendered by the reward model's template.
 
         Args:
             data: rows with `MODEL_INPUTS`, and `CHAT_OBJECTS` if the reward model reads chats.
 
         Raises:
-            EngineError: a row lacks prompt or response, has a token that the reward model does not
-                know, or has images but must be rendered again.
+            EngineError: a row lacks its prompt or response, has a token that the reward model does
+                not know, or has images although its chat must be rendered again.
             DataError: there are no chats, or the template refuses one.
         """
         input_ids = data.batch["input_ids"].cpu().numpy()
@@ -145,7 +147,7 @@ class RewardModelWorker(EngineWorker):
             inputs = image_inputs[number] or {}
             rows.append(SequenceTokens(prompt, response, positions, inputs))
         if self.judge is not None:
-            # The images are encoded for the policy's tokens, which rendering would change.
+            # Positions and images are for the policy's tokens, which rendering would change.
             if any(row.inputs for row in rows):
                 raise EngineError(
                     "reward model",
@@ -170,14 +172,20 @@ class RewardModelWorker(EngineWorker):
 class SequenceTokens:
     """The tokens of one row for the reward model."""
 
-    prompt: list[int]  # a beginning that other rows may have, too
+    prompt: list[int]  # a beginning that other rows may share
     response: list[int]
-    # Of vision-language models: positions [3, L], and inputs of the vision encoder.
-    positions: torch.Tensor | None = None
+    positions: torch.Tensor | None = None  # [3, L], only for vision-language models
+    # Inputs of the vision encoder, if the row has images or videos.
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, limit: int) -> "SequenceTokens":
-        """Cut a row to its last `limit` tokens, at least one of which counts as prompt.
+        """Cut a row to its last `limit` tokens, of which the first always counts as prompt.
+
+        Args:
+            limit: maximum number of tokens.
+
+        Returns:
+            The row itself if it is not longer, else a shorter row.
 
         Raises:
             EngineError: the row has images or videos, which cannot be cut.
@@ -258,10 +266,10 @@ def rendered_chats(
                 fix="Correct the row's chat, or use another reward model.",
             ) from error
         rendered.append(str(rendering))
-    # The template has written the special tokens.
+    # The template has already written the special tokens.
     encoded = judge(rendered, add_special_tokens=False)["input_ids"] if rendered else []
 
-    # Tokens shared by all responses to a prompt count as prompt, so that they are computed once.
+    # Tokens that all responses to a prompt share count as prompt, so that they are computed once.
     groups: dict[Any, list[list[int]]] = {}
     for uid, tokens in zip(uids, encoded, strict=True):
         groups.setdefault(uid, []).append(tokens)
@@ -275,11 +283,11 @@ def rendered_chats(
 
 def _shared_length(sequences: Sequence[list[int]]) -> int:
     """Number of tokens that all sequences begin with, at least 1."""
-    # What the first and the last in lexicographic order share, all share.
+    # In lexicographic order, all sequences share what the first and the last one share.
     first = min(sequences)
     last = max(sequences)
-    for position, (token, other) in enumerate(zip(first, last, strict=False)):
-        if token != other:
+    for position, (token, last_token) in enumerate(zip(first, last, strict=False)):
+        if token != last_token:
             return max(1, position)
     return max(1, len(first))
 
@@ -294,17 +302,17 @@ def choose_tokenizer(
         policy: tokenizer of the policy.
 
     Returns:
-        The tokenizer for chats (None for the policy's tokens), the number of tokens that it allows
-        (None: unknown), and the reason, to be printed.
+        The tokenizer that renders chats (None: the reward model reads the policy's tokens), the
+        number of tokens that its tokenizer allows (None: unknown), and the reason, to be printed.
 
     Raises:
-        ConfigError: the tokens must be rendered again, but cannot be.
+        ConfigError: a tokenizer cannot be loaded, or chats must be rendered, but cannot be.
     """
     model = config.reward_model.model
     if model.input_tokenizer is None:
         return None, None, f"the policy's tokens as they are ({_KEY} is null)"
     judge = _load(str(model.path), "reward_model.model.path", model.trust_remote_code)
-    # If the limit is unknown, transformers returns a huge number.
+    # transformers represents an unknown limit by a huge number.
     limit = int(judge.model_max_length) if judge.model_max_length < 2**31 else None
     template = config.data.apply_chat_template_kwargs.get("chat_template", policy.chat_template)
     if model.input_tokenizer != "auto":
@@ -336,6 +344,7 @@ def choose_tokenizer(
 
 
 def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that `key` names. Raises ConfigError if it cannot be loaded."""
     try:
         return read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -367,6 +376,7 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
         span = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
         spans.append(span)
         input_ids[number, span] = torch.tensor([*row.prompt, *row.response])
+        # The dummy token, with id 0, follows the sequence.
         attention_mask[number, span.start : span.stop + 1] = 1
     lengths = torch.tensor([len(row.response) for row in rows], dtype=torch.int64)
     response_mask = (torch.arange(response_width) == lengths[:, None]).long()
@@ -375,7 +385,7 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
     if any(row.positions is not None for row in rows):
         position_ids = position_ids[:, None].repeat(1, 3, 1)
         for number, row in enumerate(rows):
-            # The position of the dummy token is not read.
+            # Nothing reads the position of the dummy token.
             position_ids[number, :, spans[number]] = row.positions
         objects = {"multi_modal_inputs": object_array(row.inputs for row in rows)}
     tensors = {

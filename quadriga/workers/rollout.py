@@ -31,7 +31,12 @@ from quadriga.workers.stream import ServedStream
 
 
 class RolloutWorker(Worker):
-    """Generates responses, with weights of an actor in other processes."""
+    """Generates responses, with weights of an actor in other processes.
+
+    Args:
+        config: the configuration.
+        tokenizer: tokenizer of the policy.
+    """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
@@ -45,7 +50,7 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Build the engine or the stream. Returns the choices, with reasons, to be printed."""
-        # A process with several devices sees only its devices.
+        # A process with several devices sees no others, so its first one has index 0.
         device_index = 0 if rollout_devices(self.config) > 1 else self.local_rank
         self.device = choose_device(self.config.trainer.device, device_index)
         check_tool(self.config.global_profiler.tool, self.device)
@@ -61,15 +66,19 @@ class RolloutWorker(Worker):
 
     @cached_property
     def generation(self) -> ResponseGenerator:
-        """Engine of `generate_sequences`. With a stream it validates, with weights of its own."""
+        """Generator of `generate_sequences`, built at first use.
+
+        Beside a stream, it is for validation, and has its own weights.
+        """
         return self._make()
 
     def _make(self) -> ResponseGenerator:
+        """Build a generator."""
         model_dtype = self.config.actor_rollout_ref.actor.fsdp_config.model_dtype
         size = rollout_group_size(self.config)
         group = None
         if size > 1:
-            # One group per engine, because engines compute at the same time.
+            # A group of its own for each engine, because engines may compute at the same time.
             group = RolloutGroup(self.rank, self.world_size, size, self.device)
         return ResponseGenerator(
             self.config,
@@ -100,7 +109,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:
-        """Connect to the address of the actor's weights, instead of an earlier one."""
+        """Connect to the sender of the actor's weights, in place of an earlier connection."""
         if sends_parts(self.config):
             rank = address.num_senders + self.rank
             size = address.num_senders + self.world_size
@@ -109,7 +118,7 @@ class RolloutWorker(Worker):
             meeting = partial(meet, address, rank, self.device)
             sync = ReshardedWeights if has_shards(self.config) else StreamedWeights
             self._receiver = sync(rank, size, self.device, bucket_bytes, meeting)
-            # No received tensor is written to again.
+            # Received tensors are not overwritten.
             self.generation.engine.is_load_stable = True
             return
         if self._receiver is not None:
@@ -118,10 +127,14 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int) -> bool:
-        """Load weights that the actor sends meanwhile. The engine generates with no others.
+        """Load weights that the actor is sending. The engine refuses to generate with any others.
+
+        Args:
+            version: version of the weights.
 
         Returns:
-            Whether the frozen weights below an adapter need not be sent the next time.
+            Whether the engine has the frozen weights below an adapter, which then need not be sent
+            the next time.
         """
         self.receiver.receive(self.generation.engine, version)
         self.weight_version = version
@@ -139,7 +152,7 @@ class RolloutWorker(Worker):
         """Release the engines and the connection to the actor."""
         if self.stream is not None:
             self.stream.close()
-        # Do not build the engine only to close it.
+        # Look in `vars`: reading the property would build the engine only to close it.
         if "generation" in vars(self):
             self.generation.close()
         if self._receiver is not None:

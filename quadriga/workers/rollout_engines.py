@@ -26,7 +26,7 @@ ENGINES: dict[str, type[RolloutEngine]] = {
 
 
 def rollout_engine_class(config: Config) -> type[RolloutEngine]:
-    """The class of the configured engine. A user's file is imported.
+    """Find the class of the configured engine. Imports a user's file.
 
     Raises:
         ConfigError: the engine does not support `rollout.data_parallel_size`, or a user's class is

@@ -28,8 +28,8 @@ from quadriga.workers.models import LoadedModel, load_policy
 class SupervisedWorker(Learner):
     """A model that is trained on responses from a data set."""
 
-    output: str  # output of the model that `predict` returns
-    column: str  # its column there
+    output: str  # name of the model's output that `predict` returns
+    column: str  # name of the column in which it is returned
 
     @abstractmethod
     def prepare(self) -> tuple[LoadedModel, Objective]:
@@ -49,6 +49,8 @@ class SupervisedWorker(Learner):
     @register(dispatch_mode=BY_REPLICA)
     def update(self, data: DataProto) -> DataProto:
         """Take one optimizer step on a whole batch. Returns metrics."""
+        # A batch has `ppo_mini_batch_size` examples, of one row or, for reward models, of two. With
+        # room for two rows per example, it is a single mini-batch.
         return self.learn(data, 2)
 
     @register(dispatch_mode=BY_REPLICA)

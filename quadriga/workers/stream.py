@@ -5,9 +5,9 @@
     engine's thread  └ step ─ step ─ step ──┴ newer weights ─ step ─ step ─ ...
                               └ done(group)                         └ done(group)
 
-Consumes: groups of prompts. Waits for: newer weights, from `load` until they arrive. Unblocked by:
-their publication, or None instead. With `rollout.mode=async` conversations run in an event loop in
-another thread.
+The engine's thread consumes groups of prompts. After `load`, it waits for newer weights, until they
+are published or None is given instead. With `rollout.mode=async`, conversations run in an event
+loop in another thread.
 
 The driver may be another process (`ServedStream`):
 
@@ -40,9 +40,8 @@ from quadriga.weight_sync.publish import name_some
 from quadriga.workers.generation import ResponseGenerator
 
 Done = Callable[[int, Callable[[], DataProto]], None]
-# `events` waits this long for a first event, and for further groups of a batch.
-EVENTS_WITHIN_S = 1.0
-TOGETHER_WITHIN_S = 0.1
+EVENTS_WITHIN_S = 1.0  # time for which `events` waits for a first event
+TOGETHER_WITHIN_S = 0.1  # time for which it then waits for further groups of the same batch
 
 
 class WeightCopy(NamedTuple):
@@ -53,16 +52,17 @@ class WeightCopy(NamedTuple):
 
 
 UnderWay = tuple[Any, ...]
-"""Unfinished group, number of a row, and the fields of its response so far; lists are tensors."""
+"""A response of an unfinished group: the group, the number of the row, and then the fields of the
+response so far, with lists as tensors."""
 
 
 class GenerationStream:
-    """Starts and aborts groups of responses, and loads newer weights meanwhile, from any thread.
+    """Generates groups of responses, and loads newer weights meanwhile. Called from any thread.
 
     Args:
-        generation: its engine has a copy of the weights.
+        generation: the generator, whose engine has its own copy of the weights.
         done: called with the number of a group that has ended, and a function that returns its rows
-            or raises, in a thread of the engine or the conversations.
+            or raises its error. Called in a thread of the engine or of the conversations.
     """
 
     def __init__(self, generation: ResponseGenerator, done: Done) -> None:
@@ -83,7 +83,7 @@ class GenerationStream:
             for name, (box, dtype) in self._shards.items():
                 memory[name] = torch.empty(box.shape, dtype=dtype, device=device)
             engine.hold_shards(memory)
-        # Requests of each unfinished group.
+        # Futures of each unfinished group: one per response, or one for all conversations.
         self._open: dict[int, list[Future[Any]]] = {}
         self._loop = EventLoopThread("conversations") if generation.loops is not None else None
 
@@ -99,7 +99,8 @@ class GenerationStream:
             groups: rows of each group, as for `generate_sequences`.
             joined: called with the engine's number of steps so far, before the step that draws the
                 first tokens of all responses. Not called for conversations.
-            under_way: unfinished responses from `save`, which are continued in that order.
+            under_way: responses of unfinished groups, from `save`. Those that have not ended are
+                continued in this order.
 
         Raises:
             RolloutError: the engine cannot continue responses.
@@ -130,7 +131,7 @@ class GenerationStream:
         futures = self.engine.begin(prompts, sampling, images, joined, beginnings)
         by_row = dict(zip(order, futures, strict=True))
         started = time.perf_counter()
-        # Responses that had ended when they were saved.
+        # Responses that had already ended when they were saved.
         for key in earlier.keys() - by_row.keys():
             by_row[key] = Future()
             by_row[key].set_result(earlier[key])
@@ -143,7 +144,7 @@ class GenerationStream:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next token is drawn with."""
+        """Version of the weights that will draw the next token."""
         return self.engine.weight_version
 
     def load(
@@ -152,16 +153,17 @@ class GenerationStream:
         """Load weights between two steps.
 
         Args:
-            weights: called between the steps; may wait. Returns a future whose first item is a
+            weights: called between the steps, and may wait. Returns a future whose first item is a
                 `WeightCopy`, or None to keep the older weights.
             version: version of the weights.
             keeps_cache: whether unfinished responses continue on the KV cache of older weights.
 
         Returns:
-            A future of the number of the engine's steps before it, or of its error.
+            A future of the number of steps before the weights were loaded, or of the error.
         """
 
         def publish() -> None:
+            """Publish the weights. Called by the engine between two steps."""
             future = weights()
             if future is not None:
                 self._publish(future.get()[0], version)
@@ -171,6 +173,10 @@ class GenerationStream:
     def _publish(self, copied: WeightCopy, version: int) -> None:
         """Publish weights to the engine. A rank of a group cuts its shards from the full weights.
 
+        Args:
+            copied: the weights.
+            version: version of the weights.
+
         Raises:
             WeightSyncError: weights differ from their fingerprints.
         """
@@ -179,7 +185,7 @@ class GenerationStream:
             self._weights.publish(copied.weights.items(), self.engine, version, fingerprints)
             return
         changed: list[str] = []
-        # Shards have other fingerprints, so the full weights are checked before they are cut.
+        # Shards have other fingerprints, so check the full weights before they are cut.
         for name, tensor in copied.weights.items():
             if tensor_fingerprint(tensor) != fingerprints[name]:
                 changed.append(name)
@@ -189,8 +195,8 @@ class GenerationStream:
             raise WeightSyncError(where, got=got, expected="what the trainer sent")
 
         def shards() -> Iterator[tuple[str, torch.Tensor]]:
+            """Cut this rank's shard out of each full tensor."""
             for name, tensor in copied.weights.items():
-                # This process has the full tensor, of which it keeps its own shard.
                 full = Box((0,) * tensor.dim(), tuple(tensor.shape))
                 box, _ = self._shards[name]
                 yield name, full.view(tensor, box).contiguous()
@@ -206,13 +212,14 @@ class GenerationStream:
                 may wait.
 
         Returns:
-            A future of the number of the engine's steps before it, or of its error.
+            A future of the number of steps before the groups were saved, or of the error.
         """
         engine = self.engine
         assert engine.traits.continues_unfinished, "others finish their responses first"
 
         def collect() -> None:
-            # Groups that another thread starts from here on are not saved, and start again later.
+            """Collect the responses. Called by the engine between two steps."""
+            # Groups that another thread starts from now on are not saved, and start again later.
             groups = tuple(self._open.items())
             places: dict[Future[Any], tuple[int, int]] = {}
             for group, futures in groups:
@@ -247,7 +254,7 @@ class GenerationStream:
         self.generation.close()
 
     def _converse(self, groups: Mapping[int, DataProto]) -> None:
-        """Start groups as conversations. All rows of a group are one future."""
+        """Start groups as conversations, with one future for all rows of a group."""
         loops = self.generation.loops
         grader = self.generation.grader
         seed = self.generation.config.trainer.seed
@@ -259,11 +266,18 @@ class GenerationStream:
             future.add_done_callback(partial(self._end_request, group, rows, 0.0))
 
     def _end_request(self, group: int, rows: DataProto, started: float, _: Future[Any]) -> None:
-        """Report the group of an ended response if all of its responses have ended."""
+        """Callback of a future: report its group, if all responses of the group have ended.
+
+        Args:
+            group: number of the group.
+            rows: rows of the group.
+            started: time at which it was started.
+            _: the future that has ended.
+        """
         futures = self._open.get(group, ())
         if not futures or not all(future.done() for future in futures):
             return
-        # Several callbacks may come here at the same time; one of them closes the group.
+        # Several callbacks may get here at the same time. Only one of them removes the group.
         if self._open.pop(group, None) is None:
             return
         if self._loop is not None:
@@ -274,6 +288,7 @@ class GenerationStream:
     def _joined(
         self, rows: DataProto, futures: Sequence[Future[Completion]], started: float
     ) -> DataProto:
+        """Join the responses of a group to rows. Raises the error of a response that failed."""
         completions = [future.result() for future in futures]
         length = self.generation.config.data.max_response_length
         pad = self.generation.tokenizer.pad_token_id
@@ -284,25 +299,25 @@ class ServedStream(GenerationStream):
     """A stream whose driver is another process, which asks for `events`.
 
     Args:
-        generation: its engine has a copy of the weights.
+        generation: the generator, whose engine has its own copy of the weights.
         waits: whether the engine pauses after an event until the driver calls `go_on`, so that the
             driver's decisions take effect from the next step on.
     """
 
     def __init__(self, generation: ResponseGenerator, *, waits: bool) -> None:
-        super().__init__(generation, partial(self._tell, "ended"))
+        super().__init__(generation, partial(self._report, "ended"))
         self._changed = Condition()
         self._happened: queue.Queue[tuple[str, int, Callable[[], Any]]] = queue.Queue()
         self._new_weights: dict[int, DataProtoFuture | None] = {}  # by version
-        self._num_told = 0  # number of events
-        self._num_seen = 0  # number of events that the driver has handled
+        self._num_events = 0
+        self._num_handled = 0  # number of events that the driver has handled
         self._is_closed = False
         settings = generation.config.async_training
-        # Whether the driver may act on a single group of a batch, and so must know of it at once.
-        self._tells_at_once = (
+        # Whether the driver may act on a single group of a batch, and so must be told at once.
+        self._reports_at_once = (
             waits or settings.by_mini_batch or settings.on_stale == "drop" or bool(settings.replay)
         )
-        # The batch of each group whose end the driver does not know yet.
+        # The batch of each group whose end has not been reported to the driver.
         self._batches: dict[int, int] = {}
         if waits:
             assert self.engine.traits.is_deterministic, "checked with the configuration"
@@ -327,16 +342,22 @@ class ServedStream(GenerationStream):
         self._batches.pop(group, None)
 
     def await_weights(self, version: int, *, keeps_cache: bool) -> None:
-        """Load weights at the next step. `give_weights` brings them, earlier or later."""
+        """Load weights at the next step, from `give_weights`, which may be called earlier or later.
+
+        Args:
+            version: version of the weights.
+            keeps_cache: see `load`.
+        """
 
         def report(done: Future[int]) -> None:
+            # Read now: the version may be newer when the driver asks for the outcome.
             current_version = self.weight_version
 
             def outcome() -> int:
                 done.result()  # raises the error of a failed load
                 return current_version
 
-            self._tell("loaded", version, outcome)
+            self._report("loaded", version, outcome)
 
         weights = partial(self._taken, version)
         self.load(weights, version, keeps_cache=keeps_cache).add_done_callback(report)
@@ -350,7 +371,7 @@ class ServedStream(GenerationStream):
         """
         received = None if weights is None else DataProtoFuture(list, weights.get(), resolve=list)
         with self._changed:
-            # If the leader of a group keeps its weights, the others do not wait for new ones.
+            # If the leader of a group keeps its weights, the other ranks do not wait for new ones.
             if received is not None or self._following is None:
                 self._new_weights[version] = received
             self._changed.notify_all()
@@ -359,7 +380,7 @@ class ServedStream(GenerationStream):
         """Report unfinished responses at the next step; see `save`."""
 
         def saved(_: int, under_way: list[UnderWay]) -> None:
-            self._tell("under way", 0, lambda: under_way)
+            self._report("under way", 0, lambda: under_way)
 
         def report_failure(done: Future[int]) -> None:
             if done.exception() is not None:
@@ -370,32 +391,40 @@ class ServedStream(GenerationStream):
     def go_on(self) -> None:
         """Continue after an event: the driver has handled one more."""
         with self._changed:
-            self._num_seen += 1
+            self._num_handled += 1
             self._changed.notify_all()
 
     def events(self) -> list[tuple[str, int, Any]]:
-        """Wait up to a second for events since the last call. Raises the error of one that failed.
+        """Wait up to a second for events since the last call. Raises the error of a failed event.
 
-        A group may wait a moment for further groups of its batch.
+        After the end of a group, waits a moment for further groups of its batch.
 
         Returns:
-            ("ended", group, its rows), ("loaded", version, version of the weights since then) or
-            ("under way", 0, responses from `save`).
+            The events: ("ended", group, its rows), ("loaded", version, version of the weights since
+            then) or ("under way", 0, responses from `save`).
         """
         happened: list[tuple[str, int, Callable[[], Any]]] = []
         deadline = time.monotonic() + EVENTS_WITHIN_S
-        # Other ranks of a group only have errors. They do not wait, since the leader's call does.
+        # The other ranks of a group only report errors. They do not wait, because the leader does.
         waits = self._following is None
         with suppress(queue.Empty):
             while True:
                 event = self._happened.get(waits, max(0.0, deadline - time.monotonic()))
                 happened.append(event)
                 kind, number, _ = event
-                batch = self._batches.pop(number, None) if kind == "ended" else None
-                is_complete = all(self._batches.get(group) != batch for group in tuple(self._open))
-                may_wait = batch is not None and not (is_complete or self._tells_at_once)
-                deadline = min(deadline, time.monotonic() + TOGETHER_WITHIN_S) if may_wait else 0.0
+                if kind == "ended" and self._expects_more(number):
+                    deadline = min(deadline, time.monotonic() + TOGETHER_WITHIN_S)
+                else:
+                    # In the past: take only events that are there already.
+                    deadline = 0.0
         return [(kind, number, value()) for kind, number, value in happened]
+
+    def _expects_more(self, group: int) -> bool:
+        """Whether the end of a group may wait for the ends of other groups of its batch."""
+        batch = self._batches.pop(group, None)
+        if batch is None or self._reports_at_once:
+            return False
+        return any(self._batches.get(open_group) == batch for open_group in tuple(self._open))
 
     def close(self) -> None:
         with self._changed:
@@ -413,25 +442,32 @@ class ServedStream(GenerationStream):
             self._changed.wait_for(lambda: version in self._new_weights or self._is_closed)
             return self._new_weights.pop(version, None)
 
-    def _tell(self, kind: str, number: int, value: Callable[[], Any]) -> None:
+    def _report(self, kind: str, number: int, value: Callable[[], Any]) -> None:
+        """Queue an event for the driver.
+
+        Args:
+            kind: kind of the event; see `events`.
+            number: number of the group, or version of the weights.
+            value: returns the third item of the event, or raises its error.
+        """
         with self._changed:
-            self._num_told += 1
+            self._num_events += 1
         self._happened.put((kind, number, value))
 
     def _wait_for_driver(self) -> None:
         """Wait until the driver has handled all events.
 
-        Called before a step and not by `_tell`, because an event may happen in a call of the
-        driver.
+        Called before a step, and not by `_report`, because events also happen in the thread of the
+        driver's calls, which must not wait for further calls.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._num_seen >= self._num_told or self._is_closed)
+            self._changed.wait_for(lambda: self._num_handled >= self._num_events or self._is_closed)
 
 
 def _plain(response: Completion) -> list[Any]:
     """Fields of a response for a checkpoint, with lists and arrays as tensors."""
     fields = []
-    # The times of this run, the last field, mean nothing in one that resumes.
+    # Without the last field: the times of this run mean nothing in a resumed run.
     for value in astuple(replace(response, times=None))[:-1]:
         if isinstance(value, list):
             dtype = torch.float64 if value and isinstance(value[0], float) else torch.int64
@@ -443,7 +479,7 @@ def _plain(response: Completion) -> list[Any]:
 
 
 def _response(fields: Sequence[Any]) -> Completion:
-    """Inverse of `_plain`."""
+    """Rebuild a response from the fields that `_plain` returned."""
     values = []
     for value in fields:
         if isinstance(value, torch.Tensor):

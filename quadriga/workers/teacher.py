@@ -39,7 +39,7 @@ _OUTPUTS = {
 
 
 class TeacherWorker(EngineWorker):
-    """The teachers of all data sources, and the tokenizer of the student."""
+    """The teachers of all data sources."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
@@ -47,9 +47,9 @@ class TeacherWorker(EngineWorker):
         self.section = self.config.distillation
         fsdp = self.section.fsdp_config
         self.join(self.section, fsdp, DISTILLATION)
-        # By folder and by address; a teacher is in one of the two.
-        self.engines: dict[str, FSDPEngine] = {}
-        self.servers: dict[str, ServedScorer] = {}
+        # Each teacher is in one of these.
+        self.engines: dict[str, FSDPEngine] = {}  # by folder
+        self.servers: dict[str, ServedScorer] = {}  # by address
         descriptions: list[str] = []
         for path in self.section.all_teachers:
             if is_served(path):
@@ -88,19 +88,19 @@ class TeacherWorker(EngineWorker):
             columns[TEACHER_TOP_LOG_PROBS] = torch.zeros(*shape, num_top)
             columns[TEACHER_TOP_IDS] = torch.zeros(*shape, num_top, dtype=torch.int32)
         for path in self.section.all_teachers:
-            # Also without rows: the ranks may share the teacher's weights, so all must take part.
+            # Also without rows: if the ranks share the teacher's weights, all must take part.
             rows = [number for number, owner in enumerate(owners) if owner == path]
             part = data if len(rows) == len(data) else data.select_idxs(rows)
             scores: dict[str, torch.Tensor] = {}
             if path in self.engines:
                 scores = self._infer(self.engines[path], part)
             elif self.processes.place.is_collected:
-                # One of the ranks with the same rows asks the server.
+                # Only one of the ranks with the same rows requests scores from the server.
                 scores = self.servers[path].scores(part)
             for name, values in scores.items():
                 columns[_OUTPUTS[name]][rows] = values
         release_free_memory()
-        # A larger vocabulary of the teacher may end in tokens that the student lacks.
+        # A teacher with a larger vocabulary may have tokens at its end that the student lacks.
         highest = int(columns[TEACHER_TOP_IDS].max()) if num_top is not None and len(data) else 0
         if highest >= len(self.tokenizer):
             raise EngineError(
@@ -112,9 +112,11 @@ class TeacherWorker(EngineWorker):
         return DataProto.from_dict(tensors=columns)
 
     def _infer(self, teacher: FSDPEngine, rows: DataProto) -> dict[str, torch.Tensor]:
+        """Score rows by a teacher in an engine. Returns outputs by their names in `infer`."""
         section = self.section
         if rows.batch["position_ids"].dim() == 3 and teacher.packing.image_tokens is None:
-            # Rows without images of a vision-language student, for a teacher that reads text only.
+            # The student is a vision-language model, the teacher a text model, which takes one
+            # position per token.
             rows = rows.select(deepcopy=True)
             positions = rows.batch["attention_mask"].cumsum(-1) - 1
             rows.batch["position_ids"] = positions.clamp(min=0)
@@ -140,6 +142,7 @@ class TeacherWorker(EngineWorker):
 
 
 def _served(config: Config, addresses: str) -> ServedScorer:
+    """Create a client for the servers of a teacher."""
     section = config.distillation
     return ServedScorer(addresses, DISTILLATION, section.engine_kwargs, section.num_top_tokens)
 
@@ -179,7 +182,7 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             ) from error
         differing = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
         if num_top:
-            # The likeliest tokens may be any tokens of the teacher, so the student must know all.
+            # Any token of the teacher may be among the likeliest, so the student must have all.
             differing += [token for token in teacher_vocab if token not in vocab]
         if differing:
             token = differing[0]

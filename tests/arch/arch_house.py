@@ -40,7 +40,6 @@ SIZES: dict[str, int] = {
 
 # Short functions with one caller that are worth their name: "file:function" and why.
 SHORT_AND_WORTH_IT: dict[str, str] = {
-    "quadriga/models/experts.py:RouteRecorder._record": "a hook of torch's modules",
     "quadriga/rollout/native/generation.py:GenerationRequest._note_cancellation": "a callback of a future",
     "quadriga/engines/parallel/tensor.py:_gathered": "the forward of a module",
     "quadriga/data/rl_dataset.py:RLHFDataset.items_by_entry": "what a mixture asks of a data set, users' own too",
@@ -53,8 +52,6 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/config/yaml_text.py:_Loader.construct_yaml_int": "what PyYAML calls",
     "quadriga/models/weight_files.py:_member": "stands in for getattr in an unpickler",
     "quadriga/observe/tracking/base.py:RecordedSteps.has": "half of a pair with `add`",
-    "quadriga/engines/fsdp/offload.py:ActivationsOnHost._note": "a hook of a module that torch calls",
-    "quadriga/engines/fsdp/offload.py:ActivationsOnHost._to_device": "a hook of saved tensors that torch calls",
     "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",
     "quadriga/serve/app.py:PolicyApp._health": "a route",
     "quadriga/serve/app.py:PolicyApp._unexpected": "a handler that Starlette calls",

@@ -62,7 +62,7 @@ PUBLIC_NAMES: dict[str, set[str]] = {
     "quadriga/engines/fsdp/replicated.py": {"wanted"},
     "quadriga/engines/fsdp/sharded.py": {"wanted"},
     "quadriga/engines/megatron/names.py": {"own"},
-    "quadriga/engines/parallel/sharing.py": {"there", "whole"},
+    "quadriga/engines/parallel/sharing.py": {"whole"},
     "quadriga/rewards/by_name.py": {"given"},
     "quadriga/rewards/code/run.py": {"given"},
     "quadriga/rewards/managers/naive.py": {"given"},

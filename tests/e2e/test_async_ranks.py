@@ -106,7 +106,7 @@ def test_a_rank_that_is_lost_changes_no_number(
     """Of two ranks one is lost while it generates; its groups start on the other, and it comes back. The metrics are
     those of one process, which a run with both ranks has as well."""
     expected = metric_lines(train(*ON, *ALIKE, run="alone"))
-    tell, take, lost = ServedStream._tell, AsyncBatches.take, list[ServedStream]()
+    tell, take, lost = ServedStream._report, AsyncBatches.take, list[ServedStream]()
 
     def dies(stream: ServedStream, kind: str, group: int, output: Any) -> None:
         if (kind, group) == ("ended", 9) and not lost:
@@ -124,7 +124,7 @@ def test_a_rank_that_is_lost_changes_no_number(
 
     for name in ("both", "one lost"):
         if name == "one lost":
-            monkeypatch.setattr(ServedStream, "_tell", dies)
+            monkeypatch.setattr(ServedStream, "_report", dies)
             monkeypatch.setattr(AsyncBatches, "take", late)
         lines = metric_lines(train(*ON, *ALIKE, *APART, run=name))
         assert len(lines) == len(expected) == 6

@@ -24,7 +24,7 @@ from quadriga.models.lora import add_adapter
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace
-from quadriga.workers.models import LoadedModel, _read_when_cut
+from quadriga.workers.models import LoadedModel, _read_by_shard
 from tests.models_page import LAYOUTS
 from tests.numerics.layouts import TWO_STEPS, ask, learn
 
@@ -67,7 +67,7 @@ def make_engine(
     if layout.is_whole:
         loaded = LoadedModel(PolicyScorer(load_causal_lm(folder, dtype=torch.float32)), None)
     else:
-        loaded, missing = _read_when_cut(PolicyScorer(skeleton_causal_lm(folder)), folder)
+        loaded, missing = _read_by_shard(PolicyScorer(skeleton_causal_lm(folder)), folder)
         assert not missing
     loaded = give_adapter(loaded) if has_adapter else loaded
     # With a large eps AdamW moves weights in proportion to the gradient: a rounding error stays one.

@@ -4,9 +4,9 @@
     replicated.py   every rank has all parameters and computes its own rows; gradients are summed
     sharded.py      FSDP2, with tensor, sequence and pipeline parallelism inside
 
-Both do the same with gradients: they are clipped by their global norm, and a step updates the
-masters. The loop over epochs, mini-batches and micro-batches is above the engine, in
-`engines/step.py`.
+Both treat gradients alike: they are clipped by their global norm, and an optimizer step updates the
+masters. The loop over epochs, mini-batches and micro-batches is in `engines/step.py`, above the
+engine.
 
 Legend: M predicted tokens of a packed micro-batch; [out, in] a projection, [V, D] the embedding and
 the head, r the rank of an adapter.
@@ -46,8 +46,8 @@ from quadriga.models.scorers import ScoreQuestion, Scorer
 from quadriga.models.vision import unseen_image
 from quadriga.observe.machine import release_free_memory
 
-# A micro-batch of this size leaves holes in a CPU's memory that the next one does not fit into.
-# Returning them to the system takes milliseconds.
+# On a CPU, freed memory is returned to the system after each micro-batch with at least this many
+# tokens, which takes milliseconds. Otherwise the next one would not fit into the holes it leaves.
 _LONG_TOKENS = 8192
 ALL_KINDS = ("weights", "masters", "optimizer")
 """Kinds of tensors that can be offloaded."""
@@ -78,12 +78,14 @@ class FSDPEngine:
         parameters: the parameters, their masters and gradients.
         optimizer: updates the masters; only if the model is trained.
         packing: how rows may be packed for the model.
-        rest: host memory of offloadable tensors. While a background copy of the tensors of `state`
-            is under way, an optimizer step waits for it.
-        activations: context manager that offloads activations, if they are.
+        cost: computation per token.
+        rest: host memory of offloadable tensors, and the background copy of `state`, for which an
+            optimizer step waits.
+        activations: context manager that offloads activations; None if they stay on the device.
+            Only if the model is trained.
 
     Raises:
-        EngineError: a replica has a model with other weights.
+        EngineError: the replicas have different weights.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class FSDPEngine:
         self.memory = memory or Memory()
         model = self.model
         self.packing = PackingRules.of(model)
-        # Read now: afterwards the parameters may be shards.
+        # Counted now, because the parameters may be shards afterwards.
         self.cost = model_cost(model)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.adapter = describe_adapter(model) if adapter_of(model) else ""
@@ -117,7 +119,7 @@ class FSDPEngine:
         if training is None:
             model.requires_grad_(False)
         self.parameters: ReplicatedWeights | PartialWeights = self._arrange_parameters(read)
-        # Replicas that loaded other weights would stay different without any error.
+        # Replicas that loaded different weights would stay different without any error.
         self._require_equal_replicas()
         if training is None:
             return
@@ -137,7 +139,7 @@ class FSDPEngine:
 
     @property
     def replicas(self) -> ProcessGroup:
-        """Ranks that compute other rows. Ranks that share the rows count as one."""
+        """Data-parallel ranks. Ranks that compute the same rows count as one."""
         return self.processes.replicas
 
     @property
@@ -147,7 +149,7 @@ class FSDPEngine:
 
     @property
     def has_replicated_weights(self) -> bool:
-        """Whether `model` has full weights on this rank, so that other roles can compute with it."""
+        """Whether `model` has full weights on this rank, so the rollout can compute with it."""
         return self.processes.layout.is_whole
 
     @property
@@ -164,10 +166,6 @@ class FSDPEngine:
     def resting(self) -> dict[str, MappedFile | PinnedCopy]:
         """Host memory of offloadable tensors, by kind."""
         return self.rest.memory
-
-    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
-        """Names of the outputs that the scorer computes."""
-        return self.scorer.output_names(question)
 
     def _arrange_parameters(self, read: ReadWeight | None) -> "ReplicatedWeights | PartialWeights":
         """Replicate or shard the parameters."""
@@ -190,6 +188,7 @@ class FSDPEngine:
             Outputs [M] of each micro-batch, in order; none from a pipeline stage without the head.
         """
         self._require_awake("weights")
+        # `_equal_work` takes losses. Without gradients they are not called.
         work = [(batch, _zero_loss) for batch in batches]
         # Ranks that share weights gather them together, once for each micro-batch.
         if isinstance(self.parameters, PartialWeights):
@@ -203,7 +202,7 @@ class FSDPEngine:
         if isinstance(self.parameters.root, FSDPModule):
             # Free the gathered weights, as a backward pass would.
             self.parameters.root.reshard()
-        # Without those of fillers.
+        # Drop the outputs of the fillers that `_equal_work` has appended.
         return outputs[: len(batches)]
 
     def backward(
@@ -229,8 +228,7 @@ class FSDPEngine:
         if isinstance(self.parameters, PartialWeights):
             work = self._equal_work(work)
         # Hugging Face models checkpoint layers in training mode only.
-        model = self.scorer.model
-        model.train(self.memory.gradient_checkpointing)
+        self.model.train(self.memory.gradient_checkpointing)
         stage = self.parameters.stage
         with self.activations or nullcontext():
             if stage is not None and work:
@@ -240,33 +238,38 @@ class FSDPEngine:
                     loss(self.scorer(batch, question)).backward()
                     if self.device.type == "cpu" and batch.num_tokens >= _LONG_TOKENS:
                         release_free_memory()
-        model.eval()
+        self.model.eval()
 
     def _equal_work(
         self, work: list[tuple[PackedBatch, LossFunction]]
     ) -> list[tuple[PackedBatch, LossFunction]]:
-        """Add fillers and padding, so that all ranks run the same collectives.
+        """Add micro-batches and padding, so that all ranks run the same collectives.
 
-        Every rank then has equally many micro-batches, whose tokens its tp and sp ranks divide.
+        Args:
+            work: micro-batches of this rank with their losses.
+
+        Returns:
+            The same number of micro-batches on every rank: those of `work`, then fillers. The tp
+            and sp ranks divide the number of tokens of each.
         """
         layout = self.processes.layout
-        number = max(self.replicas.gather(len(work)))
-        if number and self.stage is not None:
-            number = self.stage.num_micro_batches(number)
+        num_batches = max(self.replicas.gather(len(work)))
+        if num_batches and self.stage is not None:
+            num_batches = self.stage.num_micro_batches(num_batches)
         filler = (PackedBatch.filler(self.device), _zero_loss)
         multiple = layout.sp * layout.tp
         equal_work = []
-        for batch, loss in work + [filler] * (number - len(work)):
+        for batch, loss in work + [filler] * (num_batches - len(work)):
             batch = batch.extended(-(-batch.num_tokens // multiple) * multiple)
             if self.packing.image_tokens is not None and not batch.images:
-                # All ranks gather the vision encoder if one of them has images.
+                # If one rank has images, all ranks gather the weights of the vision encoder.
                 batch = replace(batch, images=unseen_image(self.model, self.device))
             equal_work.append((batch, loss))
         return equal_work
 
     @property
     def moment_bytes(self) -> int:
-        """Memory of the optimizer's moments on the device, which is used from the first step on."""
+        """Device memory of the optimizer's moments, which the first step will allocate."""
         if self.training is None or "optimizer" in self.resting:
             return 0
         num_bytes = 0
@@ -308,7 +311,7 @@ class FSDPEngine:
             An iterator over names and tensors.
         """
         self._require_awake("weights")
-        adapter = adapter_of(self.scorer.model)
+        adapter = adapter_of(self.model)
         weights = self.parameters.full_parameters()
         return merged(weights, adapter.scale) if adapter and is_merged else weights
 
@@ -316,8 +319,8 @@ class FSDPEngine:
         """Matrices A [r, in] and B [out, r] of an adapter, in the compute dtype.
 
         Args:
-            with_frozen: whether to return the frozen weights too, under the names that they have in
-                a model without an adapter.
+            with_frozen: whether to return the frozen weights too. All names are those of a model
+                without an adapter.
 
         Returns:
             An iterator over names and tensors.
@@ -328,17 +331,18 @@ class FSDPEngine:
         return ((base_name(name), tensor) for name, tensor in weights)
 
     def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
-        """Tensors of a checkpoint, in the engine's own memory; DTensors if they are sharded.
+        """Return the tensors of a checkpoint, not copied; DTensors if they are sharded.
 
-        Masters and moments have the shape of the full parameter ([out, in], [V, D] ...), numbers of
+        Masters and moments have the shape of the full parameter ([out, in], [V, D] ...); numbers of
         steps are scalars.
 
         Args:
             contents: any of `model` (`model.NAME`, float32), `optimizer`
                 (`optimizer.exp_avg.NAME`, `optimizer.exp_avg_sq.NAME`, `optimizer.step.NAME`,
                 `optimizer.nonfinite_steps`, and in float16 `optimizer.loss_scale`) and, for a model
-                with an adapter, `frozen` (`frozen.NAME`, in the compute dtype). `model` is then
-                only the adapter, and `frozen` the rest, by the names of a model without an adapter.
+                with an adapter, `frozen` (`frozen.NAME`, in the compute dtype). `model` is then the
+                adapter alone, and `frozen` has the other weights, by their names in a model without
+                an adapter.
 
         Returns:
             Tensors by name.
@@ -346,12 +350,11 @@ class FSDPEngine:
         self._require_awake(*ALL_KINDS)
         weights = self.parameters
         trained = set(weights.trained)
-        has_adapter = adapter_of(self.scorer.model) is not None
+        has_adapter = adapter_of(self.model) is not None
         state: dict[str, torch.Tensor] = {}
         for name, master in weights.masters.items():
             full_name = weights.names[name]
             is_trained = name in trained
-            # Of a model with an adapter, `model` is the adapter alone.
             if "model" in contents and (is_trained or not has_adapter):
                 state[f"model.{full_name}"] = weights.distributed(name, master.detach())
             if "frozen" in contents and not is_trained:
@@ -362,7 +365,7 @@ class FSDPEngine:
                     moment = weights.distributed(name, moments[kind])
                     state[f"optimizer.{kind}.{full_name}"] = moment
                 state[f"optimizer.step.{full_name}"] = moments["step"]
-        # Buffers are never trained, so they are with the frozen weights if there are any.
+        # Buffers are never trained, so with an adapter they belong to the frozen weights.
         buffers_kind = "frozen" if has_adapter else "model"
         if buffers_kind in contents:
             for name, buffer in weights.buffers.items():
@@ -374,7 +377,14 @@ class FSDPEngine:
         return state
 
     def state_was_loaded(self, contents: frozenset[str]) -> None:
-        """Update what depends on the tensors of `state`, after they were written to."""
+        """Round the new masters to compute parameters, after the tensors of `state` were loaded.
+
+        Args:
+            contents: the loaded parts of the state; see `state`.
+
+        Raises:
+            EngineError: the replicas have different weights.
+        """
         self.rest.is_changed = True
         if "model" in contents:
             self.parameters.refresh_compute()
@@ -383,16 +393,17 @@ class FSDPEngine:
     def rest_between_phases(
         self, kinds: Collection[str], folder: Path, *, frees_gradients: bool = False
     ) -> str:
-        """From now on, offload tensors except within `awake`. Call it once, before a step.
+        """Offload tensors now, and whenever `awake` is left. Call it once, before the first step.
 
         Args:
-            kinds: any of `weights` (which compute), `masters` (if they are other tensors) and
-                `optimizer`.
+            kinds: any of `weights` (the compute parameters), `masters` (if they are separate
+                tensors) and `optimizer`.
             folder: folder for memory-mapped files, on a CPU.
             frees_gradients: whether to free the gradient sums as well.
 
         Returns:
-            What is offloaded, its size and where to, as the end of a sentence; "" for nothing.
+            Kinds, sizes and destination of the offloaded tensors, to be appended to a sentence; ""
+            if nothing is offloaded.
 
         Raises:
             ConfigError: the host or the disk lacks space.
@@ -405,11 +416,13 @@ class FSDPEngine:
         self.rest.is_changed = True
         offloadable: dict[str, list[torch.Tensor]] = {}
         for kind, tensors_of_kind in tensors.items():
+            if kind not in kinds:
+                continue
             # With `offload_weights`, some are on the host already.
             on_device = [
                 tensor for tensor in tensors_of_kind if tensor.device.type == self.device.type
             ]
-            if kind in kinds and on_device:
+            if on_device:
                 offloadable[kind] = on_device
         if self.device.type == "cuda" and kinds:
             description = f"{' and '.join(kinds)} of the {self.name}"
@@ -424,7 +437,13 @@ class FSDPEngine:
     def _use_copies(
         self, kind: str, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
     ) -> None:
-        """Compute with copies of tensors from now on."""
+        """Replace the memory of tensors by copies.
+
+        Args:
+            kind: kind of the tensors.
+            tensors: tensors [...] of the engine.
+            copies: their copies [...], in the same order.
+        """
         if isinstance(self.parameters, ShardedWeights) and kind == "weights":
             # FSDP holds these as DTensors, which must be replaced themselves.
             self.parameters.use_memory(copies)
@@ -433,7 +452,7 @@ class FSDPEngine:
             tensor.data = copy
 
     def sleep(self) -> None:
-        """Offload every offloadable tensor, and free gradient sums if `rest_between_phases` says so."""
+        """Offload every offloadable tensor, and free gradient sums if `frees_gradients` was set."""
         if self.rest.frees_gradients:
             self.parameters.sums.clear()
         self.rest.sleep()
@@ -443,7 +462,7 @@ class FSDPEngine:
         """Context manager: load `kinds` onto the device; offload everything on exit.
 
         Args:
-            kinds: of `ALL_KINDS`. Those that are not offloadable are there anyway.
+            kinds: any of `ALL_KINDS`. Kinds that are not offloaded are on the device anyway.
         """
         if self.rest.memory:
             self.rest.wake(kinds)
@@ -453,17 +472,17 @@ class FSDPEngine:
             self.sleep()
 
     def _require_awake(self, *kinds: str) -> None:
-        """Check that tensors are on the device, and wait for their copies."""
+        """Check that kinds of tensors are not offloaded, and wait until they are on the device."""
         if self.rest.memory:
             self.rest.wait(kinds)
 
     def _require_equal_replicas(self) -> None:
         if self.processes.layout.is_whole:
-            parameters = list(self.scorer.model.parameters())
+            parameters = list(self.model.parameters())
             self.replicas.require_alike(f"weights of the {self.name}", parameters)
 
     def describe(self) -> dict[str, Any]:
-        """The engine's automatic choices with their reasons, for people to read."""
+        """Describe the model and the engine's automatic choices, for people to read."""
         dtype = str(self.dtype).removeprefix("torch.")
         weights = f"{dtype}, {'trained' if self.training is not None else 'frozen'}"
         if self.training is not None and self.dtype == torch.float16:
@@ -485,6 +504,7 @@ def _disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
             continue
+        # Attention modules pass a number such as `attention_dropout` to a function.
         for name, value in list(vars(module).items()):
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
@@ -495,5 +515,5 @@ def _scaled_loss(loss: LossFunction, scale: float, outputs: Outputs) -> torch.Te
 
 
 def _zero_loss(outputs: Outputs) -> torch.Tensor:
-    """Loss of a filler: zero, with a zero gradient for all that was computed."""
+    """Loss of a filler: zero, with a zero gradient for everything that was computed."""
     return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offload the tensors of an engine between its phases, kind by kind, and restore them unchanged.
 
-    on a CPU   Tensors live in a memory-mapped file. Offloaded, none of its pages belong to the
-               process: they are in the system's page cache, which writes them to the disk when it
-               needs memory.
-    on CUDA    Tensors are copied to pinned host memory and their own memory is freed. Copies use a
-               stream of their own, so that the optimizer's tensors return while gradients are
+    on a CPU   Tensors live in a memory-mapped file. While they are offloaded, no page belongs to
+               the process: pages are in the system's page cache, which writes them to the disk when
+               memory is short.
+    on CUDA    Tensors are copied to pinned host memory, and their device memory is freed. Copies
+               use a separate stream, so that the optimizer's tensors return while gradients are
                computed.
 
 Legend: [...] is the shape of a parameter, or of a rank's shard of it.
@@ -43,7 +43,7 @@ class MappedFile:
         description: what the tensors are, for an error.
 
     Attributes:
-        windows: the copies [...] in the file, in the order of the tensors; use them instead.
+        windows: the copies [...] in the file, in the order of the tensors, which they replace.
         num_bytes: size of the file.
 
     Raises:
@@ -80,7 +80,11 @@ class MappedFile:
             torch._foreach_copy_(self.windows, list(tensors))
 
     def sleep(self, *, is_changed: bool) -> None:
-        """Release all pages of the process."""
+        """Release all pages of the process. Their content stays in the file.
+
+        Args:
+            is_changed: not used; the system writes changed pages itself.
+        """
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     def wake(self) -> None:
@@ -90,7 +94,7 @@ class MappedFile:
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Storages of tensors that are not empty, each once: several tensors may be views of one."""
+    """Collect the non-empty storages of tensors, each once: several tensors may share a storage."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -104,8 +108,8 @@ def require_host_memory(
 ) -> None:
     """Check that the host has memory for the tensors of all ranks on it.
 
-    Every rank calls it before any of them allocates: afterwards, the free memory that a rank sees
-    depends on how far the others are.
+    All ranks call it together before any of them allocates. Later, the free memory that a rank sees
+    would depend on how much the others have allocated.
 
     Args:
         world: the ranks.
@@ -131,17 +135,17 @@ def require_host_memory(
 
 
 def pinned_memory(num_bytes: int, description: str) -> torch.Tensor:
-    """Allocate pinned host memory of exactly this size. torch rounds up to powers of two.
+    """Allocate pinned host memory of exactly this size. `pin_memory` rounds up to powers of two.
 
     Args:
-        num_bytes: size.
+        num_bytes: size in bytes.
         description: what the memory is for, for an error.
 
     Returns:
         [num_bytes] uint8. Unpin it by `cudaHostUnregister` before it is freed.
 
     Raises:
-        ConfigError: the driver does not pin as much.
+        ConfigError: the driver refuses to pin this much memory.
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
@@ -160,12 +164,14 @@ def pinned_memory(num_bytes: int, description: str) -> torch.Tensor:
 
 
 def _content(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[bytes] uint8: the whole content of a storage."""
+    """View the whole content of a storage as [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class PinnedCopy:
-    """Pinned host memory for tensors on a CUDA device, which stay the same objects.
+    """Pinned host memory for tensors on a CUDA device.
+
+    The tensors stay the same objects: only the size of their storages changes.
 
     Args:
         tensors: tensors [...] on the device.
@@ -176,7 +182,7 @@ class PinnedCopy:
         num_bytes: size of the host memory.
 
     Raises:
-        ConfigError: the driver does not pin as much.
+        ConfigError: the driver refuses to pin this much memory.
     """
 
     def __init__(
@@ -189,19 +195,25 @@ class PinnedCopy:
         padded_sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
         self._memory = pinned_memory(sum(padded_sizes), description)
         unpin = torch.cuda.cudart().cudaHostUnregister
-        # Runs before the attributes of this object, and so the memory, are freed.
+        # Runs before the attributes of this object, including the memory, are freed.
         finalizer = weakref.finalize(self, unpin, self._memory.data_ptr())
+        # At the interpreter's exit, CUDA may be gone already; the process's end unpins the memory.
         finalizer.atexit = False
         self._copies = []
         for start, size in zip(accumulate(padded_sizes, initial=0), self._sizes, strict=False):
             self._copies.append(self._memory[start : start + size])
+        # By the storage's C++ object: its address stays the same when the memory is freed.
         self._copy_of: dict[int, torch.Tensor] = {}
         for copy, storage in zip(self._copies, self._storages, strict=True):
             self._copy_of[storage._cdata] = copy
         self._arrived = torch.cuda.Event()
 
     def sleep(self, *, is_changed: bool) -> None:
-        """Copy to the host if the tensors changed since `wake`, and free the device's memory."""
+        """Copy the tensors to the host, and free their memory on the device.
+
+        Args:
+            is_changed: whether the tensors changed since `wake`. Otherwise the host has them still.
+        """
         if is_changed:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -213,7 +225,7 @@ class PinnedCopy:
             storage.resize_(0)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The content [...] of an offloaded tensor on the host; None for a tensor of others."""
+        """Return the host's content [...] of an offloaded tensor; None for any other tensor."""
         copy = self._copy_of.get(tensor.untyped_storage()._cdata)
         if copy is None:
             return None
@@ -225,7 +237,7 @@ class PinnedCopy:
         """Start to copy to the device. Call `wait` before the tensors are used."""
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
-        # The allocator may return memory that the current stream has yet to read.
+        # The allocator may hand out memory that earlier work of the current stream still reads.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for copy, storage in zip(self._copies, self._storages, strict=True):
@@ -240,8 +252,8 @@ class PinnedCopy:
 class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
     """Context manager: offload what a forward pass saves for its backward pass to host memory.
 
-    Weights, which autograd saves too, stay where they are. Sharded ones are known once gathered, so
-    they are recorded before each module computes.
+    Weights, which autograd saves too, stay where they are. The gathered memory of sharded weights
+    is known only just before a module computes, so that is when each module's weights are recorded.
 
     Args:
         root: the module that computes. Tensors on a GPU go to pinned memory.
@@ -249,23 +261,26 @@ class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(self._to_host, self._to_device)
-        # Storages by address: views of a weight, above all its transpose, share its storage.
+        # Addresses of storages: views of a weight, above all its transpose, share its storage.
         self._weights: set[int] = set()
         for module in root.modules():
-            module.register_forward_pre_hook(partial(self._note, recurse=module is root))
+            module.register_forward_pre_hook(partial(self._record, recurse=module is root))
 
-    def _note(self, module: nn.Module, inputs: Any, *, recurse: bool) -> None:
+    def _record(self, module: nn.Module, inputs: Any, *, recurse: bool) -> None:
+        """Hook of a module: record the storages of its weights."""
         for parameter in module.parameters(recurse=recurse):
             self._weights.add(parameter.untyped_storage()._cdata)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
+        """Hook of autograd: return a weight as it is, any other tensor as device and host copy."""
         if tensor.untyped_storage()._cdata in self._weights:
             return tensor
-        # Both copies use the computing stream, so none is read before it is complete.
+        # Copies in both directions use the computing stream, so none is read before it is complete.
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return tensor.device, copy.copy_(tensor, non_blocking=True)
 
     def _to_device(self, saved: torch.Tensor | tuple[torch.device, torch.Tensor]) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        return saved[1].to(saved[0], non_blocking=True)
+        device, copy = saved
+        return copy.to(device, non_blocking=True)

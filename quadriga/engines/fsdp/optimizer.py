@@ -48,9 +48,9 @@ class MasterOptimizer:
         adam: torch's optimizer.
         masters: the trained masters [...].
         loss_scale: [2] float64: the factor of losses (arXiv:1710.03740), a power of two, and the
-            number of finite gradients since it changed. The factor is 1 except in float16, whose
-            smallest number is 6e-8.
-        num_nonfinite_steps: [] int64, gradients in a row that were not finite.
+            number of finite gradients since it changed. The factor is 1 except in float16, where
+            gradients below 6e-8 would become 0.
+        num_nonfinite_steps: [] int64, number of consecutive gradients that were not finite.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MasterOptimizer:
         )
 
     def moments(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """AdamW's state of a master [...], created here before the first step."""
+        """Return AdamW's state of a master [...]. Created here, as zeros, before the first step."""
         moments = self.adam.state[master]
         if not moments:
             device = master.device if master.is_cuda else None
@@ -132,7 +132,7 @@ class MasterOptimizer:
                 self._round_to_bfloat16()
             self._weights.refresh_compute()
         elif float(self.loss_scale[0]) == 1.0:
-            # With a larger scale, the gradient may have overflowed in float16 only.
+            # Not counted with a larger scale, which may be what makes float16 overflow.
             self.num_nonfinite_steps += 1
         if self._is_float16:
             self._adapt_loss_scale(is_finite=is_finite)
@@ -141,6 +141,7 @@ class MasterOptimizer:
         return is_finite
 
     def _nonfinite_error(self) -> EngineError:
+        """Describe the gradients that are not finite."""
         weights = self._weights
         broken = []
         for name in weights.trained:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that every rank holds in full, with float32 masters if they compute in another dtype.
 
-In bfloat16, adding an update of 1e-5 to a weight of 1 changes nothing. So the optimizer works on
-float32 masters, and gradients of micro-batches are summed in float32. Where parameters compute in
-float32, they are their own masters.
+In bfloat16, adding an update of 1e-5 to a weight of 1 changes nothing. The optimizer therefore
+works on float32 masters, and gradients of micro-batches are summed in float32. Parameters that
+compute in float32 are their own masters.
 
 Legend: [...] is the shape of a parameter, and of its master, gradient and moments.
 """
@@ -37,7 +37,8 @@ class ReplicatedWeights:
         buffers: buffers that belong to the weights, by name.
         names: names in the full model; here they are the same.
         trained: names of the trained parameters.
-        masters: what the optimizer updates, by name; frozen parameters are their own masters.
+        masters: tensors that the optimizer updates, by name; frozen parameters are their own
+            masters.
         sums: float32 gradients of parameters that have a separate master, by name.
     """
 
@@ -59,7 +60,7 @@ class ReplicatedWeights:
         self.trained: list[str] = []
         self.masters: dict[str, torch.Tensor] = {}
         self.sums: dict[str, torch.Tensor] = {}
-        # Parameters whose masters are other tensors.
+        # Parameters whose masters are separate tensors.
         self._with_master: dict[str, nn.Parameter] = {}
         for name, parameter in self.parameters.items():
             self.masters[name] = parameter
@@ -79,7 +80,7 @@ class ReplicatedWeights:
                 parameter.register_post_accumulate_grad_hook(partial(_add_to, self.sums, name))
 
     def attach_gradients(self) -> None:
-        """Sum the gradients, shaped as their parameters, over all replicas; attach them to masters.
+        """Sum the gradients [...] over all replicas, and attach them to the masters.
 
         A parameter without a gradient gets zeros: a mini-batch without a learning signal makes a
         step with a zero gradient, whether or not its sequences were computed.
@@ -87,16 +88,16 @@ class ReplicatedWeights:
         totals = []
         for name in self.trained:
             parameter = self.parameters[name]
-            # Gradients of rounded parameters are summed in float32 apart from them.
+            # A hook has moved the gradients of rounded parameters to float32 sums.
             has_master = name in self._with_master
             total = self.sums.get(name) if has_master else parameter.grad
             if total is None:
                 total = torch.zeros_like(parameter, dtype=torch.float32)
             if has_master:
-                # Zeros are stored as well: later mini-batches add to the same memory.
+                # Store new zeros as well: later mini-batches add to the same memory.
                 self.sums[name] = total
             totals.append(total)
-        # Summed before the check for finite values, so that all replicas skip the same steps.
+        # Sum before the check for finite values, so that all replicas skip the same steps.
         self.replicas.add_up(totals)
         for name, total in zip(self.trained, totals, strict=True):
             self.masters[name].grad = total.to(self.masters[name].device)
@@ -120,20 +121,20 @@ class ReplicatedWeights:
             masters = [self.masters[name] for name in self._with_master]
             torch._foreach_copy_(list(self._with_master.values()), masters)
         else:
-            # The fused optimizer does not count its writes. A rollout that shares these parameters
-            # detects updates by this count.
+            # The fused optimizer does not increment the version counters of tensors, by which a
+            # rollout that shares these parameters detects updates.
             trained = [self.parameters[name] for name in self.trained]
             torch.autograd.graph.increment_version(trained)
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
-        """Offloadable tensors [...]: compute `weights`, and `masters` that are other tensors."""
+        """Offloadable tensors [...]: the compute `weights`, and `masters` that are separate."""
         return {
             "weights": list(self.parameters.values()),
             "masters": [self.masters[name] for name in self._with_master],
         }
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The full tensor that a master or moment belongs to: here it is the tensor itself.
+        """Return the full tensor that a master or moment is a shard of: here the tensor itself.
 
         Args:
             name: name of the parameter.
@@ -145,12 +146,12 @@ class ReplicatedWeights:
         return local
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Name, start and tensor [...] of this rank's shards: here they are full parameters."""
+        """Yield name, start and tensor [...] of this rank's shards: here full parameters."""
         for name, tensor in self.full_parameters():
             yield name, (0,) * tensor.dim(), tensor
 
     def full_parameters(self, wanted: Callable[[str], bool] = lambda name: True) -> NamedTensors:
-        """Parameters [...] in the compute dtype, then buffers, if their name is `wanted`."""
+        """Yield parameters [...] in the compute dtype, then buffers, whose names are `wanted`."""
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             if wanted(name):
                 yield name, tensor.detach()

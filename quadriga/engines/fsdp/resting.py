@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of an engine that rest on the host between its phases, kind by kind.
+"""Offloaded tensors of an engine, which are on the host between its phases, kind by kind.
 
-sleep     offloads every kind            wake, wait   load some kinds; wait until they are there
+sleep   offload every kind
+wake    start to load some kinds onto the device
+wait    wait until they have been loaded
 """
 
 from collections.abc import Collection, Sequence
@@ -27,7 +29,7 @@ class RestingTensors:
         asleep: kinds that are offloaded at present.
         is_changed: whether tensors have changed since they were offloaded.
         frees_gradients: whether the engine frees its sums of gradients when it sleeps.
-        copying: a background copy that reads the tensors; they stay until it is done.
+        copying: a background copy that reads the tensors; they are not offloaded until it is done.
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
@@ -51,14 +53,14 @@ class RestingTensors:
             folder: folder for memory-mapped files, on a CPU.
 
         Returns:
-            On a CPU copies [...] of the tensors, to be used in their place; none on a GPU.
+            On a CPU, copies [...] of the tensors, to be used in their place; on a GPU, none.
 
         Raises:
             ConfigError: the host or the disk lacks space.
         """
         label = f"{kind} of the {self._name}"
         if self._device.type == "cuda":
-            # One stream for all kinds: copies of one do not wait for computation.
+            # One stream for the copies of all kinds, which do not wait for computation.
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
             self.memory[kind] = PinnedCopy(tensors, self._stream, label)
@@ -73,7 +75,7 @@ class RestingTensors:
             return
         self.await_copy()
         for kind in self.memory.keys() - self.asleep:
-            # What did not change since it was loaded need not be copied back.
+            # Tensors that did not change since they were loaded need not be copied back.
             self.memory[kind].sleep(is_changed=self.is_changed)
         self.is_changed = False
         self.asleep = set(self.memory)
@@ -108,7 +110,7 @@ class RestingTensors:
             self.copying.result()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy on the host of a tensor [...] whose memory on the device is free, or itself."""
+        """Return the host copy of a tensor [...] offloaded on CUDA, else the tensor itself."""
         for kind in self.asleep:
             memory = self.memory[kind]
             if isinstance(memory, PinnedCopy):
@@ -118,7 +120,14 @@ class RestingTensors:
         return tensor
 
     def describe(self, folder: Path) -> str:
-        """Kinds, sizes and place of what is offloaded, as the end of a sentence; "" for nothing."""
+        """Describe kinds, sizes and place of offloaded tensors, to be appended to a sentence.
+
+        Args:
+            folder: folder of the memory-mapped files, on a CPU.
+
+        Returns:
+            The description, starting with a semicolon; "" if nothing is offloaded.
+        """
         if not self.memory:
             return ""
         where = f"memory-mapped files in {folder}"

@@ -10,7 +10,7 @@
 gathers a layer's model shards in the compute dtype before the layer computes. Afterwards it sums
 their gradients in float32 over the ranks, each of which receives the sum for its shard. The masters
 are the shards as plain tensors, so the optimizer is the same as for replicated weights. `ShardSpec`
-says where a shard sits in its parameter, for checkpoints and rollouts.
+describes the position of a shard in its parameter, for checkpoints and rollouts.
 
 Legend: [V, D] the shape of the embedding, as an example for all parameters; tp and fsdp also stand
 for the sizes of these groups.
@@ -64,18 +64,18 @@ class Memory:
     gradient_checkpointing: bool = False  # save only a layer's inputs; recompute it for gradients
     activation_offload: bool = False  # save activations in host memory; only with CUDA
     reshard_after_forward: bool = True  # free gathered weights before backward; only if sharded
-    # Keep masters and optimizer, and step, on the host; only if sharded, with CUDA.
+    # Keep masters and moments in host memory, where the optimizer then steps; only with CUDA.
     offload_weights: bool = False
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter of the full model, or a buffer, which every rank of its stage holds in full."""
+    """A parameter or a buffer of the full model. Buffers are not sharded within their stage."""
 
     shape: torch.Size
     stage: int  # pipeline stage that holds it
-    is_shared: bool = False  # whether the last stage holds it as well as the first
-    dtype: torch.dtype | None = None  # of a buffer
+    is_shared: bool = False  # whether the first and the last stage both hold it
+    dtype: torch.dtype | None = None  # dtype of a buffer; None for a parameter
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,19 @@ class ShardSpec:
     """Position of a rank's shard in the full parameter."""
 
     name: str  # in the full model
-    tensor_dimension: int | None  # sharded by tensor parallelism; None: each rank has all of it
+    tensor_dimension: int | None  # dimension that tensor parallelism shards; None: not sharded
     is_copy: bool  # whether the first stage holds the same parameter
-    is_divided: bool = False  # whether it is of experts, sharded by expert parallelism
+    is_divided: bool = False  # whether it belongs to experts that expert parallelism shards
 
     @property
     def model_dimension(self) -> int | None:
-        """The dimension that tensor or expert parallelism shards, or None."""
+        """Dimension that tensor or expert parallelism shards; None if neither does."""
         return 0 if self.is_divided else self.tensor_dimension
 
 
 @dataclass(frozen=True)
 class _Meshes:
-    """Meshes over which a kind of parameters is sharded."""
+    """Meshes over which parameters are sharded: one set for experts, one for all others."""
 
     model: DeviceMesh  # tp or ep: one model shard for each rank
     fsdp: DeviceMesh  # fsdp or edp: shards the model shards by their first dimension
@@ -108,7 +108,7 @@ class _Meshes:
 
 
 class PartialWeights:
-    """Parameters of which this rank holds shards, whatever modules compute with them.
+    """Parameters of which this rank holds shards. The base of FSDP's and Megatron's weights.
 
     Args:
         processes: the ranks of the engine.
@@ -164,23 +164,25 @@ class PartialWeights:
         total = torch.zeros((), dtype=torch.float64, device=self.processes.world.device)
         for name in self.trained:
             spec = self.shard_specs[name]
-            # Another stage counts this parameter.
+            # The first stage counts this parameter.
             if spec.is_copy:
                 continue
             gradient = self.masters[name].grad
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            # Number of ranks in a replica of the weights that add the same square.
             num_copies: float = 1
             if spec.is_divided:
+                # Experts may have another number of replicas than the other weights.
                 num_copies = self._meshes[True].replicated.size(0) / layout.dp_replicate
             elif spec.tensor_dimension is None:
                 num_copies = layout.tp
             total += square.to(total.device) / num_copies
         dist.all_reduce(total)
-        # Each replica of the weights has counted once.
+        # Each replica of the weights was counted once.
         return (total / layout.dp_replicate).sqrt().float()
 
     def _model_shard_shape(self, name: str) -> list[int]:
-        """[V/tp, D], the shape before FSDP shards it."""
+        """Shape of the model shard, [V/tp, D], which FSDP shards further."""
         spec = self.shard_specs[name]
         shape = list(self.parameter_specs[spec.name].shape)
         dimension = spec.model_dimension
@@ -224,7 +226,7 @@ class PartialWeights:
             gradient.add_(peer_gradient.to(gradient.device))
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The DTensor of the full parameter, with a shard of this rank as its local tensor.
+        """Wrap a shard as the DTensor of the full parameter. The shard stays its memory.
 
         Args:
             name: name of the parameter.
@@ -246,8 +248,8 @@ class PartialWeights:
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
-        # `from_local` would copy a tensor on the host to the mesh's device, and writes would not
-        # reach the original.
+        # Not `from_local` itself: it would copy a tensor on the host to the mesh's device, so that
+        # writes would not reach the original.
         return DTensor(local, described._spec, requires_grad=False)
 
     def full_parameters(self, wanted: Callable[[str], bool] = lambda name: True) -> NamedTensors:
@@ -267,7 +269,7 @@ class PartialWeights:
             elif full_name in self.buffers:
                 tensor = self.buffers[full_name].clone()
             else:
-                # Another stage holds it, and sends it below.
+                # Another stage holds it, and broadcasts it below.
                 dtype = parameter.dtype or self.dtype
                 tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
             if self.processes.layout.pp > 1:
@@ -281,7 +283,7 @@ class PartialWeights:
         """Gather a full parameter [V, D] of this stage from the shards [V/tp/fsdp, D]."""
         spec = self.shard_specs[name]
         meshes = self._meshes[spec.is_divided]
-        # One name for all stages, so that each is freed once the next is complete.
+        # One variable for all intermediate tensors, so each is freed when the next is complete.
         tensor = self.shard(name).to(self.processes.world.device, self.dtype)
         tensor = _gather_shards(tensor, meshes.fsdp, 0, self._model_shard_shape(name))
         if spec.model_dimension is not None:
@@ -290,7 +292,7 @@ class PartialWeights:
         return tensor
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Full name, start in the full parameter, and tensor of this rank's shards and buffers."""
+        """Yield full name, start in the full parameter, and tensor of each shard and buffer."""
         for name, spec in self.shard_specs.items():
             if not spec.is_copy:
                 start, _ = self._position(name)
@@ -299,7 +301,7 @@ class PartialWeights:
             yield name, (0,) * buffer.dim(), buffer
 
     def _position(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Start of this rank's shard in the full parameter, and its shape."""
+        """Find the start of this rank's shard in the full parameter, and the shape of the shard."""
         spec = self.shard_specs[name]
         meshes = self._meshes[spec.is_divided]
         dimension = spec.model_dimension
@@ -313,7 +315,7 @@ class PartialWeights:
         return tuple(start), tuple(shape)
 
     def _shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a full parameter [V, D], as a view."""
+        """View this rank's shard of a full parameter [V, D]; EngineError if the shape differs."""
         full_name = self.names[name]
         expected = self.parameter_specs[full_name].shape
         if full.shape != expected:
@@ -356,8 +358,9 @@ class ShardedWeights(PartialWeights):
         if isinstance(root, Stage):
             self.stage = root
         device = processes.world.device
-        # On a CPU, shards are already where they would be offloaded to.
+        # On a CPU, the shards are in host memory anyway.
         offloads = memory.offload_weights and device.type == "cuda"
+        # `to_empty` below discards the values of buffers too, so keep them.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._fully_shard(model, device, offloads=offloads, reshards=memory.reshard_after_forward)
         self.root.to_empty(device="cpu" if offloads else device)
@@ -382,12 +385,19 @@ class ShardedWeights(PartialWeights):
     def _fully_shard(
         self, model: PreTrainedModel, device: torch.device, *, offloads: bool, reshards: bool
     ) -> None:
-        """Apply `fully_shard` to experts, layers, an untied embedding and the root, in this order."""
+        """Apply `fully_shard` to experts, layers, an untied embedding and the root, in this order.
+
+        Args:
+            model: the model in the root.
+            device: device that computes.
+            offloads: whether shards are kept in host memory.
+            reshards: whether gathered weights are freed after the forward pass.
+        """
         storage = self.processes.storage
         is_replicated = self.processes.layout.dp_replicate > 1
         options: dict[str, Any] = {
             "mesh": storage["dp_replicate", "fsdp"] if is_replicated else storage["fsdp"],
-            # Hidden states are in the compute dtype already; the root's outputs stay float32.
+            # Hidden states are in the compute dtype already, and the root's outputs stay float32.
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
@@ -441,17 +451,17 @@ class ShardedWeights(PartialWeights):
         self._join_copies(replicated)
 
     def refresh_compute(self) -> None:
-        """Do nothing: FSDP gathers what computes from the masters [V/tp/fsdp, D]."""
+        """Do nothing: FSDP gathers compute parameters from the masters [V/tp/fsdp, D] itself."""
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
-        """Offloadable tensors [V/tp/fsdp, D]: `weights`, which are the masters."""
+        """Offloadable tensors [V/tp/fsdp, D]: `weights`, which are also the masters."""
         return {"weights": [shard.to_local().detach() for shard in self.parameters.values()]}
 
     def use_memory(self, windows: Sequence[torch.Tensor]) -> None:
         """Move the shards to other memory, which already has their content.
 
-        FSDP pads shards of a parameter that its ranks do not divide evenly; those do not move:
-        `masters` keeps viewing FSDP's memory.
+        If the ranks do not divide a parameter evenly, FSDP pads its shards. Padded shards stay in
+        FSDP's memory, which `masters` then keeps viewing.
 
         Args:
             windows: [V/tp/fsdp, D] each, in the order of `parameters`.
@@ -460,6 +470,7 @@ class ShardedWeights(PartialWeights):
         window_by_id = dict(zip(ids, windows, strict=True))
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
+            """Return a DTensor on the new memory in place of a parameter."""
             window = window_by_id.get(id(tensor))
             if window is None:
                 return tensor
@@ -480,7 +491,7 @@ def _gather_shards(
 ) -> torch.Tensor:
     """Gather a tensor from the shards of the ranks of a mesh.
 
-    Ranks behind the last row hold an empty shard, and all ranks skip its broadcast.
+    The last ranks may hold empty shards, whose broadcast all ranks skip.
 
     Args:
         shard: this rank's shard.
@@ -496,7 +507,7 @@ def _gather_shards(
     group = mesh.get_group()
     full = torch.empty(shape, dtype=shard.dtype, device=shard.device)
     sizes = [part_of(shape[dimension], mesh.size(), rank)[1] for rank in range(mesh.size())]
-    # Gloo needs as much memory again for what it gathers at once.
+    # Gloo needs a second copy of everything that it gathers at once.
     fits_gloo = full.nbytes <= _GLOO_BYTES or shard.device.type != "cpu"
     if dimension == 0 and len(set(sizes)) == 1 and fits_gloo:
         all_gather_single(full, shard.contiguous(), group=group)
@@ -506,7 +517,7 @@ def _gather_shards(
             continue
         if sender == mesh.get_local_rank():
             window.copy_(shard)
-        # Only a block of rows is contiguous in the full tensor.
+        # A window is contiguous only if it is a block of rows. Otherwise broadcast a copy.
         buffer = window.contiguous()
         dist.broadcast(buffer, group=group, group_src=sender)
         if buffer is not window:
@@ -524,8 +535,8 @@ def shard(
     """Shard the parameters of a scorer's model: [V, D] to [V/tp/fsdp, D].
 
     Args:
-        scorer: the full model and its head, with float32 values or on "meta". Computes with the
-            shards afterwards.
+        scorer: the full model and its head, with float32 values or on "meta". Changed in place: it
+            computes with the shards afterwards.
         read: reads full parameters; None if the model has values.
         dtype: compute dtype.
         processes: the ranks of the engine.
@@ -575,13 +586,16 @@ def shard(
 
 
 def reader_of(model: nn.Module) -> ReadWeight:
-    """A reader of the parameters that a model has at present."""
+    """Create a reader of the parameters that a model has at present."""
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return values.__getitem__
 
 
 def _move_to_meta(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Move parameters to "meta", tied ones together: float32 if trained, else in `dtype`."""
+    """Replace parameters by empty ones on "meta", in float32 if they are trained, else in `dtype`.
+
+    Parameters that were tied stay tied.
+    """
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -593,11 +607,11 @@ def _move_to_meta(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, ParameterSpec]:
-    """All parameters and buffers of a full model, with their pipeline stages."""
+    """Describe all parameters and buffers of a full model, with their pipeline stages."""
     num_stages = processes.layout.pp
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    # A tied head is the table of the embedding, which the last stage needs too.
+    # A tied head computes with the table of the embedding, so the last stage needs the table too.
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     table_ids = set(map(id, table.parameters()))
     # Embeddings of tokens and images are computed in the first stage.
@@ -612,7 +626,7 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Para
                 stage_of_layer[layer] = stage
 
     def stage_by_name(name: str) -> int:
-        """The stage of a layer, or the last one, which has norm and head."""
+        """Stage of a parameter by its layer. Norm and head are in the last stage."""
         match = _LAYER.fullmatch(name)
         if match is None:
             return num_stages - 1

@@ -9,8 +9,8 @@ from quadriga.lazy import lazy_names
 if TYPE_CHECKING:
     from quadriga.engines.megatron.engine import MegatronEngine
 
-# On import, five Megatron modules warn that Apex or Transformer Engine is missing. A run reports
-# itself which modules compute.
+# On import, five Megatron modules warn that Apex or Transformer Engine is missing. The engine's
+# description says which modules compute, so the warnings add nothing.
 warnings.filterwarnings(
     "ignore",
     r"(Transformer Engine and )?Apex|full scope is deprecated",

@@ -7,8 +7,8 @@
     Megatron's tracker of random states      empty: there is no dropout here
     CUDA's random state, in recomputation    empty
 
-They are in place only during a call into Megatron, so other roles of the process see torch as it
-is. Megatron's files are not changed. On CUDA nothing is replaced.
+They are in place only during a call into Megatron, so that other roles of the process see torch
+unchanged. Megatron's files are not changed. On CUDA nothing is replaced.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class _NoRandomStates:
 
 
 def _splits_to_lists(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """Replaces copies from the device: collectives take numbers of tokens as lists."""
+    """Replace Megatron's copies from the device: convert numbers of tokens to lists."""
     for name in ("input_splits", "output_splits", "output_splits_tp"):
         splits = getattr(dispatcher, name, None)
         if isinstance(splits, torch.Tensor):
@@ -63,6 +63,7 @@ def _splits_to_lists(dispatcher: Any, point: str, tokens_per_expert: torch.Tenso
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
+    """Context manager: replace the parts of CUDA that Megatron calls."""
     dispatcher = MoEAlltoAllTokenDispatcher
     with (
         _OnCPU(),

@@ -48,7 +48,8 @@ from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
 from quadriga.models.scorers import Scored, ScoreQuestion, Scorer
 
-# Importing Megatron lets torch unpickle its classes from any file, in the whole process. Undo that.
+# Importing Megatron allows torch to unpickle its classes from any file, in the whole process.
+# Undo that.
 _other_globals = [
     entry for entry in torch.serialization.get_safe_globals() if entry not in SAFE_GLOBALS
 ]
@@ -57,10 +58,11 @@ torch.serialization.add_safe_globals(_other_globals)
 
 
 Work = tuple[PackedBatch, LossFunction | None]
+"""A micro-batch and, in training, its loss."""
 
 
 class WholeTokens(SharedTokens):
-    """Token sharing without sequence parallelism: all ranks of a tp group end with all tokens.
+    """Token sharing without sequence parallelism: between layers, each tp rank has all tokens.
 
     Args:
         processes: the ranks of the engine.
@@ -73,7 +75,7 @@ class WholeTokens(SharedTokens):
 
     def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         if self.processes.layout.tp > 1 and in_parts:
-            # Sums the gradients of the ranks, each of which scores its part of the vocabulary.
+            # The identity, but it sums gradients: each rank scores a part of the vocabulary.
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return super().scored(hidden, batch, in_parts=in_parts)
 
@@ -102,7 +104,7 @@ class MegatronSchedule:
         self.is_interleaved = is_interleaved
 
     def num_micro_batches(self, number: int) -> int:
-        """Micro-batches that the schedule needs for `number` ones: at least one for each stage."""
+        """Number of micro-batches to run if there are `number`: at least one for each stage."""
         num_stages = self.processes.layout.pp
         if not self.is_interleaved:
             return max(number, num_stages)
@@ -115,7 +117,7 @@ class MegatronSchedule:
         """Run a forward pass, and in training a backward pass, over all micro-batches.
 
         Args:
-            work: micro-batches, a multiple of the stages, with their losses in training.
+            work: micro-batches, as many as `num_micro_batches` says, with their losses in training.
             question: which outputs to compute.
             is_training: whether to run a backward pass.
 
@@ -130,6 +132,7 @@ class MegatronSchedule:
         def forward_step(
             micro_batches: Iterator[Work], chunk: nn.Module
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+            """Compute a micro-batch in a chunk. Returns hidden states, and how to score them."""
             # Each chunk has an iterator of its own over the same micro-batches.
             batch, loss = next(micro_batches)
             sharing = self.scorer.sharing
@@ -144,11 +147,12 @@ class MegatronSchedule:
 
             # Megatron calls this in the last stage only.
             def score(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+                """Compute outputs and the loss. Returns the loss, a number of tokens, and None."""
                 outputs = self.scorer.score(hidden[:, 0], batch, question)
                 all_outputs.append({name: values.detach() for name, values in outputs.items()})
                 zero = next(iter(outputs.values())).sum() * 0.0
                 total = zero if loss is None else loss(outputs)
-                # The number of tokens is 0: losses are normalised already.
+                # With 0 tokens, Megatron does not normalise the loss, which is normalised already.
                 return total, torch.zeros((), dtype=torch.int), None
 
             return hidden, score
@@ -168,16 +172,22 @@ class MegatronSchedule:
 
 
 class _Head(nn.Module):
-    """Megatron's head without the padding of its vocabulary: [V/tp, D]."""
+    """Head for the scorer: Megatron's weight without the padding of its vocabulary, [V/tp, D].
+
+    Args:
+        parameter: Megatron's weight.
+        num_rows: number of rows without padding.
+    """
 
     def __init__(self, parameter: nn.Parameter, num_rows: int) -> None:
         super().__init__()
-        # In a tuple, so that it is not registered as a parameter of this module, too.
+        # A tuple hides the parameter from this module, which would register it a second time.
         self._parameters_of_megatron = (parameter,)
         self._num_rows = num_rows
 
     @property
     def weight(self) -> torch.Tensor:
+        """Rows of the vocabulary entries [V/tp, D]."""
         (parameter,) = self._parameters_of_megatron
         if len(parameter) == self._num_rows:
             return parameter
@@ -190,9 +200,9 @@ class MegatronEngine(FSDPEngine):
     Args:
         scorer: the full model and its head, with values or on "meta" with `read`.
         sequence_parallel: whether tensor-parallel ranks share the tokens between layers.
-        virtual: chunks of layers in each pipeline stage; None for one.
+        virtual: chunks of layers in each pipeline stage (virtual stages); None for one.
         settings: fields of Megatron's TransformerConfig.
-        rest: further arguments of `FSDPEngine`.
+        options: further arguments of `FSDPEngine`.
     """
 
     def __init__(
@@ -202,13 +212,13 @@ class MegatronEngine(FSDPEngine):
         sequence_parallel: bool = True,
         virtual: int | None = None,
         settings: Mapping[str, Any] | None = None,
-        **rest: Any,
+        **options: Any,
     ) -> None:
         self.virtual = virtual
         self.settings = dict(settings or {})
-        has_tensor_parallelism = rest["processes"].layout.tp > 1
+        has_tensor_parallelism = options["processes"].layout.tp > 1
         self.settings["sequence_parallel"] = sequence_parallel and has_tensor_parallelism
-        super().__init__(scorer, **rest)
+        super().__init__(scorer, **options)
 
     def _arrange_parameters(self, read: ReadWeight | None) -> MegatronWeights:
         processes = self.processes
@@ -217,14 +227,15 @@ class MegatronEngine(FSDPEngine):
         sharing = SharedTokens if self.settings["sequence_parallel"] else WholeTokens
         self.scorer.sharing = sharing(processes, model.get_input_embeddings().num_embeddings)
 
-        is_mixture = getattr(model.config, "num_experts", None)
+        is_mixture = bool(getattr(model.config, "num_experts", None))
         sizes = {
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": self.virtual,
             "expert_model_parallel_size": layout.ep if is_mixture else 1,
             "expert_tensor_parallel_size": 1,
-            # With two stages, Megatron's other modes confuse the directions of virtual stages.
+            # With two stages, Megatron's other modes mix up the two directions in which virtual
+            # stages exchange tensors.
             "overlap_p2p_comm": self.virtual is not None,
         }
         if self.memory.gradient_checkpointing:
@@ -249,7 +260,8 @@ class MegatronEngine(FSDPEngine):
         )
         if self.scorer.sharing.has_head and isinstance(model.get_output_embeddings(), nn.Linear):
             model.set_output_embeddings(_Head(*weights.head()))
-        # The common engine asks the weights for what computes, also without pipeline stages.
+        # `FSDPEngine` runs the weights' `stage` if there is one. Here it also computes a model
+        # without pipeline stages.
         schedule = MegatronSchedule(
             self.scorer, chunks, processes, is_interleaved=self.virtual is not None
         )
@@ -279,7 +291,7 @@ class MegatronEngine(FSDPEngine):
 
 
 _formed: dict[str, Any] = {}
-"""Sizes of Megatron's groups in this process, and the meeting in which they were formed."""
+"""The `sizes` of Megatron's groups in this process, and the `meeting` that formed them."""
 
 
 def meet(processes: Processes, virtual: int | None) -> None:
@@ -310,7 +322,7 @@ def meet(processes: Processes, virtual: int | None) -> None:
                     fix="Give all roles of a pool the same sizes under megatron.",
                 )
             return
-        # The ranks met anew since, so these groups are invalid.
+        # The ranks have met again since then, so these groups are invalid.
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         layout.tp,

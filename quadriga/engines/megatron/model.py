@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's GPTModel for a Hugging Face configuration, for one rank, with modules of ours.
+"""Megatron's GPTModel for a Hugging Face configuration, on one rank, with some modules replaced.
 
     Norm         torch's RMSNorm, also with sequence parallelism
     Rotary       from the positions of packed tokens and the frequencies of Hugging Face's module
     Attention    by the plan of the packed batch, on any device
-    Router       Megatron's, with replayed choices, and recording its choices
+    Router       Megatron's router, which also records its choices, or replays given ones
     Experts      torch's grouped products, on tokens from Megatron's router and dispatcher
     Linear       Megatron's, or on CUDA Transformer Engine's if that is installed
 
@@ -56,7 +56,7 @@ _GROUPED_ALIGNMENT = 16  # bytes of a row in torch's grouped products
 
 @dataclass
 class Packed(PackedSeqParams):
-    """A packed batch for Megatron's layers, in place of the lengths that its kernels read."""
+    """A packed batch, passed to Megatron's layers in place of the sequence lengths they expect."""
 
     qkv_format: str = "sbhd"
     positions: Tensor | None = None  # [n]
@@ -65,7 +65,7 @@ class Packed(PackedSeqParams):
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm [n, 1, D]. With sequence parallelism a rank normalises some of the tokens.
+    """RMSNorm of hidden states [n, 1, D]. With sequence parallelism, n counts this rank's tokens.
 
     Args:
         config: Megatron's configuration.
@@ -79,10 +79,10 @@ class Norm(nn.RMSNorm):
 
 
 class Rotary(nn.Module):
-    """Angles [n, 1, 1, d] of the positions of a packed batch.
+    """Rotary position embedding: angles [n, 1, 1, d] for the positions of a packed batch.
 
     Args:
-        frequencies: [d / 2].
+        frequencies: [d / 2], radians per position.
     """
 
     def __init__(self, frequencies: Tensor) -> None:
@@ -129,7 +129,7 @@ class Attention(nn.Module):
 
     Args:
         config: Megatron's configuration.
-        layer_number: number of the layer, from 1.
+        layer_number: number of the layer, starting at 1.
         options: Megatron's other options; only `softmax_scale` is used.
     """
 
@@ -162,9 +162,9 @@ class Attention(nn.Module):
 
 
 class Router(TopKRouter):
-    """Megatron's router, with replay, and without Transformer Engine for its product."""
+    """Megatron's router, with replay, and with torch's matrix product on any device."""
 
-    tokens: RoutedTokens | None = None  # of the current call of its layer
+    tokens: RoutedTokens | None = None  # tokens of the current call of its layer
 
     def begin(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
         """Hook of the layer: set `tokens`, also when the layer is recomputed for gradients.
@@ -190,7 +190,7 @@ class Router(TopKRouter):
             return super().routing(logits, **options)
         replay = self.router_replay
         number = self.layer_number - 1
-        # The router's own choice, which metrics compare with a replayed one.
+        # Record the router's own choice, which metrics compare with a replayed one.
         replay.set_router_replay_action(RouterReplayAction.RECORD)
         weights, is_chosen = super().routing(logits, **options)
         chosen = replay.get_recorded_indices()
@@ -198,7 +198,7 @@ class Router(TopKRouter):
         replayed = self.tokens.told(number, len(logits))
         if replayed is not None:
             own_choice = chosen
-            # Negative entries are not replayed.
+            # Where the entry is negative, the router's own choice remains.
             chosen = torch.where(replayed >= 0, replayed, chosen)
             replay.target_topk_idx = chosen
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -215,7 +215,7 @@ class Router(TopKRouter):
 
 
 class Experts(nn.Module):
-    """The experts of this rank [E/ep, 2 F, D] and [E/ep, D, F].
+    """The experts of this rank, with weights [E/ep, 2 F, D] and [E/ep, D, F].
 
     Args:
         number: E/ep.
@@ -240,7 +240,7 @@ class Experts(nn.Module):
 
         Args:
             tokens: [m, D], sorted by expert.
-            counts: [E/ep], number of tokens of each expert.
+            counts: [E/ep], number of tokens of each expert; m in total.
             weights: [m], factor of each output.
 
         Returns:
@@ -262,14 +262,14 @@ class Experts(nn.Module):
 
 
 def why_in_a_loop(config: TransformerConfig, device: torch.device) -> str:
-    """The reason why experts compute one after the other.
+    """Explain why experts are computed one after the other.
 
     Args:
         config: Megatron's configuration.
         device: device of the experts.
 
     Returns:
-        The reason; empty if torch's grouped products compute all of them at once.
+        The reason; "" if torch's grouped products compute all experts at once.
     """
     widths = (config.hidden_size, config.moe_ffn_hidden_size)
     if any(width * config.params_dtype.itemsize % _GROUPED_ALIGNMENT for width in widths):
@@ -281,7 +281,7 @@ def why_in_a_loop(config: TransformerConfig, device: torch.device) -> str:
 
 
 def linear_modules(device: torch.device) -> tuple[type, type, str]:
-    """Column-parallel and row-parallel linear modules, and the reason for their choice."""
+    """Choose the column-parallel and row-parallel linear modules, with the reason."""
     if device.type != "cuda":
         reason = "Transformer Engine is for CUDA"
     elif not transformer_engine.HAVE_TE:
@@ -298,7 +298,7 @@ def linear_modules(device: torch.device) -> tuple[type, type, str]:
 def _layers(
     config: TransformerConfig, number: int, device: torch.device
 ) -> TransformerBlockSubmodules:
-    """Specification of `number` equal layers and the final norm."""
+    """Build Megatron's specification of `number` equal layers and the final norm."""
     column, row, _ = linear_modules(device)
     query_key_norm = Norm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(column, Attention, row, query_key_norm, query_key_norm)
@@ -335,20 +335,21 @@ def _detach_padding(padding: int, table: Any, args: tuple[Tensor], embedded: Ten
     (ids,) = args
     if table.reduce_scatter_embeddings:
         # The tokens of this rank.
-        ids = ids[0].chunk(table.tp_group.size())[table.tp_group.rank()][:, None]
+        chunks = ids[0].chunk(table.tp_group.size())
+        ids = chunks[table.tp_group.rank()][:, None]
     return torch.where((ids == padding)[..., None], embedded.detach(), embedded)
 
 
 def transformer_config(
     model: PretrainedConfig, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of a Hugging Face model.
+    """Convert the configuration of a Hugging Face model to Megatron's.
 
     Args:
         model: the Hugging Face configuration.
         dtype: compute dtype.
         device: device of the model.
-        options: fields that layout and user set.
+        options: fields that the layout and the user set; they take precedence.
 
     Returns:
         Megatron's configuration.
@@ -379,7 +380,7 @@ def transformer_config(
         "fp16": dtype == torch.float16,
         "use_cpu_initialization": device.type == "cpu",
         "perform_initialization": False,
-        # Losses are normalised over all rows beforehand.
+        # Losses are normalised over all rows beforehand; Megatron must not average them again.
         "calculate_per_token_loss": True,
         # Fused kernels need CUDA.
         "bias_activation_fusion": False,
@@ -395,7 +396,7 @@ def transformer_config(
             "num_moe_experts": num_experts,
             "moe_ffn_hidden_size": model.moe_intermediate_size,
             "moe_router_topk": model.num_experts_per_tok,
-            # Unnormalised weights are probabilities over all experts.
+            # Without normalisation, weights are probabilities over all experts.
             "moe_router_pre_softmax": not model.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",
@@ -414,7 +415,7 @@ def transformer_config(
 
 
 def is_tied_policy(model: PreTrainedModel) -> bool:
-    """Whether the model has a head whose weight [V, D] is the embedding's."""
+    """Whether the model has a head that shares its weight [V, D] with the embedding."""
     has_head = isinstance(model.get_output_embeddings(), nn.Linear)
     return has_head and bool(model.config.tie_word_embeddings)
 
@@ -434,7 +435,7 @@ def chunks_of(
         One chunk for each virtual stage.
 
     Raises:
-        EngineError: the frequencies of the positions depend on the sequence.
+        EngineError: the frequencies depend on the length of the sequence, or angles are scaled.
     """
     base: Any = backbone(model)
     rotary = base.rotary_emb
@@ -464,7 +465,7 @@ def chunks_of(
         chunk = GPTModel(
             config,
             _layers(config, num_layers, device),
-            # Padded until tp divides it.
+            # Padded to a multiple of tp.
             vocab_size=-(-num_vocabulary // tp) * tp,
             max_sequence_length=0,
             pre_process=is_first,
@@ -478,7 +479,8 @@ def chunks_of(
         if is_first and padding is not None:
             hook = partial(_detach_padding, padding)
             chunk.embedding.word_embeddings.register_forward_hook(hook)
-        # Return hidden states: the scorer computes outputs without logits.
+        # Without post-processing, the chunk returns hidden states, from which the scorer computes
+        # outputs. It was set above, because the last chunk needs the modules that it creates.
         chunk.post_process = False
         if is_last and not has_head:
             del chunk.output_layer
@@ -486,6 +488,6 @@ def chunks_of(
             for layer in chunk.decoder.layers:
                 layer.register_forward_pre_hook(layer.mlp.router.begin, with_kwargs=True)
         chunks.append(chunk.to(device))
-    # Megatron's global list would keep the routers alive for ever.
+    # Megatron's global list would never free the routers.
     RouterReplay.clear_global_router_replay_instances()
     return chunks

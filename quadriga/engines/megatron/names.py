@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of where each parameter of a Hugging Face model is in Megatron's modules.
+"""Tables from the parameters of a Hugging Face model to their places in Megatron's modules.
 
     Hugging Face              Megatron                        on one rank
     q_proj, k_proj, v_proj    self_attention.linear_qkv       [groups, queries per group + 2, head]
     gate_proj, up_proj        mlp.linear_fc1                  gate above up
     experts                   mlp.experts                     [experts of the rank, ...]
-    embed_tokens, lm_head     word_embeddings, output_layer   padded with rows until tp divides them
+    embed_tokens, lm_head     word_embeddings, output_layer   rows padded to a multiple of tp
 
-`FAMILIES` has a table for each family: `_LAYER`, and what its layers have besides.
+`FAMILIES` has a table for each family: `_LAYER`, and the parameters that its layers have besides.
 
 Legend: [..., D] a weight, or without D its bias; V vocabulary.
 """
@@ -40,9 +40,9 @@ class Sizes:
 class ParameterPlace:
     """Place of a Hugging Face parameter in Megatron's model."""
 
-    name: str  # of Megatron's parameter, in its layer or, outside of layers, in the model
-    cut: int | None  # dimension that tensor parallelism shards
-    view: str = "whole"  # the rows of Megatron's parameter, see `view_of`
+    name: str  # name of Megatron's parameter in its layer, or outside of layers in the model
+    cut: int | None  # dimension that tensor parallelism shards; None: each rank has all of it
+    view: str = "whole"  # which rows of Megatron's parameter it is; see `view_of`
     is_partial: bool = False  # whether each tensor-parallel rank uses it for some heads only
     is_expert: bool = False  # whether expert parallelism shards its first dimension
 
@@ -139,7 +139,8 @@ def view_of(place: ParameterPlace, local: torch.Tensor, sizes: Sizes, rows: int)
         rows: vocabulary entries of the rank, without padding.
 
     Returns:
-        The elements of the Hugging Face parameter in their order; it may have more dimensions.
+        A view with the elements of the Hugging Face parameter, in order. It may have more
+        dimensions than the parameter.
     """
     if place.view in ("query", "key", "value"):
         # Each group has the rows of its queries, of its key and of its value, in this order.
@@ -192,7 +193,7 @@ def require_known(
 
 
 def _problem_of(config: Any, layout: Layout, megatron: MegatronConfig) -> str:
-    """The reason why Megatron cannot compute a model of a known family, or an empty string."""
+    """Explain why Megatron cannot compute a model of a known family; "" if it can."""
     if config.model_type == "llama" and (config.attention_bias or config.mlp_bias):
         return "biases (attention_bias, mlp_bias)"
     if getattr(config, "use_sliding_window", False):
@@ -215,9 +216,14 @@ def _problem_of(config: Any, layout: Layout, megatron: MegatronConfig) -> str:
 
 
 def _is_even(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
-    """Whether all stages without an explicit number of layers get equally many.
+    """Whether all stages without an explicit number of layers get the same number.
 
     Embedding and loss count as layers if Megatron's settings say so.
+
+    Args:
+        num_layers: layers of the model.
+        pp: number of pipeline stages.
+        megatron: the section `megatron` of the role.
     """
     settings = megatron.override_transformer_config
     num_virtual = megatron.virtual_pipeline_model_parallel_size or 1
@@ -231,7 +237,7 @@ def _is_even(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
         if number:
             if number % num_virtual:
                 return False
-            # A stage with a number of its own takes no share of the rest.
+            # A stage with an explicit number takes no part in the even division.
             num_remaining -= number
             num_stages -= 1
     if num_stages > 0:

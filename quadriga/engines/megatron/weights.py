@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of Megatron's modules, with float32 masters under the names of the Hugging Face model.
 
-    Megatron's parameter   [H + 2K, D]      what modules compute with, in the compute dtype
+    Megatron's parameter   [H + 2K, D]      modules compute with it, in the compute dtype
     model shards           [V/tp, D]        views of it, one for each Hugging Face parameter
     masters                [V/tp/fsdp, D]   float32 shards, which the optimizer updates
 
@@ -46,14 +46,17 @@ class MegatronWeights(PartialWeights):
     """The parameters of this rank's chunks of a model.
 
     Args:
-        scorer: the full model, on "meta" or with values. A head of one output stays Hugging Face's
-            and gets its memory here.
+        scorer: the full model, on "meta" or with values. A head of one output stays the module of
+            the Hugging Face model, and its memory is allocated here.
         chunks: Megatron's modules of this rank, without values.
         config: Megatron's configuration.
         read: reads full parameters.
         dtype: compute dtype.
         processes: the ranks of the engine.
         steps_on_host: whether masters are in host memory, so that the optimizer steps there.
+
+    Attributes:
+        places: by Hugging Face name, the place in Megatron's modules, and Megatron's parameter.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class MegatronWeights(PartialWeights):
         parameter_specs = _describe(model, shard_specs, processes)
         super().__init__(processes, dtype, shard_specs, parameter_specs)
 
-        # Several Hugging Face parameters may be views of one.
+        # By id, because several Hugging Face parameters may be views of one parameter.
         self.parameters = {id(parameter): parameter for _, parameter in self.places.values()}
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.trained = [name for name, spec in shard_specs.items() if spec.name in trained]
@@ -94,7 +97,7 @@ class MegatronWeights(PartialWeights):
         self.masters = {}
         with torch.no_grad():
             for parameter in self.parameters.values():
-                # The padding of the vocabulary stays zero.
+                # Rows that pad the vocabulary are never written to and stay 0.
                 parameter.zero_()
             for name in shard_specs:
                 full = read(self.names[name])
@@ -109,7 +112,16 @@ class MegatronWeights(PartialWeights):
         local_parameters: Mapping[tuple[int | None, str], nn.Parameter],
         processes: Processes,
     ) -> dict[str, ShardSpec]:
-        """Find the shards that this rank holds, and their `places` in Megatron's parameters."""
+        """Find the shards that this rank holds, and fill `places`.
+
+        Args:
+            model: the full Hugging Face model.
+            local_parameters: see `_local_parameters`.
+            processes: the ranks of the engine.
+
+        Returns:
+            Positions of the shards in the full parameters, by Hugging Face name.
+        """
         layout = processes.layout
         full_names = {name: name for name, _ in model.named_parameters()}
         # The last stage has a copy of the tied embedding as its head.
@@ -119,7 +131,7 @@ class MegatronWeights(PartialWeights):
         for name, full_name in full_names.items():
             layer, place = place_of(name, model.config)
             parameter = local_parameters.get((layer, place.name))
-            # On another stage.
+            # Another stage has it.
             if parameter is None:
                 continue
             self.places[name] = place, parameter
@@ -149,14 +161,14 @@ class MegatronWeights(PartialWeights):
                     parameters[None, name] = parameter
         head_name = getattr(scorer, "head", None)
         if scorer.sharing.has_head and head_name:
-            # A value head is not one of Megatron's modules.
+            # A head of one output is not a module of Megatron.
             head = scorer.model.get_submodule(head_name).to_empty(device=device).to(dtype)
             for name, parameter in head.named_parameters():
                 parameters[None, f"{head_name}.{name}"] = parameter
         return parameters
 
     def _view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The model shard within Megatron's parameter, or within its gradient."""
+        """View a model shard within Megatron's parameter, or within its gradient."""
         place, _ = self.places[name]
         num_rows = self.parameter_specs[self.names[name]].shape[0]
         _, num_local_rows = part_of(num_rows, self.processes.layout.tp, self.processes.place.tp)
@@ -175,10 +187,9 @@ class MegatronWeights(PartialWeights):
         other_gradients = []
         for name in self.trained:
             _, parameter = self.places[name]
-            # In float32 no separate sum is necessary.
-            total = self.sums.get(id(parameter))
-            if self.dtype == torch.float32:
-                total = parameter.grad
+            # In float32, autograd sums the gradients of micro-batches itself, without a hook.
+            is_float32 = self.dtype == torch.float32
+            total = parameter.grad if is_float32 else self.sums.get(id(parameter))
             shape = self._model_shard_shape(name)
             if total is None:
                 gradient = torch.zeros(shape, device=parameter.device)
@@ -191,10 +202,10 @@ class MegatronWeights(PartialWeights):
                 other_gradients.append(gradient)
 
         self.processes.replicas.add_up(other_gradients)
-        # Ranks of an sp group have other tokens of the same rows.
+        # The ranks of an sp group have different tokens of the same rows.
         if self.processes.layout.sp > 1:
             _group_along(self.processes.work, "sp").add_up(other_gradients)
-        # Tokens of all ep ranks were sent to these experts already.
+        # Not over ep: experts have already computed the tokens of all ep ranks.
         if expert_gradients:
             for axis in ("dp_replicate", "edp"):
                 _group_along(self.processes.experts, axis).add_up(expert_gradients)
@@ -202,11 +213,11 @@ class MegatronWeights(PartialWeights):
         replicated = []
         for name, gradient in gradients.items():
             master = self.masters[name]
-            master.grad = self._own_rows(name, gradient).to(master.device)
+            master.grad = self._fsdp_shard(name, gradient).to(master.device)
             spec = self.shard_specs[name]
             place, _ = self.places[name]
-            # Without sequence parallelism, all ranks of a tp group see all tokens, so only
-            # parameters of some heads have partial gradients.
+            # Without sequence parallelism, all ranks of a tp group compute all tokens, so gradients
+            # are partial only where a rank uses the parameter for some heads.
             is_partial = place.is_partial or self.config.sequence_parallel
             if spec.tensor_dimension is None and not spec.is_divided and is_partial:
                 replicated.append(name)
@@ -230,24 +241,24 @@ class MegatronWeights(PartialWeights):
         mesh = self._meshes[self.shard_specs[name].is_divided].fsdp
         local = shard.to(view.device, self.dtype)
         model_shard = _gather_shards(local, mesh, 0, self._model_shard_shape(name))
-        # A view of queries has more dimensions: groups, heads, rows of a head.
+        # A view of queries, keys or values has more dimensions: groups, heads, rows of a head.
         view.copy_(model_shard.view(view.shape))
 
     def shard(self, name: str) -> torch.Tensor:
-        """This rank's shard [V/tp/fsdp, D] of a parameter. A frozen one has no master."""
+        """This rank's shard [V/tp/fsdp, D] of a parameter: its master if the model is trained."""
         if self.trained:
             return self.masters[name]
         _, parameter = self.places[name]
         shape = self._model_shard_shape(name)
-        return self._own_rows(name, self._view(name, parameter.detach()).reshape(shape))
+        return self._fsdp_shard(name, self._view(name, parameter.detach()).reshape(shape))
 
-    def _own_rows(self, name: str, model_shard: torch.Tensor) -> torch.Tensor:
+    def _fsdp_shard(self, name: str, model_shard: torch.Tensor) -> torch.Tensor:
         """This rank's shard [V/tp/fsdp, D] of a model shard [V/tp, D]."""
         mesh = self._meshes[self.shard_specs[name].is_divided].fsdp
         return model_shard.narrow(0, *_local_part(len(model_shard), mesh))
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
-        """Offloadable tensors, by kind: `weights` that compute, and `masters`."""
+        """Offloadable tensors, by kind: the compute `weights`, and the `masters`."""
         return {
             "weights": list(self.parameters.values()),
             "masters": list(self.masters.values()),
@@ -257,7 +268,13 @@ class MegatronWeights(PartialWeights):
 def _describe(
     model: PreTrainedModel, shard_specs: Mapping[str, ShardSpec], processes: Processes
 ) -> dict[str, ParameterSpec]:
-    """All parameters of a full model, with the pipeline stage that holds each."""
+    """Describe all parameters of a full model, with the pipeline stage that holds each.
+
+    Args:
+        model: the full model.
+        shard_specs: shards of this rank.
+        processes: the ranks of the engine, which call this together.
+    """
     layout = processes.layout
     stages = ProcessGroup(
         processes.place.pp, layout.pp, processes.world.device, processes.group("pp")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism (arXiv:2006.16668): each rank has some experts of a layer; tokens go to them.
+"""Expert parallelism (arXiv:2006.16668): each rank holds some experts, to which tokens are sent.
 
     rank 0   tokens a b c ─┐            ┌─ experts 0-3, on received tokens ─┐            ┌─ a b c
                            ├ all-to-all ┤                                   ├ all-to-all ┤
     rank 1   tokens d e   ─┘            └─ experts 4-7                     ─┘            └─ d e
 
-A token is sent once to each expert that it chose. Gradients return the same way, so the gradient of
-an expert is complete on its rank, except for ranks that hold the same experts, over which FSDP sums
-it.
+A token is sent once to each expert that its router chose. Gradients return the same way, so the
+gradient of an expert is complete on its rank. If several ranks hold the same experts, FSDP sums
+their gradients.
 
 Legend: n tokens of this rank, k experts for each, S ranks, E experts of a layer, of which this rank
 has E/S, D hidden size.
@@ -84,14 +84,15 @@ def _forward_experts(
     experts = torch.arange(num_local, device=chosen.device).repeat(size)
     experts = experts.repeat_interleave(received_counts.flatten())
     if len(experts) == 0:
-        # Compute a zero token: other ranks with the same experts sum gradients with this one.
+        # Compute a zero token, so that this rank takes part when FSDP sums the experts' gradients.
+        # `states.sum()`, which is 0, connects it to the exchange, which runs backward on all ranks.
         states = states.new_zeros(1, states.shape[1]) + states.sum()
         experts = experts.new_zeros(1)
     outputs = compute(states, experts[:, None], scores.new_ones(len(experts), 1))
     outputs = outputs[: sum(num_received)]
     outputs = _Exchange.apply(outputs, num_received, num_sent, group)
 
-    # Back into the order of tokens and choices.
+    # Restore the order of tokens and choices.
     inverse = torch.empty_like(by_expert)
     inverse[by_expert] = torch.arange(len(by_expert), device=by_expert.device)
     outputs = outputs[inverse].view(*chosen.shape, -1)
@@ -99,9 +100,9 @@ def _forward_experts(
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, and the reverse for their gradients.
+    """All-to-all of rows [sum(num_sent), D] to [sum(num_received), D], both in the order of ranks.
 
-    [sum(num_sent), D], first those for rank 0 -> [sum(num_received), D], first those from rank 0.
+    The backward pass sends the gradients of the rows back.
     """
 
     @staticmethod
@@ -112,13 +113,15 @@ class _Exchange(torch.autograd.Function):
         num_received: list[int],
         group: dist.ProcessGroup,
     ) -> Tensor:
-        ctx.arguments = (num_sent, num_received, group)
+        ctx.num_sent = num_sent
+        ctx.num_received = num_received
+        ctx.group = group
         return _exchange(rows, num_sent, num_received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        num_sent, num_received, group = ctx.arguments
-        return _exchange(gradient, num_received, num_sent, group), None, None, None
+        returned = _exchange(gradient, ctx.num_received, ctx.num_sent, ctx.group)
+        return returned, None, None, None
 
 
 def _exchange(

@@ -6,8 +6,8 @@
 
 The schedules are torch's: 1F1B (arXiv:2104.04473) for training, forward passes only for inference.
 They need tensors of one shape, so the micro-batches of a step are padded to the longest one. The
-model keeps its structure: layers of other stages pass their input on, so the architecture's own
-forward pass runs.
+model keeps its structure, so that the architecture's own forward pass runs: layers of other stages
+are replaced by modules that return their input.
 
 Legend: n packed tokens of a micro-batch on this rank, M predicted tokens, D hidden size.
 """
@@ -29,7 +29,7 @@ from quadriga.models.vision import is_vision
 
 
 class _PassThrough(nn.Module):
-    """Stands for a layer of another stage. Keeps plain attributes, which architectures read."""
+    """Takes the place of a layer of another stage, with its plain attributes, which models read."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _PassThrough(nn.Module):
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
-    """The layers of a stage. If stages cannot be equal, the first ones have one layer more.
+    """Divide layers over stages. If they cannot be equal, the first stages have one layer more.
 
     Args:
         num_layers: layers of the model.
@@ -55,7 +55,8 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
     """
     share, remainder = divmod(num_layers, num_stages)
     start = stage * share + min(stage, remainder)
-    return range(start, start + share + (stage < remainder))
+    size = share + 1 if stage < remainder else share
+    return range(start, start + size)
 
 
 def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str]:
@@ -66,8 +67,8 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
         processes: the ranks of the engine.
 
     Returns:
-        For parameters that the last stage shares with the first one, that is, a tied head: the
-        names in this stage, and in the full model.
+        In the last stage, for a head that is tied to the embedding of the first stage: the name of
+        its weight in this stage, and in the full model. Otherwise empty.
 
     Raises:
         EngineError: the architecture does not have the expected modules.
@@ -87,7 +88,7 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
         if number not in local_layers:
             layers[number] = _PassThrough(layer)
 
-    # Look at the table before it is removed.
+    # Find tied weights before the embedding is removed.
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied_names: dict[str, str] = {}
@@ -126,7 +127,7 @@ class Stage(nn.Module):
         self.scorer = scorer
         self.processes = processes
         self.dtype = dtype
-        # Of the current call of `run`.
+        # State of the current call of `run`.
         self.work: Sequence[tuple[PackedBatch, LossFunction | None]] = ()
         self.question = ScoreQuestion()
         self.outputs: list[Outputs] = []
@@ -153,7 +154,7 @@ class Stage(nn.Module):
         return torch.stack([loss(outputs)])  # not a view, which the schedule refuses
 
     def num_micro_batches(self, number: int) -> int:
-        """Micro-batches that the schedule needs for `number` ones: at least one for each stage."""
+        """Number of micro-batches to run if there are `number`: at least one for each stage."""
         return max(number, self.processes.layout.pp)
 
     def run(
@@ -173,7 +174,7 @@ class Stage(nn.Module):
         Returns:
             Outputs [M] of each micro-batch; none except in the last stage.
         """
-        # This import takes a quarter of a second, which runs without pipeline stages save.
+        # Imported here, because it takes a quarter of a second, and only pipelines need it.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         longest = max(batch.num_tokens for batch, _ in work)
@@ -186,7 +187,7 @@ class Stage(nn.Module):
         device = self.processes.world.device
         numbers = torch.arange(len(work))  # on the host, where they are read
 
-        # Examples of what stages exchange, for shapes and dtypes.
+        # Tensors with the shapes and dtypes of what the stages exchange.
         hidden_size = self.scorer.model.config.get_text_config().hidden_size
         shape = (1, longest // (layout.sp * layout.tp), hidden_size)
         hidden = torch.empty(shape, dtype=self.dtype, device=device, requires_grad=is_training)
@@ -205,7 +206,7 @@ class Stage(nn.Module):
         if not is_training:
             ScheduleGPipe(stage, len(work), None).step(*inputs, number=numbers)
             return self.outputs
-        # The last stage returns losses already.
+        # The loss function only sums: the last stage's outputs are losses already.
         schedule = Schedule1F1B(
             stage, len(work), lambda loss, number: loss.sum(), scale_grads=False
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of one engine, seen from one of them, and their process groups.
 
-Two views of the same ranks: `storage` says where parameters are, `work` who computes what.
+Three meshes of the same ranks: which parameters a rank holds, and which part of the work it does.
 
     storage   (pp, dp_replicate, tp, fsdp)   parameters: sharded by tp, then fsdp = dp_shard x sp
     work      (pp, dp, sp, tp)               dp = dp_replicate x dp_shard; the order of the ranks
@@ -32,7 +32,7 @@ class Processes:
     layout: Layout  # arrangement of the ranks
     place: RankPlace  # coordinates of this rank
     world: ProcessGroup  # all ranks
-    replicas: ProcessGroup  # ranks with other rows, at the same place otherwise
+    replicas: ProcessGroup  # ranks that differ from this one in the rows only
     # Meshes; None if every rank holds and computes everything.
     storage: DeviceMesh | None = None
     work: DeviceMesh | None = None
@@ -72,7 +72,7 @@ class Processes:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the head, [V, D] of a policy."""
+        """Whether this rank has the head, such as [V, D] of a policy."""
         return self.place.pp == self.layout.pp - 1
 
 
@@ -83,7 +83,7 @@ ONE_PROCESS = Processes(Layout(), Layout().place(0), ALONE, ALONE)
 def _meshes_of(
     layout: Layout, device_type: str, meeting: int
 ) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh | None]:
-    """The meshes `storage`, `work` and `experts`, cached until the next meeting."""
+    """Create the meshes `storage`, `work` and `experts`, once for each layout and meeting."""
     ranks = torch.arange(layout.world_size)
     # In the order of the ranks, tp is the last axis.
     ranks = ranks.view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)

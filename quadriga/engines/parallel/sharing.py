@@ -7,7 +7,7 @@
     head, values           each rank computes the values of its own tokens
 
 All ranks end with the same outputs of all predicted tokens, and compute the same loss. The
-collectives below are differentiable: a gradient takes the way of its value in reverse.
+collectives below are differentiable: gradients are exchanged by the reverse collective.
 
 Legend: N packed tokens, n of them on this rank, M predicted tokens, D hidden size (in attention:
 head size), S ranks of sequence parallelism, H query heads, K key-value heads.
@@ -37,7 +37,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class SharedTokens(Sharing):
-    """This rank's part in the computation of a packed batch.
+    """Division of a packed batch, as seen from one rank.
 
     Args:
         processes: the ranks of the engine.
@@ -61,7 +61,7 @@ class SharedTokens(Sharing):
         if layout.sp == 1:
             return batch.input_ids, batch.position_ids, plan
         # All ranks of a tp group get the same tokens, which the embedding divides.
-        start, size = part_of(batch.input_ids.shape[1], layout.sp, self.processes.place.sp)
+        start, size = self._tokens_of_sp_rank(batch)
         tokens = batch.input_ids.narrow(-1, start, size)
         positions = batch.position_ids.narrow(-1, start, size)
         return tokens, positions, UlyssesAttention(plan, self.processes.group("sp"))
@@ -92,7 +92,7 @@ class SharedTokens(Sharing):
         groups = self._groups(with_tp=not in_parts)
         if not groups:
             return super().scored(hidden, batch, in_parts=in_parts)
-        # Found on the host, so that nothing waits for the device.
+        # Compare on the host, so that nothing waits for the device.
         is_local = (batch.host_predictors >= start) & (batch.host_predictors < start + size)
         indices = torch.from_numpy(np.flatnonzero(is_local)).to(hidden.device)
         states = hidden.index_select(0, batch.predictors[indices] - start)
@@ -114,7 +114,11 @@ class SharedTokens(Sharing):
         return routed
 
     def _groups(self, *, with_tp: bool = True) -> list[dist.ProcessGroup]:
-        """Groups of ranks that have other tokens of the same rows."""
+        """Groups over which the tokens of the same rows are divided.
+
+        Args:
+            with_tp: whether to include the tp group, if it divides tokens.
+        """
         groups = []
         if with_tp and self.num_parts > 1:
             groups.append(self.processes.group("tp"))
@@ -129,7 +133,7 @@ class SharedTokens(Sharing):
 
 
 class UlyssesAttention:
-    """Ulysses sequence parallelism (arXiv:2309.14509), as the attention plan of a rank's tokens.
+    """Attention plan of a rank's tokens with Ulysses sequence parallelism (arXiv:2309.14509).
 
     A rank has some tokens and all heads, except in attention, where it has all tokens and some
     heads.
@@ -169,10 +173,11 @@ class UlyssesAttention:
         Returns:
             [1, N/S, H, D].
         """
-        # Repeat key-value heads until each rank gets equally many, next to the queries they serve.
+        # Repeat key-value heads until all ranks get the same number of them.
         num_copies = self.size // math.gcd(key.shape[1], self.size)
         queries_per_head = query.shape[1] // key.shape[1]
         if queries_per_head % num_copies:
+            # The queries of a head cannot be divided over its copies: make one for each query.
             num_copies = queries_per_head
         if num_copies > 1:
             key = key.repeat_interleave(num_copies, 1)
@@ -193,17 +198,19 @@ class UlyssesAttention:
 
 
 class Collective(torch.autograd.Function):
-    """A collective for values [...], with the reverse one for their gradients.
+    """Differentiable collective on values [...]: the backward pass runs its reverse on gradients.
 
-    The gradient of a value that was sent returns to the sender. Gradients of a gathered value are
-    summed, and each rank gets those of its piece.
+    The reverse of an all-to-all is an all-to-all. The gradients of a gathered value are summed over
+    the ranks, and each rank gets the sum for its piece.
     """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, there: _Collective) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, group: dist.ProcessGroup, collective: _Collective
+    ) -> Tensor:
         ctx.group = group
-        ctx.reverse = _REVERSE[there]
-        return there(value, group)
+        ctx.reverse = _REVERSE[collective]
+        return collective(value, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -214,11 +221,11 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange parts between ranks.
 
     Args:
-        parts: [S, ...], the part for each rank.
+        parts: [S, ...]; entry i is for rank i.
         group: the S ranks.
 
     Returns:
-        [S, ...], the part from each rank.
+        [S, ...]; entry i is from rank i.
     """
     parts = parts.contiguous()
     received = torch.empty_like(parts)
@@ -243,10 +250,10 @@ def all_gather(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, and divide the sum between them.
+    """Sum tensors over ranks, and divide the sum between the ranks.
 
     Args:
-        whole: [S * n, ...], a summand.
+        whole: [S * n, ...], this rank's summand.
         group: the S ranks.
 
     Returns:
@@ -265,9 +272,10 @@ _REVERSE: dict[_Collective, _Collective] = {
 
 
 class _JoinOutputs(torch.autograd.Function):
-    """Outputs [size, ...] from those of each rank, by index; the same on all ranks.
+    """Join the outputs of all ranks, each with its indices, to [size, ...] on all ranks.
 
-    All ranks compute the same loss of it, so the gradient of a rank's outputs is the local one.
+    All ranks compute the same loss of the result, so the local gradient at a rank's indices is
+    already the full gradient of its outputs.
     """
 
     @staticmethod

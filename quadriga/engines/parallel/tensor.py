@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism (arXiv:1909.08053), with tokens divided between layers (arXiv:2205.05198).
 
-    norm      n tokens              each rank its own
+    norm      n tokens              each rank normalises its own tokens
     gather    N tokens              before attention and MLP
     colwise   rows of a weight      each rank computes some heads, or some of the MLP's width
-    rowwise   columns of a weight   each rank has a summand of every token's output
-    scatter   n tokens              summed and divided again
+    rowwise   columns of a weight   each rank computes a summand of every token's output
+    scatter   n tokens              summands are summed, and the tokens divided again
 
-Parameters become plain tensors with this rank's shard. Those that all ranks hold (norms, the bias
-of a rowwise projection) see only some of the tokens or heads, so their gradients are summed before
-a step. How a projection is sharded is what transformers declares for the architecture. If a matrix
+Parameters become plain tensors with this rank's shard. Parameters that all ranks hold (norms, the
+bias of a rowwise projection) see only some of the tokens or heads, so their gradients are summed
+before a step. transformers declares how each projection of an architecture is sharded. If a matrix
 has several projections (`gate_up_proj`), or a norm reads all heads, the outputs of the colwise
-projection are gathered, and the rowwise one after it takes its part of them. An adapter is sharded
-as its projection: B of a colwise one, and A of a rowwise one, whose r outputs per token are summed
-and divided before B.
+projection are gathered, and the rowwise projection after it takes its part of them. An adapter is
+sharded like its projection: B of a colwise one; A of a rowwise one, whose r outputs per token
+are summed and divided before B.
 
 Legend: n tokens of this rank, N = n x tp, D hidden size, V' vocabulary entries of this rank, r rank
 of an adapter.
@@ -45,8 +45,8 @@ _SPLIT_DIMENSION = {
 _PROJECTION = re.compile(
     rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?"
 )
-# The factor of an adapter that stays whole, by the dimension in which its projection is sharded.
-_WHOLE_FACTOR = "AB"
+# The factor of an adapter that is not sharded, by the sharded dimension of its projection.
+_WHOLE_FACTOR = ("A", "B")
 
 
 def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
@@ -60,7 +60,8 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
         group: the tensor-parallel ranks.
 
     Returns:
-        The sharded dimension by parameter. Every rank has the other parameters in full.
+        The sharded dimension of each sharded parameter, by name. Every rank has all other
+        parameters in full.
 
     Raises:
         EngineError: the embedding has a forward pass of its own.
@@ -108,17 +109,30 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
 
 
 def _declared_styles(model: PreTrainedModel) -> list[tuple[re.Pattern[str], str]]:
-    """Patterns of names in the backbone, with the styles in which projections are sharded."""
+    """List patterns of projections' names in the backbone, each with the style of its sharding."""
     plan = tensor_plan(model.config.get_text_config()) or {}
-    return [
-        (re.compile(re.escape(name).replace(r"\*", r"\d+")), style)
-        for name, style in plan.items()
-        if style in _SPLIT_DIMENSION
-    ]
+    styles = []
+    for name, style in plan.items():
+        if style in _SPLIT_DIMENSION:
+            # A star stands for the number of a layer.
+            pattern = re.escape(name).replace(r"\*", r"\d+")
+            styles.append((re.compile(pattern), style))
+    return styles
 
 
 def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
-    """Shard embedding and head by the vocabulary. Returns the sharded dimensions."""
+    """Shard embedding and head by the vocabulary.
+
+    Args:
+        model: the model, changed in place.
+        group: the tensor-parallel ranks.
+
+    Returns:
+        The sharded dimension of each sharded parameter, by name.
+
+    Raises:
+        EngineError: the embedding has an unknown forward pass of its own.
+    """
     table = cast(nn.Embedding, model.get_input_embeddings())
     head = model.get_output_embeddings()
     has_own_forward = type(table).forward is not nn.Embedding.forward
@@ -199,7 +213,7 @@ def _rowwise(
     """
     partial_sums = linear(inputs[0, :, columns], module.weight)
     outputs = Collective.apply(partial_sums, group, reduce_scatter)[None]
-    # The bias is added to the sum, once.
+    # The bias is added once, to the sum.
     if module.bias is None:
         return outputs
     return outputs + module.bias
@@ -223,11 +237,11 @@ def _embed(
     local_ids = input_ids[0] - start
     is_local = (local_ids >= 0) & (local_ids < table.shape[0])
     if table.shape[0] == 0:
-        # Without entries, but the weight must take part in the gradient.
+        # This rank has no entries, but its weight must take part in the backward pass.
         shape = (len(local_ids), table.shape[1])
         rows = table.sum() + torch.zeros(shape, dtype=table.dtype, device=table.device)
     else:
-        # Architectures give one entry no gradient; it may be on another rank.
+        # The padding token's entry gets no gradient. It may be on another rank.
         padding = None
         if module.padding_idx is not None and 0 <= module.padding_idx - start < table.shape[0]:
             padding = module.padding_idx - start

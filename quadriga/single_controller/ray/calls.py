@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls to worker processes, on the driver: waiting for outputs, and ending processes.
 
-`docs/controller.md` says under Waits what `resolve` consumes, waits for and is unblocked by.
+`docs/controller.md` (Waits) says what `resolve` consumes, waits for and is unblocked by.
 
-    good case      ray.get(all, 0.25 s) ---- all complete ----> outputs
+    short wait     ray.get(all, 0.25 s) ---- all complete ----> outputs
     long wait      ray.wait(all, 0.25 s), repeated; completed calls are checked for failures
                    every 5 s: do the head and the nodes still accept connections?
     failure        wait a moment for further failures, to raise the cause and not a consequence:
-                   deaths, then exceptions in order of time, then lost peers (PeerLostError)
+                   deaths first, then exceptions in order of time, then lost peers (PeerLostError)
 
 When a process dies, its peers fail in their collective, often before Ray notices the death. When a
-process raises, its peers hang in theirs. In both cases the driver raises the error within seconds.
+process raises, its peers hang in their collective. In both cases the driver raises the error within
+seconds.
 """
 
 import os
@@ -50,14 +51,15 @@ REPORT_EVERY_S = 30.0
 POLL_S = 0.25
 LOOK_AT_NODES_S = 5.0
 HEAD_LOST = threading.Event()
-"""Set by the heartbeat. Short calls alone would not notice before Ray ends the driver."""
+"""Set by the heartbeat. A driver that makes only short calls would not notice the loss before Ray
+ends it."""
 GRACE_S = 1.0
 """Time for further failures after the first one, to distinguish the cause from its consequences."""
 PEER_LOST_GRACE_S = 8.0
-"""The same time if all failures are lost peers, because the end of the peer is still unnoticed."""
-_LOST_PEER = 2
-STATUS_LIMIT_S = 2.0
-CRASH_LOG_LIMIT_S = 5.0
+"""The same if all failures are lost peers: Ray has yet to notice the death that caused them."""
+_LOST_PEER = 2  # rank of a lost peer among causes; see `_cause_first`
+STATUS_LIMIT_S = 2.0  # time for processes to report their status
+CRASH_LOG_LIMIT_S = 5.0  # time to read the traces of a dead process on its node
 END_LIMIT_S = 10.0  # time for killed processes to be gone
 # The same on another node. A busy machine may take long to start the process that checks.
 NODE_LIMIT_S = 70.0
@@ -73,7 +75,7 @@ class RemoteCall:
     address: ProcessAddress | None  # None: not known yet
     worker: WorkerName
     method: str
-    # Describes the arguments, for errors. It may keep them alive; a pickled call has only the text.
+    # Describes the arguments, for errors. It may keep them alive; a pickled call has the text only.
     arguments: Callable[[], str]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -86,7 +88,7 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class _Loss:
-    """A call without an output, and Ray's reason."""
+    """A call whose output is lost, and Ray's reason."""
 
     call: RemoteCall
     error: RayError
@@ -95,19 +97,23 @@ class _Loss:
         return f"{self.call.worker}.{self.call.method} has no answer either"
 
     def as_error(self) -> WorkerError:
-        """The cause of the loss, as far as Ray and the node know it, with the end of the log."""
+        """The error to raise, with the cause as far as Ray and the node know it.
+
+        The end of the process's standard error is a note of the error.
+        """
         call = self.call
         error = self.error
         address = call.address
-        is_unreadable = isinstance(error, RaySystemError) and bool(error.traceback_str)
-        if is_unreadable or isinstance(error, RayTaskError):
-            # The process lives: Ray could not transfer the arguments or the output.
-            problem = str(error.client_exc) if is_unreadable else ""
-            if isinstance(error, RayTaskError):
-                problem = f"{type(error.cause).__name__}: {error.cause}"
+        transfer_problem: str | None = None
+        if isinstance(error, RayTaskError):
+            transfer_problem = f"{type(error.cause).__name__}: {error.cause}"
+        elif isinstance(error, RaySystemError) and error.traceback_str:
+            transfer_problem = str(error.client_exc)
+        if transfer_problem is not None:
+            # The process is alive: Ray could not transfer the arguments or the output.
             transfer_error = WorkerError(
                 f"{call.worker} failed in {call.method}",
-                got=f"{problem} (called with {call.arguments()})",
+                got=f"{transfer_problem} (called with {call.arguments()})",
                 expected="arguments and a result that can be pickled here and unpickled there",
             )
             transfer_error.worker = str(call.worker)
@@ -150,17 +156,18 @@ def resolve(
 
     Args:
         handles: the calls.
-        borrow: outputs may be read-only views of shared memory. The caller copies them.
+        borrow: whether outputs may be read-only views of shared memory. The caller must copy them.
         report_every_s: seconds between two reports on a long wait. Defaults to `REPORT_EVERY_S`.
         emit: receives the reports.
 
     Raises:
-        WorkerError: a worker raised. Errors of Quadriga keep their type. A note has the traceback.
-        WorkerLostError: the process, its node or the cluster is lost. A note has the end of the
-            process's standard error.
+        WorkerError: a worker raised. Errors of Quadriga keep their type. A note of the error has
+            the traceback.
+        WorkerLostError: the process, its node or the cluster is lost. A note of the error has the
+            end of the process's standard error.
     """
     wait = _PendingCalls(handles)
-    # One call to Ray is enough if all respond in time. Otherwise outputs are fetched one by one.
+    # A single call to Ray is enough if all are complete soon. Otherwise fetch outputs one by one.
     with suppress(RayError):
         outputs = ray.get(list(wait.calls), timeout=POLL_S)
         wait.outputs = dict(zip(wait.calls, outputs, strict=True))
@@ -189,7 +196,15 @@ def first_outcomes(handles: Sequence[RemoteCall]) -> dict[RemoteCall, Any]:
 
 
 class _PendingCalls:
-    """Pending and completed calls. Outputs include failures."""
+    """Calls that the driver waits for.
+
+    Args:
+        calls: the calls.
+
+    Attributes:
+        calls: the calls by the references of their outputs.
+        outputs: packed outputs and failures of completed calls, by reference.
+    """
 
     def __init__(self, calls: Sequence[RemoteCall]) -> None:
         names = ", ".join(dict.fromkeys(f"{call.worker.role}.{call.method}" for call in calls))
@@ -200,14 +215,15 @@ class _PendingCalls:
             self.look_at_nodes()
 
     def pending(self) -> list[Any]:
-        """References of the outputs that are missing."""
+        """References of calls that are not complete."""
         return [ref for ref in self.calls if ref not in self.outputs]
 
     def failed(self) -> list[Failure | _Loss]:
+        """Failures of completed calls."""
         return [output for output in self.outputs.values() if isinstance(output, _FAILED)]
 
     def is_over(self, limit_s: float) -> bool:
-        """Wait for at most `limit_s`. Returns whether all calls are complete, or one has failed."""
+        """Wait at most `limit_s` seconds. Returns whether all calls are complete, or one failed."""
         if pending := self.pending():
             ready, _ = ray.wait(pending, num_returns=len(pending), timeout=limit_s)
             for ref in ready:
@@ -220,7 +236,13 @@ class _PendingCalls:
     def go_on(
         self, report_every_s: float, emit: Callable[[str], None] = print, *, for_one: bool = False
     ) -> None:
-        """Wait until all calls are complete or one has failed; with `for_one` for one call."""
+        """Wait until all calls are complete, or one has failed.
+
+        Args:
+            report_every_s: seconds between two reports.
+            emit: receives the reports.
+            for_one: whether to wait for a single call only.
+        """
         if self.is_over(0):
             return
         with waiting(self.description, self.report, report_every_s, emit):
@@ -231,7 +253,7 @@ class _PendingCalls:
                     look = time.monotonic() + LOOK_AT_NODES_S
 
     def look_at_nodes(self) -> None:
-        """Give up the calls to nodes that accept no connections.
+        """Record calls to nodes that accept no connections as lost.
 
         Raises:
             WorkerLostError: the head of the cluster accepts no connections.
@@ -244,19 +266,18 @@ class _PendingCalls:
                 expected="a cluster that stays up until the run ends",
                 fix="A run restarts the cluster that it started itself; restart any other by hand.",
             )
-        addresses = {}
+        refs_by_node: dict[tuple[str, int], list[Any]] = {}
         for ref in self.pending():
             address = self.calls[ref].address
             if address:
-                addresses[ref] = address
-        ports = {(address.node, address.raylet_port) for address in addresses.values()}
-        lost = {node for node in ports if cluster.is_lost(*node)}
-        for ref, address in addresses.items():
-            if (address.node, address.raylet_port) in lost:
-                self.outputs[ref] = _Loss(self.calls[ref], NodeDiedError("its node has died"))
+                refs_by_node.setdefault((address.node, address.raylet_port), []).append(ref)
+        for (node, raylet_port), refs in refs_by_node.items():
+            if cluster.is_lost(node, raylet_port):
+                for ref in refs:
+                    self.outputs[ref] = _Loss(self.calls[ref], NodeDiedError("its node has died"))
 
     def error(self) -> QuadrigaError:
-        """The failure to raise. Waits a moment for further failures, which become its notes."""
+        """The error to raise. Waits a moment for further failures, which become its notes."""
         start = time.monotonic()
         while pending := self.pending():
             waited_s = time.monotonic() - start
@@ -272,22 +293,22 @@ class _PendingCalls:
         return error
 
     def report(self) -> str:
-        """Ranks that have responded, and the state of the others."""
+        """Describe which ranks have responded, and the states of the other ranks."""
         done: dict[str, list[int]] = {}
-        late = []
+        late_calls = []
         for ref, call in self.calls.items():
             if ref in self.outputs:
                 done.setdefault(call.worker.role, []).append(call.worker.rank)
             else:
-                late.append(call)
+                late_calls.append(call)
         ranks_at: dict[tuple[str, str], list[int]] = {}
-        statuses = ask_status([call.actor for call in late], STATUS_LIMIT_S)
-        for call, status in zip(late, statuses, strict=True):
+        statuses = ask_status([call.actor for call in late_calls], STATUS_LIMIT_S)
+        for call, status in zip(late_calls, statuses, strict=True):
             if status is None:
                 phase = "silent: the process does not say" if call.address else "not started"
             elif not status.method:
                 phase = "not begun: the arguments are not there yet"
-            # The process works off its calls in order, and is busy with an earlier one.
+            # The process runs its calls in order, and is busy with an earlier one.
             elif (status.role, status.method) != (call.worker.role, call.method):
                 phase = f"still in {status.role}.{status.method} for {status.running_s:.0f} s, "
                 phase += f"at {status.phase}"
@@ -307,14 +328,14 @@ class _PendingCalls:
 
 
 def ask_status(actors: Sequence[Any], limit_s: float) -> list[Status | None]:
-    """Statuses of processes; None for a process that is gone or does not respond in time."""
+    """Request the statuses of processes; None for one that is gone or does not respond in time."""
     refs = [actor.status.remote() for actor in actors]
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
     # If a process is gone, the call that waits for it raises the reason.
-    return [_value(ref) if ref in ready else None for ref in refs]
+    return [output_or_none(ref) if ref in ready else None for ref in refs]
 
 
-def _value(ref: Any) -> Any:
+def output_or_none(ref: Any) -> Any:
     """Output of a call; None if its process has died."""
     try:
         return ray.get(ref)
@@ -323,7 +344,7 @@ def _value(ref: Any) -> Any:
 
 
 def _cause_first(failure: Failure | _Loss) -> tuple[int, float]:
-    """Sort key of failures: deaths first, then exceptions in order of time, then lost peers."""
+    """Sort key that puts likely causes first: deaths, exceptions in order of time, lost peers."""
     if isinstance(failure, _Loss):
         return 0, failure.call.worker.rank
     return _LOST_PEER if isinstance(failure.error, PeerLostError) else 1, failure.time_s
@@ -331,10 +352,11 @@ def _cause_first(failure: Failure | _Loss) -> tuple[int, float]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Ranks in words: `rank 3`, `ranks 0, 2-5`."""
+    # Runs of consecutive ranks: the first rank, and the last one if there are several.
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
+            spans[-1] = [spans[-1][0], rank]
         else:
             spans.append([rank])
     texts = ["-".join(map(str, span)) for span in spans]
@@ -342,13 +364,19 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _second_error(call: RemoteCall) -> RayError | None:
-    """Error of a second call. Right after a death Ray may only know of a lost connection."""
+    """Find the reason for an ActorUnavailableError: right after a death, Ray may not know it yet.
+
+    Args:
+        call: the call that raised the error.
+
+    Returns:
+        The error of a second call to the process; None if it succeeds, or Ray has not decided.
+    """
     if call.address and cluster.is_lost(call.address.node, call.address.raylet_port):
         return NodeDiedError("its node has died")
     try:
         ray.get(call.actor.status.remote(), timeout=CRASH_LOG_LIMIT_S)
     except GetTimeoutError:
-        # Ray has not decided: the first error has to do.
         return None
     except RayError as error:
         return error
@@ -366,18 +394,18 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
 
     Args:
         actors: handles of the processes.
-        address_refs: pending outputs of their `address` methods. Processes that have started are
-            waited for.
+        address_refs: references of the outputs of their `address` methods. Only processes whose
+            address is there, which have started, are waited for.
 
     Raises:
         WorkerError: processes are still alive after `END_LIMIT_S`.
     """
     if not ray.is_initialized():
-        # The connection is closed, and its processes have ended. `ray.kill` would open a new one.
+        # The processes have ended with the connection. `ray.kill` would open a new connection.
         return
     ready, _ = ray.wait(list(address_refs), num_returns=len(address_refs), timeout=0)
-    addresses: list[ProcessAddress] = list(filter(None, map(_value, ready)))
-    # Without a head Ray kills nothing, and waits for a minute before it says so.
+    addresses: list[ProcessAddress] = list(filter(None, map(output_or_none, ready)))
+    # Without a head, Ray kills nothing, and reports that only after a minute.
     has_head = not cluster.is_cluster_lost()
     patience_s = RAY_KILLS_S if has_head else 0.0
     if has_head:
@@ -413,7 +441,7 @@ def kill(address: ProcessAddress, got: str, fix: str) -> None:
     Args:
         address: the process.
         got: the problem, for the error of the call that waits for the process.
-        fix: the hint of that error.
+        fix: what to do about it, for that error.
 
     Raises:
         RayError: the node did not kill it.
@@ -443,7 +471,7 @@ def _end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> list[int]
             for pid in alive:
                 # A process may end by itself in the meantime.
                 with suppress(ProcessLookupError):
-                    # A leader takes its process group with it.
+                    # If the process leads a process group, kill the group.
                     kill_process = os.killpg if os.getpgid(pid) == pid else os.kill
                     kill_process(pid, signal.SIGKILL)
             is_killed = True

@@ -9,13 +9,13 @@ The driver is the process that calls `cluster`: the command itself. A joined clu
 the run's actors and objects end with the driver.
 
 A started cluster has at least as many logical CPUs as the pools have processes. Without GPUs, each
-process takes one and computes with a share of the cores (`resource_pool.py`). The cluster ends with
-the process that started it, whatever signal ends that. Its folder is deleted, unless the run
-failed, because Ray's logs may contain the reason. If its head or raylet dies, it is restarted when
-workers are (`renew_own_cluster`).
+process takes a logical CPU, and computes with a share of the cores (`resource_pool.py`). The
+cluster ends with the process that started it, even if a signal kills that process. Its folder is
+deleted, except after a failure, whose reason may be in Ray's logs. If its head or raylet dies, it
+is restarted when workers are restarted (`renew_own_cluster`).
 
-Lost nodes are detected at their ports, without Ray: Ray waits 15 s for a silent node and 60 s for a
-silent head, and then ends the driver without an error message of Quadriga.
+Lost nodes are detected by connecting to their ports, without Ray: Ray waits 15 s for a silent node
+and 60 s for a silent head, and then ends the driver without an error message of Quadriga.
 """
 
 import gc
@@ -47,14 +47,14 @@ OWN_CLUSTER = {
     # Send outputs up to this size with the reply. Through the store, three processes spend a
     # millisecond on each.
     "max_direct_call_object_size": 1 << 20,
-    # After the head is lost, the driver may need more than Ray's minute to restart the cluster: it
-    # first completes a checkpoint that is being read.
+    # Ray ends a driver a minute after the head is lost. The driver may need longer to restart
+    # the cluster: it first finishes reading a checkpoint.
     "gcs_rpc_server_reconnect_timeout_s": 600,
-    # By default any other process goes before Ray's workers, and nearly stops them on few cores.
+    # By default, Ray's workers run at low priority, and nearly stop if others use the same cores.
     "worker_niceness": 0,
 }
-# Environment variables that are forwarded to the run's processes, since a joined cluster was
-# started with others.
+# Environment variables that are forwarded to the run's processes. The processes of a joined cluster
+# have the environment in which the cluster was started.
 FORWARDED = (
     "HF_", "TRANSFORMERS_", "TOKENIZERS_", "QUADRIGA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_",
     "TRITON_", "VLLM_", "SGLANG_", "WANDB_", "MLFLOW_",
@@ -62,13 +62,13 @@ FORWARDED = (
 FORWARDED_NAMES = ("PYTHONPATH", "TERM", "COLORTERM", "NO_COLOR", "COLUMNS", "LINES")
 # Ray shows the environment of a job to everyone who can see the cluster.
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-# Output of Ray's processes that is dropped: guesses about dead processes, and the state of a raylet
-# whose node is lost. Quadriga's error names the worker or node, and the cause.
+# Lines of Ray's output that are dropped: the state of raylets of lost nodes, and guesses about
+# dead processes. Quadriga's error names the worker or node, and the cause.
 _RAY_NOISE = ("[state-dump]", "A worker died or was killed")
 CONNECT_LIMIT_S = 2.0  # time for a node to accept a connection
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """Preface of a client with empty settings. The server replies with a settings frame, type 4."""
-SECOND_LOOK_S = 1.0  # a node counts as lost only if a second look, this much later, confirms it
+SECOND_LOOK_S = 1.0  # time until a second attempt to connect, before a node counts as lost
 
 # ---- joining ------------------------------------------------------------------------------------
 
@@ -82,8 +82,8 @@ def cluster(
 ) -> Iterator[str]:
     """Context manager: join or start a cluster, and leave or end it on exit.
 
-    A process that is already connected to a cluster keeps using that one. Yields the address of the
-    cluster's head.
+    A process that is already connected to a cluster keeps using that cluster. Yields the address of
+    the cluster's head.
 
     Args:
         arguments: arguments of `ray.init`, from `ray_kwargs.ray_init`.
@@ -142,23 +142,32 @@ def cluster(
 
 
 class _OwnCluster:
-    """A cluster that this process has started, and a program that ends it after this process."""
+    """A cluster that this process has started, and a program that ends it if this process dies.
 
-    def __init__(self, arguments: dict[str, Any], where: str, former: Sequence[str] = ()) -> None:
+    Args:
+        arguments: arguments of `ray.init`.
+        where: where its address was configured, for errors.
+        former_sessions: folders of earlier clusters of this process.
+    """
+
+    def __init__(
+        self, arguments: dict[str, Any], where: str, former_sessions: Sequence[str] = ()
+    ) -> None:
         self.arguments = arguments
         self.where = where
         session = str(_connect("local", arguments, where).address_info["session_dir"])
-        # Folders of earlier sessions too, because Ray creates them again.
-        self.sessions = [*former, session]
+        # Ray may create the folders of earlier clusters again, so delete them as well.
+        self.sessions = [*former_sessions, session]
         processes = ray._private.worker._global_node.all_processes
         self._parts = [processes[name][0].process for name in ("gcs_server", "raylet")]
         self._sweeper = beside("_end_sessions_behind", os.getpid(), self.sessions)
 
     def is_broken(self) -> bool:
+        """Whether its head or raylet has ended."""
         return any(part.poll() is not None for part in self._parts)
 
     def end(self, *, is_failed: bool) -> None:
-        """End the cluster. After a failure Ray's logs are kept."""
+        """End the cluster, and delete its folders, except after a failure."""
         _disconnect()
         self._sweeper.kill()
         self._sweeper.wait()
@@ -167,16 +176,17 @@ class _OwnCluster:
                 end_session(session)
 
 
-_OWN: list[_OwnCluster] = []  # at most one
+_OWN: list[_OwnCluster] = []  # the cluster of this process, if it has started one
 
 
 def _end_own_cluster(kind: type[BaseException] | None, *_: Any) -> None:
+    """Exit callback: end the cluster of this process."""
     is_failed = kind not in (None, KeyboardInterrupt, GeneratorExit)
     _OWN.pop().end(is_failed=is_failed)
 
 
 def is_cluster_lost() -> bool:
-    """Whether the connected cluster has lost its head, or a cluster of this process its raylet."""
+    """Whether the connected cluster has lost its head, or a cluster of this process any part."""
     return any(own_cluster.is_broken() for own_cluster in _OWN) or is_lost(*head_address())
 
 
@@ -214,6 +224,7 @@ def _disconnect() -> None:
 
 
 def _drop_noise(batch: dict[str, Any]) -> None:
+    """Handler of Ray's output: remove lines of `_RAY_NOISE`."""
     lines = batch["lines"]
     batch["lines"] = [line for line in lines if not any(noise in line for noise in _RAY_NOISE)]
 
@@ -222,12 +233,12 @@ def _drop_noise(batch: dict[str, Any]) -> None:
 def keeping_sigterm_handler() -> Iterator[None]:
     """Context manager: restore the handler of SIGTERM on exit.
 
-    `ray.init` installs a handler in Python, and `ray.shutdown` does not remove it. Forked processes
-    inherit it, and may then survive SIGTERM: Python runs a handler between two bytecodes, so a
-    signal that arrives just before the child blocks in a lock is not handled, and
-    `multiprocessing.Pool.terminate` waits forever. When a cluster is renewed, it would also replace
-    the handler that ends a run after its step (`quadriga.observe.stopping`). Only the main thread
-    can set handlers, and Ray sets none in other threads.
+    `ray.init` installs a Python handler, and `ray.shutdown` does not remove it. Forked processes
+    inherit the handler, and may then survive SIGTERM: Python runs a handler between two bytecodes,
+    so a signal that arrives just before the child blocks in a lock is not handled, and
+    `multiprocessing.Pool.terminate` waits forever. When a cluster is renewed, Ray's handler would
+    also replace the one that ends a run after its step (`quadriga.observe.stopping`). Only the main
+    thread can set handlers, and Ray sets none in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -236,19 +247,35 @@ def keeping_sigterm_handler() -> Iterator[None]:
     try:
         yield
     finally:
-        if handler is not None:  # None: it was not installed by Python, which cannot set it again
+        # None: it was not installed by Python, which therefore cannot set it again.
+        if handler is not None:
             signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
+    """Call `ray.init`.
+
+    Args:
+        address: address of a cluster, or "local" to start one.
+        arguments: other arguments of `ray.init`.
+        where: where the address was configured, for errors.
+
+    Returns:
+        Ray's context.
+
+    Raises:
+        WorkerError: the cluster cannot be joined or started, or has another version of Ray or
+            Python.
+    """
     try:
-        # Hides Ray's greeting and its notice about tokens, but not what workers print.
+        # The logging level hides Ray's greeting, but not the output of workers.
         with keeping_sigterm_handler():
             return ray.init(address=address, logging_level="error", log_to_driver=True, **arguments)
-    except Exception as error:  # Ray raises a bare Exception where a node does not start in time
+    # Ray raises a bare Exception if a node does not start in time.
+    except Exception as error:
         if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
-            # Ray's message has one line each for Ray and Python: of the cluster, then of this
-            # process.
+            # Ray's message has an indented line for each version: Ray and Python of the cluster,
+            # then of this process.
             values = []
             for line in str(error).splitlines():
                 if line.startswith("    "):
@@ -277,12 +304,13 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
+    """Split HOST:PORT or [IPV6]:PORT."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def forwarded_variables() -> dict[str, str]:
-    """Variables of this process for the run's processes, without secrets, which Ray would show."""
+    """Environment variables to forward to the run's processes, without secrets."""
     variables = {}
     for name, value in os.environ.items():
         is_forwarded = name.startswith(FORWARDED) or name in FORWARDED_NAMES
@@ -292,7 +320,12 @@ def forwarded_variables() -> dict[str, str]:
 
 
 def _joining_env(where: str, address: str, configured: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Runtime environment for processes of a joined cluster.
+    """Build the runtime environment for processes of a joined cluster.
+
+    Args:
+        where: where the address was configured, for errors.
+        address: address of the cluster.
+        configured: the user's runtime environment, which takes precedence.
 
     Raises:
         WorkerError: there is no cluster at the address.
@@ -304,7 +337,7 @@ def _joining_env(where: str, address: str, configured: Mapping[str, Any] | None)
         if address.startswith("ray://"):
             fix = f"Ray Client (ray://) keeps the driver out of the cluster's shared memory. {fix}"
         raise WorkerError(where, got=f"'{address}'", expected="HOST:PORT, auto or local", fix=fix)
-    # Ray would wait two minutes for a silent address, and ten for another program's.
+    # Check first: Ray would wait two minutes for a silent address, and ten for another program.
     if address != "auto" and not is_head(*_host_and_port(address)):
         is_used = responds(*_host_and_port(address))
         answer = "something else answers" if is_used else "nothing answers"
@@ -319,8 +352,9 @@ def _joining_env(where: str, address: str, configured: Mapping[str, Any] | None)
     variables = forwarded_variables() | runtime_env.pop("env_vars", {})
     directory = os.getcwd()
 
-    # Pickled by value, so it must not use this module.
+    # Ray pickles the hook by value, so it must not refer to names of this module.
     def enter_directory() -> None:
+        """Change to the directory of the command, if the node has it."""
         if os.path.isdir(directory):
             os.chdir(directory)
 
@@ -353,7 +387,7 @@ def is_head(address: str, port: int) -> bool:
 
 
 def is_lost(address: str, port: int) -> bool:
-    """Whether no program accepts connections at an address, at two looks."""
+    """Whether no program accepts connections at an address, at two attempts."""
     if responds(address, port):
         return False
     time.sleep(SECOND_LOOK_S)
@@ -392,10 +426,13 @@ def run_on_node(
 
 
 def await_lost_nodes(limit_s: float = 30.0) -> None:
-    """Wait until Ray has noticed all lost nodes: until then it would place processes there.
+    """Wait until Ray has noticed all lost nodes. Until then, it would place processes on them.
+
+    Args:
+        limit_s: time limit in seconds.
 
     Raises:
-        WorkerError: Ray still counts on a lost node after `limit_s`.
+        WorkerError: Ray still considers a lost node alive after `limit_s`.
     """
     deadline = time.monotonic() + limit_s
     while True:

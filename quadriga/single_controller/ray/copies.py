@@ -6,14 +6,14 @@
       copy   -- copy_state ------> | thread: copies into it
              -- mirror ---------------------------------------------> | fetch from the node before
       step ...
-      newest -- whole? ---------------------------------------------> steps with right checksums
+      newest -- whole -----------------------------------------------> steps with right checksums
       load   -- load_copy -------> reads its chunks, on its node or from another keeper
 
-After a loss, a run resumes from such a copy instead of an older checkpoint on disk. A keeper is the
-driver itself if the cluster has one node, else an actor on each node. Its memory is in no file
-system, and is freed when the processes that map it end, however they end. Nothing waits for a copy:
-a step that ends while the previous copy is still being mirrored is not copied. The driver's part of
-the state stays in the driver.
+After it has lost a process, a run resumes from such a copy instead of an older checkpoint on disk.
+If the cluster has one node, the driver itself keeps the copies; else an actor on each node does.
+The memory is in no file system, and is freed when the processes that map it have ended, even if
+they were killed. Nothing waits for a copy: a step that ends while the previous copy is still being
+mirrored is not copied. The driver's part of the state stays in the driver.
 """
 
 import os
@@ -33,25 +33,31 @@ from quadriga.observe.machine import GIB, available_bytes
 from quadriga.protocol.memory import slot_of, whole_steps
 from quadriga.single_controller.ray.cluster import own_node_id
 
-MIRROR_BYTES = 64 << 20
-MIRROR_LIMIT_S = 600.0
-# The only node of a cluster, by a name that stays valid when the cluster is started again.
+MIRROR_BYTES = 64 << 20  # size of the pieces in which slots are fetched
+MIRROR_LIMIT_S = 600.0  # time for a source to complete its slots
+# Name of the only node of a cluster. Unlike Ray's id, it stays valid when the cluster is restarted.
 HERE = "here"
 Owner = tuple[str, int]  # a part of the checkpoint, and a rank of its workers
 
 
 class Keeper:
-    """Memory of one node. It is freed when this process and the others that map it have ended."""
+    """Holds the memory of one node, for the copies of several ranks (owners).
+
+    The memory is freed when this process and all others that map it have ended.
+    """
 
     def __init__(self) -> None:
         self._files: dict[Owner, int] = {}
 
     def make(self, sizes: Mapping[Owner, int]) -> tuple[dict[Owner, str], str]:
-        """Allocate memory of these sizes, and release the earlier memory.
+        """Allocate memory, and release earlier memory.
+
+        Args:
+            sizes: size in bytes for each owner.
 
         Returns:
-            The paths by which processes of the node open the memory, and "". Or no paths and a
-            reason, if more than half of the free memory would be needed.
+            The paths by which processes of the node open the memory, and "". If more than half of
+            the free memory would be needed: no paths, and the reason.
         """
         while self._files:
             _, file = self._files.popitem()
@@ -69,11 +75,22 @@ class Keeper:
         return {owner: f"{folder}/{file}" for owner, file in self._files.items()}, ""
 
     def whole(self) -> dict[Owner, list[int]]:
-        """The steps of which there are complete copies, by owner."""
+        """Find the steps of each owner's complete copies."""
         return {owner: whole_steps(self._content(owner)) for owner in self._files}
 
     def read(self, owner: Owner, step: int, start: int, size: int) -> np.ndarray | None:
-        """Bytes [size] of a step's slot; None while the slot has another step, or is incomplete."""
+        """Read bytes of a step's slot.
+
+        Args:
+            owner: the rank that was copied.
+            step: number of the step.
+            start: first byte in the slot.
+            size: number of bytes.
+
+        Returns:
+            The bytes [size], or fewer at the slot's end. None while the slot is incomplete, or has
+            another step.
+        """
         slot = slot_of(self._content(owner), step)
         header = slot[:8].view(np.int64)
         if header[0] != step:
@@ -83,12 +100,18 @@ class Keeper:
         return content if header[0] == step else None
 
     def mirror(self, source: Any, owners: Sequence[Owner], step: int) -> None:
-        """Fetch the slots of a step from the keeper of another node, once they are complete."""
+        """Fetch the slots of a step from the keeper of another node, once they are complete.
+
+        Args:
+            source: handle of the other keeper.
+            owners: the ranks whose slots are fetched.
+            step: number of the step.
+        """
         deadline = time.monotonic() + MIRROR_LIMIT_S
         for owner in owners:
             slot = slot_of(self._content(owner), step)
             slot[:8] = 0
-            # Backwards: the header, which marks the slot as complete, comes last.
+            # Backwards, so that the header, which marks the slot as complete, comes last.
             for start in reversed(range(0, len(slot), MIRROR_BYTES)):
                 fetch = partial(source.read.remote, owner, step, start, MIRROR_BYTES)
                 content = ray.get(fetch())
@@ -100,19 +123,20 @@ class Keeper:
                 slot[start : start + len(content)] = content
 
     def _content(self, owner: Owner) -> np.ndarray:
+        """Map the memory of an owner."""
         return np.frombuffer(mmap(self._files[owner], 0), np.uint8)
 
 
 @dataclass(frozen=True)
 class _CopyLocations:
-    """Location of each rank's copies: nodes, paths on them, and keepers in other processes."""
+    """Locations of the copies of each rank."""
 
-    nodes: dict[Owner, list[str]]
-    paths: dict[str, dict[Owner, str]]
-    keepers: dict[str, Any]
+    nodes: dict[Owner, list[str]]  # the nodes that have copies of a rank
+    paths: dict[str, dict[Owner, str]]  # by node: where its processes open the memory
+    keepers: dict[str, Any]  # by node: handle of its keeper, unless the driver is the keeper
 
     def read(self, step: int, part: str, rank: int, start: int, size: int) -> Any:
-        """Bytes [size] of a slot. Called by a worker."""
+        """Read bytes of a slot, in a worker. For the arguments see `Keeper.read`."""
         nodes = self.nodes[part, rank]
         this_node = own_node_id() if self.keepers else HERE
         if this_node not in nodes:
@@ -129,11 +153,11 @@ class NewestState:
 
     step: int  # the step after which it was copied
     driver: dict[str, Any]  # the driver's part of the state
-    plans: dict[str, Any]
+    plans: dict[str, Any]  # the `CopyPlan` of each part of the checkpoint
     memory: _CopyLocations
 
     def load(self, workers: Mapping[str, Any]) -> None:
-        """Load the state into the workers of each part. Their layout may have changed."""
+        """Load the state into the workers of each part, whose layout may have changed."""
         for part, worker in workers.items():
             worker.load_copy(self.plans[part], partial(self.memory.read, self.step, part))
 
@@ -142,11 +166,13 @@ class StateCopies:
     """The copies of a run. They and this object outlive its workers, and end with the driver."""
 
     def __init__(self) -> None:
-        self._keepers: dict[str, Any] = {}
-        self._workers: Mapping[str, Any] = {}
-        self._memory: _CopyLocations | None = None
+        self._keepers: dict[str, Any] = {}  # by node
+        self._workers: Mapping[str, Any] = {}  # by part of the checkpoint
+        self._plans: dict[str, Any] = {}
+        self._memory: _CopyLocations | None = None  # None: there are no copies
+        # The driver's part of the state after each of the last two copied steps.
         self._driver: dict[int, dict[str, Any]] = {}
-        self._mirrors: list[Any] = []
+        self._mirrors: list[Any] = []  # references of mirrors that may be under way
 
     @property
     def steps(self) -> str:
@@ -154,7 +180,7 @@ class StateCopies:
         return " or ".join(map(str, self._driver))
 
     def attach(self, workers: Mapping[str, Any]) -> str:
-        """Prepare copies of the states of workers. Earlier copies are discarded: load them first.
+        """Prepare copies of the states of workers. Discards earlier copies: load them first.
 
         Args:
             workers: groups of workers, by part of the checkpoint.
@@ -167,16 +193,18 @@ class StateCopies:
         self._mirrors = []
         self._driver.clear()
         self._plans = {part: worker.plan_copies()[0] for part, worker in workers.items()}
-        homes = {}
+        homes = {}  # the node on which each owner runs
         sizes = {}
         for part, worker in workers.items():
             for rank, address in enumerate(worker.processes.addresses):
                 homes[part, rank] = HERE if _is_one_node() else address.node_id
+                # Two slots, for even and odd steps.
                 sizes[part, rank] = 2 * self._plans[part].slot_bytes[rank]
         # Each node mirrors the copies of the node before it in this cycle.
         cycle = sorted(set(homes.values()))
         self._drop(set(self._keepers) - set(cycle))
         following = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
+        # Each owner's node, and the one that mirrors it, unless there is only one node.
         nodes = {
             owner: list(dict.fromkeys((node, following[node]))) for owner, node in homes.items()
         }
@@ -192,7 +220,7 @@ class StateCopies:
             if refusal:
                 break
             owners = [owner for owner in homes if owner[0] == part]
-            rank_paths = [paths[homes[owner]].get(owner, "") for owner in owners]
+            rank_paths = [paths[homes[owner]][owner] for owner in owners]
             refusal = next(filter(None, worker.open_copies(rank_paths)), "")
         if refusal:
             return f"none ({refusal}): a lost process costs the steps since the last checkpoint"
@@ -213,7 +241,7 @@ class StateCopies:
         mirrors = self._mirrors
         if memory is None or not self._workers:
             return
-        # A copy is still on its way to other nodes: leave this step out, instead of waiting.
+        # While a copy is still on its way to other nodes, leave out steps instead of waiting.
         if mirrors and ray.wait(mirrors, num_returns=len(mirrors), timeout=0)[1]:
             return
         try:
@@ -224,7 +252,7 @@ class StateCopies:
             return
         for worker in self._workers.values():
             worker.copy_state(step)
-        # A loss may come before all ranks have copied the newest step, so the one before stays.
+        # A process may be lost before all ranks have copied this step, so keep the previous one.
         history = [*self._driver.items(), (step, deepcopy(driver))]
         self._driver = dict(history[-2:])
         self._mirrors = []
@@ -236,7 +264,11 @@ class StateCopies:
                     self._mirrors.append(mirror)
 
     def newest(self) -> NewestState | None:
-        """The newest state of which each rank has a complete copy on a node that is alive."""
+        """Find the newest state of which each rank has a complete copy on a living node.
+
+        Returns:
+            The state; None if there is none.
+        """
         complete: dict[str, dict[Owner, list[int]]] = {}
         for node in list(self._keepers):
             try:
@@ -244,9 +276,10 @@ class StateCopies:
             except ray.exceptions.RayError:
                 print(f"state copies: those on node {node} are lost with it")
                 del self._keepers[node]
+        # Once the cluster has more nodes, workers may run where the driver's memory is not.
         if self._memory is None or (HERE in complete and not _is_one_node()):
             return None
-        # The newest step may be incomplete: a rank was lost while it was copied.
+        # The newest step is incomplete if a rank was lost while it was copied.
         for step, driver in reversed(self._driver.items()):
             nodes: dict[Owner, list[str]] = {}
             for owner, owner_nodes in self._memory.nodes.items():
@@ -263,6 +296,7 @@ class StateCopies:
         self._drop(set(self._keepers))
 
     def _drop(self, nodes: Iterable[str]) -> None:
+        """Free the memory of some nodes."""
         for node in nodes:
             keeper = self._keepers.pop(node)
             if node == HERE:
@@ -271,7 +305,7 @@ class StateCopies:
                 ray.kill(keeper)
 
     def _call(self, node: str, method: str, *args: Any) -> Any:
-        """Call the keeper of a node. Start one first if there is none."""
+        """Call a method of a node's keeper, which is started if there is none yet."""
         if node == HERE:
             keeper = self._keepers.setdefault(node, Keeper())
             return getattr(keeper, method)(*args)

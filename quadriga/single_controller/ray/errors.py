@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of worker processes on the driver: exceptions of methods, and deaths of processes.
 
-A method that raises returns a `Failure`, a plain value of strings. Ray sees a successful call: so
-it does not wrap the error, and an exception that cannot be pickled travels like any other.
+If a method raises, its process returns a `Failure`, which describes the exception in strings. Ray
+sees a successful call. Therefore it does not wrap the error, and an exception that cannot be
+pickled is reported like any other.
 
 When a process dies, Ray reports its end and, if it exited by itself, its exit status, but no
-signal. Signals that Python's fault handler reports are found at the end of the process's standard
-error. A SIGKILL leaves nothing there, but the kernel counts the processes that it kills for lack of
+signal. Python's fault handler reports most fatal signals at the end of the process's standard
+error. A SIGKILL leaves no report, but the kernel counts the processes that it kills for lack of
 memory.
 """
 
@@ -28,7 +29,7 @@ from quadriga.single_controller import dispatch
 
 NUM_LAST_LINES = 20  # lines of a dead process's standard error that are shown
 _PACKAGE = Path(errors.__file__).parent
-# Files that only bring a call to a worker.
+# Files that only carry a call to a worker.
 _PLUMBING = (str(Path(__file__).parent), dispatch.__file__)
 
 # ---- a method that raised -----------------------------------------------------------------------
@@ -60,14 +61,14 @@ class Failure:
 
     worker: WorkerName
     method: str
-    arguments: str  # of the call, data by shape
+    arguments: str  # arguments of the call, data by shape
     summary: str  # type and message of the exception
     location: str  # file, line and function of the innermost frame outside libraries
-    trace: str  # formatted traceback, without the frames that brought the call to the worker
+    trace: str  # formatted traceback, without the frames that carried the call to the worker
     time_s: float  # wall clock time of the exception, in seconds
     running_s: float  # running time of the method until then, in seconds
-    # The exception, if it is an error of Quadriga, or a PeerLostError for a lost peer. Its `worker`
-    # is set if the method met the failure of another worker.
+    # The exception if it is an error of Quadriga, or a PeerLostError for a lost peer. Its `worker`
+    # is set if the exception reported the failure of another worker.
     error: QuadrigaError | None = None
 
     @classmethod
@@ -83,13 +84,14 @@ class Failure:
             arguments: description of the call's arguments.
             running_s: running time of the method until then, in seconds.
         """
+        # Skip the frames that carried the call to the worker.
         first = error.__traceback__
         while first is not None and not is_of_interest(first.tb_frame.f_code.co_filename):
             first = first.tb_next
         frames = first or error.__traceback__
         driver_error = None
         if isinstance(error, QuadrigaError):
-            # The driver may lack a subclass from elsewhere: use its nearest base in `errors`.
+            # The driver may not have a user's subclass: use its nearest base class in `errors`.
             kind = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
             if _is_lost_peer(error):
                 kind = PeerLostError
@@ -126,7 +128,7 @@ class Failure:
         elif not error.worker:
             where = f"{where}: {error.where}"
             error = type(error)(where, got=error.got, expected=error.expected, fix=error.fix)
-        # Otherwise the error names the worker that it came from; see the traceback for this one.
+        # Else the error names another worker already, and the note below names this one.
         error.worker = error.worker or str(self.worker)
         process = f"{self.worker}, process {self.worker.pid}"
         error.add_note(f"\n{process}, called with {self.arguments}:\n{self.trace}")
@@ -155,7 +157,7 @@ def is_of_interest(filename: str) -> bool:
 
 
 def location_of(frames: Iterator[FrameType]) -> str:
-    """Describe the innermost frame outside libraries, and the frame that it waits in.
+    """Describe the innermost frame outside libraries, and the library's frame that it waits for.
 
     Args:
         frames: the frames, innermost first.
@@ -173,6 +175,7 @@ def location_of(frames: Iterator[FrameType]) -> str:
 
 
 def _shown(frame: FrameType | None) -> str:
+    """File, line and function of a frame."""
     if frame is None:
         return "an unknown place"
     path = frame.f_code.co_filename
@@ -203,7 +206,7 @@ _LESS_MEMORY = (
     "`RAY_memory_usage_threshold`, set where Ray is started, is the share of the memory that it "
     "allows."
 )
-# Causes of death with their fixes, and below words of Ray's messages for them.
+# Causes of death with their fixes. `_RAY_MESSAGES` finds them by words of Ray's messages.
 _KERNEL = ("killed by the kernel while the node was out of memory", _LESS_MEMORY)
 _SILENT = (
     "it ended without a word, as after SIGKILL or os._exit()",
@@ -291,12 +294,19 @@ def cause_of_death(
     cause = next((cause for words, cause in _RAY_MESSAGES.items() if words in text), None)
     if cause in (None, _SILENT) and log.oom_kills > oom_kills_before:
         return _KERNEL
-    rest = text.partition("worker process has died.")[2].strip()
-    return cause or (rest.partition("\n")[0] or lines[0], "")
+    if cause is not None:
+        return cause
+    # An unknown message: the line after Ray's standard sentence, or else its first line.
+    details = text.partition("worker process has died.")[2].strip()
+    return details.partition("\n")[0] or lines[0], ""
 
 
 def _fatal_error(lines: tuple[str, ...]) -> str:
-    """Signal and location that the fault handler reports at the end of standard error, or ""."""
+    """Find the signal and location that the fault handler reported; "" if it reported none.
+
+    Args:
+        lines: the end of the process's standard error.
+    """
     starts = [
         number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")
     ]

@@ -2,8 +2,8 @@
 """Worker groups on Ray: one process per device, for one role or several.
 
     RayWorkerGroup(pool, RayClassWithInitArgs(ActorWorker, config))
-      WorkerProcesses   starts all processes at once, each on a bundle of the pool. Ranks meet at
-                        the address of rank 0. Then each process builds its worker.    process.py
+      WorkerProcesses   starts all processes at once, each on a bundle of the pool. The ranks meet
+                        at the address of rank 0. Then each process builds its worker.  process.py
     group.update_actor(batch)
       start_all         puts columns into the object store once, and sends a message to each process
                                                                                        transport.py
@@ -50,8 +50,8 @@ from quadriga.single_controller.worker_group import (
     describe_arguments,
 )
 
-CALL_TIMES_LIMIT_S = 5.0
-# Options of an actor that are decided by its group.
+CALL_TIMES_LIMIT_S = 5.0  # time for processes to send the times of their calls
+# Options of an actor that the pool and the group decide.
 _GROUP_OPTIONS = frozenset(
     {
         "num_cpus",
@@ -74,7 +74,7 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
         kwargs: named arguments of the class.
 
     Raises:
-        WorkerError: the class is no `Worker`, or has options that the pool and the group decide.
+        WorkerError: the class is not a `Worker`, or has options that the pool and the group decide.
     """
 
     def __init__(self, cls: type[W] | ActorClass, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +145,7 @@ class WorkerProcesses:
     The constructor does not wait for the processes.
 
     Args:
-        name: name of the group; stands before the rank in messages.
+        name: name of the group, for messages.
         pool: provides one bundle per process.
         options: options of `ray.remote`.
         entries: class and arguments of the worker of each role. Workers are built as soon as all
@@ -170,7 +170,7 @@ class WorkerProcesses:
         self.threads = "; ".join(dict.fromkeys(share.reason for share in threads.values()))
         variables: dict[str, str] = {}
         if num_threads := os.environ.get(THREADS):
-            # The user's number of threads holds for each process, as in a run without Ray.
+            # A number of threads that the user has set applies to each process, as without Ray.
             mkl_threads = os.environ.get("MKL_NUM_THREADS", num_threads)
             variables = {THREADS: num_threads, "MKL_NUM_THREADS": mkl_threads}
             self.threads = f"{THREADS}={num_threads} in each process, as on the driver"
@@ -179,8 +179,8 @@ class WorkerProcesses:
         variables |= runtime_env.pop("env_vars", {})
         # Ray's stubs know neither of these two options.
         actor_options["concurrency_groups"] = {"control": 1, "beside": 2}
-        # Calls run in the order of submission, even if the arguments of the first one arrive last:
-        # all ranks must enter their collectives in the same order.
+        # Run calls in the order of submission, even if their arguments arrive in another order: all
+        # ranks must enter their collectives in the same order.
         actor_options["allow_out_of_order_execution"] = False
         actor_class = ray.remote(**share, **actor_options)(WorkerProcess)
         self._factories: list[Any] = []
@@ -205,18 +205,19 @@ class WorkerProcesses:
         return addresses
 
     def starts(self) -> list[RemoteCall]:
-        """Pending starts of all processes, as calls that return the address of a process."""
+        """The starts of all processes, as calls that return the address of each process."""
         return [self._start_of(rank) for rank in range(len(self.actors))]
 
     def restart(self, rank: int) -> None:
         """End the process of a rank, start another on its bundle, and build its workers there.
 
-        Waits until the process has started, for as long as the cluster lacks the resources.
+        Waits until the process has started: without a time limit, if the cluster lacks resources.
 
         Raises:
             WorkerError: the group is shut down.
         """
         calls.end_processes([self.actors[rank]], [self.address_refs[rank]])
+        # Checked after the end of the process, because `shutdown` may be called meanwhile.
         if self.is_ended:
             where = f"{self.name}[rank {rank}]"
             raise WorkerError(where, got="a restart", expected="a group that is not shut down")
@@ -227,11 +228,12 @@ class WorkerProcesses:
         self._build([rank], self.addresses)
 
     def _start_of(self, rank: int) -> RemoteCall:
+        """The start of a process, as a call that returns its address."""
         name = WorkerName(self.name, rank, len(self.actors))
         return RemoteCall(self.address_refs[rank], self.actors[rank], None, name, "start", str)
 
     def loads(self) -> list[RemoteCall]:
-        """Pending imports of all processes. Waits until the processes have started."""
+        """The imports of all processes, as calls. Waits until the processes have started."""
         loads = []
         for rank, start in enumerate(self.starts()):
             address = self.addresses[rank]
@@ -240,19 +242,31 @@ class WorkerProcesses:
         return loads
 
     def _load(self, actor: Any) -> Any:
-        """Import the modules of the workers while the driver prepares their arguments.
+        """Start to import the modules of the workers, while the driver prepares their arguments.
 
-        Modules of the user arrive later, with the workers themselves.
+        Modules of the user are sent later, with the workers themselves.
+
+        Args:
+            actor: handle of the process.
+
+        Returns:
+            Reference of the output.
         """
         bases = [base for entry in self.entries.values() for base in entry.cls.__mro__]
         modules = [base.__module__ for base in bases if base.__module__.startswith("quadriga.")]
         return actor.load.remote(list(dict.fromkeys(modules)))
 
     def _build(self, ranks: Sequence[int], addresses: Sequence[ProcessAddress]) -> None:
+        """Start to build the workers of some ranks. A later call to one reports its failure.
+
+        Args:
+            ranks: the ranks.
+            addresses: addresses of the processes of all ranks.
+        """
         nodes = [address.node_id for address in addresses]
         master = addresses[0]
         for role, entry in self.entries.items():
-            # Arguments may be large (a tokenizer): one object for all processes.
+            # Arguments may be large, such as a tokenizer: store them once for all processes.
             shared = ray.put(ClassWithInitArgs(entry.cls, *entry.args, **entry.kwargs))
             for rank in ranks:
                 place = WorkerPlace(
@@ -274,7 +288,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         ray_cls_with_init: class and arguments of the workers. A class of
             `create_colocated_worker_cls` has several roles in each process; see `spawn`.
         name: name of the group, for messages.
-        processes: processes of another group in which the workers have been built. By default
+        processes: processes of another group, which builds the workers in them. By default,
             processes are started.
 
     Raises:
@@ -299,6 +313,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         self._roles: dict[str, RayWorkerGroup[Any]] = {}
         for role, role_entry in roles.items():
             self._roles[role] = RayWorkerGroup(resource_pool, role_entry, role, processes)
+        # With several roles, the group has their methods in place of those of `WorkerDict`.
         if roles:
             self.methods = {}
         for role, group in self._roles.items():
@@ -331,11 +346,12 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     @property
     def shares_processes(self) -> bool:
+        """Whether other roles run in the workers' processes."""
         return len(self.processes.entries) > 1
 
     @property
     def workers(self) -> "list[RayWorkerGroup[W]]":
-        """A group of one worker for each rank; for methods without collectives."""
+        """Groups of one worker each, for methods without collectives."""
         return [copy(self).use_ranks([rank]) for rank in self.ranks]
 
     def restart(self, rank: int) -> None:
@@ -348,16 +364,20 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     def _group_of(self, name: str) -> "tuple[RayWorkerGroup[Any], str]":
         """Split `<role>_<method>` into the group of the role and the method."""
+        # The longest name first: one role's name may be the beginning of another's.
         for role in sorted(self._roles, key=len, reverse=True):
             if name.startswith(f"{role}_"):
                 return self._roles[role], name.removeprefix(f"{role}_")
         return self, name
 
     def spawn(self, prefix_set: Collection[str]) -> "dict[str, RayWorkerGroup[Any]]":
-        """Groups of several roles, in the same processes.
+        """Groups of single roles, in the same processes.
 
         Args:
             prefix_set: names of the roles.
+
+        Returns:
+            The group of each role, by name.
 
         Raises:
             WorkerError: a role is unknown.
@@ -395,7 +415,7 @@ class RayWorkerGroups(WorkerGroups):
         runtime_env: Mapping[str, Any] | None = None,
         devices: Mapping[str, int] | None = None,
     ) -> None:
-        # First of all: calls to a cluster without its head block until Ray ends this process.
+        # Before any other call to Ray: without a head, calls block until Ray ends this process.
         renew_own_cluster()
         # Ray would still place processes on a node that has just been lost.
         await_lost_nodes()
@@ -404,7 +424,7 @@ class RayWorkerGroups(WorkerGroups):
         self.groups: dict[str, RayWorkerGroup[Any]] = {}
         self._pool_groups: dict[str, RayWorkerGroup[Any]] = {}
         self._heartbeat: Heartbeat | None = None
-        # One group per pool: each process has its whole share of the machine.
+        # One group per pool, so that each process gets its bundle undivided.
         self._manager = ResourcePoolManager(
             pools, roles, use_gpu, max_colocate_count=1, devices=devices
         )
@@ -444,7 +464,7 @@ class RayWorkerGroups(WorkerGroups):
         if len(actors) == 1:
             return []
         refs = [actor.take_call_times.remote() for actor in actors]
-        # The lanes of the step lack a process that does not answer in time.
+        # Leave out processes that do not answer in time, instead of delaying the step.
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=CALL_TIMES_LIMIT_S)
         times = []
         for ref in ready:

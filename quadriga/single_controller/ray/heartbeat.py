@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heartbeat: kills processes of a run that no longer answer, or whose call exceeds its time limit.
 
-    heartbeat thread, on the driver     each process, every few seconds
-      status.remote  ---------------->  control thread: answers while the working thread computes
+    heartbeat thread, on the driver     every process of the run
+      status.remote, every 2.5 s  --->  control thread: answers while the working thread computes
       no answer for a while             a message names the process and its state
       none for stall_timeout_s          SIGKILL
       a call over half of its limit     a message names the call and its limit
@@ -34,8 +34,8 @@ EVERY_S = 2.5
 NAMED_AFTER_S = 15.0
 """Time without an answer until a message. A call in C that holds the GIL may take a while."""
 
-STACKS_LIMIT_S = 5.0
-NODE_LIMIT_S = 10.0
+STACKS_LIMIT_S = 5.0  # time for processes to send their stacks
+NODE_LIMIT_S = 10.0  # time for a node to tell the state of a process
 
 
 @dataclass
@@ -47,8 +47,8 @@ class _Watched:
     address: ProcessAddress
     question: Any  # pending request of its status
     silent_s: float = 0.0  # time without an answer
-    is_named: bool = False  # whether a message has named its silence
-    long_call: str = ""  # the long call that a message has named
+    is_named: bool = False  # whether a message has reported its silence
+    long_call: str = ""  # the long call that a message has reported
 
 
 class Heartbeat:
@@ -84,8 +84,9 @@ class Heartbeat:
         self._thread.join()
 
     def _beat(self) -> None:
-        # Counts rounds, not the time between them: the driver itself may have been stopped for
-        # long.
+        """Request statuses in rounds, until `close`. The thread's main function."""
+        # Time is counted in rounds: the driver itself may have been stopped for long, during which
+        # the processes are not silent.
         while not self._is_over.wait(EVERY_S) and ray.is_initialized():
             if is_cluster_lost():
                 calls.HEAD_LOST.set()
@@ -119,6 +120,7 @@ class Heartbeat:
                 self._watched.append(_Watched(start.actor, worker, address, question))
 
     def _look(self, process: _Watched) -> None:
+        """Check the pending status of a process. Raises RayError if the process has died."""
         ready, _ = ray.wait([process.question], timeout=0)
         if ready:
             status: Status = ray.get(process.question)
@@ -142,7 +144,13 @@ class Heartbeat:
             )
 
     def _limit_call(self, process: _Watched, status: Status, limit_s: float) -> None:
-        """Name a call that has taken half of its time limit; kill the process of one beyond it."""
+        """Report a call that has taken half of its time limit, or end one that has exceeded it.
+
+        Args:
+            process: the process.
+            status: its status.
+            limit_s: `trainer.phase_timeout_s`.
+        """
         call = f"{status.role}.{status.method}" if status.running_s > limit_s / 2 else ""
         if status.running_s > limit_s:
             self._end_call(process, status)
@@ -162,7 +170,12 @@ class Heartbeat:
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=STACKS_LIMIT_S)
         workers_at: dict[str, list[str]] = {}
         for ref in ready:
-            workers_at.setdefault(ray.get(ref), []).append(str(refs[ref]))
+            stacks = calls.output_or_none(ref)
+            if stacks is None:
+                # This process has died. The one with the long call must be killed all the same.
+                silent.append(ref)
+            else:
+                workers_at.setdefault(stacks, []).append(str(refs[ref]))
         taken = f"{process.worker}: {name} has taken {status.running_s:.0f} s"
         lines = [f"{taken}, {limit}; all processes stand here:"]
         lines += [f"{', '.join(workers)}:\n{stacks}" for stacks, workers in workers_at.items()]
@@ -172,7 +185,7 @@ class Heartbeat:
         self._kill(process, got, f"It was killed: {limit}.")
 
     def _state(self, process: _Watched) -> str:
-        """The kernel's state of a process, in brackets, if it explains its silence, or ""."""
+        """The kernel's state of a process, in parentheses, if it explains the silence; else ""."""
         try:
             state = run_on_node(
                 process.address.node_id, state_of, process.address.pid, limit_s=NODE_LIMIT_S
@@ -182,10 +195,11 @@ class Heartbeat:
         return f" ({state})" if state else ""
 
     def _kill(self, process: _Watched, got: str, fix: str) -> None:
+        """Kill a process, and watch it no longer; see `calls.kill`."""
         try:
             calls.kill(process.address, got, fix)
         except RayError as error:
-            # Its node is lost, too, or will answer in the next round.
+            # Its node is lost, too, or answers in the next round, which tries again.
             self.emit(f"{process.worker} cannot be killed: {type(error).__name__} from its node")
             return
         self._watched.remove(process)

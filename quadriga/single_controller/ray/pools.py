@@ -2,8 +2,7 @@
 """Resource pools on Ray: one placement group per node, one bundle per process.
 
 A pool takes its resources when `bundles` is first called, and keeps them until `close`. Each worker
-group on the pool takes a share of each bundle, so that several groups, or several roles in one
-process, can take turns.
+group on the pool takes a share of each bundle, so that several groups can take turns there.
 """
 
 import math
@@ -25,10 +24,11 @@ from quadriga.single_controller.resource_pool import (
     choose_nodes,
 )
 
-# Resources of processes that have just ended are free within a fraction of a second, but Ray
-# reports them with some delay.
+# Time to wait for resources. Processes that have just ended free them at once, but Ray reports that
+# with some delay.
 RELEASE_S = 3.0
-# A placement group on free resources is created in milliseconds, unless another driver was faster.
+# Time limit for placement groups. On free resources, they are created in milliseconds, unless
+# another driver was faster.
 PLACEMENT_S = 10.0
 
 
@@ -59,7 +59,7 @@ def cluster_nodes() -> list[NodeResources]:
 def check_resources(
     pools: Mapping[str, Sequence[int]], each: Mapping[str, float]
 ) -> dict[str, list[NodeResources]]:
-    """Choose nodes with `choose_nodes`. Waits a moment for resources that are in use.
+    """Choose nodes with `choose_nodes`. Waits a moment if the resources are in use.
 
     Args:
         pools: number of processes on each node, by name of the pool.
@@ -69,7 +69,7 @@ def check_resources(
         The chosen nodes of each pool.
 
     Raises:
-        WorkerError: the cluster lacks resources, even if it were idle or after the wait.
+        WorkerError: the cluster lacks resources, either after the wait, or even if it were idle.
     """
     await_lost_nodes()
     deadline = time.monotonic() + RELEASE_S
@@ -80,6 +80,7 @@ def check_resources(
         except WorkerError as error:
             if time.monotonic() > deadline:
                 raise
+            # Waiting is useless if the resources would not even suffice on idle nodes.
             idle = [replace(node, free=node.total) for node in nodes]
             try:
                 choose_nodes(pools, each, idle)
@@ -92,10 +93,10 @@ class RayResourcePool(ResourcePool):
     """Processes per node, with the resources of a Ray cluster.
 
     Args:
-        process_on_nodes: number of processes on each node. Once placed, in the order of the nodes'
-            addresses.
-        use_gpu: whether a device is a GPU and a CPU, instead of a CPU. CPUs are logical ones of
-            Ray.
+        process_on_nodes: number of processes on each node. When they have been placed, the
+            attribute of this name is in the order of the nodes' addresses.
+        use_gpu: whether a device is a GPU with one of Ray's logical CPUs, instead of a logical CPU
+            alone.
         name_prefix: prefix of the placement groups' names, also used in error messages.
         max_colocate_count: number of groups that may run on the pool. Each takes this fraction of
             the resources.
@@ -124,7 +125,7 @@ class RayResourcePool(ResourcePool):
         self.name = name_prefix or "pool"
         self.max_colocate_count = max_colocate_count
         self._prefix = name_prefix
-        # By node id, the processes of all pools that take turns there, including this pool.
+        # By node id, the number of processes of all pools on the node, including this pool.
         self.neighbours: Mapping[str, int] = {}
         self._bundles: list[Bundle] = []
 
@@ -185,7 +186,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def take_share(self, group: str) -> tuple[list[Bundle], dict[str, float]]:
-        """Take the resources of one more worker group.
+        """Take a share of the resources for one more worker group.
 
         Args:
             group: name of the worker group.
@@ -208,7 +209,7 @@ class RayResourcePool(ResourcePool):
                 )
         for bundle in bundles:
             bundle.groups.append(group)
-        # Rounded down to Ray's precision: seven sevenths must not be more than one.
+        # Rounded down to Ray's precision, so that seven shares of 1/7 do not exceed 1.
         share = self.num_devices * math.floor(10_000 / self.max_colocate_count) / 10_000
         return bundles, {"num_cpus": share, "num_gpus": share if self.use_gpu else 0}
 
@@ -222,7 +223,7 @@ class RayResourcePool(ResourcePool):
         """Release the resources. Ray ends the processes that still use them."""
         groups = self.placement_groups
         self._bundles = []
-        # Without its head Ray would try for a minute, and then end this process.
+        # If the head is lost, Ray would try for a minute, and then end this process.
         if groups and ray.is_initialized() and not is_cluster_lost():
             for group in groups:
                 remove_placement_group(group)
@@ -297,6 +298,11 @@ class ResourcePoolManager:
         return self.pools
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
+        """The pool of a role.
+
+        Raises:
+            WorkerError: the role has no pool.
+        """
         if role not in self.mapping:
             raise WorkerError(
                 f"role {role}",

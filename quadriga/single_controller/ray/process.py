@@ -12,9 +12,9 @@
     take_call_times.remote      --->    the times of calls since the last request
                                       life thread       checks once a second that its raylet lives
 
-`docs/controller.md` says under Waits what each thread waits for. The process is ended by
+The section Waits of `docs/controller.md` says what each thread waits for. The process is ended by
 `calls.end_processes`, by Ray when its owner ends, and by the life thread when its raylet ends (Ray
-would let a computing process run on). In each case its process group is killed, including the
+would let a computing process continue). In each case its whole process group is killed, including
 processes that a worker has started.
 """
 
@@ -69,17 +69,17 @@ class ProcessAddress:
     node_id: str  # Ray's id of the node
     raylet_port: int  # port of the node's raylet
     pid: int  # process id on the node
-    started: bytes  # start time in clock ticks of the kernel: process ids are reused
-    log: str  # the file on the node with its standard error
+    started: bytes  # start time in the kernel's clock ticks, because process ids are reused
+    log: str  # path on the node of the file with its standard error
     # The kernel's count of processes killed for lack of memory, at the start of this process.
     oom_kills: int
 
 
 @dataclass(frozen=True)
 class Status:
-    """The method that a process runs."""
+    """The method that a process is running."""
 
-    role: str = ""  # "": none
+    role: str = ""  # "": it runs no method
     method: str = ""
     running_s: float = 0.0  # seconds since its start
     phase: str = ""  # file, line and function of the working thread
@@ -99,7 +99,7 @@ class _RunningMethod:
     waited_before_s: float = field(default_factory=lambda: RANK_WAITS.seconds)
 
     def call_time(self, rank: int) -> CallTime:
-        """Times of the method, which ends now in the thread that created this object."""
+        """Times of the method, which ends now. Call it in the thread that created this object."""
         seconds = time.monotonic() - self.start
         waited_s = RANK_WAITS.seconds - self.waited_before_s
         begin_s = time.time() - seconds
@@ -107,7 +107,8 @@ class _RunningMethod:
 
     def frames(self) -> Iterator[FrameType]:
         """The method's frames, innermost first."""
-        # The thread of a suspended coroutine only shows the event loop.
+        # While a coroutine is suspended, its thread is in the event loop. The coroutine's own
+        # frames show where it waits.
         suspended: list[FrameType] = []
         coroutine = self.coroutine
         while (
@@ -125,10 +126,10 @@ class _RunningMethod:
 
 
 def _split_header(header: bytes | tuple[str, str, Any]) -> tuple[str, str, Any]:
-    """Role, method and body of a message.
+    """Split the header of a call into role, method and message body.
 
-    They are joined to one value, because each argument of a call costs Ray time: to bytes if the
-    body is bytes, else to a tuple.
+    `RayWorkerGroup.start_all` joins them into one value, because each argument of a call costs Ray
+    time. The value is bytes if the body is bytes, else a tuple.
     """
     if not isinstance(header, bytes):
         return header
@@ -137,7 +138,15 @@ def _split_header(header: bytes | tuple[str, str, Any]) -> tuple[str, str, Any]:
 
 
 def _packed(output: Any, where: str) -> Any:
-    """Pack the output of the method `where` for its way to the caller."""
+    """Pack the output of a method for the caller.
+
+    Args:
+        output: the output.
+        where: the method, for errors.
+
+    Raises:
+        WorkerError: the output is a generator, or cannot be pickled.
+    """
     # A generator would run in the caller, which has another copy of the worker's state.
     if inspect.isgenerator(output) or inspect.isasyncgen(output):
         raise WorkerError(where, got="a generator", expected="an output", fix="Return a list.")
@@ -150,11 +159,11 @@ def _packed(output: Any, where: str) -> Any:
 
 
 class WorkerProcess:
-    """Class of the Ray actor.
+    """The Ray actor.
 
     Args:
-        name: name of the group.
-        rank: rank of the process. Both stand before each line that the process prints.
+        name: name of the group. Name and rank stand before each line that the process prints.
+        rank: rank of the process.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -167,7 +176,7 @@ class WorkerProcess:
         self._call_times: deque[CallTime] = deque(maxlen=MAX_CALL_TIMES)
         show_own_devices()
         streams.install()
-        # All threads, because the one that gets the signal is not the one that computes.
+        # Report all threads, because the signal may arrive in a thread that does not compute.
         faulthandler.enable(all_threads=True)
         keep_modules()
         parent = os.getppid()
@@ -179,11 +188,12 @@ class WorkerProcess:
 
     def address(self) -> ProcessAddress:
         """Address of this process."""
-        # Ray starts its processes with SIGINT blocked; what a worker starts from this thread shall
-        # not inherit that.
+        # Ray starts its processes with SIGINT blocked. Processes that a worker starts from this
+        # thread must not inherit that.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
+        # Bind a socket to port 0, so that the kernel chooses a free port.
         with socket.socket(socket.AF_INET6 if ":" in node else socket.AF_INET) as probe:
             probe.bind((node, 0))
             port = probe.getsockname()[1]
@@ -200,10 +210,13 @@ class WorkerProcess:
         )
 
     def load(self, modules: Sequence[str]) -> Failure | None:
-        """Import the modules of later workers.
+        """Import the modules of workers that will be built.
+
+        Args:
+            modules: names of the modules.
 
         Returns:
-            The failure of an import, if any; `build` will fail in the same way.
+            The failure of an import; None if all succeed. `build` will fail in the same way.
         """
         with self._run("worker modules", "load") as running, collector_paused():
             for module in modules:
@@ -219,7 +232,8 @@ class WorkerProcess:
             place: its rank and world size.
 
         Returns:
-            The failure to build it, if any. Calls to the worker return it, too.
+            The failure to build it; None if it was built. Calls to the worker return the failure,
+            too.
         """
         # torch.distributed and other libraries read these variables.
         os.environ.update({name.upper(): str(value) for name, value in asdict(place).items()})
@@ -228,7 +242,7 @@ class WorkerProcess:
         with self._run(role, "__init__") as running, placed(place):
             running.arguments = entry.args, entry.kwargs
             self._workers[role] = entry()
-            # Objects of modules stay alive. A garbage collection that visits them takes 0.1 s.
+            # Modules and worker stay alive. A garbage collection that visits them takes 0.1 s.
             gc.freeze()
         if running.outcome is not None:
             self._not_built[role] = running.outcome
@@ -240,9 +254,9 @@ class WorkerProcess:
         """Call a method of a role's worker.
 
         Args:
-            header: role, method and message body, joined by `RayWorkerGroup.start_all`.
+            header: role, method and message body; see `_split_header`.
             values: values of the message's references.
-            is_shown: whether `status` reports the call.
+            is_shown: whether `status` reports the call, and its times are recorded.
 
         Returns:
             The packed output, or a Failure.
@@ -284,7 +298,7 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="control")
     def take_call_times(self) -> list[CallTime]:
-        """Calls that have ended since the last request."""
+        """Times of the calls that have ended since the last request."""
         taken = []
         # The working thread may append meanwhile.
         while self._call_times:
@@ -293,7 +307,7 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """Stacks of all threads but this one, the innermost frame last."""
+        """Stacks of all threads except the calling one, the innermost frame last."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = []
         for ident, frame in sys._current_frames().items():
@@ -304,13 +318,14 @@ class WorkerProcess:
 
     @contextmanager
     def _run(self, role: str, method: str, *, is_shown: bool = True) -> Iterator[_RunningMethod]:
+        """Context manager: run a method. An exception becomes a Failure, its outcome."""
         running = _RunningMethod(role, method)
         if is_shown:
             self._running = running
         try:
             yield running
         except BaseException as error:
-            # SystemExit and KeyboardInterrupt, too: the driver decides what to do about them.
+            # Including SystemExit and KeyboardInterrupt: the driver decides what to do about them.
             name = self._names.get(role)
             if name is None:
                 name = WorkerName(role, self._rank, self._rank + 1, pid=os.getpid())
@@ -324,7 +339,7 @@ class WorkerProcess:
 
 
 def show_own_devices() -> None:
-    """Restrict this process to the GPUs that Ray assigned to it, even if Ray is set not to do so.
+    """Restrict this process to the GPUs that Ray assigned to it, even if Ray is told not to do so.
 
     With RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES every process sees all GPUs of its node, and
     the first ranks of two pools would use the same GPUs.

@@ -6,21 +6,22 @@
               pack_result(output)    the output, pickled; Ray writes large memory to its store
     driver    unpack_result(value)   the output; its columns are copied, or lent to a concatenation
 
-Arguments are pickled by protocol 5. The memory of tensors and large arrays stays out of the stream.
-Chunks of a batch are views of its columns. So a column's whole storage is put into the store, once
-for all ranks, and the message of a rank says which bytes of it the rank gets. For each storage:
+Arguments are pickled by protocol 5. The memory of tensors and large arrays stays out of the pickle
+stream. Chunks of a batch are views of its columns. Therefore the whole storage of a column is put
+into the store, once for all ranks, and the message of a rank says which of its bytes the rank gets:
 
-- If its bytes are already in the store, nothing is put. They stay there as long as the tensor
-  lives, so that the next role which gets the batch finds them. A tensor whose memory may change
-  unnoticed (`stamp_of`) is put on every call. After a write through `Tensor.data` or DLPack, call
-  `Outbox.forget`. - If the ranks together use less than half of it, copies of the used bytes are
-  put, for this call. - If the whole call needs no more than 64 KiB, the bytes travel inside the
-  messages.
+- If the bytes of a storage are already in the store, nothing is put. They stay there as long as the
+  tensor lives, so that the next role that gets the batch finds them. A tensor whose memory may
+  change unnoticed (`stamp_of`) is put on every call. After a write through `Tensor.data` or DLPack,
+  call `Outbox.forget`.
+- If the ranks together use less than half of a storage, only copies of the used bytes are put, for
+  this call.
+- If the whole call needs no more than 64 KiB, the bytes travel inside the messages.
 
 Objects in the store are lists of byte arrays. A large array is alone in its object, so that its
-memory is freed as soon as its column is gone. Small arrays share an object, because a put costs a
-millisecond whatever its size. Only arrays for the same ranks share one, so that no node fetches
-bytes that its ranks do not use.
+memory is freed as soon as its column is gone. Small arrays share an object, because each put costs
+a millisecond, however small. Only arrays for the same ranks share an object, so that no node
+fetches bytes that its ranks do not use.
 
 Tensors arrive on the CPU, contiguous, without autograd graphs. Arguments with references to Ray's
 objects (such as a DataProtoFuture) are pickled by Ray, which counts the references. Everything here
@@ -47,8 +48,8 @@ from quadriga.protocol.memory import advise, bytes_of, copy_of, lend, root_of, t
 from quadriga.protocol.proto import map_columns
 from quadriga.protocol.wire import rebuild_proto, unpack_tensor
 
-INLINE_UP_TO_BYTES = 64 << 10
-ALONE_FROM_BYTES = 1 << 20
+INLINE_UP_TO_BYTES = 64 << 10  # a call or an output of at most this size does not use the store
+ALONE_FROM_BYTES = 1 << 20  # an array of at least this size is alone in its object
 # A separate buffer costs an entry in several tables; smaller memory stays in the stream.
 BUFFER_FROM_BYTES = 4096
 Location = tuple[Any, int]  # ref of an object in the store, and the index of one of its arrays
@@ -68,11 +69,11 @@ class _BatchColumn(NamedTuple):
 
 @dataclass(slots=True)
 class _OutOfBandBuffer:
-    """Bytes outside the pickle stream."""
+    """Bytes of a value: the pickle stream itself, or memory outside the stream."""
 
     memory: np.ndarray
-    root: torch.Tensor | None = None  # the tensor whose storage contains them; None for a copy
-    is_column: bool = False
+    root: torch.Tensor | None = None  # the tensor whose storage contains the bytes; None: a copy
+    is_column: bool = False  # whether it is the memory of a column of a DataProto
 
     @property
     def key(self) -> tuple[int, int]:
@@ -90,8 +91,8 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         self.parts: list[_OutOfBandBuffer] = []
         self._tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]] = {}
-        # Not a bound method: a reference cycle with the pickler would keep the objects alive until
-        # the next garbage collection.
+        # Not a bound method, whose reference cycle with the pickler would keep the pickled objects
+        # alive until the next garbage collection.
         callback = partial(_take, self.parts, self._tensor_parts)
         super().__init__(file, protocol=5, buffer_callback=callback)
 
@@ -110,6 +111,7 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor, *, is_column: bool) -> Any:
+        """Reduce a tensor to a function that rebuilds it, and its arguments with the memory."""
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         memory = bytes_of(plain)
         buffer = pickle.PickleBuffer(memory)
@@ -126,7 +128,16 @@ def _take(
     tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]],
     buffer: pickle.PickleBuffer,
 ) -> bool:
-    """Take a buffer out of the stream if it is large. Returns whether it stays in the stream."""
+    """Callback of the pickler: add a large buffer to `parts`.
+
+    Args:
+        parts: the memory outside the stream.
+        tensor_parts: buffers of tensors, by id, with their parts.
+        buffer: the buffer.
+
+    Returns:
+        Whether the buffer is small, and stays in the stream.
+    """
     memory = buffer.raw()
     if id(buffer) in tensor_parts:
         parts.append(tensor_parts[id(buffer)][1])
@@ -136,7 +147,13 @@ def _take(
 
 
 def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    """A column over the bytes of a buffer. It is lent if the buffer is read-only."""
+    """Rebuild a column on the memory of a buffer. If the memory is read-only, the column is lent.
+
+    Args:
+        dtype_name: name of the dtype in torch.
+        shape: shape of the column.
+        buffer: its bytes.
+    """
     memory = np.frombuffer(buffer, dtype=np.uint8)
     if memory.flags.writeable:
         return unpack_tensor(dtype_name, shape, buffer)
@@ -148,7 +165,7 @@ def _pickled(value: Any) -> list[_OutOfBandBuffer]:
     """Pickle a value.
 
     Returns:
-        The stream, and the parts outside it.
+        The stream, and then the memory outside it.
 
     Raises:
         _NeedsRayError: Ray has to pickle the value.
@@ -162,6 +179,7 @@ def _pickled(value: Any) -> list[_OutOfBandBuffer]:
 
 
 def _writable_copy(memory: Any) -> Any:
+    """Copy bytes or a byte array, so that unpickled tensors may be written to."""
     if isinstance(memory, bytes):
         return bytearray(memory)
     return bytes_of(copy_of(tensor_over(memory, torch.uint8, (len(memory),))))
@@ -173,16 +191,16 @@ def _writable_copy(memory: Any) -> Any:
 class Message(NamedTuple):
     """Packed arguments of one rank."""
 
-    # Travels with the call: bytes, or `(args, kwargs)` that Ray has to pickle.
+    # Sent with the call: bytes, or `(args, kwargs)` that Ray has to pickle.
     body: Any
-    # Objects in Ray's store. They are passed as top-level arguments, so that Ray fetches them
-    # first.
+    # References of objects in Ray's store. They are top-level arguments, which Ray fetches
+    # before the call begins.
     refs: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class _PickledArguments:
-    """Pickled arguments, and the ranks that get them: all ranks of a model-parallel group."""
+    """Pickled arguments, and the ranks that get them, such as those of a model-parallel group."""
 
     parts: list[_OutOfBandBuffer]
     ranks: set[int] = field(default_factory=set)
@@ -193,21 +211,20 @@ class _Item:
     """An array to put into the store."""
 
     memory: np.ndarray
-    # The tensor and its stamp, if the array is a whole storage.
-    root: torch.Tensor | None = None
-    stamp: Any = None
+    root: torch.Tensor | None = None  # the tensor whose whole storage the array is
+    stamp: Any = None  # stamp of the tensor
     ranks: set[int] = field(default_factory=set)  # the ranks that read it
 
 
 def stamp_of(root: torch.Tensor) -> Any:
-    """Stamp of a tensor's storage, which is equal as long as its bytes have not changed.
+    """Stamp of a tensor's storage. Two stamps are equal if the bytes have not changed in between.
 
     Writes through `Tensor.data` and DLPack are not noticed.
 
     Returns:
-        The stamp; None where bytes may change unnoticed: in memory that numpy lent or borrowed
-        (torch may not resize it) or that other processes share, and in inference tensors, which
-        count no versions.
+        The stamp; None if bytes may change unnoticed: in memory that is shared with numpy (torch
+        may not resize it) or with other processes, and in inference tensors, which have no version
+        counter.
     """
     storage = root.untyped_storage()
     is_shared = root.device.type == "cpu" and root.is_shared()
@@ -255,12 +272,12 @@ class Outbox:
         locations = self._locations(list(drafts.values()))
         for key, draft in drafts.items():
             refs: dict[Any, int] = {}
+            # For each part its bytes, or where they are: reference, array, first byte and end.
             places: list[Any] = []
             for part in draft.parts:
-                # Parts without a location travel in the message.
-                address, size = part.key if locations else (0, 0)
+                address, size = part.key
                 start = 0
-                location = locations.get((address, size))
+                location = locations.get(part.key)
                 if part.root is not None and id(part.root) in locations:
                     start = address - part.root.untyped_storage().data_ptr()
                     location = locations[id(part.root)]
@@ -273,9 +290,18 @@ class Outbox:
         return [messages[key] for key in keys]
 
     def _locations(self, drafts: Sequence[_PickledArguments]) -> dict[Any, Location]:
-        """Locations in the store, by the id of a root or the key of a part. Puts missing bytes."""
+        """Find the bytes of messages in the store, and put missing bytes there.
+
+        Args:
+            drafts: the pickled arguments.
+
+        Returns:
+            Locations by the id of a root, whose whole storage is in the store, or else by the key
+            of a part. Parts without a location travel in the messages.
+        """
         locations: dict[Any, Location] = {}
         pairs = [(draft, part) for draft in drafts for part in draft.parts]
+        # Look up stored tensors, unless there are only the streams.
         if len(pairs) > len(drafts):
             session = self.session()
             if self._session != session:
@@ -301,7 +327,14 @@ class Outbox:
     def _put(
         self, missing: Sequence[tuple[_PickledArguments, _OutOfBandBuffer]]
     ) -> dict[Any, Location]:
-        """Put whole storages where at least half of the bytes is used, else the parts."""
+        """Put parts into the store: the whole storage if at least half of its bytes are used.
+
+        Args:
+            missing: parts that are not in the store, with the arguments that contain them.
+
+        Returns:
+            Their locations, as for `_locations`.
+        """
         used: dict[int, set[tuple[int, int]]] = {}
         for _, part in missing:
             used.setdefault(id(part.root), set()).add(part.key)
@@ -365,9 +398,8 @@ class PackedResult(NamedTuple):
     """A large output."""
 
     stream: np.ndarray
-    # Memory outside the stream, and whether it is the memory of a column.
-    memories: list[np.ndarray]
-    are_columns: list[bool]
+    memories: list[np.ndarray]  # memory outside the stream
+    are_columns: list[bool]  # whether each is the memory of a column
 
 
 def pack_result(value: Any) -> Any:
@@ -388,8 +420,8 @@ def unpack_result(value: Any, borrow: bool = False) -> Any:
 
     Args:
         value: a packed output.
-        borrow: columns may be views of read-only shared memory. The caller passes them to nothing
-            but `DataProto.concat`, which copies even a single part.
+        borrow: whether columns may be views of read-only shared memory. The caller must pass them
+            only to `DataProto.concat`, which copies even a single part.
     """
     if isinstance(value, bytes):
         stream, memories = pickle.loads(value)
@@ -414,9 +446,9 @@ def release_pages() -> None:
 
     The store is one shared mapping. Each page that a process has written (`ray.put`) or read stays
     in its page table and counts as its memory: a driver that sends a batch and collects the outputs
-    would seem to hold all of them. The bytes stay in the store. The same advice would wipe private
-    memory: so a mapping must be shared and belong to the store, and is checked again before each
-    release.
+    would seem to hold all of them. The bytes themselves stay in the store. Private memory, however,
+    would be wiped by the same advice, so a mapping must be shared and belong to the store, which is
+    checked before each release.
     """
     if sys.platform != "linux":
         return
@@ -435,6 +467,7 @@ def release_pages() -> None:
 
 
 def _is_store(start: int, end: int) -> bool:
+    """Whether a mapping of this process, by its addresses, belongs to the store."""
     try:
         return _STORE in os.readlink(f"/proc/self/map_files/{start:x}-{end:x}")
     except OSError:

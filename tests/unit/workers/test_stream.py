@@ -166,12 +166,13 @@ def test_ends_of_groups_are_told_together_until_their_batch_is_whole(
     monkeypatch.setattr("quadriga.workers.stream.EVENTS_WITHIN_S", 60.0)
     stream._batches |= {1: 7, 2: 7, 3: 8}
     stream._open |= {2: [], 3: []}
-    stream._tell("ended", 1, lambda: "first")
+    stream._report("ended", 1, lambda: "first")
     threading.Timer(
-        0.2, lambda: (stream._open.pop(2), stream._tell("ended", 2, lambda: "second"))
+        0.2, lambda: (stream._open.pop(2), stream._report("ended", 2, lambda: "second"))
     ).start()
     told = stream.events()
     assert (
-        told == [("ended", 1, "first"), ("ended", 2, "second")][: 1 if stream._tells_at_once else 2]
+        told
+        == [("ended", 1, "first"), ("ended", 2, "second")][: 1 if stream._reports_at_once else 2]
     )
     assert len(told) == 2 or stream.events() == [("ended", 2, "second")]
