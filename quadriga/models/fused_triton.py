@@ -12,7 +12,7 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
 _NUMBERS = 2048  # numbers that one program computes
-# Maximum number of programs in a norm's backward pass; each of which sums the weight's gradient over
+# Maximum number of programs in a norm's backward pass. Each sums the weight's gradient over
 # its rows. It does not depend on the device, so the order of the sum does not either.
 _PARTS = 512
 
