@@ -196,14 +196,13 @@ def _attention_kernel(
     query_rows = query + row * query_stride + heads[:, None] * SIZE
     q = tl.load(query_rows + columns[None, :], mask=inside, other=0.0)
 
-    # The keys of this part: [start, stop) of those before the new token, prefix first.
+    # Keys of this part, in whole tiles: [start, stop) of those before the new token, prefix first.
     written = tl.load(num_written + row)
     length = tl.load(prefix_length + row)
     end = length + written
     begin = end * 0  # a zero of the type that the other branch has
     if HAS_WINDOW:
         begin = tl.maximum(end + 1 - window, 0)
-    # Tokens of a part, in whole tiles. The last parts may have none.
     share = (end - begin + PARTS * TOKENS - 1) // (PARTS * TOKENS) * TOKENS
     start = begin + part * share
     stop = tl.minimum(start + share, end)
