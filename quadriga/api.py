@@ -302,7 +302,7 @@ class Run:
     Args:
         directory: directory of the run.
         callbacks: functions that `resume` calls with the `TrainingStep` after each step.
-        config: configuration of the run. None: the one in the directory.
+        config: its configuration. None: the one in the directory.
 
     Raises:
         ConfigError: the directory is not that of a run.

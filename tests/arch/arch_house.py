@@ -60,7 +60,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/serve/seeds.py:Ask.lose": "half of a pair with `Seeds.ask`",
     "quadriga/single_controller/ray/cluster.py:_drop_noise": "a handler that Ray calls",
     "quadriga/trainer/asynchronous/schedule.py:Schedule.may_start": "the gate, which a test takes out",
-    "quadriga/trainer/rollout_pool.py:RolloutPool._restart": "what Restarts calls in a thread",
+    "quadriga/trainer/asynchronous/batches.py:AsyncBatches._save.end_save": "a callback of a future",
     "quadriga/trainer/run_lock.py:_give_up_in_fork": "a hook of os.register_at_fork",
 }
 MAX_SHORT_USED_ONCE = 22
