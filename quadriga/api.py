@@ -269,7 +269,7 @@ class Trainer:
             self._steps.throw(error)
 
     def _next(self) -> TrainingStep:
-        """Take the next item of the run. Errors name the caller's arguments."""
+        """Take the next item. Errors name the caller's arguments."""
         try:
             with quiet_interrupt(is_reported=True):
                 return next(self._steps)
@@ -300,7 +300,7 @@ class Run:
     """Results of a run, read from its directory. `print(run)` shows the metrics of the last steps.
 
     Args:
-        directory: directory of the run.
+        directory: directory with the results of `quadriga train` or `quadriga sft`.
         callbacks: functions that `resume` calls with the `TrainingStep` after each step.
         config: its configuration. None: the one in the directory.
 

@@ -118,7 +118,7 @@ class Checkpoints:
         return text.removesuffix("\n")
 
     def _without_superseded(self, steps: list[int]) -> list[int]:
-        """The steps among `steps` whose checkpoints are part of the run."""
+        """The steps among `steps` whose checkpoints belong to this run, and not to one that it replaced."""
         return [step for step in steps if not os.path.exists(self.path(step) / _SUPERSEDED)]
 
     def path(self, step: int) -> Path:

@@ -43,7 +43,7 @@ class RolloutRecorder:
     Args:
         config: the resolved configuration.
         tokenizer: tokenizer of the policy, whose tokens are written once.
-        checkpoints: checkpoints of the run. Steps after the oldest one are never removed, because a
+        checkpoints: checkpoints of this run. Steps after the oldest one are never removed, because a
             replay needs them.
 
     Attributes:
