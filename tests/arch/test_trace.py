@@ -15,8 +15,8 @@ from tests.limits import PROGRAM_S
 # before `zero_outside`, `map_rows` and the check of row numbers were functions instead of repeated expressions;
 # 98 before waiting for a future among the arguments was a function;
 # 100 before an update could return its first outputs; 101 before all objectives shared one aggregation, the losses
-# beside the policy loss had a function of their own, and tokens of tools and users could have a loss; 105 before the mean
-# over tokens stood in one function instead of five places, and the even division of rows in one of its own.
+# beside the policy loss had a function of their own, and tokens of tools and users could have a loss; 105 before
+# the mean over tokens was one function instead of five expressions, and the even division of rows had one too.
 MAX_FUNCTIONS, MAX_FILES = 108, 25
 
 
