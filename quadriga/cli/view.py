@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             "quadriga view",
             got=f"no package {error.name}",
             expected="Starlette and uvicorn",
-            fix='Install them: pip install "quadriga[serve]". --export works without them.',
+            fix="Install them: pip install -e '.[serve]'. --export works without them.",
         ) from error
     # A run on this machine must not become slower.
     os.nice(10)

@@ -17,6 +17,7 @@ raised. Responses do not depend on the choice of the engine, because each reques
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from threading import Condition
 from typing import Generic, TypeAlias, TypeVar
 
@@ -331,16 +332,19 @@ class Balancer(RolloutEngine):
     def close(self) -> None:
         """Close all engines, after waiting for those that are being restarted.
 
-        If a dead engine cannot be closed, this is logged as a warning.
+        If a dead engine cannot be closed, this is logged as a warning. The error of another engine is
+        raised once all are closed.
         """
         super().close()
-        for restart in self._restarts.stop().values():
-            if restart.exception() is None:
-                restart.result().close()
-        for number in {*self.alive, *self._restarted}:
-            self.engines[number].close()
-        for number in self.dead.keys() - self._restarted:
-            self._close_dead(number)
+        # The stack calls all of them, also after an error.
+        with ExitStack() as stack:
+            for restart in self._restarts.stop().values():
+                if restart.exception() is None:
+                    stack.callback(restart.result().close)
+            for number in {*self.alive, *self._restarted}:
+                stack.callback(self.engines[number].close)
+            for number in self.dead.keys() - self._restarted:
+                stack.callback(self._close_dead, number)
 
     def _close_dead(self, number: int) -> None:
         """Close a dead engine, which may fail: only a warning is logged then."""

@@ -41,7 +41,7 @@ def check_server(config: Config) -> None:
             "actor_rollout_ref.rollout.serve",
             got=f"no package {error.name}",
             expected="starlette and uvicorn",
-            fix='Install them: pip install "quadriga[serve]".',
+            fix="Install them: pip install -e '.[serve]'.",
         ) from error
     require_address(config)
 

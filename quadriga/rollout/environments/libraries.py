@@ -45,7 +45,7 @@ def library(name: str) -> Any:
             "env.name",
             got=f"the library {name}, which cannot be imported ({error})",
             expected="an installed one",
-            fix=f"Install it: pip install 'quadriga[{_EXTRAS[name]}]', or scripts/install-agents.",
+            fix=f"Install it: pip install -e '.[{_EXTRAS[name]}]', or scripts/install-agents.",
         ) from error
 
 

@@ -288,6 +288,15 @@ def test_an_engine_that_died_is_made_again(caplog: pytest.LogCaptureFixture) -> 
     assert made[0].is_closed
 
 
+def test_an_engine_that_cannot_be_closed_leaves_no_other_open() -> None:
+    engines = [Engine(), Engine(), Engine()]
+    balancer = Balancer(engines)
+    engines[1].lives = -1
+    with pytest.raises(ConnectionError, match="nobody there"):
+        balancer.close()
+    assert [engine.is_closed for engine in engines] == [True, False, True]
+
+
 def test_close_starts_no_engine() -> None:
     """A restart that is due would start an engine that nobody closes."""
     num_started = 0
