@@ -374,18 +374,17 @@ class PolicyObjective(Objective):
             losses = losses * weights
         loss = aggregation_of(config, rows, counts)(losses)
         metrics["actor/pg_loss"] = Metric(loss.detach(), "sum")
-        measures = dict(diagnostics)
+        for name, values in diagnostics.items():
+            metrics[f"actor/{name}"] = _token_mean(values, mask)
         # Without a pass for old log-probs, which measures both over all rows.
         if "old_log_probs" not in columns:
-            measures["entropy"] = outputs["entropy"]
+            metrics["actor/entropy"] = _token_mean(outputs["entropy"], mask)
             sampled = columns.get("rollout_log_probs")
             if sampled is not None:
                 num_tokens = mask.sum()
                 for name, value in log_prob_mismatch(old_log_prob, sampled, mask).items():
                     reduction = _REDUCTIONS.get(name, "mean")
                     metrics[f"rollout/{name}"] = Metric(value, reduction, num_tokens)
-        for name, values in measures.items():
-            metrics[f"actor/{name}"] = _token_mean(values, mask)
         loss, further_metrics = self._add_penalties(loss, rows, outputs, counts, divergence)
         return loss, metrics | further_metrics
 
