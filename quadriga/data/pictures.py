@@ -270,9 +270,10 @@ def source_of(value: Any, folder: Path, where: str, what: str, expected: str) ->
 
 
 def _value_of_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
-    """The image or video in a dictionary with `bytes`, `path`, ... .
+    """Return the image or video in a dictionary with `bytes`, `path`, `image`, `video` or `url`.
 
-    Without one, the keys of the dictionary, which the caller reports as a wrong form.
+    If it has none of these, return a dictionary of its keys without their values: the caller
+    refuses dictionaries with an error that shows their content.
     """
     values = without_nulls(fields)
     size_keys = [name for name in values if "pixels" in name or "resized" in name]

@@ -369,10 +369,10 @@ class _Trial:
                 fix="Take a model of an architecture in docs/models.md.",
             )
         reason = self.objection(ATTENTION_NAME, expected)
-        generating = "eager" if self.objection("sdpa", expected) else "sdpa"
-        if not reason:
-            return Way(ATTENTION_NAME, generating)
-        return Way(generating, generating, reason)
+        # For `generate`, and for rows that cannot be packed.
+        fallback = "eager" if self.objection("sdpa", expected) else "sdpa"
+        attention = fallback if reason else ATTENTION_NAME
+        return Way(attention=attention, generating=fallback, reason=reason)
 
     def objection(self, attention: str, expected: Tensor) -> str:
         """Explain why an implementation of attention cannot compute the model; "" if it can.

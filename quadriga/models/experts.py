@@ -132,7 +132,7 @@ class RoutedTokens:
     chosen: dict[int, Tensor] = field(default_factory=dict)
     is_replayed: Tensor | None = None
 
-    def told(self, mixture: int, num_tokens: int) -> Tensor | None:
+    def experts_to_replay(self, mixture: int, num_tokens: int) -> Tensor | None:
         """Experts to replay in a mixture.
 
         Args:
@@ -151,7 +151,7 @@ class RoutedTokens:
         self.is_replayed = routes[:, 0] >= 0
         return routes
 
-    def see(
+    def record_choice(
         self,
         mixture: int,
         logits: Tensor,
@@ -350,7 +350,7 @@ class _Route:
         tokens = self.tokens
         if tokens is None:
             return forward(hidden, *args)
-        routes = tokens.told(self.number, hidden.numel() // hidden.shape[-1])
+        routes = tokens.experts_to_replay(self.number, hidden.numel() // hidden.shape[-1])
         own_choice = None
         if routes is None:
             output = forward(hidden, *args)
@@ -362,7 +362,7 @@ class _Route:
         reports_choice = isinstance(output, tuple) and len(output) == 3
         if reports_choice and (routes is None or own_choice is not None):
             logits, scores, chosen = output
-            scores = tokens.see(self.number, logits, scores, chosen, own_choice)
+            scores = tokens.record_choice(self.number, logits, scores, chosen, own_choice)
             return logits, scores, chosen
         routing = tokens.routing
         needs_choice = routing.keeps or routing.loss_weight or routing.z_weight

@@ -122,7 +122,7 @@ class Servers:
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._num_in_flight: Counter[HTTPClient] = Counter()
 
-    def told(self, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    def ask_all(self, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Send the same request to every server, to learn about the server itself.
 
         Args:
@@ -546,7 +546,7 @@ class ServedScorer:
             urls, setting=f"{setting}.path", where=setting, fix=fix, **server_options
         )
         # The models of each server.
-        server_models = [reply.get("data") or [{}] for reply in self.servers.told("v1/models")]
+        server_models = [reply.get("data") or [{}] for reply in self.servers.ask_all("v1/models")]
         self.model = options.get("model") or server_models[0][0].get("id")
         limits = []
         for models in server_models:
@@ -579,7 +579,7 @@ class ServedScorer:
         text = tokenizer.decode(probed)
         expected_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        replies = self.servers.told("tokenize", body)
+        replies = self.servers.ask_all("tokenize", body)
         for client, reply in zip(self.servers.clients, replies, strict=True):
             if reply.get("tokens") != expected_ids:
                 raise ConfigError(

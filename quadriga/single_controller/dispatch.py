@@ -342,19 +342,20 @@ def rank_arguments(
             if isinstance(value, DataProto):
                 padded, pad_size = pad_dataproto_to_divisor(value, num_chunks)
                 values[number] = padded
+                # Of several DataProtos, report the one with the most padding rows.
                 padding = max(padding, (pad_size, len(padded)))
     named_values = dict(zip(kwargs, values[len(args) :], strict=True))
-    per_rank, named = mode.dispatch_fn(group, *values[: len(args)], **named_values)
+    args_by_rank, kwargs_by_rank = mode.dispatch_fn(group, *values[: len(args)], **named_values)
     # The dispatch function may be the user's, so check its result.
-    for argument in (*per_rank, *named.values()):
-        if len(argument) != group.world_size:
-            got = f"{len(argument)} values for an argument"
+    for by_rank in (*args_by_rank, *kwargs_by_rank.values()):
+        if len(by_rank) != group.world_size:
+            got = f"{len(by_rank)} values for an argument"
             expected = f"{group.world_size}, one per rank"
             raise DispatchError("dispatch function", got=got, expected=expected)
     arguments: list[Arguments] = []
     for rank in range(group.world_size):
-        rank_args = [values[rank] for values in per_rank]
-        rank_kwargs = {key: values[rank] for key, values in named.items()}
+        rank_args = [by_rank[rank] for by_rank in args_by_rank]
+        rank_kwargs = {key: by_rank[rank] for key, by_rank in kwargs_by_rank.items()}
         arguments.append((rank_args, rank_kwargs))
     return arguments, padding
 

@@ -264,8 +264,16 @@ class _Checks:
         return facts
 
     def simulate(self, recorded: Path | None) -> list[str]:
-        """Estimate what asynchronous training would gain, if it is enabled."""
+        """Simulate asynchronous training, if it is enabled.
+
+        Args:
+            recorded: directory of a run with measured lengths and times. None: assume some.
+
+        Returns:
+            Lines of advice on `max_staleness` and on the ranks that generate.
+        """
         run = None
+        # Read in any case, so that an error in it is reported.
         if recorded is not None:
             run = self._try(recorded_run, recorded)
         if not self.config.async_training.enable or self._wrong_keys:

@@ -240,16 +240,17 @@ class EngineWorker(Worker):
         """
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
-        settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
+        megatron = self.config.actor_rollout_ref.actor.megatron_if_chosen
         if self.device.type == "cuda":
             require_machine(self.local_world_size)
-        world = process_group.join(self.place, self.device, also_alone=settings is not None)
+        # Megatron needs a process group even for a single process.
+        world = process_group.join(self.place, self.device, also_alone=megatron is not None)
         if self.device.type == "cuda":
             warn_about_unequal_devices(world, self.device)
             warn_about_other_programs(self.device)
-        self.processes = Processes.arrange(world, sizes.layout(world.size, where, settings))
-        place = self.processes.place
-        self.register_mesh(MESH, place.dp_rank, place.is_collected)
+        self.processes = Processes.arrange(world, sizes.layout(world.size, where, megatron))
+        rank_place = self.processes.place
+        self.register_mesh(MESH, rank_place.dp_rank, rank_place.is_collected)
         self.dtype: Choice = choose_dtype(fsdp.model_dtype, self.device)
 
     def build_engine(

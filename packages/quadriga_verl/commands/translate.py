@@ -148,7 +148,7 @@ def _take_all(line: Line) -> None:
 
 
 def _take_key(line: Line, key: str) -> None:
-    """Translate a key of the tree."""
+    """Translate a key of the tree by its row in rules.tsv."""
     line.written = key
     try:
         value = line.keys.tree.resolved(key)
@@ -158,12 +158,13 @@ def _take_key(line: Line, key: str) -> None:
     if isinstance(value, str) and is_number(line.keys.default.get(key)):
         # YAML reads `1e-5` as text.
         value = plain(value)
+    # A value that is not set, or the name of one of verl's classes, has no counterpart.
     if value == MISSING or key.endswith("_target_"):
         return
     try:
         line.take(key, value)
     except (TypeError, ValueError) as error:
-        # The function of the row needs a number, for example, and got a list.
+        # The function that rules.tsv names for this key needs a number, for example, and got a list.
         expected = "a value of the kind that verl has there"
         line.refuse(expected, f"It cannot be translated: {error}.")
 

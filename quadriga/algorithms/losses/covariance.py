@@ -161,7 +161,7 @@ def covariance_clipped(
     seed = zlib.crc32(covariance.double().cpu().numpy().tobytes())
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(positions), generator=generator).to(positions.device)
-    count = _num_tokens(clip_cov_ratio, "clip_cov_ratio", response_mask)
+    count = _num_held_back(clip_cov_ratio, "clip_cov_ratio", response_mask)
     return _mark(positions[order[:count]], covariance)
 
 
@@ -186,19 +186,29 @@ def covariance_top(
     """
     covariance = token_covariance(old_log_prob, advantages, response_mask)
     candidates = covariance.masked_fill(~response_mask.bool(), -float("inf")).flatten()
-    count = _num_tokens(kl_cov_ratio, "kl_cov_ratio", response_mask)
+    count = _num_held_back(kl_cov_ratio, "kl_cov_ratio", response_mask)
     # A batch without any token has no candidate, although the count is at least 1.
     count = min(count, int(response_mask.bool().sum()))
     return _mark(candidates.topk(count).indices, covariance)
 
 
-def _num_tokens(share: float, name: str, response_mask: Tensor) -> int:
+def _num_held_back(share: float, name: str, response_mask: Tensor) -> int:
+    """Number of tokens to hold back: a share of the response tokens, and at least 1.
+
+    Args:
+        share: the share, from 0 to 1.
+        name: name of its key, for errors.
+        response_mask: marks the response tokens, [B, T].
+
+    Raises:
+        ConfigError: the share is not between 0 and 1.
+    """
     if not 0 <= share <= 1:
         key = f"{_SECTION}.{name}"
         raise ConfigError(key, got=str(share), expected="a share of the tokens, 0 to 1")
-    num_tokens = int(response_mask.bool().sum())
+    total = int(response_mask.bool().sum())
     # A small share of a small batch would round to no token.
-    return max(1, int(share * num_tokens))
+    return max(1, int(share * total))
 
 
 def _mark(positions: Tensor, like: Tensor) -> Tensor:

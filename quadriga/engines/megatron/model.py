@@ -177,7 +177,7 @@ class Router(TopKRouter):
         self.tokens = options["packed_seq_params"].routed
 
     def routing(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """Choose experts, or replay the choices in `tokens`.
+        """Choose experts or replay recorded ones, record the choice, and attach its losses.
 
         Args:
             logits: [n, 1, E].
@@ -195,7 +195,7 @@ class Router(TopKRouter):
         weights, is_chosen = super().routing(logits, **options)
         chosen = replay.get_recorded_indices()
         own_choice = None
-        replayed = self.tokens.told(number, len(logits))
+        replayed = self.tokens.experts_to_replay(number, len(logits))
         if replayed is not None:
             own_choice = chosen
             # Where the entry is negative, the router's own choice remains.
@@ -205,7 +205,9 @@ class Router(TopKRouter):
             weights, is_chosen = super().routing(logits, **options)
         replay.clear_router_replay_action()
         replay.clear_indices()
-        return self.tokens.see(number, logits[:, 0], weights, chosen, own_choice), is_chosen
+        # The same weights, whose backward pass adds the load-balancing loss and the z-loss.
+        weights = self.tokens.record_choice(number, logits[:, 0], weights, chosen, own_choice)
+        return weights, is_chosen
 
     def gating(self, input: Tensor) -> Tensor:
         """Logits [n, 1, E] of tokens [n, 1, D]."""

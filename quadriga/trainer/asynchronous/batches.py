@@ -420,7 +420,9 @@ class AsyncBatches(WeightPublisher):
             self._changed.notify_all()
 
     def _end_group(self, number: int, output: Callable[[], DataProto]) -> None:
-        """Handle the end of a group; this is the callback `done` of the streams.
+        """Store the responses of a group and report its end to the schedule.
+
+        With dynamic sampling it is graded with its round. This is the callback `done` of the streams.
 
         Args:
             number: number of the group.
@@ -449,6 +451,7 @@ class AsyncBatches(WeightPublisher):
             if self.rules.round_size:
                 self._grade_round(group.batch)
             else:
+                # Without dynamic sampling no grade decides whether a group is kept.
                 schedule.graded(number)
 
     def _grade_round(self, batch: int) -> None:
