@@ -249,7 +249,7 @@ def test_a_server_that_is_not_there(config: Config, tokenizer: PreTrainedTokeniz
             {"max_logprobs": 1},
             r"got \d tokens at place 1, expected the token of the response and the 3 likeliest.*--max",
         ),
-        ({"dropped": 1}, r"got those of \d, expected `prompt_logprobs` of \d tokens"),
+        ({"dropped": 1}, r"got `prompt_logprobs` of \d tokens, expected those of \d tokens"),
     ],
 )
 def test_a_server_that_tells_less_than_is_asked(
