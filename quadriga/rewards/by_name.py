@@ -288,8 +288,10 @@ def reward_of(given: Any) -> ItemReward:
                 f"reward {number}", got=repr(entry), expected="a function, or (function, weight)"
             )
         name = getattr(function, "__name__", type(function).__name__)
-        # The weighted sum is called "score", so no function can be logged by that name.
-        taken_names = ["score", *(part.name for part in parts)]
+        taken_names = [part.name for part in parts]
+        if len(entries) > 1 or weight != 1:
+            # The weighted sum is called "score", so no function can be logged by that name.
+            taken_names.append("score")
         if not name.isidentifier() or name in taken_names:
             name = f"reward_{number}"
         parts.append(NamedReward(function, name, weight))

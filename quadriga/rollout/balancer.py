@@ -336,15 +336,17 @@ class Balancer(RolloutEngine):
         raised once all are closed.
         """
         super().close()
-        # The stack calls all of them, also after an error.
+        restarts = self._restarts.stop()
+        # The stack calls all of them, also after an error, from the last to the first: dead engines,
+        # which may take long, are closed last.
         with ExitStack() as stack:
-            for restart in self._restarts.stop().values():
-                if restart.exception() is None:
-                    stack.callback(restart.result().close)
-            for number in {*self.alive, *self._restarted}:
-                stack.callback(self.engines[number].close)
             for number in self.dead.keys() - self._restarted:
                 stack.callback(self._close_dead, number)
+            for number in {*self.alive, *self._restarted}:
+                stack.callback(self.engines[number].close)
+            for restart in restarts.values():
+                if restart.exception() is None:
+                    stack.callback(restart.result().close)
 
     def _close_dead(self, number: int) -> None:
         """Close a dead engine, which may fail: only a warning is logged then."""

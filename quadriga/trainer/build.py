@@ -300,11 +300,10 @@ def start_workers(
     workers = {}
     for role in map(Role, placement.roles):
         base = role_classes.get(role, ActorRolloutRefWorker)
-        cls = base
-        if role in replacements:
-            cls = replacements[role]
-        elif role in policy_roles:
-            cls = policy_class or base
+        cls = replacements.get(role)
+        if cls is None and role in policy_roles:
+            cls = policy_class
+        cls = cls or base
         if not issubclass(cls, base):
             raise ConfigError(
                 f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}"

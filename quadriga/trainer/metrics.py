@@ -104,18 +104,16 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
     scores = scores_of_rows(batch)
     columns = batch.non_tensor_batch
     rollout_ids = columns.get("rollout_id", range(len(scores)))
-    scored_rollouts = set()
     scores_of_group = defaultdict(set)
     # Rows without a score are neither learned from nor part of a group.
     known_scores = []
-    for uid, rollout_id, score in zip(columns["uid"], rollout_ids, scores, strict=True):
+    for uid, score in zip(columns["uid"], scores, strict=True):
         if score is not None:
             known_scores.append(score)
-            scored_rollouts.add(rollout_id)
             scores_of_group[uid].add(score)
     groups = list(scores_of_group.values())
     # With one rollout per prompt, the batch is the group.
-    if len(groups) == len(scored_rollouts):
+    if len(set(columns["uid"])) == len(set(rollout_ids)):
         groups = [set(known_scores)]
     if len(known_scores) > 1 and all(len(group) == 1 for group in groups):
         advice = "trainer.rollout_record=all records them."

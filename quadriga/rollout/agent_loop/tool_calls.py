@@ -138,7 +138,8 @@ class ToolThread(EventLoopThread):
             TimeoutError: the loop did not run for `limit_s` seconds, or the work raised it.
         """
         loop = self._loop
-        result = asyncio.wrap_future(self.submit(work))
+        submitted = self.submit(work)
+        result = asyncio.wrap_future(submitted)
         try:
             while True:
                 # The work limits its own time. This only detects a loop that does not run.
@@ -156,8 +157,9 @@ class ToolThread(EventLoopThread):
                     "it should `await`"
                 )
         finally:
-            # If the conversation was cancelled, its tools are released next: none may still run.
-            result.cancel()
+            # If the conversation was cancelled, its tools are released next. `result.cancel()` would
+            # reach the tool only after that.
+            submitted.cancel()
 
     def _replace_thread(self) -> None:
         """Give up the thread, whose loop is blocked, and start a new one."""

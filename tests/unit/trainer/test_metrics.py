@@ -96,6 +96,9 @@ def test_batches_without_a_signal_to_learn_from() -> None:
     alike = signals([1.0, 1.0, 0.0], [1, 2, 1], "abc", unscored=(2,))
     assert alike["scores"].startswith("all responses scored alike (mean 1)")
     assert signals([0.0, 0.0], [1, 2], "aa", unscored=(0, 1)) == {}
+    # A single scored response of a group has nothing to differ from, whatever other groups score.
+    lone = signals([0.0, 0, 0, 1.0, 0, 0], [1] * 6, "aaabbb", unscored=(1, 2, 4, 5))
+    assert lone["scores"].startswith("all responses of every group scored alike")
     cut = signals([float(row) for row in range(16)], [3] * 15 + [1], "a" * 16)
     assert cut["length"].startswith("94% of responses hit the limit, data.max_response_length=3.")
     assert signals([float(row) for row in range(16)], [3] * 14 + [1, 2], "a" * 16) == {}

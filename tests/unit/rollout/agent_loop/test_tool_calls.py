@@ -309,23 +309,31 @@ def test_an_async_function_that_blocks_or_exits_costs_its_own_call() -> None:
     thread.close()
 
 
-def test_a_tool_is_cancelled_with_its_conversation(thread: ToolThread) -> None:
-    """Otherwise it would still run while the tools of the conversation are released."""
+def test_a_tool_is_cancelled_before_it_is_released(thread: ToolThread) -> None:
+    events: list[str] = []
     started = threading.Event()
-    ended = threading.Event()
 
     async def wait_long() -> None:
         started.set()
         try:
             await asyncio.sleep(HANGS_S)
         finally:
-            ended.set()
+            events.append("cancelled")
+
+    async def release() -> None:
+        events.append("released")
+
+    async def converse() -> None:
+        try:
+            await thread.call("tool", wait_long, {}, HANGS_S)
+        finally:
+            await thread.call("release", release, {}, SOON_S)
 
     async def cancel() -> None:
-        call = asyncio.ensure_future(thread.call("tool", wait_long, {}, HANGS_S))
+        conversation = asyncio.ensure_future(converse())
         await asyncio.to_thread(started.wait)
-        call.cancel()
-        await asyncio.wait({call})
+        conversation.cancel()
+        await asyncio.wait({conversation})
 
     asyncio.run(cancel())
-    assert ended.wait(SOON_S)
+    assert events == ["cancelled", "released"]
