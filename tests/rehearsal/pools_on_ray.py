@@ -33,9 +33,12 @@ if __name__ == "__main__":
     ray.cloudpickle.register_pickle_by_value(sys.modules["__main__"])
     seen = []
     with cluster({"num_gpus": 4, "num_cpus": 4}, 4):
+        # As in a run, a pool has one group. Ray gives a process with a part of a bundle one GPU.
         pools = [
-            RayResourcePool([2], use_gpu=True, name_prefix="train"),
-            RayResourcePool([1], use_gpu=True, name_prefix="roll", num_devices=2),
+            RayResourcePool([2], use_gpu=True, name_prefix="train", max_colocate_count=1),
+            RayResourcePool(
+                [1], use_gpu=True, name_prefix="roll", max_colocate_count=1, num_devices=2
+            ),
         ]
         groups = [RayWorkerGroup(pool, RayClassWithInitArgs(Looker)) for pool in pools]
         for group in groups:
