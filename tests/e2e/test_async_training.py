@@ -89,7 +89,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             is_waiting.clear()
 
     def advance_slowly(*step: Any) -> Any:
-        is_waiting.wait(0.1)
+        is_waiting.wait(0.03)
         return advance(*step)
 
     def slow(function: Callable[..., Any], most_s: float) -> Callable[..., Any]:
@@ -99,10 +99,10 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
         return slowed
 
-    monkeypatch.setattr(Generation, "advance", slow(advance_slowly, 0.02))
+    monkeypatch.setattr(Generation, "advance", slow(advance_slowly, 0.006))
     monkeypatch.setattr(AsyncBatches, "take", take_at_once)
     monkeypatch.setattr(
-        RayPPOTrainer, "compute_advantages", slow(RayPPOTrainer.compute_advantages, 0.3)
+        RayPPOTrainer, "compute_advantages", slow(RayPPOTrainer.compute_advantages, 0.1)
     )
     return dice.seed
 
