@@ -89,7 +89,7 @@ def chat_body(
         policy: the served policy.
     """
     with policy.lock:
-        text = policy.encoder.text(completion.token_ids, with_special=call.keeps_special)
+        text = policy.encoder.decode(completion.token_ids, with_special=call.keeps_special)
         if completion.finish_reason == "stop":
             # The tokens include the stop string that ended them, the text does not.
             for stop in call.sampling.stop:
@@ -170,7 +170,7 @@ def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if not call.schemas:
         return message
-    with_special = policy.encoder.text(completion.token_ids, with_special=True)
+    with_special = policy.encoder.decode(completion.token_ids, with_special=True)
     calls = policy.parser(with_special, call.schemas)
     if not calls or any(tool_call.problem for tool_call in calls):
         return message
@@ -195,7 +195,7 @@ def _entries(
     """Make the entries of tokens with their log-probabilities, as in OpenAI's API."""
     entries = []
     for token, log_prob in zip(token_ids, log_probs, strict=True):
-        text = policy.encoder.text([token], with_special=True)
+        text = policy.encoder.decode([token], with_special=True)
         name = f"token_id:{token}" if call.names_tokens_by_id else text
         entry = {"token": name, "logprob": log_prob, "bytes": list(text.encode())}
         entries.append({**entry, "top_logprobs": []})

@@ -54,12 +54,12 @@ def rendered_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     if fields.values.get("tool_choice") == "none":
         tools = []
     # Special tokens in texts are broken up, so that no text can end its turn.
-    messages, pictures = policy.encoder.plain_messages(messages)
+    messages, pictures = policy.encoder.escape_messages(messages)
     if len(pictures) > MAX_IMAGES:
         raise CallError("messages", got=f"{len(pictures)} images", expected=f"at most {MAX_IMAGES}")
     try:
         with policy.lock:
-            token_ids = policy.encoder.prompt(messages, tools)
+            token_ids = policy.encoder.encode_prompt(messages, tools)
             images = None
             if pictures:
                 token_ids, images = _with_images(token_ids, pictures, policy)
@@ -188,7 +188,7 @@ def _tool_call(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> d
         arguments = read_json(arguments or "{}", function.where("arguments"))
     arguments = Fields(arguments, function.where("arguments")).values
     # The template writes them as text, in which special tokens are broken up like in messages.
-    plain = policy.encoder.plain(json.dumps(dict(arguments), ensure_ascii=False))
+    plain = policy.encoder.escape_text(json.dumps(dict(arguments), ensure_ascii=False))
     return {
         "id": call_id,
         "type": "function",

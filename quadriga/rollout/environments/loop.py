@@ -104,7 +104,7 @@ class EnvironmentAgent(AgentLoop):
             messages.append({"role": "system", "content": self._pool.config.system_prompt})
         if not is_seed(chat.sample):
             messages += chat.sample.messages or []
-        text = chat.encoder.plain(observation)
+        text = chat.encoder.escape_text(observation)
         last = messages[-1] if messages else {}
         # Many templates take no two messages of the user in a row.
         if last.get("role") == "user" and isinstance(last["content"], str):

@@ -48,7 +48,7 @@ class EnvironmentFailedError(ToolFailedError):
     kind: Kind = "raised"
 
 
-def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
+def environment_spec(config: EnvironmentConfig) -> EnvironmentSpec:
     """Make the description of the configured environment that its processes receive."""
     return EnvironmentSpec(
         name=str(config.name),
@@ -91,7 +91,7 @@ class EnvironmentPool:
             self._places = asyncio.Semaphore(max(1, config.max_concurrent_episodes // num_shares))
         self._hosts = []
         for _ in range(max(1, num_processes // num_shares)):
-            host = _Host(spec_of(config), config.timeout_s, self._printed, self._counts)
+            host = _Host(environment_spec(config), config.timeout_s, self._printed, self._counts)
             self._hosts.append(host)
         # All processes start now. A later one that fails raises in its first call.
         starts = [host.submit(host.start) for host in self._hosts]

@@ -13,7 +13,7 @@ import pytest
 
 from quadriga.observe import watchdog
 from quadriga.protocol import DataProto
-from quadriga.rollout.agent_loop.guards import BoundedOutput, guarded, printed
+from quadriga.rollout.agent_loop.guards import BoundedOutput, guarded, num_printed
 from quadriga.rollout.agent_loop.loops import REGISTRY
 
 
@@ -103,9 +103,9 @@ def test_prints_that_cannot_be_shown_are_counted() -> None:
         io.TextIOWrapper(disk, "ascii", write_through=True) as text,
     ):
         output = BoundedOutput(text)
-        is_conversation = printed.set([0])
+        is_conversation = num_printed.set([0])
         print("é", file=output, flush=True)
-        printed.reset(is_conversation)
+        num_printed.reset(is_conversation)
         assert output.num_left_out == 2
         with pytest.raises(OSError, match="No space left"):
             print("e", file=output, flush=True)
