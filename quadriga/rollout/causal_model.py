@@ -76,7 +76,7 @@ class CausalModelEngine(RolloutEngine):
         """
         self.weight_version = -1
         parameters = dict(self.named_weights())
-        for name, tensor in Manifest.of(self.model).checked(weights):
+        for name, tensor in Manifest.of(self.model).check_stream(weights):
             # An engine on the trainer's own model gets its own parameters, which need no copy.
             if parameters[name].data_ptr() != tensor.data_ptr():
                 parameters[name].copy_(tensor)

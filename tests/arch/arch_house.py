@@ -52,7 +52,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/config/yaml_text.py:_Loader.construct_yaml_int": "what PyYAML calls",
     "quadriga/models/weight_files.py:_member": "stands in for getattr in an unpickler",
     "quadriga/observe/tracking/base.py:RecordedSteps.has": "half of a pair with `add`",
-    "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",
+    "quadriga/rollout/balancer.py:Balancer._restart_engine": "what Restarts calls in a thread",
     "quadriga/serve/app.py:PolicyApp._health": "a route",
     "quadriga/serve/app.py:PolicyApp._unexpected": "a handler that Starlette calls",
     "quadriga/serve/app.py:_disconnected": "the task that watches a connection",

@@ -65,7 +65,7 @@ from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_to
 from quadriga.rollout.environments.loop import EnvironmentAgent
 from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.rollout.interface import Images, RolloutEngine, SamplingParams
-from quadriga.rollout.sequences import images_of, sampling_of, sequence_seeds, with_responses
+from quadriga.rollout.sequences import append_responses, images_of, sampling_of, sequence_seeds
 from quadriga.weight_sync.publish import require_version
 
 logger = logging.getLogger(__name__)
@@ -548,13 +548,13 @@ def to_batch(
     prompts = _prompt_columns(chats, limits.prompt_tokens, pad_token_id)
     position_ids = _position_ids(chats, images, limits, pad_token_id)
     prompts["position_ids"] = position_ids[..., : limits.prompt_tokens]
-    tensors = with_responses(
+    tensors = append_responses(
         prompts,
         [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats],
         limits.response_tokens,
         pad_token_id,
-        [chat.routes for chat in chats],
-        [chat.versions for chat in chats],
+        routes=[chat.routes for chat in chats],
+        versions=[chat.versions for chat in chats],
     )
     tensors["position_ids"] = position_ids
     if chats and chats[0].encoder.echo_roles:

@@ -197,7 +197,7 @@ class NativeEngine(CausalModelEngine):
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
         requests = self._requests(prompts, sampling, images)
-        self._counted([request.future for request in requests])
+        self._count_when_done([request.future for request in requests])
         if self._inbox.put(requests):
             self._run()
         return [request.future.result() for request in requests]
@@ -305,7 +305,7 @@ class NativeEngine(CausalModelEngine):
     def follow(self) -> None:
         assert self._steps is not None and self.group is not None and not self.group.is_leader
         while True:
-            message = self.group.hear(is_idle=True) or StepMessage()
+            message = self.group.receive(is_idle=True) or StepMessage()
             if isinstance(message, Over):
                 break
             if isinstance(message, Renewal):
@@ -329,7 +329,7 @@ class NativeEngine(CausalModelEngine):
                     self._follow_step(message, generation)
                     if generation.scheduler.is_done:
                         break
-                message = self._steps.group.hear() or StepMessage()
+                message = self._steps.group.receive() or StepMessage()
         self._steps.count_tokens()
 
     def _follow_step(self, step: StepMessage, generation: Generation) -> None:
@@ -371,7 +371,7 @@ class NativeEngine(CausalModelEngine):
         self._thread.finish()
         # After a failed step the members do not listen any more.
         if not self._steps.has_failed:
-            self.group.tell(Over(self._steps.checksum))
+            self.group.broadcast(Over(self._steps.checksum))
         self._steps.reset()
 
     def wanted_shards(self) -> Wanted:
@@ -460,7 +460,7 @@ class NativeEngine(CausalModelEngine):
                 continue
             # The members have to know before the leader computes: layers wait for all ranks.
             if self._steps is not None:
-                self._steps.tell_step(
+                self._steps.send_step(
                     added, given_up, scheduler.max_cache_tokens, self.weight_version
                 )
             # Counted before the step: callbacks of responses that end in it read the number.
@@ -503,7 +503,7 @@ class NativeEngine(CausalModelEngine):
         steps = self._steps
         if steps is not None:
             steps.count_tokens(_requests_of(generation))
-            steps.group.tell(Renewal(steps.checksum, self.weight_version, keeps_cache))
+            steps.group.broadcast(Renewal(steps.checksum, self.weight_version, keeps_cache))
         network = self._packed_network()
         generation.renew(network, self.weight_version, keeps_cache=keeps_cache)
 

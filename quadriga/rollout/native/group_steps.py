@@ -99,7 +99,7 @@ class GroupSteps:
                 tokens = repr(request.token_ids).encode()
                 self.checksum = zlib.crc32(tokens, self.checksum)
 
-    def tell_step(
+    def send_step(
         self,
         added: Sequence[GenerationRequest],
         given_up: Sequence[GenerationRequest],
@@ -118,7 +118,7 @@ class GroupSteps:
         self.add(added)
         if not (added or given_up):
             # The shortest message is for the most frequent case.
-            self.group.tell(None)
+            self.group.broadcast(None)
             return
         new_requests = []
         for request in added:
@@ -128,7 +128,7 @@ class GroupSteps:
             )
         numbers = {id(request): number for number, request in self.requests.items()}
         aborted = [numbers[id(request)] for request in given_up]
-        self.group.tell(StepMessage(new_requests, aborted, max_cache_tokens))
+        self.group.broadcast(StepMessage(new_requests, aborted, max_cache_tokens))
 
     def require_same(self, checksum: int) -> None:
         """Raise an EngineError unless this rank generated the leader's tokens."""

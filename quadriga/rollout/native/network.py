@@ -281,7 +281,7 @@ class PlainNetwork(Network):
         logits = super().logits(hidden)
         if self.group is None:
             return logits
-        return self.group.join(logits, self.vocabulary_size)
+        return self.group.all_gather_columns(logits, self.vocabulary_size)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """[B, N] -> [B, N, D]. A rank of a group has the rows of some tokens."""
@@ -292,7 +292,7 @@ class PlainNetwork(Network):
         local = tokens - self.first_token
         is_local = (local >= 0) & (local < len(table))
         rows = embedding(torch.where(is_local, local, 0), table)
-        return self.group.add_up(rows * is_local[..., None])
+        return self.group.all_reduce(rows * is_local[..., None])
 
 
 class _NormWeights(NamedTuple):
@@ -566,13 +566,13 @@ class _Projection:
             product = self.weight.multiply(states)
             if self.group is not None:
                 # Summed in float32, and rounded once.
-                product = self.group.add_up(product.float())
+                product = self.group.all_reduce(product.float())
             return product.to(states.dtype)
         # A rank's columns, without forms.
         if self.group is not None:
             (module,) = cast(Any, self.modules)
             bias = module.bias if self.group.is_leader else None
-            return self.group.add_up(linear(states, module.weight, bias))
+            return self.group.all_reduce(linear(states, module.weight, bias))
         # A copy of the weights side by side.
         if len(self.factors) == 1:
             weight, bias = self.factors[0]

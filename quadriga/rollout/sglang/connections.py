@@ -34,7 +34,7 @@ from quadriga.http_client import HTTPClient, ServerLostError
 from quadriga.observe.probe import installed, release_numbers
 from quadriga.rollout.sglang.host import LEAST, WHERE, require_version
 from quadriga.rollout.sglang.receiver import LOADER
-from quadriga.rollout.third_party import died, refused
+from quadriga.rollout.third_party import engine_lost_error, start_error
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +102,12 @@ class SGLangProcess:
         except (EOFError, OSError) as error:
             self._end_process()
             status = self.process.returncode
-            raise refused(
+            raise start_error(
                 "sglang", "SGLang", f"a process that ended with status {status}"
             ) from error
         if not is_ready:
             self._end_process()
-            raise refused("sglang", "SGLang", self.version)
+            raise start_error("sglang", "SGLang", self.version)
         threading.Thread(target=self._read, name="sglang", daemon=True).start()
         threading.Thread(target=self._check_health, name="sglang health", daemon=True).start()
 
@@ -130,7 +130,7 @@ class SGLangProcess:
         future: Future[Any] = Future()
         with self._lock:
             if self._has_ended:
-                future.set_exception(died("sglang", "SGLang", "has ended"))
+                future.set_exception(engine_lost_error("sglang", "SGLang", "has ended"))
                 return future
             number = next(self._numbers)
             self._replies[number] = future
@@ -138,7 +138,9 @@ class SGLangProcess:
                 self._connection.send((number, method, arguments))
             except OSError as error:
                 self._replies.pop(number)
-                future.set_exception(died("sglang", "SGLang", f"is not there any more ({error})"))
+                future.set_exception(
+                    engine_lost_error("sglang", "SGLang", f"is not there any more ({error})")
+                )
         return future
 
     def _read(self) -> None:
@@ -165,7 +167,7 @@ class SGLangProcess:
             self._replies = {}
         for future in unanswered:
             if future.set_running_or_notify_cancel():
-                future.set_exception(died("sglang", "SGLang", "has ended"))
+                future.set_exception(engine_lost_error("sglang", "SGLang", "has ended"))
 
     def _check_health(self) -> None:
         """Kill the process when it does not answer in time, so that its requests fail."""

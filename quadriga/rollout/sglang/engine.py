@@ -45,8 +45,8 @@ from quadriga.rollout.third_party import (
     FINISH_REASONS,
     SEED_BITS,
     ThirdPartyEngine,
-    data_urls,
     has_filters,
+    image_data_urls,
     require_known_experts,
 )
 from quadriga.weight_sync.buckets import num_bytes
@@ -185,7 +185,7 @@ class SGLangEngine(ThirdPartyEngine):
         started = []
         for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
             started.append(self._start(prompt, params, prompt_images))
-        self._counted([future for _, future in started])
+        self._count_when_done([future for _, future in started])
         try:
             completions = []
             for (request_id, future), prompt, params in zip(
@@ -257,7 +257,7 @@ class SGLangEngine(ThirdPartyEngine):
                 self._has_resumed_weights = True
             self._call("begin_weight_update")
             num_sent = 0
-            checked = self._manifest.checked(weights)
+            checked = self._manifest.check_stream(weights)
             try:
                 for bucket in buckets(checked, num_bytes, self.bucket_bytes // _COPIES, copy):
                     # Handles are made for each process: each counts as one reader of the memory.
@@ -310,7 +310,7 @@ class SGLangEngine(ThirdPartyEngine):
         if images is not None:
             # SGLang repeats the one token of each image by itself.
             request["input_ids"] = list(images.short_prompt)
-            request["image_data"] = data_urls(images, self.name)
+            request["image_data"] = image_data_urls(images, self.name)
         future = self.connection.ask(
             "generate",
             **request,

@@ -43,11 +43,11 @@ from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import (
     LogProbsOf,
     ThirdPartyEngine,
-    died,
-    refused,
+    engine_lost_error,
     require_known_experts,
     require_release,
     results_of,
+    start_error,
 )
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
 from quadriga.rollout.vllm.arguments import arguments_of, sampling_of
@@ -120,7 +120,7 @@ class VLLMEngine(ThirdPartyEngine):
         is_vision: bool = False,
     ) -> None:
         if adapter is not None:
-            manifest = manifest.joined(adapter.manifest)
+            manifest = manifest.union(adapter.manifest)
         super().__init__(manifest, setup.max_model_len)
         self.setup = setup
         self.eos_token_ids = tuple(eos_token_ids)
@@ -175,7 +175,7 @@ class VLLMEngine(ThirdPartyEngine):
             add_adapter(skeleton, model, seed=0)
             shape = adapter_of(skeleton)
             assert shape is not None, "it was just added"
-            adapter = Adapter(shape, Manifest.of(skeleton).part(is_factor))
+            adapter = Adapter(shape, Manifest.of(skeleton).select(is_factor))
         make = partial(cls, setup, manifest, eos_token_ids, adapter=adapter, is_vision=is_vision)
         makers = [make] * setup.rollout.data_parallel_size
         return start_balanced(makers)
@@ -289,7 +289,7 @@ class VLLMEngine(ThirdPartyEngine):
     ) -> list[Completion]:
         if isinstance(self.core, ProcessCore):
             futures = self.begin(prompts, sampling, images)
-            self._counted(futures)
+            self._count_when_done(futures)
             return results_of(futures)
         requests = self._requests(prompts, sampling, images or [None] * len(prompts))
         # Without seeds vLLM draws from torch's generator, which in this process is the trainer's.
@@ -334,7 +334,7 @@ class VLLMEngine(ThirdPartyEngine):
         with self._loading(version) as received:
             self.memory.wake("weights")
             factors: dict[str, torch.Tensor] = {}
-            model_weights = self._manifest.checked(weights, self._frozen)
+            model_weights = self._manifest.check_stream(weights, self._frozen)
             if self._slot is not None:
                 model_weights = separated(model_weights, factors)
             try:
@@ -480,7 +480,7 @@ class VLLMEngine(ThirdPartyEngine):
         except QuadrigaError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
-            raise refused(self.name, self.title, first_line(error)) from error
+            raise start_error(self.name, self.title, first_line(error)) from error
 
     def _describe(self) -> str:
         """Describe what was chosen, and the parts that this version of vLLM does not have."""
@@ -567,7 +567,9 @@ class VLLMEngine(ThirdPartyEngine):
             raise
         except Exception as error:  # vLLM's failures have no class in common
             if self.core.is_lost:
-                raise died(self.name, self.title, f"has ended: {first_line(error)}") from error
+                raise engine_lost_error(
+                    self.name, self.title, f"has ended: {first_line(error)}"
+                ) from error
             where = f"{self.name}.generate"
             if self.setup.group is not None:
                 where += f", {self.setup.group}"

@@ -93,9 +93,9 @@ class GroupCore(InProcessCore):
         # Members get the leader's name for the group, which is unique on the machine.
         name = f"quadriga-{uuid4().hex}"
         if group.is_leader:
-            group.tell(name)
+            group.broadcast(name)
         else:
-            name = group.hear()
+            name = group.receive()
         arguments = arguments | group_arguments(group)
         # Symmetric memory needs the peers' devices, too; vLLM would warn and go on without it.
         variables = {} if sees_peers(group) else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
@@ -135,7 +135,7 @@ class GroupCore(InProcessCore):
         """Make the leader's steps until the batch is over; for a member."""
         with torch.compiler.set_stance(self._stance):
             while True:
-                message = self.group.hear(is_idle=not self.engine.has_unfinished_requests())
+                message = self.group.receive(is_idle=not self.engine.has_unfinished_requests())
                 if isinstance(message, int):
                     break
                 self._make_step(message or StepChanges({}, []))
@@ -151,7 +151,7 @@ class GroupCore(InProcessCore):
             self._turn = None
         # A step fails on all ranks, and the members do not listen any more.
         if not self._has_failed:
-            self.group.tell(self._checksum)
+            self.group.broadcast(self._checksum)
         self._has_failed = False
         self._checksum = 0
 
@@ -178,7 +178,7 @@ class GroupCore(InProcessCore):
                     step = self._next_step()
                     if step is None:
                         break
-                    self.group.tell(step if any(step) else None)
+                    self.group.broadcast(step if any(step) else None)
                     outputs = []
                     if step.given_up:
                         outputs = unfinished_outputs(self.engine, step.given_up)
