@@ -50,7 +50,7 @@ from quadriga.rollout.interface import (
 from quadriga.rollout.native.attention import cache_dtype
 from quadriga.rollout.native.cache_memory import CacheMemory
 from quadriga.rollout.native.generation import Generation, GenerationRequest
-from quadriga.rollout.native.group_steps import GroupSteps, Over, Renewal, StepMessage
+from quadriga.rollout.native.group_steps import BatchEnd, GroupSteps, NewWeights, StepMessage
 from quadriga.rollout.native.inbox import Inbox, RunnerThread, Work
 from quadriga.rollout.native.network import (
     Network,
@@ -196,10 +196,10 @@ class NativeEngine(CausalModelEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        requests = self._requests(prompts, sampling, images)
+        requests = self._make_requests(prompts, sampling, images)
         self._count_when_done([request.future for request in requests])
         if self._inbox.put(requests):
-            self._run()
+            self._run_generation()
         return [request.future.result() for request in requests]
 
     async def generate(
@@ -236,14 +236,14 @@ class NativeEngine(CausalModelEngine):
         Returns:
             The completion of each request.
         """
-        requests = self._requests(prompts, sampling, images)
+        requests = self._make_requests(prompts, sampling, images)
         # Requests beyond the length of `earlier` are new.
         for request, response in zip(requests, earlier, strict=False):
-            request.go_on_from(response)
+            request.continue_from(response)
         # All join at the same step, so one of them reports it.
         requests[0].joined = joined
         if self._inbox.put(requests):
-            self._thread.start(self._run)
+            self._thread.start(self._run_generation)
         return [request.future for request in requests]
 
     def between_steps(
@@ -264,7 +264,7 @@ class NativeEngine(CausalModelEngine):
         """
         done: Future[int] = Future()
         if self._inbox.put(work=[Work(work, keeps_cache, recomputes, done)]):
-            self._thread.start(self._run)
+            self._thread.start(self._run_generation)
         return done
 
     def unfinished(self) -> dict[Future[Completion], Completion]:
@@ -279,7 +279,7 @@ class NativeEngine(CausalModelEngine):
         """Abort all unfinished requests without waiting; they end after the current step."""
         self._inbox.abort()
 
-    def _requests(
+    def _make_requests(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages
     ) -> list[GenerationRequest]:
         """Make the requests of a batch, after checking the caller's arguments."""
@@ -306,23 +306,27 @@ class NativeEngine(CausalModelEngine):
         assert self._steps is not None and self.group is not None and not self.group.is_leader
         while True:
             message = self.group.receive(is_idle=True) or StepMessage()
-            if isinstance(message, Over):
+            if isinstance(message, BatchEnd):
                 break
-            if isinstance(message, Renewal):
-                self._follow_renewal(message)
+            if isinstance(message, NewWeights):
+                self._follow_new_weights(message)
             else:
                 self._follow_requests(message)
         self._steps.require_same(message.checksum)
         self._steps.reset()
 
     def _follow_requests(self, first_step: StepMessage) -> None:
-        """Make the leader's steps until no request is left."""
+        """Make the leader's steps until no request is left.
+
+        Args:
+            first_step: the leader's first message.
+        """
         assert self._steps is not None
-        message: StepMessage | Renewal | Over = first_step
-        with self._computing(first_step.max_cache_tokens) as generation:
+        message: StepMessage | NewWeights | BatchEnd = first_step
+        with self._new_generation(first_step.max_cache_tokens) as generation:
             while True:
-                if isinstance(message, Renewal):
-                    self._follow_renewal(message, generation)
+                if isinstance(message, NewWeights):
+                    self._follow_new_weights(message, generation)
                 else:
                     # The leader ends a batch only after all of its requests.
                     assert isinstance(message, StepMessage)
@@ -333,7 +337,12 @@ class NativeEngine(CausalModelEngine):
         self._steps.count_tokens()
 
     def _follow_step(self, step: StepMessage, generation: Generation) -> None:
-        """Make a step of the leader."""
+        """Make the same step as the leader.
+
+        Args:
+            step: the leader's message.
+            generation: the generation of this rank.
+        """
         assert self._steps is not None
         requests = []
         for prompt, sampling, images, earlier in step.added:
@@ -341,28 +350,32 @@ class NativeEngine(CausalModelEngine):
                 prompt, sampling, self.eos_token_ids, self.tokenizer, images
             )
             if earlier is not None:
-                request.go_on_from(earlier)
+                request.continue_from(earlier)
             requests.append(request)
         self._steps.add(requests)
         generation.scheduler.add(requests)
-        generation.advance([self._steps.requests[number] for number in step.given_up])
+        generation.advance([self._steps.requests[number] for number in step.aborted])
 
-    def _follow_renewal(self, renewal: Renewal, generation: Generation | None = None) -> None:
+    def _follow_new_weights(
+        self, new_weights: NewWeights, generation: Generation | None = None
+    ) -> None:
         """Take over the leader's weights.
 
         Args:
-            renewal: the leader's message.
+            new_weights: the leader's message.
             generation: the running generation, which goes on with them; None between two batches.
         """
         assert self._steps is not None
         self._steps.count_tokens(_requests_of(generation))
-        self._steps.require_same(renewal.checksum)
-        if renewal.version != self.weight_version:
+        self._steps.require_same(new_weights.checksum)
+        if new_weights.version != self.weight_version:
             assert self.take_weights is not None
-            self.take_weights(renewal.version)
+            self.take_weights(new_weights.version)
         if generation is not None:
-            network = self._packed_network()
-            generation.renew(network, renewal.version, keeps_cache=renewal.keeps_cache)
+            network = self._current_network()
+            generation.switch_weights(
+                network, new_weights.version, keeps_cache=new_weights.keeps_cache
+            )
 
     def release(self) -> None:
         if self._steps is None or self.group is None or not self.group.is_leader:
@@ -371,7 +384,7 @@ class NativeEngine(CausalModelEngine):
         self._thread.finish()
         # After a failed step the members do not listen any more.
         if not self._steps.has_failed:
-            self.group.broadcast(Over(self._steps.checksum))
+            self.group.broadcast(BatchEnd(self._steps.checksum))
         self._steps.reset()
 
     def wanted_shards(self) -> Wanted:
@@ -430,10 +443,11 @@ class NativeEngine(CausalModelEngine):
 
     # ---- the runner -----------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run_generation(self) -> None:
         """Generate until no request is left; the runner."""
         try:
-            with self._computing(self.cache_memory.max_tokens(self.model.device)) as generation:
+            max_cache_tokens = self.cache_memory.max_tokens(self.model.device)
+            with self._new_generation(max_cache_tokens) as generation:
                 self._generate_all(generation)
         except BaseException as error:
             # The callers wait for their futures, whatever thread this is, and get the error there.
@@ -447,37 +461,43 @@ class NativeEngine(CausalModelEngine):
         """Make steps until there is neither a request nor work."""
         scheduler = generation.scheduler
         while True:
-            self._work_between_steps(generation)
-            added, given_up, goes_on = self._inbox.take(scheduler)
-            # Without the lock of the inbox: a callback may submit requests.
+            self._do_work_between_steps(generation)
+            added, aborted, goes_on = self._inbox.take(scheduler)
+            # Not in `take`, which holds the lock of the inbox: a callback may submit requests.
             for request in added:
                 if request.joined is not None:
                     request.joined(self.num_steps)
             if not goes_on:
                 break
-            # Without a request there may still be work, which the next round does.
+            # There may still be work, which the next round does.
             if scheduler.is_done:
                 continue
-            # The members have to know before the leader computes: layers wait for all ranks.
+            # Sent before the leader computes, because its layers wait for those of all ranks.
             if self._steps is not None:
                 self._steps.send_step(
-                    added, given_up, scheduler.max_cache_tokens, self.weight_version
+                    added, aborted, scheduler.max_cache_tokens, self.weight_version
                 )
             # Counted before the step: callbacks of responses that end in it read the number.
             self.num_steps += 1
             with PhaseTimer.mark(f"step of version {self.weight_version}"):
-                generation.advance(given_up)
+                generation.advance(aborted)
             if scheduler.is_done:
                 if self._steps is not None:
                     self._steps.count_tokens()
                 # The next requests find an empty KV cache on all ranks, even if they are in the
                 # leader's inbox already.
-                generation.renew(generation.network, self.weight_version, keeps_cache=False)
+                generation.switch_weights(
+                    generation.network, self.weight_version, keeps_cache=False
+                )
 
-    def _work_between_steps(self, generation: Generation) -> None:
-        """Do the submitted work. The generation goes on with the weights that it has loaded."""
+    def _do_work_between_steps(self, generation: Generation) -> None:
+        """Do all submitted work. The generation goes on with the weights that the work has loaded.
+
+        Args:
+            generation: the running generation.
+        """
         while True:
-            # It may submit work, so it is called before each look for work.
+            # The callback may submit work, so it is called before each look for work.
             if self.before_step is not None:
                 self.before_step(self.num_steps)
             work = self._inbox.next_work(partial(_requests_of, generation))
@@ -490,7 +510,7 @@ class NativeEngine(CausalModelEngine):
                 with PhaseTimer.mark("new weights"):
                     work.function()
                 if work.recomputes or self.weight_version != version:
-                    self._renew(generation, keeps_cache=work.keeps_cache)
+                    self._switch_weights(generation, keeps_cache=work.keeps_cache)
             except BaseException as error:
                 work.done.set_exception(error)
                 raise
@@ -498,18 +518,18 @@ class NativeEngine(CausalModelEngine):
                 self._is_between_steps = False
             work.done.set_result(self.num_steps)
 
-    def _renew(self, generation: Generation, *, keeps_cache: bool) -> None:
+    def _switch_weights(self, generation: Generation, *, keeps_cache: bool) -> None:
         """Continue a generation with the loaded weights, on all ranks of a group."""
         steps = self._steps
         if steps is not None:
             steps.count_tokens(_requests_of(generation))
-            steps.group.broadcast(Renewal(steps.checksum, self.weight_version, keeps_cache))
-        network = self._packed_network()
-        generation.renew(network, self.weight_version, keeps_cache=keeps_cache)
+            steps.group.broadcast(NewWeights(steps.checksum, self.weight_version, keeps_cache))
+        network = self._current_network()
+        generation.switch_weights(network, self.weight_version, keeps_cache=keeps_cache)
 
     @contextmanager
-    def _computing(self, max_cache_tokens: int | None) -> Iterator[Generation]:
-        """Context manager of a generation, with the model in evaluation mode.
+    def _new_generation(self, max_cache_tokens: int | None) -> Iterator[Generation]:
+        """Context manager: a generation without requests, with the model in evaluation mode.
 
         Evaluation mode switches off dropout and gradient checkpointing. The trainer's mode is
         restored on exit.
@@ -524,7 +544,7 @@ class NativeEngine(CausalModelEngine):
                 self._recorder.is_on = True
             # A worker thread begins with the default device.
             with torch.inference_mode(), torch.cuda.device_of(next(self.model.parameters())):
-                network = self._packed_network()
+                network = self._current_network()
                 scheduler = Scheduler[GenerationRequest](
                     self.max_num_seqs, self.max_num_batched_tokens, max_cache_tokens
                 )
@@ -540,7 +560,7 @@ class NativeEngine(CausalModelEngine):
                 self._recorder.is_on = False
             self.model.train(was_training)
 
-    def _packed_network(self) -> Network:
+    def _current_network(self) -> Network:
         """The network of the current parameters, made anew if they have changed."""
         if self._network is None or self._network.state != state_of(self.model):
             # Frees the packed copy of earlier weights before the next one is made.
@@ -575,7 +595,7 @@ def _require_groups(model: PreTrainedModel, group: RolloutGroup) -> None:
 def _require_places(
     where: str, prompt: Prompt, images: Images, image_tokens: ImageTokens | None
 ) -> None:
-    """Refuse images unless the prompt has a token for each of their embeddings."""
+    """Raise a RolloutError unless the prompt has a token for each embedding of its images."""
     if image_tokens is None:
         expected = "text: the model is not a vision-language model"
         raise RolloutError(where, got="images", expected=expected)

@@ -95,11 +95,11 @@ class Scheduler(Generic[R]):
             # The first one starts in any case, or a request larger than a limit would never start.
             if started and num_tokens > self.max_num_batched_tokens:
                 break
-            prefixes_with = prefixes | {request.prefix}
+            new_prefixes = prefixes | {request.prefix}
             num_slots = len(self.running) + len(started) + 1
-            if num_slots > 1 and not self._fit(prefixes_with, num_slots, room):
+            if num_slots > 1 and not self._fit(new_prefixes, num_slots, room):
                 break
-            prefixes = prefixes_with
+            prefixes = new_prefixes
             started.append(request)
         self.waiting = self.waiting[len(started) :]
         self.running += started
