@@ -108,7 +108,7 @@ class SGLangProcess:
         if not is_ready:
             self._end_process()
             raise start_error("sglang", "SGLang", self.version)
-        threading.Thread(target=self._read, name="sglang", daemon=True).start()
+        threading.Thread(target=self._read_replies, name="sglang", daemon=True).start()
         threading.Thread(target=self._check_health, name="sglang health", daemon=True).start()
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class SGLangProcess:
                 )
         return future
 
-    def _read(self) -> None:
+    def _read_replies(self) -> None:
         """Set the results of futures until the connection ends, then an error for the others."""
         while True:
             try:

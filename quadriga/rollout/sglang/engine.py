@@ -153,7 +153,7 @@ class SGLangEngine(ThirdPartyEngine):
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
         self._require_ready([prompt], [sampling], [images])
-        request_id, future = self._start(prompt, sampling, images)
+        request_id, future = self._start_request(prompt, sampling, images)
         try:
             reply = await asyncio.wrap_future(future)
             return self._completion(request_id, reply, prompt, sampling)
@@ -184,7 +184,7 @@ class SGLangEngine(ThirdPartyEngine):
             images = [None] * len(prompts)
         started = []
         for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
-            started.append(self._start(prompt, params, prompt_images))
+            started.append(self._start_request(prompt, params, prompt_images))
         self._count_when_done([future for _, future in started])
         try:
             completions = []
@@ -290,7 +290,7 @@ class SGLangEngine(ThirdPartyEngine):
         self._running.pop(request_id, None)
         self._aborted.discard(request_id)
 
-    def _start(
+    def _start_request(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> tuple[str, Future[Any]]:
         """Send a request for a response; return its name and the future of SGLang's reply."""

@@ -99,8 +99,8 @@ def load() -> VLLMLibrary:
     return VLLMLibrary(version, module, sampling, lora)
 
 
-def started(num_processes: int = 0) -> AbstractContextManager[None]:
-    """Context manager: the environment for making an engine.
+def engine_environment(num_processes: int = 0) -> AbstractContextManager[None]:
+    """Context manager in which an engine is made: sets the environment variables that vLLM reads.
 
     Args:
         num_processes: number of processes for the engine, which share this one's threads; 0: the
@@ -174,10 +174,10 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
         raise RolloutError(f"{WHERE}, weights", got=got, fix=_INSTALL) from error
 
 
-def one_by_one(
+def checkpoint_weights(
     name: str, weight: torch.Tensor, model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Split a weight into the weights of checkpoint files, which vLLM's models load.
+    """Split a weight into those of checkpoint files, which vLLM's models load: one per expert.
 
     Args:
         name: name of the weight.
@@ -199,7 +199,7 @@ def one_by_one(
             yield f"{place}.{number}.{part}.weight", matrix
 
 
-def forget_packed_experts(model: torch.nn.Module, model_type: str) -> None:
+def drop_packed_experts(model: torch.nn.Module, model_type: str) -> None:
     """Make the next load pack the experts of a mixture anew, on a CPU.
 
     vLLM packs experts only when it makes their kernel. With the old kernel it would copy new
@@ -274,7 +274,7 @@ def executor(device: torch.device, group: tuple[str, int] | None = None) -> type
     return Executor
 
 
-def unfinished_outputs(engine: Any, names: Container[str]) -> list[Any]:
+def partial_outputs(engine: Any, names: Container[str]) -> list[Any]:
     """Partial outputs of unfinished requests, as if they were aborted.
 
     Args:
