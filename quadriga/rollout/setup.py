@@ -99,7 +99,7 @@ class EngineSetup:
 
     @property
     def _model_arguments(self) -> dict[str, Any]:
-        """Arguments that name the model, common to all functions that load it."""
+        """Arguments that all functions have that load the model."""
         section = self.config.actor_rollout_ref.model
         return {
             "path": section.path,

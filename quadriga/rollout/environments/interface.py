@@ -173,6 +173,7 @@ def random_value(
         definitions: schemas to which `$ref` may refer, besides `$defs` of the schema itself.
     """
     definitions = {**definitions, **schema.get("$defs", {})}
+    # A schema that refers to other ones is drawn from them.
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return random_value(definitions[name], generator, definitions)

@@ -69,6 +69,7 @@ class EnvironmentAgent(AgentLoop):
 
     async def run(self, chat: Conversation) -> None:
         """Play the episode of a conversation's row, and score it."""
+        # A seat is an agent that can be trained.
         seed = episode_seed_of(chat.sample)
         seats = self._pool.config.seats
         if not self._pool.config.train_together:
@@ -168,7 +169,7 @@ class EnvironmentAgent(AgentLoop):
                 return
             chat.activity = "in the environment"
             started = time.perf_counter()
-            # One after the other: calls of a turn act on the same environment.
+            # Made one after the other, because they act on the same environment.
             responses = []
             for call in calls[: config.max_parallel_calls]:
                 if not play.is_done:
@@ -179,7 +180,10 @@ class EnvironmentAgent(AgentLoop):
                 chat.append(messages, tool_responses=responses, seconds=seconds)
 
     async def _call(self, play: "Play", episode: Episode, call: ToolCall) -> ToolResult:
-        """Make one call. A call that cannot be read is refused, and the environment does not see it."""
+        """Make one call of a tool, and record its step.
+
+        A call that cannot be read is refused without the environment.
+        """
         started = time.perf_counter()
         step = Step(f"Error: {call.problem}", info={"is_invalid": True})
         if not call.problem:
@@ -283,16 +287,16 @@ class Play:
                 self._is_unscored = True
             else:
                 self._has_rewards = True
-                self._add(reward)
+                self._add_reward(reward)
         self.is_done = self.is_done or step.is_done
         self._info = {**self._info, **step.info}
         if actor == self._agent and step.info.get("is_invalid"):
             self._num_invalid += 1
-            self._add(-self._config.invalid_penalty)
+            self._add_reward(-self._config.invalid_penalty)
         if step.agent == self._agent:
             self._state = str(step.info.get("state", step.text))
 
-    def _add(self, reward: float) -> None:
+    def _add_reward(self, reward: float) -> None:
         """Add a reward to the score and to the agent's last turn, if it has one."""
         self._score += reward
         # An agent may be rewarded before its first turn, when another one loses.
@@ -332,7 +336,7 @@ class Play:
         if not self._has_rewards and is_graded_elsewhere:
             return None
         # An episode that a limit has cut off was perhaps not scored because it did not end.
-        if not self._has_rewards and self._is_unscored and not self._is_cut:
+        if not self._has_rewards and self._is_unscored and not self._was_cut_off:
             raise RolloutError(
                 "environment",
                 got="an episode without rewards",
@@ -349,13 +353,13 @@ class Play:
         return Outcome(self._score, extra, "", "graded")
 
     @property
-    def _is_cut(self) -> bool:
+    def _was_cut_off(self) -> bool:
         """Whether a limit ended the conversation before the episode was over."""
         return bool(self.chat.finish_reason) and not self.is_done
 
 
 def is_seed(sample: Sample) -> bool:
-    """Whether a row is only a seed, so that its prompt says nothing."""
+    """Whether a row has only a seed for the environment, so that the model must not read its prompt."""
     return bool((sample.columns.get("extra_info") or {}).get("is_env_seed"))
 
 

@@ -104,11 +104,11 @@ class SteppedEnvironment(TextEnvironment):
         info: Mapping[str, Any] = {}
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
             result, info = result
-        text = self.text_of(result, info)
+        text = self.observation_text(result, info)
         if self._instructions:
             text = f"{text}\n{self._instructions}".lstrip()
         self._agent = info.get("agent", 0)
-        return Step(text, self._agent, info=self._with_state(info, result))
+        return Step(text, self._agent, info=self._add_state(info, result))
 
     def step(self, action: Action) -> Step:
         if self._read_action is not None:
@@ -122,9 +122,9 @@ class SteppedEnvironment(TextEnvironment):
         rewards = reward
         if not isinstance(reward, Mapping):
             rewards = {self._agent: reward}
-        text = self.text_of(observation, info)
+        text = self.observation_text(observation, info)
         self._agent = info.get("agent", 0)
-        return Step(text, self._agent, rewards, is_done, self._with_state(info, observation))
+        return Step(text, self._agent, rewards, is_done, self._add_state(info, observation))
 
     def finish(self) -> Step:
         self.discard()
@@ -133,7 +133,7 @@ class SteppedEnvironment(TextEnvironment):
     def discard(self) -> None:
         _close(self.environment)
 
-    def text_of(self, observation: Any, info: Mapping[str, Any]) -> str:
+    def observation_text(self, observation: Any, info: Mapping[str, Any]) -> str:
         """Convert an observation to the text that the model reads.
 
         Args:
@@ -142,10 +142,11 @@ class SteppedEnvironment(TextEnvironment):
         """
         return as_observation(observation)
 
-    def _with_state(self, info: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
-        """Add the observation to the info as the state, unless it is a text or there is a state.
+    def _add_state(self, info: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
+        """Add the observation to the info as "state", if it is not the state anyway.
 
-        A text needs no entry, since it is the state by default.
+        The text that the agent reads is the state by default, and so is an observation that is a
+        text. A state that is in the info already stays.
         """
         if "state" in info or observation is None or isinstance(observation, str):
             return info

@@ -144,7 +144,10 @@ class SGLangProcess:
         return future
 
     def _read_replies(self) -> None:
-        """Set the results of futures until the connection ends, then an error for the others."""
+        """Main function of the reader thread: set the results of futures until the connection ends.
+
+        Futures without a reply then get an error.
+        """
         while True:
             try:
                 number, is_done, result = self._connection.recv()

@@ -54,7 +54,7 @@ from quadriga.weight_sync.publish import NamedWeights
 
 _GIB = 1 << 30
 _ABORT_AGAIN_S = 0.2
-# Copies of a bucket at the same time: tensors and bytes, each here and in SGLang's process.
+# Copies of a bucket that exist at once: tensors and bytes, each here and in SGLang's process.
 _COPIES = 4
 # Share of the host's memory on a CPU. It is only a bound there: the KV cache has its own size.
 _SHARE_OF_HOST = 0.9
@@ -293,7 +293,16 @@ class SGLangEngine(ThirdPartyEngine):
     def _start_request(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> tuple[str, Future[Any]]:
-        """Send a request for a response; return its name and the future of SGLang's reply."""
+        """Send a request for a response.
+
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+
+        Returns:
+            The name of the request, and the future of SGLang's reply.
+        """
         request_id = next(self._ids)
         sampling_params = {
             "max_new_tokens": sampling.max_tokens,
@@ -340,7 +349,13 @@ class SGLangEngine(ThirdPartyEngine):
     ) -> Completion:
         """Make the completion of a reply.
 
-        SGLang's log-probabilities are at the temperature and before filters.
+        SGLang's log-probabilities are those after the temperature and before filters.
+
+        Args:
+            request_id: name of the request.
+            reply: SGLang's reply.
+            prompt: token ids, with one for each embedding of an image.
+            sampling: how the response was sampled.
 
         Raises:
             RolloutError: the reply cannot be used.
@@ -354,6 +369,7 @@ class SGLangEngine(ThirdPartyEngine):
                 expected=f"{len(prompt)}, as the data expanded it",
                 fix="SGLang's image processor must have the sizes of data.mm_processor_kwargs.",
             )
+
         tokens = list(reply.get("output_ids") or ())
         log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
         finish = meta.get("finish_reason") or {}
@@ -363,6 +379,7 @@ class SGLangEngine(ThirdPartyEngine):
             length = min(len(tokens), len(log_probs))
             tokens = tokens[:length]
             log_probs = log_probs[:length]
+        # A response that SGLang aborts by itself, for want of memory, is a failure.
         if reason is None or (reason == "abort" and request_id not in self._aborted):
             problem = f"a response that ended with {finish.get('message') or finish}"
         elif len(log_probs) != len(tokens):
@@ -389,7 +406,16 @@ class SGLangEngine(ThirdPartyEngine):
 def _connect_engines(
     setup: EngineSetup, make: Callable[..., SGLangEngine]
 ) -> SGLangEngine | Balancer:
-    """Connect to the servers that `engine_kwargs.sglang` names."""
+    """Connect to the servers that `engine_kwargs.sglang` names.
+
+    Args:
+        setup: the rollout's part of the configuration.
+        make: makes the engine of a connected server.
+
+    Raises:
+        ConfigError: an option is wrong.
+        RolloutError: a server does not answer, or cannot take weights.
+    """
     options = dict(setup.options)
     urls = [options.pop("url")] if "url" in options else options.pop("urls")
     is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
