@@ -94,10 +94,10 @@ def chat_body(
             # The tokens include the stop string that ended them, the text does not.
             for stop in call.sampling.stop:
                 text = text.partition(stop)[0]
-        message = _message(call, completion, text, policy)
+        message = _assistant_message(call, completion, text, policy)
         entries = None
         if call.with_log_probs and log_probs is not None:
-            entries = _entries(call, completion.token_ids, log_probs, policy)
+            entries = _log_prob_entries(call, completion.token_ids, log_probs, policy)
     reason: str = completion.finish_reason
     if "tool_calls" in message and reason == "stop":
         reason = "tool_calls"
@@ -165,7 +165,9 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy) -> dict[str, Any]:
+def _assistant_message(
+    call: Call, completion: Completion, text: str, policy: ServedPolicy
+) -> dict[str, Any]:
     """Make the message of the assistant. It has `tool_calls` if all calls can be read."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if not call.schemas:
@@ -189,7 +191,7 @@ def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy
     return message
 
 
-def _entries(
+def _log_prob_entries(
     call: Call, token_ids: Sequence[int], log_probs: Sequence[float], policy: ServedPolicy
 ) -> list[dict[str, Any]]:
     """Make the entries of tokens with their log-probabilities, as in OpenAI's API."""

@@ -27,11 +27,11 @@ from quadriga.errors import EngineLostError, QuadrigaError, WorkerLostError
 from quadriga.rollout.interface import Completion
 from quadriga.serve.answers import chat_body, chat_events, generate_body, sampled_log_probs
 from quadriga.serve.engines import Engines
-from quadriga.serve.errors import CallError, shown
+from quadriga.serve.errors import CallError, format_value
 from quadriga.serve.fields import read_json
 from quadriga.serve.gate import read_body, require_caller
 from quadriga.serve.policy import ServedPolicy
-from quadriga.serve.requests import Call, chat_call, generate_call, tokenized
+from quadriga.serve.requests import Call, chat_call, generate_call, tokenize_call
 from quadriga.serve.seeds import Ask, Seeds
 
 MAX_CALLS = 256
@@ -91,7 +91,7 @@ class PolicyApp:
         self._num_calls = 0
         self._counts = Counter[str]()
         # Seconds that each of the latest calls has spent in the server itself, not in the engine.
-        self._own_s: deque[float] = deque(maxlen=_NUM_TIMED)
+        self._overheads_s: deque[float] = deque(maxlen=_NUM_TIMED)
         chat = partial(chat_body, policy=policy)
         # The method of a route is GET unless it names others.
         routes = [
@@ -111,7 +111,10 @@ class PolicyApp:
             ),
         ]
         self._paths = ", ".join(route.path for route in routes)
-        handlers: Any = {HTTPException: self._no_route, Exception: self._unexpected}
+        handlers: Any = {
+            HTTPException: self._answer_unknown_route,
+            Exception: self._answer_unexpected_error,
+        }
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     def cancel_all(self) -> None:
@@ -145,14 +148,14 @@ class PolicyApp:
         headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {}
         return JSONResponse(refusal.body, refusal.status, headers)
 
-    async def _no_route(self, request: Request, error: HTTPException) -> Response:
+    async def _answer_unknown_route(self, request: Request, error: HTTPException) -> Response:
         """Answer a call of an unknown path or method."""
-        got = f"{request.method} {shown(request.url.path)}"
+        got = f"{request.method} {format_value(request.url.path)}"
         expected = f"a method of one of {self._paths}"
         status = error.status_code
         return self._error_response(CallError("path", got=got, expected=expected, status=status))
 
-    async def _unexpected(self, request: Request, error: Exception) -> Response:
+    async def _answer_unexpected_error(self, request: Request, error: Exception) -> Response:
         """Answer a call that raised an unexpected error, which Starlette also logs."""
         got = f"{type(error).__name__}, which the server's log shows"
         return self._error_response(CallError("server", got=got, status=500))
@@ -175,7 +178,7 @@ class PolicyApp:
     async def _metrics(self, request: Request) -> Response:
         lines = [f"{name} {count}" for name, count in sorted(self._counts.items())]
         lines.append(f"quadriga_serve_calls_in_flight {self._num_calls}")
-        times = sorted(self._own_s)
+        times = sorted(self._overheads_s)
         for quantile in (0.5, 0.99):
             if times:
                 value = times[int(quantile * (len(times) - 1))]
@@ -184,7 +187,9 @@ class PolicyApp:
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._body(request)
-        ids = await self._tokenizing(len(body), lambda: tokenized(read_json(body), self.policy))
+        ids = await self._run_tokenizer(
+            len(body), lambda: tokenize_call(read_json(body), self.policy)
+        )
         content = {"count": len(ids), "max_model_len": self.policy.max_model_len, "tokens": ids}
         return JSONResponse(content)
 
@@ -205,9 +210,9 @@ class PolicyApp:
             expected = f"at most {_MAX_SESSION_CHARACTERS}"
             raise CallError("x-session-id", got=got, expected=expected)
         self._require_room()
-        with self._counted():
+        with self._count_in_flight():
             body = await self._body(request)
-            call = await self._tokenizing(len(body), lambda: read(read_json(body), self.policy))
+            call = await self._run_tokenizer(len(body), lambda: read(read_json(body), self.policy))
             if not call.is_streamed:
                 return JSONResponse(await self._answer(request, call, write, started))
         # The generator starts the call only when the response is sent. If it never is, nothing
@@ -228,7 +233,7 @@ class PolicyApp:
             got = f"no complete body within {self.timeout_s:g} s"
             raise CallError("body", got=got, status=408) from error
 
-    async def _tokenizing(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+    async def _run_tokenizer(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         """Run work with the tokenizer: in a thread, unless it is too short to delay other calls.
 
         Args:
@@ -247,7 +252,7 @@ class PolicyApp:
     def _require_room(self) -> None:
         """Raise a CallError if the server is shutting down, or has too many calls in flight."""
         if self.is_closing:
-            raise _shutdown()
+            raise _shutdown_error()
         if self._num_calls >= MAX_CALLS:
             got = f"{self._num_calls} calls in flight"
             expected = f"fewer than {MAX_CALLS}"
@@ -283,20 +288,20 @@ class PolicyApp:
             engine_s = time.perf_counter() - before
             log_probs = sampled_log_probs(call, completion)
             num_bytes = _BYTES_PER_TOKEN * len(completion.token_ids)
-            body = await self._tokenizing(num_bytes, lambda: write(call, completion, log_probs))
+            body = await self._run_tokenizer(num_bytes, lambda: write(call, completion, log_probs))
             self._write_record(request, call, ask, completion, log_probs)
             self._counts["quadriga_serve_answered_total"] += 1
             self._counts["quadriga_serve_prompt_tokens_total"] += len(call.prompt)
             self._counts["quadriga_serve_generated_tokens_total"] += len(completion.token_ids)
-            self._own_s.append(time.perf_counter() - started - engine_s)
+            self._overheads_s.append(time.perf_counter() - started - engine_s)
             is_answered = True
             return body
         finally:
             if not is_answered:
-                ask.lose()
+                ask.give_back()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_in_flight(self) -> Iterator[None]:
         """Context manager that counts a call as in flight."""
         self._num_calls += 1
         try:
@@ -323,13 +328,13 @@ class PolicyApp:
         # Starlette itself watches the connections of streams.
         waiting: set[asyncio.Future[Any]] = {work}
         if not call.is_streamed:
-            waiting.add(asyncio.ensure_future(_disconnected(request)))
+            waiting.add(asyncio.ensure_future(_wait_for_disconnect(request)))
         try:
             await asyncio.wait(waiting, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if work.cancelled():
-                raise _shutdown()
+                raise _shutdown_error()
             if not work.done():
-                raise self._unanswered(waiting)
+                raise self._unanswered_error(waiting)
             completion = work.result()
         finally:
             self._calls.discard(work)
@@ -340,7 +345,7 @@ class PolicyApp:
             raise CallError("engine", got="an aborted response", fix="Try again.", status=503)
         return completion
 
-    def _unanswered(self, waiting: Collection["asyncio.Future[Any]"]) -> CallError:
+    def _unanswered_error(self, waiting: Collection["asyncio.Future[Any]"]) -> CallError:
         """Make the error of a call whose client has disconnected, or that took too long.
 
         Args:
@@ -364,7 +369,7 @@ class PolicyApp:
         """
         task = asyncio.ensure_future(answer())
         try:
-            with self._counted():
+            with self._count_in_flight():
                 while True:
                     await asyncio.wait({task}, timeout=KEEP_ALIVE_S)
                     if task.done():
@@ -414,12 +419,12 @@ class PolicyApp:
             raise CallError("record of calls", got=got, status=500) from error
 
 
-def _shutdown() -> CallError:
+def _shutdown_error() -> CallError:
     """Make the error of a call that the server no longer answers."""
     return CallError("server", got="its shutdown", fix="Send the call again later.", status=503)
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Wait until the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

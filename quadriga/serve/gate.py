@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
-from quadriga.serve.errors import CallError, shown
+from quadriga.serve.errors import CallError, format_value
 
 MAX_BODY_BYTES = 8 << 20
 """Largest body, also after decompression."""
@@ -45,7 +45,7 @@ def require_caller(
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if name not in {*hosts, scope["server"][0]}:
         expected = f"one of {', '.join(sorted(hosts))}"
-        raise CallError("Host", got=shown(host), expected=expected, status=403)
+        raise CallError("Host", got=format_value(host), expected=expected, status=403)
     if scope["path"] == OPEN_PATH:
         return
     if key:
@@ -59,7 +59,7 @@ def require_caller(
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise CallError(
-                "Content-Type", got=shown(kind), expected="application/json", status=415
+                "Content-Type", got=format_value(kind), expected="application/json", status=415
             )
 
 
@@ -96,7 +96,9 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
         return body
     if encoding not in ("gzip", "deflate"):
         expected = "gzip, deflate or nothing"
-        raise CallError("Content-Encoding", got=shown(encoding), expected=expected, status=415)
+        raise CallError(
+            "Content-Encoding", got=format_value(encoding), expected=expected, status=415
+        )
     try:
         # Bit 32 of `wbits` makes zlib detect the format: gzip, or zlib ("deflate").
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)

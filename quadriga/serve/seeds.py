@@ -39,7 +39,7 @@ class Ask:
         self.number = number
         self.seed = seed
 
-    def lose(self) -> None:
+    def give_back(self) -> None:
         """Give the number back, because the call was not answered."""
         if self.number not in self._calls.lost:
             self._calls.lost.append(self.number)

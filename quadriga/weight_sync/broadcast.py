@@ -186,7 +186,11 @@ class Channel:
 
     @contextmanager
     def _connected(self, activity: str) -> Iterator[None]:
-        """Context manager: connect if necessary, and turn errors of torch into a WeightSyncError."""
+        """Context manager: connect if necessary, and raise errors of torch as a WeightSyncError.
+
+        Args:
+            activity: what happens inside, for errors.
+        """
         try:
             if self._headers is None:
                 groups = meet(self._address, self._rank, self._device, self._store)
@@ -238,7 +242,7 @@ class WeightSender:
         with self.channel._connected("the meeting"):
             pass
         try:
-            for entries, content in pack(_fingerprinted(weights, sent), self._bucket_bytes):
+            for entries, content in pack(_record_fingerprints(weights, sent), self._bucket_bytes):
                 header = {
                     "entries": entries,
                     "num_bytes": content.numel(),
@@ -284,13 +288,13 @@ class WeightReceiver(CopiedWeights):
                 then -1.
         """
         received: dict[str, str] = {}
-        self.publish(self._stream(version, received), target, version, received)
+        self.publish(self._received_weights(version, received), target, version, received)
 
     def close(self) -> None:
         """Close the connection."""
         self.channel.close()
 
-    def _stream(self, version: int, received: dict[str, str]) -> NamedTensors:
+    def _received_weights(self, version: int, received: dict[str, str]) -> NamedTensors:
         """Yield parameters as they arrive, and compare their fingerprints at the end.
 
         Args:
@@ -305,7 +309,7 @@ class WeightReceiver(CopiedWeights):
                 raise WeightSyncError(where, got=f"none: {header['failed']}", fix=fix)
             if content is None:
                 break
-            yield from _fingerprinted(unpack(header["entries"], content), received)
+            yield from _record_fingerprints(unpack(header["entries"], content), received)
 
         sent = header["fingerprints"]
         differing = Fingerprint(sent).differences(Fingerprint(received))
@@ -325,8 +329,16 @@ class WeightReceiver(CopiedWeights):
             )
 
 
-def _fingerprinted(weights: NamedWeights, fingerprints: dict[str, str]) -> NamedTensors:
-    """Pass a stream of parameters on, and add the fingerprint of each to `fingerprints`."""
+def _record_fingerprints(weights: NamedWeights, fingerprints: dict[str, str]) -> NamedTensors:
+    """Pass on a stream of parameters, and record their fingerprints.
+
+    Args:
+        weights: names and tensors.
+        fingerprints: gets the fingerprint of each parameter, by name.
+
+    Yields:
+        Each name and tensor.
+    """
     for name, tensor in weights:
         fingerprints[name] = tensor_fingerprint(tensor)
         yield name, tensor

@@ -125,7 +125,7 @@ def test_a_small_cache_changes_no_token(
         cache_gigabytes=max_cache_tokens * NativeEngine(model).cache_memory.token_bytes / 2**30,
     )
     num_preempted, sizes = 0, []
-    step, preempt = Generation._step, Scheduler.preempt
+    step, preempt = Generation._decode_step, Scheduler.preempt
 
     def counting_preempt(self):
         nonlocal num_preempted
@@ -145,7 +145,7 @@ def test_a_small_cache_changes_no_token(
         )
 
     monkeypatch.setattr(Scheduler, "preempt", counting_preempt)
-    monkeypatch.setattr(Generation, "_step", measuring_step)
+    monkeypatch.setattr(Generation, "_decode_step", measuring_step)
     found = engine.generate_batch(PROMPTS, _params(150))
     assert _tokens(found) == _tokens(expected)
     for one, other in zip(found, expected, strict=True):
