@@ -143,12 +143,15 @@ def chat_events(body: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
     reason = choice.pop("finish_reason")
     head = {name: body[name] for name in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
-    beginning: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
-    first = {**head, "choices": [{**beginning, "finish_reason": None}]}
+
+    # The role, and the prompt if the call asks for token ids.
+    delta = {"role": "assistant", "content": ""}
+    first = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
     if "prompt_token_ids" in body:
         first["prompt_token_ids"] = body["prompt_token_ids"]
     yield _event(first)
 
+    # The whole message, then the finish reason.
     delta = {"content": message["content"]}
     if "tool_calls" in message:
         calls = enumerate(message["tool_calls"])
@@ -168,12 +171,19 @@ def _event(value: dict[str, Any]) -> str:
 def _assistant_message(
     call: Call, completion: Completion, text: str, policy: ServedPolicy
 ) -> dict[str, Any]:
-    """Make the message of the assistant. It has `tool_calls` if all calls can be read."""
+    """Make the message of the assistant. It has `tool_calls` if all calls can be read.
+
+    Args:
+        call: the call.
+        completion: its completion.
+        text: text of the completion.
+        policy: the served policy.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if not call.schemas:
         return message
-    with_special = policy.encoder.decode(completion.token_ids, with_special=True)
-    calls = policy.parser(with_special, call.schemas)
+    text_with_special = policy.encoder.decode(completion.token_ids, with_special=True)
+    calls = policy.parser(text_with_special, call.schemas)
     if not calls or any(tool_call.problem for tool_call in calls):
         return message
     # The content is the text before the calls. In formats without this tag, special tokens begin

@@ -90,25 +90,19 @@ class PolicyApp:
         self._calls: set[asyncio.Task[Completion]] = set()
         self._num_calls = 0
         self._counts = Counter[str]()
-        # Seconds that each of the latest calls has spent in the server itself, not in the engine.
+        # Seconds of each of the latest calls in the server itself, without those in the engine.
         self._overheads_s: deque[float] = deque(maxlen=_NUM_TIMED)
-        chat = partial(chat_body, policy=policy)
+        generate = partial(self._generate, read=generate_call, write=generate_body)
+        write_chat = partial(chat_body, policy=policy)
+        chat = partial(self._generate, read=chat_call, write=write_chat)
         # The method of a route is GET unless it names others.
         routes = [
             Route("/health", self._route(self._health)),
             Route("/metrics", self._route(self._metrics)),
             Route("/v1/models", self._route(self._models)),
             Route("/tokenize", self._route(self._tokenize), methods=["POST"]),
-            Route(
-                "/inference/v1/generate",
-                self._route(partial(self._generate, read=generate_call, write=generate_body)),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/chat/completions",
-                self._route(partial(self._generate, read=chat_call, write=chat)),
-                methods=["POST"],
-            ),
+            Route("/inference/v1/generate", self._route(generate), methods=["POST"]),
+            Route("/v1/chat/completions", self._route(chat), methods=["POST"]),
         ]
         self._paths = ", ".join(route.path for route in routes)
         handlers: Any = {
@@ -163,9 +157,11 @@ class PolicyApp:
     # Routes without completions
 
     async def _health(self, request: Request) -> Response:
+        """Answer `/health`."""
         return JSONResponse({"status": "closing" if self.is_closing else "ok"})
 
     async def _models(self, request: Request) -> Response:
+        """Answer `/v1/models`: the only model is the policy."""
         model = {
             "id": self.policy.name,
             "object": "model",
@@ -176,6 +172,7 @@ class PolicyApp:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _metrics(self, request: Request) -> Response:
+        """Answer `/metrics` in the text format of Prometheus."""
         lines = [f"{name} {count}" for name, count in sorted(self._counts.items())]
         lines.append(f"quadriga_serve_calls_in_flight {self._num_calls}")
         times = sorted(self._overheads_s)
@@ -186,6 +183,7 @@ class PolicyApp:
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def _tokenize(self, request: Request) -> Response:
+        """Answer `/tokenize`."""
         body = await self._body(request)
         ids = await self._run_tokenizer(
             len(body), lambda: tokenize_call(read_json(body), self.policy)
@@ -209,14 +207,14 @@ class PolicyApp:
             got = f"{len(session)} characters"
             expected = f"at most {_MAX_SESSION_CHARACTERS}"
             raise CallError("x-session-id", got=got, expected=expected)
-        self._require_room()
+        self._require_capacity()
         with self._count_in_flight():
             body = await self._body(request)
             call = await self._run_tokenizer(len(body), lambda: read(read_json(body), self.policy))
             if not call.is_streamed:
                 return JSONResponse(await self._answer(request, call, write, started))
-        # The generator starts the call only when the response is sent. If it never is, nothing
-        # has to be cleaned up.
+        # The generator starts the call only when the response is sent. If the response is never
+        # sent, nothing has to be cleaned up.
         events = self._events(call, lambda: self._answer(request, call, write, started))
         return StreamingResponse(events, media_type="text/event-stream")
 
@@ -237,11 +235,11 @@ class PolicyApp:
         """Run work with the tokenizer: in a thread, unless it is too short to delay other calls.
 
         Args:
-            num_bytes: size of the text.
-            work: the work.
+            num_bytes: size of the text, in bytes.
+            work: function to run.
 
         Returns:
-            Its result.
+            The result of the function.
         """
         # A long conversation takes seconds, and so may a small file with a large image.
         is_short = num_bytes < _INLINE_BYTES and self.policy.processor is None
@@ -249,7 +247,7 @@ class PolicyApp:
             return work()
         return await asyncio.to_thread(work)
 
-    def _require_room(self) -> None:
+    def _require_capacity(self) -> None:
         """Raise a CallError if the server is shutting down, or has too many calls in flight."""
         if self.is_closing:
             raise _shutdown_error()
@@ -325,7 +323,7 @@ class PolicyApp:
         # `cancel_all` may have run before this call was in the set.
         if self.is_closing:
             work.cancel()
-        # Starlette itself watches the connections of streams.
+        # Of a stream, Starlette itself watches the connection.
         waiting: set[asyncio.Future[Any]] = {work}
         if not call.is_streamed:
             waiting.add(asyncio.ensure_future(_wait_for_disconnect(request)))

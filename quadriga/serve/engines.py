@@ -122,7 +122,7 @@ class Engines:
                 )
                 if self._is_closed:
                     return
-                # The exchange itself takes place without the lock: it waits for the engine.
+                # The exchange takes place without the lock, because it waits for the engine.
                 calls = self._take_share(line)
                 cancelled = line.cancelled
                 line.cancelled = []
@@ -156,7 +156,12 @@ class Engines:
         return calls
 
     def _settle_calls(self, line: EngineLine, outcomes: Iterable[tuple[int, Outcome]]) -> None:
-        """Settle the futures of finished calls in the server's loop. The caller holds the lock."""
+        """Give the outcomes of calls to those who await them. The caller holds the lock.
+
+        Args:
+            line: the engine.
+            outcomes: outcomes with the numbers of their calls.
+        """
         for number, outcome in outcomes:
             call = line.running.pop(number, None)
             if call is None:  # cancelled

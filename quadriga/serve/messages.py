@@ -45,7 +45,8 @@ def render_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     """
     tools = _check_tools(fields)
     messages = []
-    names: dict[str, str] = {}  # names of the functions that were called, by id of the call
+    # Names of the functions that were called so far, by id of the call. Responses name only the id.
+    names: dict[str, str] = {}
     for place, message in enumerate(fields.need("messages", "a list")):
         messages.append(_convert_message(Fields(message, f"messages[{place}]"), names, policy))
     if not messages:
@@ -53,7 +54,7 @@ def render_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     # The tools are checked in any case, but then the model must not read them.
     if fields.values.get("tool_choice") == "none":
         tools = []
-    # Special tokens in texts are broken up, so that no text can end its turn.
+    # Special tokens in texts are escaped, so that no text can end its turn.
     messages, pictures = policy.encoder.escape_messages(messages)
     if len(pictures) > MAX_IMAGES:
         raise CallError("messages", got=f"{len(pictures)} images", expected=f"at most {MAX_IMAGES}")
@@ -73,7 +74,7 @@ def render_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
 def _expand_images(
     token_ids: list[int], pictures: list[bytes], policy: ServedPolicy
 ) -> tuple[list[int], Images]:
-    """Convert a prompt with images to the one that the engine takes.
+    """Expand the token of each image in a prompt to one token for each of its embeddings.
 
     Args:
         token_ids: tokens of the rendered prompt, with one for each image.
@@ -130,7 +131,15 @@ def _convert_message(fields: Fields, names: dict[str, str], policy: ServedPolicy
 
 
 def _convert_content(fields: Fields, policy: ServedPolicy) -> Any:
-    """Content of a message for the chat template: a text, or a list of parts if it has images."""
+    """Convert the content of a message for the chat template.
+
+    Args:
+        fields: the message.
+        policy: the served policy.
+
+    Returns:
+        A text, or a list of parts if there are images.
+    """
     content = fields.values.get("content")
     if not isinstance(content, list):
         return fields.need("content", "a text")
@@ -189,17 +198,20 @@ def _convert_tool_call(
     if isinstance(arguments, str):
         arguments = read_json(arguments or "{}", function.where("arguments"))
     arguments = Fields(arguments, function.where("arguments")).values
-    # The template writes them as text, in which special tokens are broken up like in messages.
-    plain = policy.encoder.escape_text(json.dumps(dict(arguments), ensure_ascii=False))
+    # The template writes them as text, in which special tokens are escaped as in messages.
+    escaped = policy.encoder.escape_text(json.dumps(dict(arguments), ensure_ascii=False))
     return {
         "id": call_id,
         "type": "function",
-        "function": {"name": name, "arguments": json.loads(plain)},
+        "function": {"name": name, "arguments": json.loads(escaped)},
     }
 
 
 def _check_tools(fields: Fields) -> list[dict[str, Any]]:
     """Check the tools that a call offers.
+
+    Args:
+        fields: body of the call.
 
     Returns:
         The tools as the client has sent them. Their schemas are checked as far as templates and
@@ -222,10 +234,11 @@ def _check_tools(fields: Fields) -> list[dict[str, Any]]:
             got = f"the type {format_value(parameters.values['type'])}"
             expected = "a JSON schema of type 'object'"
             raise CallError(function.where("parameters"), got=got, expected=expected)
+        # Parsers read the schema of each property, and the options in it.
         properties = parameters.get("properties", "an object", {})
         for name, schema in properties.items():
-            choice = Fields(schema, parameters.where(f"properties.{name}"))
-            for number, option in enumerate(choice.get("anyOf", "a list", [])):
-                Fields(option, choice.where(f"anyOf[{number}]"))
+            schema_fields = Fields(schema, parameters.where(f"properties.{name}"))
+            for number, option in enumerate(schema_fields.get("anyOf", "a list", [])):
+                Fields(option, schema_fields.where(f"anyOf[{number}]"))
         parameters.get("required", "a list")
     return tools

@@ -15,6 +15,7 @@ from quadriga.serve.policy import ServedPolicy
 MAX_STOPS = 16
 LEAST_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 2.0  # vLLM's, and OpenAI's
+# Sampling parameters, and the kind of value that each needs.
 _SAMPLING_KINDS = {
     "temperature": "a number",
     "top_p": "a number",
@@ -169,7 +170,12 @@ def tokenize_call(body: Any, policy: ServedPolicy) -> list[int]:
 
 
 def _read_token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int]:
-    """Value of a field that is a list of token ids; empty if it is missing.
+    """Read a field that is a list of token ids; empty if the field is missing.
+
+    Args:
+        fields: the fields of the call.
+        name: name of the field.
+        policy: the served policy.
 
     Raises:
         CallError: it is no list, or an entry is no token id of the policy.
@@ -184,7 +190,7 @@ def _read_token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int
 
 
 def _require_model(fields: Fields, policy: ServedPolicy) -> None:
-    """Raise a CallError if the call names another model than the served one."""
+    """Raise a CallError if a call names another model than the served one."""
     name = fields.get("model", "a text", policy.name)
     if name != policy.name:
         expected = f"{policy.name!r}, the model that is served"
@@ -208,8 +214,8 @@ def _read_sampling(
     Raises:
         CallError: a field is wrong, or no response fits after the prompt.
     """
-    room = policy.max_model_len - prompt_length
-    if not prompt_length or room < 1:
+    max_room = policy.max_model_len - prompt_length
+    if not prompt_length or max_room < 1:
         expected = f"1 to {policy.max_model_len - 1}, one less than max_model_len"
         raise CallError("the prompt", got=f"{prompt_length} tokens", expected=expected)
     settings = dict(policy.defaults)
@@ -225,14 +231,14 @@ def _read_sampling(
         )
     settings["top_k"] = min(settings["top_k"], policy.vocabulary_size)
     lengths = [fields.get(name, "an integer") for name in length_names]
-    asked = next((length for length in lengths if length is not None), room)
+    max_tokens = next((length for length in lengths if length is not None), max_room)
     stops = fields.values.get("stop")
     if stops is not None:
         settings["stop"] = _check_stops(fields, [stops] if isinstance(stops, str) else stops)
     stop_ids = _read_token_ids(fields, "stop_token_ids", policy)
     seed = fields.get("seed", "an integer", 0)
     settings |= {
-        "max_tokens": min(asked, room),
+        "max_tokens": min(max_tokens, max_room),
         "stop_token_ids": (*settings["stop_token_ids"], *stop_ids),
         # Clients may send any integer of 64 bits.
         "seed": seed % 2**64,
@@ -244,7 +250,18 @@ def _read_sampling(
 
 
 def _check_stops(fields: Fields, stops: Any) -> tuple[str, ...]:
-    """Check stop strings, and return them as a tuple."""
+    """Check stop strings.
+
+    Args:
+        fields: the fields of the call, for errors.
+        stops: the stop strings, as the call has them.
+
+    Returns:
+        The stop strings.
+
+    Raises:
+        CallError: they are no list of texts, or too many.
+    """
     fields.require("stop", stops, "a list")
     if len(stops) > MAX_STOPS:
         raise CallError("stop", got=f"{len(stops)} texts", expected=f"at most {MAX_STOPS}")

@@ -60,7 +60,7 @@ class Seeds:
     def ask(
         self, session: str, prompt: Sequence[int], images_key: str = "", *, is_retry: bool = False
     ) -> Ask:
-        """Number a call, and derive its seed.
+        """Number a call among those with its prompt in its session, and derive its seed.
 
         Args:
             session: name of the session; "" if the client names none.
@@ -74,7 +74,7 @@ class Seeds:
         self._calls.move_to_end(digest)
         if len(self._calls) > MAX_PROMPTS:
             self._calls.popitem(last=False)
-        # A repeated call cannot be told from another one, so the next call gets a lost number.
+        # Nothing marks the call that repeats a lost one, so the next call gets its number.
         if calls.lost:
             number = min(calls.lost)
             calls.lost.remove(number)
