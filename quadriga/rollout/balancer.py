@@ -150,6 +150,16 @@ class Balancer(RolloutEngine):
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
+        """Generate one response with the least busy engine, or with the next one if that fails.
+
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+
+        Raises:
+            RolloutError: every engine failed, or all are dead.
+        """
         self._require_ready([prompt], [sampling])
         # The length of the response is not known, so its limit counts.
         tokens = len(prompt) + sampling.max_tokens
@@ -225,6 +235,7 @@ class Balancer(RolloutEngine):
         return [responses[row] for row in range(len(prompts))]
 
     def abort(self) -> None:
+        """End all unfinished responses, in all engines that get requests."""
         if self.alive:
             self._call_alive(lambda engine: engine.abort())
 

@@ -92,7 +92,15 @@ class CausalModelEngine(RolloutEngine):
         return fingerprint(self.named_weights())
 
     def _require_room(self, prompts: Prompts, sampling: Sampling) -> None:
-        """Refuse requests that may exceed the model's positions or `max_model_len`."""
+        """Refuse requests that may exceed the model's positions or `max_model_len`.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+
+        Raises:
+            RolloutError: names the prompt and the limit.
+        """
         config = self.model.config.get_text_config()
         num_positions = getattr(config, "max_position_embeddings", None)
         limits = []

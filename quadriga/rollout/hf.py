@@ -60,6 +60,7 @@ class HFEngine(CausalModelEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "HFEngine":
+        """Make the engine of a configuration, on a copy of the model with "sdpa" attention."""
         setup.require_no_options()
         model = setup.load_copy("sdpa")
         return cls(model, **cls.options_of(setup, model))
@@ -150,7 +151,13 @@ class HFEngine(CausalModelEngine):
     def _generate_together(
         self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]
     ) -> list[Completion]:
-        """Generate responses to requests with the same stop tokens and `max_tokens`."""
+        """Generate responses to requests with the same stop tokens and `max_tokens`, in one batch.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt.
+        """
         width = max(map(len, prompts))
         device = self.model.device
         max_tokens = sampling[0].max_tokens
@@ -252,7 +259,15 @@ class _TokenChooser(LogitsProcessor):
         self.sampling_log_probs: list[list[float]] = [[] for _ in sampling]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[B, V] logits -> [B, V]: 0 for the chosen token, -inf for all others."""
+        """Choose the next token of each row.
+
+        Args:
+            input_ids: [B, tokens], not used.
+            scores: [B, V], logits.
+
+        Returns:
+            [B, V]: 0 for the chosen token, -inf for all others.
+        """
         numbers = np.stack([draws.next() for draws in self.draws])
         uniforms = torch.from_numpy(numbers).to(scores.device)
         # The sampler overwrites its logits.

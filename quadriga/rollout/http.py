@@ -245,6 +245,11 @@ class HTTPEngine(RolloutEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "HTTPEngine":
+        """Make the engine of the servers that `rollout.engine_kwargs` names.
+
+        Raises:
+            ConfigError: an option is missing, unknown or wrong.
+        """
         options = dict(setup.options)
         urls = options.pop("urls", None)
         model = options.pop("model", None)
@@ -483,6 +488,11 @@ class HTTPEngine(RolloutEngine):
     ) -> Completion:
         """Make the completion of a reply's first choice.
 
+        Args:
+            client: the server.
+            content: its reply.
+            sampling: how the response was sampled.
+
         Raises:
             RolloutError: it lacks token ids or log-probabilities, or has an unknown finish reason.
         """
@@ -665,6 +675,11 @@ class ServedScorer:
     ) -> list[Any]:
         """Read the log-probabilities of a sequence from a server's reply.
 
+        Args:
+            client: the server.
+            content: its reply.
+            tokens: token ids of the sequence.
+
         Returns:
             For each token its log-probability, and the likeliest tokens there as pairs of id and
             log-probability. None for the first token, which nothing predicts.
@@ -687,6 +702,7 @@ class ServedScorer:
         num_top = self.top_k or 0
         scores: list[Any] = [None]
         for place in range(1, len(tokens)):
+            # A server reports the token itself and the likeliest ones, by their ids as texts.
             entry = entries[place] or {}
             log_probs = {int(token): float(numbers["logprob"]) for token, numbers in entry.items()}
             top = sorted(log_probs.items(), key=lambda pair: -pair[1])[:num_top]

@@ -530,6 +530,7 @@ class RolloutEngine(WeightTarget, ABC):
                 raise RolloutError(
                     where, got=f"prompt {row} without a token", expected="at least one token"
                 )
+        # Whether the model takes images is checked by each engine.
         has_images = any(prompt_images is not None for prompt_images in images or ())
         if has_images and not self.takes_images:
             raise RolloutError(

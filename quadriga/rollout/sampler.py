@@ -160,6 +160,7 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
 
 def _block_sums(odds: Tensor) -> Tensor:
     """Sum of each block of the vocabulary: [R, V] -> [R, ceil(V / C)] float64."""
+    # The last block may have fewer tokens than the others.
     num_tokens = odds.shape[1]
     num_full = num_tokens - num_tokens % _BLOCK  # tokens in full blocks
     sums = odds[:, :0]

@@ -83,6 +83,11 @@ class ScriptedEngine(RolloutEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "ScriptedEngine":
+        """Make the engine of `engine_kwargs.responses_file`.
+
+        Raises:
+            ConfigError: there is no file of responses, or another option.
+        """
         options = dict(setup.options)
         responses = options.pop("responses_file", None)
         if responses is None or options:
@@ -100,6 +105,19 @@ class ScriptedEngine(RolloutEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
+        """Take the next canned response for each prompt, cut at stop strings and `max_tokens`.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: `max_tokens` and stop strings of each response; nothing is sampled.
+            images: ignored.
+
+        Returns:
+            The responses, in order.
+
+        Raises:
+            RolloutError: no response fits a prompt, or a text has no tokenizer.
+        """
         self._require_ready(prompts, sampling, images)
         require_tokenizer(self.name, sampling, self.tokenizer)
         completions = []

@@ -167,6 +167,16 @@ class ThirdPartyEngine(RolloutEngine):
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
+        """Check the arguments of a batch, also against `max_model_len`.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Raises:
+            RolloutError: the engine is not ready, or cannot serve a request.
+        """
         super()._require_ready(prompts, sampling, images)
         source = "actor_rollout_ref.rollout.max_model_len"
         self._require_length(prompts, sampling, self._max_model_len, source)

@@ -204,7 +204,14 @@ def _assistant_message(
 def _log_prob_entries(
     call: Call, token_ids: Sequence[int], log_probs: Sequence[float], policy: ServedPolicy
 ) -> list[dict[str, Any]]:
-    """Make the entries of tokens with their log-probabilities, as in OpenAI's API."""
+    """Make the entries of tokens with their log-probabilities, as in OpenAI's API.
+
+    Args:
+        call: the call.
+        token_ids: tokens of the completion.
+        log_probs: log-probability of each token.
+        policy: the served policy.
+    """
     entries = []
     for token, log_prob in zip(token_ids, log_probs, strict=True):
         text = policy.encoder.decode([token], with_special=True)

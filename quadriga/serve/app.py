@@ -133,6 +133,7 @@ class PolicyApp:
 
     def _error_response(self, error: QuadrigaError) -> Response:
         """Make the answer of a call that raised an error, and count it."""
+        # Errors of the engine are not the client's fault. It may send the call again.
         refusal = error
         if not isinstance(refusal, CallError):
             is_lost = isinstance(error, EngineLostError | WorkerLostError)
@@ -281,6 +282,7 @@ class PolicyApp:
         ask = self._seeds.ask(session, call.prompt, images_key, is_retry=is_retry)
         is_answered = False
         try:
+            # The time in the engine does not count as the server's own.
             before = time.perf_counter()
             completion = await self._completion(request, call, ask)
             engine_s = time.perf_counter() - before
@@ -309,6 +311,11 @@ class PolicyApp:
 
     async def _completion(self, request: Request, call: Call, ask: Ask) -> Completion:
         """Complete the prompt of a call.
+
+        Args:
+            request: the call.
+            call: its body, after checks.
+            ask: the call's number and seed.
 
         Raises:
             CallError: the client has disconnected, the time limit has passed, the server is
@@ -388,6 +395,13 @@ class PolicyApp:
         self, request: Request, call: Call, ask: Ask, completion: Completion, log_probs: LogProbs
     ) -> None:
         """Append an answered call to the record, if there is one.
+
+        Args:
+            request: the call.
+            call: its body, after checks.
+            ask: the call's number and seed.
+            completion: its completion.
+            log_probs: log-probabilities after the filters; None: the engine does not report them.
 
         Raises:
             CallError: the file cannot be written.

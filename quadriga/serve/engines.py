@@ -104,6 +104,7 @@ class Engines:
     def _forget(self, call: ServedCall) -> None:
         """Remove a call that nobody awaits, unless it has its outcome already."""
         with self._changed:
+            # A call with an outcome has no future any more.
             if self._futures.pop(call.number, None) is None:
                 return
             if call in self._waiting:

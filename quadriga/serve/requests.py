@@ -107,6 +107,7 @@ def generate_call(body: Any, policy: ServedPolicy) -> Call:
     prompt = _read_token_ids(fields, "token_ids", policy)
     sampling = Fields(fields.get("sampling_params", "an object", {}), "sampling_params")
     sampling.refuse(_UNSUPPORTED)
+    # vLLM's API takes a number of likeliest tokens, of which the server has only the sampled one.
     log_probs = sampling.get("logprobs", "an integer", None)
     if log_probs not in (None, 0, 1):
         fix = "Only the sampled token's log-probability is known."
@@ -229,6 +230,7 @@ def _read_sampling(
         raise CallError(
             fields.where("temperature"), got=format_value(temperature), expected=expected
         )
+    # Clients may send a large number for "all tokens".
     settings["top_k"] = min(settings["top_k"], policy.vocabulary_size)
     lengths = [fields.get(name, "an integer") for name in length_names]
     max_tokens = next((length for length in lengths if length is not None), max_room)

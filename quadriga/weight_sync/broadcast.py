@@ -86,6 +86,7 @@ def meet(
     Returns:
         A gloo group for CPU tensors, and a group for tensors on `device`.
     """
+    # Messages of the CPU and of GPUs need a backend each, and so a group each.
     size = address.num_senders + len(address.ranks)
     with waiting(f"all {size} processes of a weight sync, this one being {rank}"):
         if store is None:
@@ -311,6 +312,7 @@ class WeightReceiver(CopiedWeights):
                 break
             yield from _record_fingerprints(unpack(header["entries"], content), received)
 
+        # The last header has what the trainer sent; `received` has what arrived.
         sent = header["fingerprints"]
         differing = Fingerprint(sent).differences(Fingerprint(received))
         if differing:

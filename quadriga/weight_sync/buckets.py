@@ -93,6 +93,7 @@ def unpack(entries: Iterable[Sequence[Any]], content: torch.Tensor) -> NamedTens
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):
             raise WeightSyncError(where, got=f"dtype {dtype_name!r}", expected="a torch dtype")
+        # A slice of content that is too short is shorter than the entry says.
         size = math.prod(shape) * dtype.itemsize
         flat = content[offset : offset + size]
         if flat.numel() != size:

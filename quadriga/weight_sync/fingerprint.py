@@ -76,7 +76,16 @@ class PendingFingerprints:
 
 
 def _digest(tensor: torch.Tensor, row_sum: int, column_sum: int) -> str:
-    """Fingerprint from the `_weighted_sums` of a tensor, and from its shape and dtype."""
+    """Hash the weighted sums, the shape and the dtype of a tensor.
+
+    Args:
+        tensor: gives shape and dtype; it may be on "meta".
+        row_sum: first of its `_weighted_sums`.
+        column_sum: second of its `_weighted_sums`.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     source = repr((tuple(tensor.shape), str(tensor.dtype), (row_sum, column_sum)))
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
 
@@ -123,7 +132,16 @@ def _weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _odd_numbers(count: int, stream: int, device: torch.device) -> torch.Tensor:
-    """[count] int64, odd pseudo-random numbers: a multiplicative hash of each index."""
+    """Odd pseudo-random numbers: a multiplicative hash of each index.
+
+    Args:
+        count: number of numbers.
+        stream: each stream has other numbers.
+        device: device of the result.
+
+    Returns:
+        [count] int64.
+    """
     indices = torch.arange(1, count + 1, dtype=torch.int64, device=device).add_(stream << 40)
     mixed = indices.mul_(-7046029254386353131)  # 2^64 divided by the golden ratio, as int64
     mixed.bitwise_xor_(mixed >> 29).mul_(-4658895280553007687)

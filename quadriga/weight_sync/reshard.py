@@ -250,8 +250,15 @@ class ReshardedWeights:
             self._buckets.append(moves)
 
     def _allocate(self, held: Held, target: Any, wanted_shards: Wanted) -> None:
-        """Give the target memory for its shards: the trainer's memory where it has the same."""
+        """Give the target memory for its shards: the trainer's memory where it has the same.
+
+        Args:
+            held: this rank's shards of the trainer.
+            target: the rollout engine of this rank.
+            wanted_shards: the shards that it wants.
+        """
         for name, (shard, dtype) in wanted_shards.items():
+            # The engine changes merged shards, which therefore need memory of their own.
             memory = None
             if name in held and name not in target.merged_shards:
                 memory = self._shared_view(*held[name], shard, dtype)
@@ -337,7 +344,15 @@ class ReshardedWeights:
         self._compare(sent, received)
 
     def _bytes_by_peer(self, moves: Bucket, side: Literal["sender", "receiver"]) -> list[int]:
-        """Bytes [ranks] of moves by the rank on one side of them."""
+        """Sum the bytes of moves by the rank at their other end.
+
+        Args:
+            moves: moves from or to this rank.
+            side: the side at which the other ranks are.
+
+        Returns:
+            Number of bytes, [ranks].
+        """
         total = Counter[int]()
         for move in moves:
             total[getattr(move, side)] += move.num_bytes
@@ -454,6 +469,16 @@ class StreamedWeights(ReshardedWeights):
         self._copied = CopiedWeights()
 
     def publish(self, held: Held, target: Any, version: int) -> None:
+        """Send the shards that ranks hold. The engine gets each parameter as soon as it is complete.
+
+        Args:
+            held: this rank's shards of the trainer.
+            target: the rollout engine of this rank, if it has one.
+            version: version of the weights.
+
+        Raises:
+            WeightSyncError, PeerLostError: as in the base class, or the engine has other weights.
+        """
         if target is None:
             super().publish(held, None, version)
             return
@@ -466,6 +491,15 @@ class StreamedWeights(ReshardedWeights):
         self._copied.publish(complete, target, version)
 
     def verify(self, target: WeightTarget, version: int) -> None:
+        """Compare the engine's fingerprints with those of the published parameters.
+
+        Args:
+            target: the rollout engine of this rank.
+            version: version that it must have.
+
+        Raises:
+            WeightSyncError: the version or a fingerprint differs.
+        """
         self._copied.verify(target, version)
 
 
@@ -616,7 +650,15 @@ def _rank_bytes(moves: Iterable[Move]) -> Counter[int]:
 
 
 def _fingerprints(memory: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Fingerprints of the consecutive parts of a bucket, of `sizes` bytes each; [ranks] int64."""
+    """Fingerprints of the consecutive parts of a bucket, one for each peer.
+
+    Args:
+        memory: [bytes] uint8.
+        sizes: bytes of each part.
+
+    Returns:
+        [ranks] int64.
+    """
     digests = []
     for block in memory.split(list(sizes)):
         digest = int(tensor_fingerprint(block), 16)

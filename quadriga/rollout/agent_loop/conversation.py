@@ -254,6 +254,7 @@ class Conversation:
             RolloutError: there are no messages, or the template leaves the tools out.
         """
         assert not self.turns, "a conversation begins before its first turn"
+        # Rendering needs the messages, of which `prompt_ids` are only the tokens.
         if messages is None:
             raise RolloutError(
                 f"conversation of row {self.sample.row}",
@@ -803,6 +804,7 @@ class TurnEncoder:
             if isinstance(content, str):
                 escaped.append({**message, "content": self.escape_text(content)})
                 continue
+            # The pixels of an image are no text for the template, so its part is left empty.
             parts = []
             for part in content:
                 escaped_part = {"type": part["type"]}
@@ -887,6 +889,13 @@ class TurnEncoder:
         """Render the text that responses of tools add after a turn with their calls.
 
         Some templates take a tool's response only after the model's call, whose name they repeat.
+
+        Args:
+            user: a message of the user, to begin with.
+            messages: the responses.
+
+        Returns:
+            The text, without the end of the call.
         """
         calls = []
         for message in messages:

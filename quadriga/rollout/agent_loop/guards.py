@@ -177,6 +177,10 @@ def _raise_in_users_code(frame: FrameType | None, limit_s: float) -> None:
     """Raise a TimeoutError if the signal has interrupted users' code.
 
     An engine is not interrupted: it may compute for as long as it needs.
+
+    Args:
+        frame: the interrupted frame.
+        limit_s: the limit, in seconds, for the message.
     """
     place = place_of(frame, is_users=True)
     if place:

@@ -214,7 +214,16 @@ class ToolAgent(AgentLoop):
     async def _take_turns(
         self, chat: Conversation, tools: ToolBox, user: UserSimulator | None
     ) -> None:
-        """Alternate turns of the model with turns of tools and the user, until neither responds."""
+        """Alternate turns of the model with turns of tools and the user, until neither responds.
+
+        Args:
+            chat: the conversation.
+            tools: its tools.
+            user: its user simulator; None: there is none.
+
+        Raises:
+            ConversationOver: a limit is reached, or the user simulator has ended the conversation.
+        """
         schemas = {}
         for name, spec in self.services.tools.items():
             schemas[name] = spec.schema["function"]["parameters"]
@@ -231,7 +240,14 @@ class ToolAgent(AgentLoop):
     async def _call_tools(
         self, chat: Conversation, turn: Turn, calls: list[ToolCall], tools: ToolBox
     ) -> None:
-        """Make the calls of the model's turn, and append their responses as the next turn."""
+        """Make the calls of the model's turn, and append their responses as the next turn.
+
+        Args:
+            chat: the conversation.
+            turn: the model's turn.
+            calls: the calls in it.
+            tools: the tools of the conversation.
+        """
         started = time.perf_counter()
         # Score functions read the calls in `solution_messages`; they are never rendered again.
         readable_calls = []
@@ -248,7 +264,15 @@ class ToolAgent(AgentLoop):
         chat.append(messages, tool_responses=responses, seconds=seconds)
 
     async def _ask_user(self, chat: Conversation, user: UserSimulator) -> None:
-        """Append the reply of the user simulator, and record its score of the model's turn."""
+        """Append the reply of the user simulator, and record its score of the model's turn.
+
+        Args:
+            chat: the conversation.
+            user: its user simulator.
+
+        Raises:
+            ConversationOver: the user simulator ends the conversation, or a limit is reached.
+        """
         started = time.perf_counter()
         # Unlike tools, it is asked before the limits are checked: it also scores the last turn.
         reply = await user.reply(chat.messages)

@@ -144,6 +144,7 @@ class AgentLoopManager:
         self._runner = asyncio.Runner()
         self._loops: dict[str, AgentLoop] = {}
         self._num_failed_in_a_row = 0
+        # After an error nobody has an object to close, but the servers and the thread run.
         try:
             if config.agent.agent_loop_path is not None:
                 load_loops(config.agent.agent_loop_path)
@@ -381,6 +382,7 @@ def load_tools(
         ConfigError: a file is invalid, or two tools have the same name.
         RolloutError: a function cannot be a tool, or a server cannot be reached.
     """
+    # The order of the tools is that in which the prompt describes them.
     specs: list[ToolSpec] = []
     if turns.enable and turns.function_tool_path:
         specs += function_tools(turns.function_tool_path)
@@ -586,7 +588,13 @@ def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray
 def _prompt_columns(
     chats: Sequence[Conversation], prompt_length: int, pad_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` [B, P] of the prompts, padded on the left."""
+    """Make the columns `input_ids` and `attention_mask` [B, P] of the prompts, padded on the left.
+
+    Args:
+        chats: B conversations.
+        prompt_length: P.
+        pad_token_id: fills the prompts.
+    """
     input_ids = torch.full((len(chats), prompt_length), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
     for row, chat in enumerate(chats):
@@ -605,7 +613,17 @@ def _position_ids(
     limits: LengthLimits,
     pad_token_id: int,
 ) -> torch.Tensor:
-    """Positions of prompts and responses, [B, P + T] or [B, 3, P + T]; 0 on the left padding."""
+    """Positions of prompts and responses; 0 on the left padding.
+
+    Args:
+        chats: B conversations.
+        images: images of each conversation, with the positions of its tokens; None: text.
+        limits: P and T.
+        pad_token_id: token of the padding on the right.
+
+    Returns:
+        [B, P + T], or [B, 3, P + T] of a vision-language model.
+    """
     num_axes = chats[0].sample.num_axes if chats else 1
     length = limits.prompt_tokens + limits.response_tokens
     positions = torch.zeros(len(chats), num_axes, length, dtype=torch.int64)

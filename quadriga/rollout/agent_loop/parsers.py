@@ -152,7 +152,14 @@ PARSERS: dict[str, Parser] = {
 
 
 def _unreadable(problem: str, text: str, expected_form: str, name: str = "") -> ToolCall:
-    """Make a call that cannot be read. Its problem shows the text and the expected form."""
+    """Make a call that cannot be read.
+
+    Args:
+        problem: why it cannot be read.
+        text: the text that the model wrote, of which the problem shows the beginning.
+        expected_form: the expected form, which the problem shows.
+        name: name of the tool; "" if it is not known.
+    """
     shown = text.strip()
     if len(shown) > _MAX_SHOWN_CHARACTERS:
         shown = f"{shown[:_MAX_SHOWN_CHARACTERS]}..."
@@ -175,7 +182,13 @@ def _from_json(text: str, subject: str, expected_form: str, name: str = "") -> A
 
 
 def _call_with_arguments(name: str, arguments: Any, expected_form: str) -> ToolCall:
-    """Make a call of a tool, which has a problem if the arguments are no JSON object."""
+    """Make a call of a tool, which has a problem if the arguments are no JSON object.
+
+    Args:
+        name: name of the tool.
+        arguments: the arguments: an object, JSON that has one, or a call with a problem.
+        expected_form: the expected form, for the problem.
+    """
     if isinstance(arguments, str):  # JSON inside JSON, as in OpenAI's API
         arguments = _from_json(arguments, "the arguments are", expected_form, name)
     if isinstance(arguments, ToolCall):

@@ -186,7 +186,11 @@ class ToolThread(EventLoopThread):
     async def _run_limited(
         self, function: Function, kwargs: Mapping[str, Any], limit_s: float
     ) -> Any:
-        """Run a function for at most `limit_s` seconds, once fewer than `MAX_CALLS` others run."""
+        """Run a function for at most `limit_s` seconds, once fewer than `MAX_CALLS` others run.
+
+        Raises:
+            TimeoutError: the function did not end in time.
+        """
         async with self._call_slots:
             task = asyncio.ensure_future(self._run(function, kwargs))
             try:
@@ -409,6 +413,7 @@ class ToolBox:
         except ToolError as error:
             seconds = time.perf_counter() - started
             return self._result_of(call, f"Error: {error}", seconds, is_refused=True)
+        # A tool may return images beside its text.
         images: tuple[Any, ...] = ()
         if isinstance(result, WithImages):
             images = tuple(result.images)
@@ -459,7 +464,14 @@ class ToolBox:
     def _result_of(
         self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False
     ) -> ToolResult:
-        """Make the result of a call for the model. The text is cut to the configured length."""
+        """Make the result of a call for the model. The text is cut to the configured length.
+
+        Args:
+            call: the call.
+            text: the tool's text, or what is wrong with the call.
+            seconds: time that the call took.
+            is_refused: whether the call was wrong.
+        """
         # The beginning of a refusal says what is wrong, so only its end may be cut.
         side = "right" if is_refused else self.config.tool_response_truncate_side
         return ToolResult(

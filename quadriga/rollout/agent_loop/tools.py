@@ -341,6 +341,7 @@ def load_class(reference: str, folder: Path, base: type, where: str) -> Any:
     Raises:
         ConfigError: there is no such class, or it lacks a method.
     """
+    # `file.py:Name` has a colon, `package.module.Name` only dots.
     separator = ":" if ":" in reference else "."
     place, _, name = reference.rpartition(separator)
     if not place or not name:

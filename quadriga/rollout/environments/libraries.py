@@ -113,6 +113,7 @@ class TextArenaEnvironment(TextEnvironment):
         self._is_done = False
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        """Begin a game with as many agents as the environment has."""
         try:
             self._game.reset(num_players=self._num_agents, seed=seed)
         except AssertionError as error:
@@ -125,6 +126,7 @@ class TextArenaEnvironment(TextEnvironment):
         return self._observe()
 
     def step(self, action: Action) -> Step:
+        """Make the move of the current agent. The end of the game brings the rewards of all."""
         agent = self._game.state.current_player_id
         self._is_done, _ = self._game.step(str(action))
         if not self._is_done:
@@ -149,6 +151,7 @@ class TextArenaEnvironment(TextEnvironment):
         return Step(str(reason or ""), agent, rewards, is_done=True, info=info)
 
     def finish(self) -> Step:
+        """End the episode. A game that was cut off has no winner, and its rewards are 0."""
         if self._is_done:
             return Step()
         # The episode was cut off: nobody has won.
@@ -256,6 +259,7 @@ def space_schema(space: Any) -> dict[str, Any]:
         space: the space. Kinds without a schema of their own, such as `Box`, are arrays that are
             described by the space's text.
     """
+    # By the name of the class, because Gymnasium is imported only where it is needed.
     kind = type(space).__name__
     if kind == "Discrete":
         first = int(space.start)
@@ -309,6 +313,10 @@ def read_json(text: str) -> Any:
 def _to_action(space: Any, value: Any) -> Any:
     """Convert a JSON value to the type of the space's actions.
 
+    Args:
+        space: a space of Gymnasium.
+        value: the value.
+
     Raises:
         KeyError, TypeError, OverflowError, IndexError, ValueError: the value does not fit.
     """
@@ -346,6 +354,11 @@ class SkyRLEnvironment(TextEnvironment):
         self._options = dict(spec.options)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        """Make the environment of the row, and begin its episode.
+
+        Raises:
+            RolloutError: there is no row.
+        """
         if not row:
             raise RolloutError(
                 f"environment skyrl_gym:{self._identifier}",

@@ -99,7 +99,15 @@ class EnvironmentAgent(AgentLoop):
             play.grade(is_graded_elsewhere=self._pool.is_graded_elsewhere)
 
     def _prompt(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
-        """Messages before the first turn: system prompt, messages of the row, first observation."""
+        """Messages before the first turn: system prompt, messages of the row, first observation.
+
+        Args:
+            chat: the conversation.
+            observation: the first observation.
+
+        Raises:
+            RolloutError: there is no text at all.
+        """
         messages: list[dict[str, Any]] = []
         if self._pool.config.system_prompt is not None:
             messages.append({"role": "system", "content": self._pool.config.system_prompt})
@@ -122,7 +130,13 @@ class EnvironmentAgent(AgentLoop):
         return messages
 
     async def _take_turns(self, plays: "Plays", episode: Episode, step: Step) -> None:
-        """Ask the agents for actions in turn until the episode is over."""
+        """Ask the agents for actions in turn until the episode is over.
+
+        Args:
+            plays: the trained agents.
+            episode: the episode.
+            step: its first step.
+        """
         players = self._players(plays, episode)
         while not step.is_done:
             plays.chat.activity = "in the environment"
@@ -132,13 +146,19 @@ class EnvironmentAgent(AgentLoop):
             plays.record(step, agent)
 
     def _players(self, plays: "Plays", episode: Episode) -> "list[Player]":
-        """Make the player of each agent, by `env.agents`."""
+        """Make the player of each agent, as `env.agents` names them.
+
+        Args:
+            plays: the trained agents.
+            episode: the episode.
+        """
         chat = plays.chat
         names = self._pool.config.agents or ["policy"]
         players: list[Player] = []
         for number, player in enumerate(names):
             name = f"agent {number}"
             seed = seed_of(chat.sampling.seed, number)
+            # An agent that is trained, the policy without training, a server, or a script.
             if number in plays.by_agent:
                 play = plays.by_agent[number]
                 players.append(PolicyPlayer(play.chat, self._prompt, play, name=name))
@@ -156,7 +176,14 @@ class EnvironmentAgent(AgentLoop):
         return players
 
     async def _call_tools(self, play: "Play", episode: Episode) -> None:
-        """Generate turns and make their calls of tools, until a turn has no call or the episode is over."""
+        """Generate turns and make their calls of tools.
+
+        It ends with a turn without a call, or when the episode is over.
+
+        Args:
+            play: the trained agent.
+            episode: the episode.
+        """
         chat = play.chat
         config = self.services.config.multi_turn
         parameter_schemas = {}
@@ -183,6 +210,11 @@ class EnvironmentAgent(AgentLoop):
         """Make one call of a tool, and record its step.
 
         A call that cannot be read is refused without the environment.
+
+        Args:
+            play: the trained agent.
+            episode: the episode.
+            call: the call.
         """
         started = time.perf_counter()
         step = Step(f"Error: {call.problem}", info={"is_invalid": True})

@@ -75,6 +75,7 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"no answer ({error})") from error
         self._session = ExitStack()
         self._socket = self._connect()
+        # An action with these fields is a call of a tool.
         is_tool_call = schema.get("properties", {}).keys() >= {"tool_name", "arguments"}
         if is_tool_call:
             self.schemas = self._list_tools()
@@ -82,6 +83,7 @@ class OpenEnvEnvironment(TextEnvironment):
             self._action_schema = _shorten_schema(schema)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        """Begin an episode. The first observation also shows the schema of actions, if any."""
         # A server refuses arguments that its environment does not know, and not all know seeds.
         reply = self._ask("reset", {"seed": seed, **self._options})
         if reply["type"] == "error":
@@ -96,6 +98,8 @@ class OpenEnvEnvironment(TextEnvironment):
         return Step(text, info=step.info)
 
     def step(self, action: Action) -> Step:
+        """Send an action. If the server refuses it, the model reads the reason."""
+        # A call of a tool, or JSON that the model wrote.
         data: Any
         if isinstance(action, dict):
             data = {

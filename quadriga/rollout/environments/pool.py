@@ -282,8 +282,14 @@ class _Host:
     def call(self, episode: Episode, method: str, arguments: tuple[Any, ...]) -> Step:
         """Make a call of an episode, after a replay if the process does not know the episode.
 
+        Args:
+            episode: the episode.
+            method: name of the method of the environment.
+            arguments: its arguments.
+
         Raises:
-            EnvironmentFailedError, QuadrigaError: see `Episode.step`.
+            EnvironmentFailedError: the environment raised, was too late, or died three times.
+            QuadrigaError: the environment cannot be loaded.
         """
         where = (
             f"environment {self._spec.name}, {method} after {max(0, len(episode.calls) - 1)} steps"
@@ -297,6 +303,7 @@ class _Host:
                 episode.generation = self._generation
                 step = self._ask(episode, method, arguments, where)
             except EOFError:
+                # The next round starts another process.
                 end = self._stop(_ENDING_S)
                 continue
             episode.calls.append((method, arguments, _digest(step)))
@@ -338,6 +345,12 @@ class _Host:
 
     def _ask(self, episode: Episode, method: str, arguments: tuple[Any, ...], where: str) -> Step:
         """Send a call to the process, and return its answer.
+
+        Args:
+            episode: the episode.
+            method: name of the method of the environment.
+            arguments: its arguments.
+            where: the call, for errors.
 
         Raises:
             EnvironmentFailedError: the environment raised, or was too late.

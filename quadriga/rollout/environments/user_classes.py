@@ -99,6 +99,7 @@ class SteppedEnvironment(TextEnvironment):
         self._agent = 0
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        """Call `reset` of the object with the seed and the columns of the row that it takes."""
         reset = self.environment.reset
         result = reset(**taken(reset, {**row, "seed": seed}))
         info: Mapping[str, Any] = {}
@@ -111,6 +112,7 @@ class SteppedEnvironment(TextEnvironment):
         return Step(text, self._agent, info=self._add_state(info, result))
 
     def step(self, action: Action) -> Step:
+        """Read the action from the reply, and call `step` of the object with it."""
         if self._read_action is not None:
             try:
                 action = self._read_action(str(action))
@@ -147,6 +149,10 @@ class SteppedEnvironment(TextEnvironment):
 
         The text that the agent reads is the state by default, and so is an observation that is a
         text. A state that is in the info already stays.
+
+        Args:
+            info: the info of a step.
+            observation: the observation beside it.
         """
         if "state" in info or observation is None or isinstance(observation, str):
             return info
@@ -169,6 +175,7 @@ def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
         raise ValueError(
             f"step returned {shown}, expected (observation, reward, terminated, truncated, info)"
         )
+    # After the reward: terminated, perhaps truncated, and with more than three values the info.
     observation, reward, *flags = result
     info: Mapping[str, Any] = {}
     if len(result) > 3:
@@ -217,6 +224,7 @@ class ToolEnvironment(TextEnvironment):
         return Step(as_observation(result))
 
     def step(self, action: Action) -> Step:
+        """Check the arguments of a call, and call the method that it names."""
         assert isinstance(action, dict), "an action of this environment is a call of a tool"
         name = action["name"]
         if name not in self._methods:
@@ -238,6 +246,7 @@ class ToolEnvironment(TextEnvironment):
         return Step(as_observation(result))
 
     def finish(self) -> Step:
+        """End the episode. Its reward is that of the object, or None if it has none."""
         get_reward = getattr(self.environment, "get_reward", None)
         reward: Any = getattr(self.environment, "reward", None)
         if callable(get_reward):

@@ -111,6 +111,7 @@ class PrefixCache:
             self.keys = other.keys
             self.values = other.values
             return
+        # All prefixes are padded to the longest one of both.
         width = max(self.lengths + other.lengths)
         _append_prefixes(self.keys, other.keys, width)
         _append_prefixes(self.values, other.values, width)
@@ -119,7 +120,13 @@ class PrefixCache:
 
 
 def _append_prefixes(states: list[Tensor], other_states: list[Tensor], width: int) -> None:
-    """Move the keys or the values of all layers behind `states`, padded to `width` tokens."""
+    """Move the keys or the values of all layers behind those of another cache.
+
+    Args:
+        states: [P, K, S, D] of each layer, replaced by [P + p, K, width, D].
+        other_states: [p, K, s, D] of each layer; empty afterwards.
+        width: length of the longest prefix of both caches.
+    """
     for layer, added in enumerate(other_states):
         first = states[layer]
         num_first, num_heads, first_width, head_size = first.shape
@@ -511,9 +518,17 @@ class DecodePlan:
         return self.window_masks[window]
 
     def _window_mask(self, positions: Sequence[int], width: int, window: int) -> Tensor:
-        """Additive mask [R, width] that hides keys `window` or more tokens before `positions` [R].
+        """Additive mask that hides the keys outside a sliding window.
 
-        Key and position count from the same token, the first of the prefix or of the response.
+        Key and position count from the same token: the first of the prefix, or of the response.
+
+        Args:
+            positions: position of the new token of each slot, [R].
+            width: number of keys.
+            window: keys that are this many or more tokens before the new one are hidden.
+
+        Returns:
+            [R, width] float32: 0, or `HIDDEN` (in effect -inf).
         """
         columns = torch.arange(width, device=self.device)
         distances = torch.tensor(positions, device=self.device)[:, None] - columns

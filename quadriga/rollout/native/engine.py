@@ -151,6 +151,12 @@ class NativeEngine(CausalModelEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "NativeEngine":
+        """Make the engine of a configuration, in one process or for a rank of a rollout group.
+
+        A rank of a group begins with a model on "meta", whose shards arrive later. Otherwise the
+        engine computes with the actor's own model, or with a copy if this process lacks some of its
+        weights.
+        """
         setup.require_no_options()
         rollout = setup.rollout
         section = setup.config.actor_rollout_ref
@@ -159,6 +165,7 @@ class NativeEngine(CausalModelEngine):
             "cache_gigabytes": rollout.cache_gigabytes,
         }
         if setup.group is not None:
+            # The model with an adapter tells which matrices a rank merges into its shards.
             model = setup.skeleton()
             adapted = None
             if section.model.has_adapter:
@@ -196,6 +203,7 @@ class NativeEngine(CausalModelEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
+        """Generate a response for each prompt. Unless there is a runner, this thread is it."""
         requests = self._make_requests(prompts, sampling, images)
         self._count_when_done([request.future for request in requests])
         if self._inbox.put(requests):
@@ -282,7 +290,16 @@ class NativeEngine(CausalModelEngine):
     def _make_requests(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages
     ) -> list[GenerationRequest]:
-        """Make the requests of a batch, after checking the caller's arguments."""
+        """Make the requests of a batch, after checking the caller's arguments.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Raises:
+            RolloutError: the engine is not ready, or cannot serve a request.
+        """
         self._require_ready(prompts, sampling, images)
         self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
@@ -303,6 +320,12 @@ class NativeEngine(CausalModelEngine):
     # ---- a rollout group ------------------------------------------------------------------------
 
     def follow(self) -> None:
+        """Make the leader's steps until the batch is over; for a member of a rollout group.
+
+        Raises:
+            EngineError: this rank generated other tokens than the leader.
+            PeerLostError: the leader is gone.
+        """
         assert self._steps is not None and self.group is not None and not self.group.is_leader
         while True:
             message = self.group.receive(is_idle=True) or StepMessage()
@@ -378,6 +401,7 @@ class NativeEngine(CausalModelEngine):
             )
 
     def release(self) -> None:
+        """End the batch on all ranks of a rollout group; does nothing except on the leader."""
         if self._steps is None or self.group is None or not self.group.is_leader:
             return
         self.abort()
@@ -407,6 +431,16 @@ class NativeEngine(CausalModelEngine):
     # ---- weights, sleep -------------------------------------------------------------------------
 
     def load_weights(self, weights: NamedWeights, version: int) -> None:
+        """Load a complete set of weights, or the shards of a group's rank.
+
+        Args:
+            weights: names and tensors. On a rank of a group: its shards and the adapter's matrices.
+            version: their version.
+
+        Raises:
+            RolloutError: responses are generated at this moment.
+            WeightSyncError: the set is incomplete or does not fit the model.
+        """
         self._require_idle("load_weights")
         # A copy of the old weights is freed before the new ones arrive.
         self._network = None
@@ -421,6 +455,7 @@ class NativeEngine(CausalModelEngine):
         self._network = None
 
     def close(self) -> None:
+        """Abort unfinished responses, and end the engine and its thread."""
         self.abort()
         self._thread.finish()
         super().close()
@@ -519,7 +554,12 @@ class NativeEngine(CausalModelEngine):
             work.done.set_result(self.num_steps)
 
     def _switch_weights(self, generation: Generation, *, keeps_cache: bool) -> None:
-        """Continue a generation with the loaded weights, on all ranks of a group."""
+        """Continue a generation with the loaded weights, on all ranks of a group.
+
+        Args:
+            generation: the running generation.
+            keeps_cache: whether it keeps the KV cache of the older weights.
+        """
         steps = self._steps
         if steps is not None:
             steps.count_tokens(_requests_of(generation))

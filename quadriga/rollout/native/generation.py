@@ -260,6 +260,7 @@ class GenerationRequest:
         Args:
             weight_version: version of the current weights.
         """
+        # A request that was aborted before it was admitted has no such time.
         first_admitted_at = math.nan
         if len(self.times) > 1:
             first_admitted_at = self.times[1]

@@ -124,6 +124,7 @@ class GraphedSteps:
             return False
         if network.group is not None or any(mixtures(network.model)):
             return False
+        # Such embeddings read the largest position on the host, which would wait for the device.
         rotary = getattr(network.body, "rotary_emb", None)
         if getattr(rotary, "rope_type", "default") in _HOST_ROPES:
             return False
@@ -168,7 +169,13 @@ class GraphedSteps:
     def _graph_for(
         self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]
     ) -> Graph:
-        """Find or capture the smallest graph that fits the step, and load the step's inputs."""
+        """Find or capture the smallest graph that fits a step, and load the inputs of the step.
+
+        Args:
+            plan: the plan of the current slots.
+            tokens: last token of each slot.
+            written: response tokens of each slot in the KV cache.
+        """
         # A larger graph would fit, too, but wastes rows as responses end.
         max_rows = min(1 << (len(tokens) - 1).bit_length(), plan.responses.capacity)
         fitting = []

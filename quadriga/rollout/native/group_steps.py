@@ -126,6 +126,7 @@ class GroupSteps:
             new_requests.append(
                 NewRequest(request.prompt, request.sampling, request.images, earlier)
             )
+        # Members know requests only by their numbers.
         numbers = {id(request): number for number, request in self.requests.items()}
         aborted = [numbers[id(request)] for request in aborted]
         self.group.broadcast(StepMessage(new_requests, aborted, max_cache_tokens))

@@ -128,6 +128,7 @@ class Inbox:
             self._new = []
             self._work = []
             self._has_runner = False
+        # Without the lock, because callbacks of the futures may use the inbox.
         for work in undone_work:
             work.done.set_exception(error)
         for request in requests:

@@ -270,6 +270,7 @@ class PlainNetwork(Network):
         *,
         plan: AttentionPlan,
     ) -> Tensor:
+        """Hidden states of the last layer, as `Network.hidden` returns them, layer by layer."""
         if images is None:
             hidden = self._embed_tokens(tokens)
         else:
@@ -289,6 +290,7 @@ class PlainNetwork(Network):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """[B, D] -> [B, V] float32. Each rank of a group computes a part of the vocabulary."""
         logits = super().logits(hidden)
         if self.group is None:
             return logits
@@ -314,6 +316,7 @@ class _NormWeights(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> "_NormWeights":
+        """Weight and epsilon of a norm of transformers."""
         return cls(module.weight, module.variance_epsilon)
 
 
@@ -343,6 +346,7 @@ class _Layer:
         self.scale = attention.scaling
         self.options = AttentionOptions(window=_window_of(attention))
 
+        # A rank of a group has some of the heads, at least one of the key-value heads.
         num_ranks = 1 if group is None else group.size
         self.num_heads = attention.config.num_attention_heads // num_ranks
         self.num_key_heads = max(1, attention.config.num_key_value_heads // num_ranks)
@@ -508,6 +512,7 @@ def _expert_weights(experts: Any, name: str, forms: Forms) -> list[Weight]:
         forms: forms of the weights.
     """
     parameters = getattr(experts, name).detach()
+    # Some models store the inputs in the rows; the forms take them in the columns.
     if experts.is_transposed:
         parameters = parameters.mT
     weights = []

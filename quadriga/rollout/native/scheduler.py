@@ -116,7 +116,13 @@ class Scheduler(Generic[R]):
         return request
 
     def _fit(self, prefixes: set[Any], num_slots: int, room: int) -> bool:
-        """Whether the KV cache can hold these prefixes, and `room` tokens for each slot."""
+        """Whether the KV cache can hold some prefixes, and the responses of some slots.
+
+        Args:
+            prefixes: the different prefixes.
+            num_slots: number of slots.
+            room: tokens of the response of each slot.
+        """
         # Padding counts: all prefixes take as much as the longest one.
         num_tokens = len(prefixes) * max(map(len, prefixes), default=0) + num_slots * room
         return self.max_cache_tokens is None or num_tokens <= self.max_cache_tokens

@@ -40,6 +40,7 @@ class GroupShards:
         self._manifest = Manifest.of(model)
         self._boxes = shard_boxes(model, group)
         self._adapter = adapter_of(adapted)
+        # Shapes of the adapter's matrices; none if there is no adapter.
         self._factors = Manifest.of(adapted).select(is_factor).shapes
         self.merged = {name for name in self._boxes if factor_names(name)[0] in self._factors}
 

@@ -283,7 +283,16 @@ class SGLangServer:
         return pool.submit(self._call, method, arguments)
 
     def _call(self, method: str, arguments: dict[str, Any] | None, kind: str = "POST") -> Any:
-        """Send a request over HTTP, and return the reply."""
+        """Send a request over HTTP, and return the reply.
+
+        Args:
+            method: name of the request, which is its path.
+            arguments: fields of the request; None: no body.
+            kind: HTTP method.
+
+        Raises:
+            RolloutError: the server refuses the request or does not answer.
+        """
         try:
             return self._client.call(method, arguments, method=kind, needs_object=False)
         except ServerLostError as error:

@@ -152,6 +152,13 @@ class SGLangEngine(ThirdPartyEngine):
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
+        """Generate one response. Cancelling the caller aborts the request.
+
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+        """
         self._require_ready([prompt], [sampling], [images])
         request_id, future = self._start_request(prompt, sampling, images)
         try:
@@ -211,6 +218,7 @@ class SGLangEngine(ThirdPartyEngine):
 
     @property
     def has_dropped_weights(self) -> bool:
+        """Whether the weights were dropped in a sleep, so that the next load must bring them."""
         return self._has_dropped_weights
 
     def sleep(self) -> None:
@@ -222,6 +230,7 @@ class SGLangEngine(ThirdPartyEngine):
             self._call("release_memory_occupation", tags=["kv_cache", "weights"])
 
     def wake(self) -> None:
+        """End the sleep, and map the released memory again, unless a load has mapped it."""
         has_released = self._state == "asleep" and self.can_sleep
         super().wake()
         if has_released:
@@ -229,6 +238,7 @@ class SGLangEngine(ThirdPartyEngine):
             self._call("resume_memory_occupation", tags=tags)
 
     def close(self) -> None:
+        """End the engine, and SGLang if it was started here."""
         if self._state != "closed":
             super().close()
             self.connection.close()
@@ -333,6 +343,16 @@ class SGLangEngine(ThirdPartyEngine):
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
+        """Check the arguments of a batch, also for combinations that SGLang cannot sample.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Raises:
+            RolloutError: the engine is not ready, or cannot serve a request.
+        """
         super()._require_ready(prompts, sampling, images)
         for row, params in enumerate(sampling):
             where = f"{self.name}.generate, prompt {row}"
@@ -454,6 +474,14 @@ def _copy(weight: tuple[str, torch.Tensor], offset: int, device: str) -> tuple[s
     """Copy a weight to a device, without a gradient.
 
     A view would be sent with all of the memory that it is a view of.
+
+    Args:
+        weight: name and tensor.
+        offset: not used: its place in the bucket.
+        device: the device.
+
+    Returns:
+        The name and the copy.
     """
     name, tensor = weight
     return name, tensor.detach().to(device, copy=True).contiguous()

@@ -93,6 +93,7 @@ class SGLangLibrary:
             SGLang's result. That of `generate` has only the fields that are used.
         """
         if method == "generate":
+            # A reply has many fields, and pickling all of them takes time.
             reply = await self.engine.async_generate(**arguments)
             meta = reply["meta_info"]
             used = {name: meta[name] for name in _REPLY_FIELDS if name in meta}

@@ -282,6 +282,16 @@ class InProcessCore(Core):
         InProcessCore._open.add(id(self))
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of vLLM's engine, or else of its engine core.
+
+        Args:
+            method: name of the method.
+            args: positional arguments.
+            options: keyword arguments.
+
+        Returns:
+            The result.
+        """
         owner = self.engine if hasattr(self.engine, method) else self.engine.engine_core
         return getattr(owner, method)(*args, **options)
 
@@ -312,6 +322,7 @@ class InProcessCore(Core):
                         responses[output.request_id].add(output)
                         if count_ended is not None and output.finished:
                             count_ended(1)
+            # After `abort`: the tokens so far.
             for output in partial_outputs(self.engine, responses):
                 responses[output.request_id].add(output)
         finally:
@@ -372,9 +383,20 @@ class ProcessCore(Core):
 
     @property
     def is_lost(self) -> bool:
+        """Whether vLLM's processes have ended."""
         return self.engine.errored
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of vLLM's front end on the thread's loop, and wait for its result.
+
+        Args:
+            method: name of the method.
+            args: positional arguments.
+            options: keyword arguments.
+
+        Returns:
+            The result.
+        """
         return self._submit(getattr(self.engine, method), *args, **options).result()
 
     def start(self, work: Coroutine[Any, Any, Completion]) -> Future[Completion]:
@@ -423,6 +445,7 @@ class ProcessCore(Core):
         """
 
         async def pause() -> dict[str, int]:
+            """Pause vLLM; return how many tokens each unfinished response has drawn."""
             self._is_open.clear()
             await self.engine.pause_generation(mode="keep", clear_cache=not keeps_cache)
             if not self._running:
@@ -435,6 +458,7 @@ class ProcessCore(Core):
         yield
 
         async def resume() -> None:
+            """Note the new version in the responses, drop those without a token, and go on."""
             void_ids = []
             for request_id, response in self._running.items():
                 num_drawn = num_tokens.get(request_id)

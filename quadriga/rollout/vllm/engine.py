@@ -207,6 +207,13 @@ class VLLMEngine(ThirdPartyEngine):
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
+        """Generate one response. Cancelling the caller aborts the request.
+
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+        """
         if isinstance(self.core, ProcessCore):
             future = self.core.start(self._complete(self.core, prompt, sampling, images))
             return await asyncio.wrap_future(future)
@@ -294,6 +301,19 @@ class VLLMEngine(ThirdPartyEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
+        """Generate a response for each prompt.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Returns:
+            The responses, in order.
+
+        Raises:
+            RolloutError: a request cannot be served.
+        """
         if isinstance(self.core, ProcessCore):
             futures = self.begin(prompts, sampling, images)
             self._count_when_done(futures)
@@ -453,11 +473,13 @@ class VLLMEngine(ThirdPartyEngine):
             os.close(file)
 
     def follow(self) -> None:
+        """Make the leader's steps until the batch is over; for a member of a rollout group."""
         assert isinstance(self.core, GroupCore), "only members of a group follow"
         with self._translated_errors():
             self.core.follow()
 
     def release(self) -> None:
+        """End the batch on all ranks of a rollout group; does nothing except on the leader."""
         if isinstance(self.core, GroupCore):
             self.core.release()
 
@@ -475,6 +497,7 @@ class VLLMEngine(ThirdPartyEngine):
         self.memory.sleep(keeps_weights=self.has_frozen_weights)
 
     def wake(self) -> None:
+        """End the sleep. Memory that a load has not mapped yet is mapped again."""
         super().wake()
         if "kv_cache" in self.memory.released:
             self.memory.wake("weights", "kv_cache")
@@ -482,6 +505,7 @@ class VLLMEngine(ThirdPartyEngine):
             self.core.call("clear_cache")
 
     def close(self) -> None:
+        """End the engine, its processes and its thread."""
         if self._state != "closed":
             super().close()
             self.core.close()
@@ -514,6 +538,7 @@ class VLLMEngine(ThirdPartyEngine):
 
     def _describe(self) -> str:
         """Describe what was chosen, and the parts that this version of vLLM does not have."""
+        # Where vLLM is.
         num_ranks = self.arguments["tensor_parallel_size"]
         if not self.core.is_in_process:
             where = f"in processes of its own ({num_ranks})"
@@ -527,6 +552,7 @@ class VLLMEngine(ThirdPartyEngine):
             room = self.adapter.room_for_rank
             weights += f" and the adapter beside them, with room for rank {room}"
 
+        # Its KV cache.
         cache_bytes = self.arguments.get("kv_cache_memory_bytes")
         cache = "as much KV cache as fits"
         if cache_bytes is not None:

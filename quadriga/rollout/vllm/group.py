@@ -105,6 +105,15 @@ class GroupCore(InProcessCore):
     def generate_batch(
         self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
     ) -> list[Response]:
+        """Generate responses on all ranks; for the leader. Unless a thread makes steps, it does.
+
+        Args:
+            requests: the requests.
+            count_ended: called with 1 whenever a response is complete, to report progress.
+
+        Returns:
+            A response for each request, in order.
+        """
         calls = [_PendingRequest(request, Response(request.expanded)) for request in requests]
         if count_ended is not None:
             for call in calls:
@@ -127,6 +136,7 @@ class GroupCore(InProcessCore):
         return await waiting
 
     def abort(self) -> None:
+        """End all unfinished responses before the next step. Any thread may call this."""
         with self._lock:
             for call in (*self._running_requests.values(), *self._inbox.values()):
                 call.is_aborted = True
@@ -156,6 +166,7 @@ class GroupCore(InProcessCore):
         self._checksum = 0
 
     def close(self) -> None:
+        """Abort unfinished responses, and end the engine and its thread."""
         self.abort()
         if self._worker is not None:
             self._worker.shutdown()

@@ -235,6 +235,7 @@ def repack_tied(model: torch.nn.Module) -> None:
     A layer is packed when its weights arrive. A head that is tied to the embedding gets none of its
     own, and would keep its packed copy of the old ones.
     """
+    # Names of the modules that have each parameter.
     owners: dict[int, list[str]] = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
