@@ -469,7 +469,7 @@ class StreamedWeights(ReshardedWeights):
         self._copied = CopiedWeights()
 
     def publish(self, held: Held, target: Any, version: int) -> None:
-        """Send the shards that ranks hold. The engine gets each parameter as soon as it is complete.
+        """Send the shards that ranks hold. The engine gets each parameter once it is complete.
 
         Args:
             held: this rank's shards of the trainer.

@@ -98,9 +98,10 @@ class _ProcessState:
         self._num_batches = 0
 
     def enter(self) -> None:
-        """Begin a batch."""
+        """Begin a batch: note what is to be restored, and bound the output of conversations."""
         with self._lock:
             if self._num_batches == 0:
+                # Opened, so that it can be restored even if it is renamed.
                 self._folder = os.open(".", os.O_RDONLY)
                 self._streams = (sys.stdout, sys.stderr)
                 self._outputs = (BoundedOutput(sys.stdout), BoundedOutput(sys.stderr))

@@ -225,17 +225,17 @@ class ToolThread(EventLoopThread):
                 expected="tools that end",
                 fix="Give the tool a time limit of its own, or let it do its work in a process that it can kill.",
             )
-        returned: Future[Any] = Future()
+        future: Future[Any] = Future()
         # The function runs in the conversation's context, which counts what it prints.
         thread = Thread(
             target=copy_context().run,
-            args=(_run_and_deliver, returned, function, kwargs),
+            args=(_run_and_deliver, future, function, kwargs),
             name="quadriga-tool",
             daemon=True,
         )
         thread.start()
         try:
-            result = await asyncio.wrap_future(returned)
+            result = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             self._given_up.add(thread)
             raise
@@ -243,22 +243,26 @@ class ToolThread(EventLoopThread):
         return await result if inspect.isawaitable(result) else result
 
 
-def _run_and_deliver(
-    returned: "Future[Any]", function: Function, kwargs: Mapping[str, Any]
-) -> None:
-    """Call a function in this thread, and store its result or its error in a future."""
-    if not returned.set_running_or_notify_cancel():  # cancelled before the thread began
+def _run_and_deliver(future: "Future[Any]", function: Function, kwargs: Mapping[str, Any]) -> None:
+    """Call a function in this thread, and store its result or its error in a future.
+
+    Args:
+        future: gets the result. Nothing is called if it has been cancelled.
+        function: the function.
+        kwargs: its keyword arguments.
+    """
+    if not future.set_running_or_notify_cancel():  # cancelled before the thread began
         return
     pid = os.getpid()
     try:
         result = function(**kwargs)
         if os.getpid() == pid:
-            returned.set_result(result)
+            future.set_result(result)
     except BaseException as error:
         # sys.exit or StopIteration inside a future would end the loop instead of the call.
         if isinstance(error, StopIteration) or not isinstance(error, Exception):
             error = RuntimeError(f"{type(error).__name__}: {error}")
-        returned.set_exception(error)
+        future.set_exception(error)
     finally:
         if os.getpid() != pid:
             # The tool forked, and this is the copy: the conversation belongs to its parent.

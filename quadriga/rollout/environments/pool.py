@@ -154,13 +154,13 @@ class Episode:
     def __init__(self, host: "_Host", number: int, seed: int, row: Mapping[str, Any]) -> None:
         self._host = host
         self.number = number
-        self._beginning = (seed, dict(row))
+        self._reset_arguments = (seed, dict(row))
         self.calls: list[tuple[str, tuple[Any, ...], str]] = []
         self.generation = -1
 
     async def reset(self) -> Step:
         """Begin the episode. Errors are those of `step`."""
-        return await self._call("reset", self._beginning)
+        return await self._call("reset", self._reset_arguments)
 
     async def step(self, action: Action) -> Step:
         """Take an action.

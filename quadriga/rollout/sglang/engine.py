@@ -117,6 +117,7 @@ class SGLangEngine(ThirdPartyEngine):
             problem = devices_problem(setup.config)
             if problem:
                 raise problem
+        # Makes the engine of a connection, which is a process or a server.
         make = partial(
             cls,
             manifest=Manifest.of(skeleton),
@@ -140,6 +141,7 @@ class SGLangEngine(ThirdPartyEngine):
         arguments = sglang_arguments(setup, cache_tokens)
 
         def start() -> SGLangEngine:
+            """Start SGLang in its own processes, and make the engine on it."""
             process = SGLangProcess(arguments, setup.config.trainer.stall_timeout_s)
             description = f"sglang {process.version} in processes of its own"
             description += f", on a copy of the weights; {cache}"

@@ -105,7 +105,9 @@ class GroupCore(InProcessCore):
     def generate_batch(
         self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
     ) -> list[Response]:
-        """Generate responses on all ranks; for the leader. Unless a thread makes steps, it does.
+        """Generate responses on all ranks; for the leader.
+
+        This thread makes the steps, unless another one is doing that already.
 
         Args:
             requests: the requests.
