@@ -232,7 +232,7 @@ def append_responses(
             token_versions[row, : len(row_versions)] = torch.tensor(row_versions)
         columns["token_versions"] = token_versions.to(device)
     if any(row_routes is not None for row_routes in routes):
-        columns[ROUTES] = _padded_routes(routes, attention_mask)
+        columns[ROUTES] = _scatter_routes(routes, attention_mask)
 
     # Responses continue the prompt's positions, on all axes.
     prompt_positions = prompts["position_ids"]
@@ -249,7 +249,7 @@ def append_responses(
     }
 
 
-def _padded_routes(
+def _scatter_routes(
     routes: Sequence[np.ndarray | None], attention_mask: torch.Tensor
 ) -> torch.Tensor:
     """Scatter the routes of each row to the columns of its tokens.
@@ -347,7 +347,8 @@ def images_of(prompts: DataProto) -> list[Images | None]:
             images.append(None)
             continue
         short_prompt = tuple(columns["raw_prompt_ids"][row])
-        # Looked up by identity: comparing or hashing pixels would take time.
+        # Samples of a prompt share the object of their inputs. It is looked up by identity, because
+        # hashing pixels takes time.
         key = (id(inputs), short_prompt)
         if key not in cache:
             mask = prompts.batch["attention_mask"][row].bool()

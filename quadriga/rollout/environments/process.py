@@ -305,11 +305,11 @@ def leave_network() -> None:
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
     """Audit hook that raises a PermissionError if code uses the network."""
-    # Addresses of Unix sockets, which stay allowed, are texts or bytes.
-    is_connection = event in ("socket.connect", "socket.bind") and not isinstance(
-        arguments[1], str | bytes
-    )
-    if is_connection or event in _NETWORK_EVENTS:
+    is_refused = event in _NETWORK_EVENTS
+    if event in ("socket.connect", "socket.bind"):
+        # Addresses of Unix sockets, which stay allowed, are texts or bytes.
+        is_refused = not isinstance(arguments[1], str | bytes)
+    if is_refused:
         raise PermissionError(
             f"{event}: environments have no network. Set env.network=True to allow it."
         )

@@ -440,8 +440,9 @@ def _connect_engines(
     """
     options = dict(setup.options)
     urls = [options.pop("url")] if "url" in options else options.pop("urls")
-    is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
-    if not is_list or len({*urls}) < len(urls) or options.keys() - {"timeout_s", "headers"}:
+    are_urls = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
+    unknown = options.keys() - {"timeout_s", "headers"}
+    if not are_urls or len({*urls}) < len(urls) or unknown:
         raise ConfigError(
             "actor_rollout_ref.rollout.engine_kwargs.sglang",
             got=f"{setup.rollout.engine_kwargs}",
@@ -450,6 +451,7 @@ def _connect_engines(
         )
 
     def connect(url: str) -> SGLangEngine:
+        """Connect to a server, and make the engine on it."""
         server = SGLangServer(
             url,
             max_model_len=setup.max_model_len,

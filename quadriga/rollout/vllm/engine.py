@@ -166,16 +166,16 @@ class VLLMEngine(ThirdPartyEngine):
         is_vision = hasattr(skeleton.config, "vision_config")
         eos_token_ids = stop_token_ids(skeleton, setup.tokenizer.eos_token_id)
         adapter = None
-        is_wide = setup.device.type != "cpu" and setup.dtype == torch.float32
-        if (
-            model.has_adapter
-            and adapter_route(setup.config, is_wide_on_accelerator=is_wide).is_alone
-        ):
-            # Only names and shapes are needed, so any seed will do.
-            add_adapter(skeleton, model, seed=0)
-            shape = adapter_of(skeleton)
-            assert shape is not None, "it was just added"
-            adapter = Adapter(shape, Manifest.of(skeleton).select(is_factor))
+        if model.has_adapter:
+            is_wide = setup.device.type != "cpu" and setup.dtype == torch.float32
+            route = adapter_route(setup.config, is_wide_on_accelerator=is_wide)
+            # Otherwise the adapter arrives merged into the weights.
+            if route.is_alone:
+                # Only names and shapes are needed, so any seed will do.
+                add_adapter(skeleton, model, seed=0)
+                shape = adapter_of(skeleton)
+                assert shape is not None, "it was just added"
+                adapter = Adapter(shape, Manifest.of(skeleton).select(is_factor))
         make = partial(cls, setup, manifest, eos_token_ids, adapter=adapter, is_vision=is_vision)
         makers = [make] * setup.rollout.data_parallel_size
         return start_balanced(makers)

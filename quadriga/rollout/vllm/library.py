@@ -346,6 +346,7 @@ def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     for module in worker.model_runner.get_model().modules():
         stacked_a = getattr(module, "lora_a_stacked", ())
         stacked_b = getattr(module, "lora_b_stacked", ())
+        # [adapters, 1, rows, columns] each; vLLM holds one adapter at a time.
         for a, b in zip(stacked_a, stacked_b, strict=False):
             if a.dim() == b.dim() == 4:
                 layers.append((a[0, 0], b[0, 0]))
