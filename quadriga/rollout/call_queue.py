@@ -143,7 +143,8 @@ class CallQueue:
         """Generate the response of a call; None if the queue is closed. Runs in the thread."""
         if not self._is_open:
             return None
-        # An engine that blocks computes in this thread, whose number of threads torch keeps apart.
+        # An engine that blocks computes in this thread. torch's number of threads is a setting of
+        # each thread.
         torch.set_num_threads(self._num_threads)
         self._num_computing += 1
         try:

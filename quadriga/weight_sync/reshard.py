@@ -320,9 +320,11 @@ class ReshardedWeights:
             incoming.sort(key=attrgetter("sender"))
             out_sizes = self._bytes_by_peer(outgoing, "receiver")
             in_sizes = self._bytes_by_peer(incoming, "sender")
+            # The memory holds the blocks to send, and behind them those to receive.
             out_end = sum(out_sizes)
             source, output, _ = memory.tensor_split((out_end, out_end + sum(in_sizes)))
 
+            # Copy this rank's blocks into the bucket, and exchange it.
             for move, block in self._blocks(outgoing, source):
                 if block is not None:
                     box, tensor = held[move.name]
@@ -332,8 +334,8 @@ class ReshardedWeights:
             sent[:, number] = _fingerprints(source, out_sizes)
             received[:, number] = _fingerprints(output, in_sizes)
 
+            # Store the blocks that have arrived, and those that stay on this rank.
             for move, block in self._blocks(incoming, output):
-                # A block that stays on this rank was not sent.
                 if block is None:
                     box, tensor = held[move.name]
                     block = box.view(tensor, move.box)
