@@ -287,6 +287,7 @@ class Balancer(RolloutEngine):
         Args:
             numbers: numbers of the engines, which have loaded the weights.
         """
+        # All engines that were not restarted have the same weights.
         expected = self.engines[self.alive[0]].fingerprint()
         for number in numbers:
             self._restarted.discard(number)
@@ -583,6 +584,7 @@ class SharedStream(Generic[T]):
                 current = self._next
                 self._num_waiting += 1
                 self._changed.notify_all()
+            # Waits without the lock, which `lend` needs.
             item = current.result()
             if item is None:
                 return

@@ -109,6 +109,7 @@ class CausalModelEngine(RolloutEngine):
         if num_positions is not None:
             limits.append((num_positions, "the model's max_position_embeddings"))
         if limits:
+            # The lower limit applies. Its source says how to raise it.
             limit, source = min(limits)
             self._require_length(prompts, sampling, limit, source)
 

@@ -91,6 +91,7 @@ class RolloutGroup:
         wait = waiting(f"{self} for its leader") if is_idle else nullcontext()
         with taking_part(f"{self}, in a message of its leader"), wait:
             dist.broadcast(length, self.ranks[0], self.messages)
+            # The leader sends None as an empty message.
             if not int(length):
                 return None
             content = torch.empty(int(length), dtype=torch.uint8)

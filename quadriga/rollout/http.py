@@ -316,6 +316,7 @@ class HTTPEngine(RolloutEngine):
         """End unfinished responses, without tokens: these stay with the server."""
 
         async def cancel_all() -> None:
+            # Tells a request that `abort` ends from one that its caller cancels.
             self._aborted |= self._running
             for task in self._running:
                 task.cancel()

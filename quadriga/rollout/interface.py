@@ -471,6 +471,7 @@ class RolloutEngine(WeightTarget, ABC):
         if not requests:
             return
         try:
+            # Batches of several event loops take turns.
             with self.batch_lock:
                 completions = self.generate_batch(
                     [request.prompt for request in requests],

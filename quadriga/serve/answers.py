@@ -92,6 +92,7 @@ def chat_body(
         text = policy.encoder.decode(completion.token_ids, with_special=call.keeps_special)
         if completion.finish_reason == "stop":
             # The tokens include the stop string that ended them, the text does not.
+            # Which of the stop strings ended the response is not reported.
             for stop in call.sampling.stop:
                 text = text.partition(stop)[0]
         message = _assistant_message(call, completion, text, policy)

@@ -68,6 +68,7 @@ class Seeds:
             images_key: `Images.key` of its images; "" if there are none.
             is_retry: whether the client says that it repeats a call.
         """
+        # Hashed, so that long prompts take no memory.
         source = repr((self._seed, session, images_key)).encode() + array("q", prompt).tobytes()
         digest = hashlib.blake2b(source, digest_size=16).digest()
         calls = self._calls.setdefault(digest, _PromptCalls())

@@ -308,6 +308,7 @@ class WeightReceiver(CopiedWeights):
             if "failed" in header:
                 fix = "Look for the error of the trainer: the rollout only lacks its weights."
                 raise WeightSyncError(where, got=f"none: {header['failed']}", fix=fix)
+            # The last header comes without a bucket.
             if content is None:
                 break
             yield from _record_fingerprints(unpack(header["entries"], content), received)

@@ -191,6 +191,7 @@ class CopiedWeights:
         """
         require_version(target, version)
         digests = target.fingerprint().tensors
+        # A name that the target lacks differs, too.
         differing = [
             name for name, digest in self._published.items() if digests.get(name) != digest
         ]

@@ -577,6 +577,7 @@ class Conversation:
                 break
             self.turns.pop()
             self.unread.insert(0, last)
+            # The five lists have a value for each token of the response.
             end = len(self.token_ids) - len(last.token_ids)
             for values in (self.token_ids, self.mask, self.log_probs, self.versions):
                 del values[end:]

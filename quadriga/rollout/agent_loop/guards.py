@@ -113,6 +113,7 @@ class _ProcessState:
         with self._lock:
             self._num_batches -= 1
             is_last = self._num_batches == 0
+            # Users' code may have replaced the streams.
             sys.stdout, sys.stderr = self._streams if is_last else self._outputs
             num_left_out = sum(output.take_num_left_out() for output in self._outputs)
             if num_left_out:

@@ -110,6 +110,7 @@ class UserSimulator:
 
     async def __aenter__(self) -> "UserSimulator":
         where = f"interaction {self.name}, made"
+        # The constructor is users' code, too.
         self._interaction = await self._thread.call(where, self._make, {}, self._timeout_s)
         await self._call("start_interaction", **self._kwargs)
         return self

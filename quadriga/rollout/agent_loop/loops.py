@@ -229,6 +229,7 @@ class ToolAgent(AgentLoop):
             schemas[name] = spec.schema["function"]["parameters"]
         while True:
             turn = await chat.generate()
+            # Without tools, text that looks like a call is only text.
             calls = self.parser(turn.text, schemas) if schemas else []
             if calls:
                 await self._call_tools(chat, turn, calls, tools)

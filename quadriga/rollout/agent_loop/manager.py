@@ -348,6 +348,7 @@ class AgentLoopManager:
         for chat in chats:
             if chat.failure:
                 failed.append(chat)
+                # A success between two failures begins the count anew.
                 self._num_failed_in_a_row += 1
             else:
                 self._num_failed_in_a_row = 0
@@ -698,6 +699,7 @@ def write_trace(directory: str, chats: Sequence[Conversation], meta_info: dict[s
     is_validation = bool(meta_info.get("validate", False))
     lines = []
     for chat in chats:
+        # An error of another conversation has cancelled this one.
         if not chat.finish_reason:
             continue
         outcome = chat.outcome

@@ -94,6 +94,7 @@ def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
         if function:
             name = function[1].strip()
             for key, value in _PARAMETER.findall(function[2]):
+                # The model writes a value between two line breaks, which are not part of it.
                 pairs.append((key, value.removeprefix("\n").removesuffix("\n")))
         calls.append(_tagged_call(name, pairs, body, end, expected_form, schemas))
     return calls

@@ -404,6 +404,7 @@ class ToolBox:
         Raises:
             ToolFailedError: the tool failed by itself.
         """
+        # For errors about the call, which should stay short.
         shown_arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
         if len(shown_arguments) > _MAX_SHOWN_CHARACTERS:
             shown_arguments = f"{shown_arguments[:_MAX_SHOWN_CHARACTERS]}..."

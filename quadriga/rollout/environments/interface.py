@@ -209,6 +209,7 @@ def plain_value(value: Any) -> Any:
         return {str(key): plain_value(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain_value(entry) for entry in value]
+    # Arrays and numbers of numpy and torch, then models of pydantic.
     if hasattr(value, "tolist"):
         return plain_value(value.tolist())
     if hasattr(value, "model_dump"):

@@ -59,6 +59,7 @@ class EnvironmentAgent(AgentLoop):
             raise RolloutError("agent loop environment", got="env.name=null", fix=fix)
         self._pool: EnvironmentPool = services.environments
         self._schemas = self._pool.description.schemas
+        # An environment without tools takes texts, which need no parser.
         if not self._schemas:
             return
         self._parser = parser_of(services.config.multi_turn.format)

@@ -61,6 +61,7 @@ class OpenEnvEnvironment(TextEnvironment):
         if not self._url.startswith(("ws://", "wss://")):
             raise RolloutError("env.name", got=repr(url), expected="openenv:ws://HOST:PORT")
         self._action_schema: Mapping[str, Any] = {}
+        # The schema comes over HTTP, from the same address as the WebSocket.
         client = HTTPClient(
             f"http{self._url.removeprefix('ws')}",
             RolloutError,

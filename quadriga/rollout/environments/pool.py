@@ -119,6 +119,7 @@ class EnvironmentPool:
                 yield episode
             finally:
                 host.episodes.discard(episode)
+                # Submitted, so that it follows a call that is in progress.
                 host.submit(host.drop, episode)
 
     def take_metrics(self) -> dict[str, Metric]:
@@ -222,6 +223,7 @@ class _Host:
         self._timeout_s = timeout_s
         self._printed = printed
         self._counts = counts
+        # One thread, so that the process gets one call at a time.
         self._thread = ThreadPoolExecutor(1, "quadriga-environment")
         self._process: EnvironmentProcess | None = None
         self._description = Description()

@@ -216,6 +216,7 @@ class EpisodeHost:
             self._environments[episode] = self._make()
         else:
             restore_global_states(self._random_states[episode])
+        # The states are now those of this episode, as if it were alone in the process.
         step = getattr(self._environments[episode], method)(*arguments)
         self._random_states[episode] = global_states()
         if method == "finish":

@@ -203,6 +203,7 @@ class ToolEnvironment(TextEnvironment):
         self._methods: dict[str, Callable[..., Any]] = {}
         self._validators: dict[str, Callable[[Any], BaseModel]] = {}
         schemas = []
+        # Each public method is a tool, described by its signature and its docstring.
         for method_name, function in inspect.getmembers(type(environment), inspect.isfunction):
             if method_name.startswith("_") or method_name in _NO_TOOLS:
                 continue

@@ -169,6 +169,7 @@ class ResponseCache:
             return
         self.capacity = capacity
         self.room = room
+        # One layer at a time, so that only one layer needs both old and new memory.
         for states in (self.keys, self.values):
             for layer, old in enumerate(states):
                 new = old.new_zeros(capacity, old.shape[1], room, old.shape[3])

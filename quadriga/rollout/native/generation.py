@@ -172,6 +172,7 @@ class GenerationRequest:
         self.images = images
         self.end = EndOfResponse(sampling, eos_token_ids, tokenizer)
         self.draws = Draws(sampling.seed)
+        # The response so far, with a value for each token.
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []

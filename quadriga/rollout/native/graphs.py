@@ -160,6 +160,7 @@ class GraphedSteps:
             self.memory = memory
             self.num_steps = 0
         self.num_steps += 1
+        # Memory that soon changes again is not worth a capture.
         if self.num_steps <= _STEPS_BEFORE:
             return None
         graph = self._graph_for(plan, tokens, written)

@@ -420,6 +420,7 @@ def _load() -> Kernels:
 
     library = folder / f"kernels-{digest}.so"
     try:
+        # Compiling takes seconds, so a library of an earlier run is used if it loads.
         return Kernels(ctypes.CDLL(str(library)), version)
     except OSError:  # it is missing or broken
         _compile(compiler, library)

@@ -55,6 +55,7 @@ class Scheduler(Generic[R]):
 
     def add(self, requests: Iterable[R]) -> None:
         """Queue requests in order, except that those with the same prefix stand together."""
+        # `admit` then starts all samples of a prompt in the same prefill.
         groups: dict[Any, list[R]] = {}
         for request in (*self.waiting, *requests):
             groups.setdefault(request.prefix, []).append(request)

@@ -134,6 +134,7 @@ class SGLangProcess:
                 return future
             number = next(self._numbers)
             self._replies[number] = future
+            # Sent under the lock, because two threads may not write to the pipe at once.
             try:
                 self._connection.send((number, method, arguments))
             except OSError as error:

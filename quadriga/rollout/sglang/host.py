@@ -74,6 +74,7 @@ class SGLangLibrary:
         missing = [name for name in _REQUESTS.values() if not hasattr(self._requests, name)]
         self.engine: Any = module.Engine(**options)
         self._manager = self.engine.tokenizer_manager
+        # Private parts of SGLang, which another version may not have.
         for name in (*_REQUESTS, "abort_request", "flush_cache"):
             if not hasattr(self._manager, name):
                 missing.append(name)
@@ -105,6 +106,7 @@ class SGLangLibrary:
         if method == "flush_cache":
             done = await self._manager.flush_cache()
             return done.success, done.message
+        # All other requests have a class each, and the manager has a method of the same name.
         request = getattr(self._requests, _REQUESTS[method])(**arguments)
         return await getattr(self._manager, method)(request, None)
 

@@ -118,6 +118,7 @@ class Response:
             )
         [sequence] = output.outputs
         if sequence.token_ids:
+            # In vLLM's flat form there is one number for each token.
             log_probs = list(sequence.logprobs.logprobs)
             if len(log_probs) != len(sequence.token_ids):
                 got = f"{len(log_probs)} log-probabilities of {len(sequence.token_ids)} tokens"
@@ -496,6 +497,7 @@ class ProcessCore(Core):
             await asyncio.sleep(HEALTH_CHECK_EVERY_S)
             processes = self.engine.engine_core.resources.engine_manager.processes
             try:
+                # Any call would do: vLLM answers it between two steps.
                 await asyncio.wait_for(self.engine.is_sleeping(), self._silent_s)
             except TimeoutError:
                 pids = [process.pid for process in processes]

@@ -289,6 +289,7 @@ class VLLMEngine(ThirdPartyEngine):
         """
 
         def load() -> int:
+            # `load_weights`, which `work` calls, has no such argument.
             self._keeps_cache = keeps_cache
             try:
                 work()

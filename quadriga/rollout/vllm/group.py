@@ -148,6 +148,7 @@ class GroupCore(InProcessCore):
         with torch.compiler.set_stance(self._stance):
             while True:
                 message = self.group.receive(is_idle=not self.engine.has_unfinished_requests())
+                # The leader's checksum ends the batch.
                 if isinstance(message, int):
                     break
                 self._make_step(message or StepChanges({}, []))

@@ -87,6 +87,7 @@ def load() -> VLLMLibrary:
     _, version = installed(*DISTRIBUTIONS)
     require_version(version)
     warn_about_version(version)
+    # vLLM reads these variables when it is imported.
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -194,6 +195,7 @@ def checkpoint_weights(
         yield name, weight
         return
     for number, expert in enumerate(weight):
+        # `gate_up_proj` has both matrices, one above the other.
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         for part, matrix in zip(names, expert.chunk(len(names)), strict=True):
             yield f"{place}.{number}.{part}.weight", matrix
@@ -218,6 +220,7 @@ def drop_packed_experts(model: torch.nn.Module, model_type: str) -> None:
         if hasattr(method, "moe_kernel"):
             has_kernel = True
             if next(layer.parameters()).device.type == "cpu":
+                # vLLM makes and packs a kernel that is missing.
                 method.moe_kernel = None
     if model_type in MIXTURES and not has_kernel:
         version = installed(*DISTRIBUTIONS)[1]
