@@ -97,12 +97,12 @@ class PolicyApp:
         chat = partial(self._generate, read=chat_call, write=write_chat)
         # The method of a route is GET unless it names others.
         routes = [
-            Route("/health", self._route(self._health)),
-            Route("/metrics", self._route(self._metrics)),
-            Route("/v1/models", self._route(self._models)),
-            Route("/tokenize", self._route(self._tokenize), methods=["POST"]),
-            Route("/inference/v1/generate", self._route(generate), methods=["POST"]),
-            Route("/v1/chat/completions", self._route(chat), methods=["POST"]),
+            Route("/health", self._wrap_handler(self._health)),
+            Route("/metrics", self._wrap_handler(self._metrics)),
+            Route("/v1/models", self._wrap_handler(self._models)),
+            Route("/tokenize", self._wrap_handler(self._tokenize), methods=["POST"]),
+            Route("/inference/v1/generate", self._wrap_handler(generate), methods=["POST"]),
+            Route("/v1/chat/completions", self._wrap_handler(chat), methods=["POST"]),
         ]
         self._paths = ", ".join(route.path for route in routes)
         handlers: Any = {
@@ -117,7 +117,7 @@ class PolicyApp:
         for task in list(self._calls):
             task.get_loop().call_soon_threadsafe(task.cancel)
 
-    def _route(
+    def _wrap_handler(
         self, handle: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Wrap the handler of a route: check the caller, and answer errors."""
@@ -185,7 +185,7 @@ class PolicyApp:
 
     async def _tokenize(self, request: Request) -> Response:
         """Answer `/tokenize`."""
-        body = await self._body(request)
+        body = await self._receive_body(request)
         ids = await self._run_tokenizer(
             len(body), lambda: tokenize_call(read_json(body), self.policy)
         )
@@ -210,16 +210,16 @@ class PolicyApp:
             raise CallError("x-session-id", got=got, expected=expected)
         self._require_capacity()
         with self._count_in_flight():
-            body = await self._body(request)
+            body = await self._receive_body(request)
             call = await self._run_tokenizer(len(body), lambda: read(read_json(body), self.policy))
             if not call.is_streamed:
                 return JSONResponse(await self._answer(request, call, write, started))
         # The generator starts the call only when the response is sent. If the response is never
         # sent, nothing has to be cleaned up.
-        events = self._events(call, lambda: self._answer(request, call, write, started))
+        events = self._stream_events(call, lambda: self._answer(request, call, write, started))
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def _body(self, request: Request) -> bytes:
+    async def _receive_body(self, request: Request) -> bytes:
         """Receive the body of a call.
 
         Raises:
@@ -363,7 +363,7 @@ class PolicyApp:
         fix = "Raise actor_rollout_ref.rollout.serve.timeout_s, or lower max_tokens."
         return CallError("call", got=got, fix=fix, status=504)
 
-    async def _events(
+    async def _stream_events(
         self, call: Call, answer: Callable[[], Awaitable[dict[str, Any]]]
     ) -> AsyncIterator[str]:
         """Yield the events of a streamed answer: comments until it is finished, then all of it.

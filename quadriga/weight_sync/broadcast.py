@@ -140,7 +140,7 @@ class Channel:
         """
         text = bytearray(json.dumps(header).encode())
         # Receivers need the length first, to allocate memory for the header.
-        with self._connected("a header"):
+        with self.connection("a header"):
             self._headers.broadcast(torch.tensor([len(text)]), 0).wait()
             self._headers.broadcast(torch.frombuffer(text, dtype=torch.uint8), 0).wait()
         if content is not None:
@@ -152,7 +152,7 @@ class Channel:
         The bucket is valid until the next call. `room_bytes` of the header is the memory for this
         bucket and for all later ones that do not consist of one large parameter.
         """
-        with self._connected("a header"):
+        with self.connection("a header"):
             length = torch.empty(1, dtype=torch.int64)
             self._headers.broadcast(length, 0).wait()
             text = torch.empty(int(length), dtype=torch.uint8)
@@ -179,14 +179,14 @@ class Channel:
 
     def _broadcast(self, content: torch.Tensor) -> None:
         """Send or receive a bucket, and wait until its memory may be used again."""
-        with self._connected("a bucket"):
+        with self.connection("a bucket"):
             self._contents.broadcast(content, 0).wait()
             if content.is_cuda:
                 # `wait` of nccl only orders streams, and the sender overwrites the bucket next.
                 torch.cuda.current_stream(content.device).synchronize()
 
     @contextmanager
-    def _connected(self, activity: str) -> Iterator[None]:
+    def connection(self, activity: str) -> Iterator[None]:
         """Context manager: connect if necessary, and raise errors of torch as a WeightSyncError.
 
         Args:
@@ -240,7 +240,7 @@ class WeightSender:
         """
         sent: dict[str, str] = {}
         # Connect first, because the first bucket may take longer than receivers wait to connect.
-        with self.channel._connected("the meeting"):
+        with self.channel.connection("the meeting"):
             pass
         try:
             for entries, content in pack(_record_fingerprints(weights, sent), self._bucket_bytes):

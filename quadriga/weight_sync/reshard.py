@@ -544,7 +544,7 @@ def plan(
     load = Counter[int]()  # bytes of each rank in the last bucket
     num_sliced = 0
     for name in names:
-        moves = list(_moves(name, held_boxes, wanted_boxes, itemsizes[name]))
+        moves = list(_moves_of(name, held_boxes, wanted_boxes, itemsizes[name]))
         slices = list(_slice_moves(moves, itemsizes[name], bucket_bytes))
         num_sliced += len(slices) > 1
         for slice_moves in slices:
@@ -558,7 +558,7 @@ def plan(
     return buckets, num_sliced
 
 
-def _moves(
+def _moves_of(
     name: str,
     held_boxes: Sequence[Boxes],
     wanted_boxes: Sequence[Boxes],

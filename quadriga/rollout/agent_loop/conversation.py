@@ -104,7 +104,7 @@ class LoopTimer:
     num_in_engine: int = 0  # completions for which the loop waits
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Context manager around a completion, whose time does not count towards the limit."""
         timeout = self.timeout
         self.num_in_engine += 1
@@ -412,7 +412,7 @@ class Conversation:
         sampling = replace(self.sampling, **{"seed": seed, **changes})
 
         self.activity = "in the engine"
-        with self.timer.paused():
+        with self.timer.pause():
             completion = await self.engine.generate(list(token_ids), sampling, images)
         self.activity = f"in the loop after turn {number + 1}"
         where = f"engine, conversation of row {self.sample.row}, completion {number}"

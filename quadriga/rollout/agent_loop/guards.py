@@ -136,7 +136,7 @@ _process_state = _ProcessState()
 
 
 @contextmanager
-def guarded(limit_s: float) -> Iterator[None]:
+def guard_users_code(limit_s: float) -> Iterator[None]:
     """Context manager for a batch of conversations, entered in the event loop that leads them.
 
     It limits their output, and restores the working directory and the standard streams afterwards.

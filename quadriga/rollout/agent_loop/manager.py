@@ -49,7 +49,7 @@ from quadriga.rollout.agent_loop.conversation import (
     Turn,
     TurnEncoder,
 )
-from quadriga.rollout.agent_loop.guards import guarded, num_printed
+from quadriga.rollout.agent_loop.guards import guard_users_code, num_printed
 from quadriga.rollout.agent_loop.interactions import load_interactions
 from quadriga.rollout.agent_loop.loops import (
     REGISTRY,
@@ -245,7 +245,7 @@ class AgentLoopManager:
 
         reported_wait = waiting(f"{len(chats)} conversations", lambda: _progress_text(chats))
         try:
-            with reported_wait, guarded(self.config.agent.timeout_s):
+            with reported_wait, guard_users_code(self.config.agent.timeout_s):
                 async with asyncio.TaskGroup() as group:
                     for chat in chats:
                         task = group.create_task(self._lead_one(chat, grade))

@@ -388,7 +388,7 @@ def describe(
         raise RolloutError(where, got="no docstring", expected="one", fix=fix)
     config = ConfigDict(extra="forbid", protected_namespaces=())
     try:
-        model = create_model(name, __config__=config, **_fields(function, where))
+        model = create_model(name, __config__=config, **_argument_fields(function, where))
         schema_text = json.dumps(model.model_json_schema())
     except (PydanticUserError, NameError) as error:
         raise RolloutError(
@@ -455,7 +455,7 @@ def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
     return TypeAdapter(arguments).validate_python
 
 
-def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
+def _argument_fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
     """Type and default of each argument that the model writes, as `pydantic.create_model` takes them.
 
     Args:

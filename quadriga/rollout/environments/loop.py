@@ -84,7 +84,7 @@ class EnvironmentAgent(AgentLoop):
                     step = await episode.reset()
                     plays.record(step)
                     if self._schemas:
-                        chat.begin(self._prompt(chat, step.text), self._schemas)
+                        chat.begin(self._first_messages(chat, step.text), self._schemas)
                         await self._call_tools(plays.by_agent[seats[0]], episode)
                     else:
                         await self._take_turns(plays, episode, step)
@@ -99,7 +99,7 @@ class EnvironmentAgent(AgentLoop):
         for play in plays:
             play.grade(is_graded_elsewhere=self._pool.is_graded_elsewhere)
 
-    def _prompt(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
+    def _first_messages(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
         """Messages before the first turn: system prompt, messages of the row, first observation.
 
         Args:
@@ -138,7 +138,7 @@ class EnvironmentAgent(AgentLoop):
             episode: the episode.
             step: its first step.
         """
-        players = self._players(plays, episode)
+        players = self._make_players(plays, episode)
         while not step.is_done:
             plays.chat.activity = "in the environment"
             agent = step.agent
@@ -146,7 +146,7 @@ class EnvironmentAgent(AgentLoop):
             step = await episode.step(action)
             plays.record(step, agent)
 
-    def _players(self, plays: "Plays", episode: Episode) -> "list[Player]":
+    def _make_players(self, plays: "Plays", episode: Episode) -> "list[Player]":
         """Make the player of each agent, as `env.agents` names them.
 
         Args:
@@ -162,14 +162,14 @@ class EnvironmentAgent(AgentLoop):
             # An agent that is trained, the policy without training, a server, or a script.
             if number in plays.by_agent:
                 play = plays.by_agent[number]
-                players.append(PolicyPlayer(play.chat, self._prompt, play, name=name))
+                players.append(PolicyPlayer(play.chat, self._first_messages, play, name=name))
             elif player == "policy":
                 # Not `chat.another`: this agent is not trained, so its conversation is no row.
                 sampling = replace(chat.sampling, seed=seed)
                 untrained = Conversation(
                     chat.engine, chat.encoder, chat.sample, sampling, chat.limits
                 )
-                players.append(PolicyPlayer(untrained, self._prompt, name=name))
+                players.append(PolicyPlayer(untrained, self._first_messages, name=name))
             elif player.startswith(("http://", "https://")):
                 players.append(ServerPlayer(player, chat, self._pool.config.system_prompt, name))
             else:

@@ -221,7 +221,7 @@ class EpisodeHost:
         self._random_states[episode] = global_states()
         if method == "finish":
             del self._environments[episode]
-        return self._checked(step)
+        return self._check_step(step)
 
     def drop(self, episode: int) -> None:
         """Discard an episode, which may have ended already."""
@@ -230,7 +230,7 @@ class EpisodeHost:
             _discard(environment)
         self._random_states.pop(episode, None)
 
-    def _checked(self, step: Step) -> Step:
+    def _check_step(self, step: Step) -> Step:
         """Check a step, shorten its texts, and convert its values to those that JSON can express.
 
         Raises:

@@ -414,7 +414,7 @@ class NativeEngine(CausalModelEngine):
     def wanted_shards(self) -> Wanted:
         """The shards of a group's rank, by the trainer's names."""
         assert self._shards is not None
-        return self._shards.wanted()
+        return self._shards.wanted_shards()
 
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Compute with these tensors from now on.
@@ -426,7 +426,7 @@ class NativeEngine(CausalModelEngine):
                 `merged_shards`, which the engine changes after they have arrived.
         """
         assert self._shards is not None
-        self._shards.hold(shards)
+        self._shards.hold_shards(shards)
 
     # ---- weights, sleep -------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ class NativeEngine(CausalModelEngine):
         # A copy of the old weights is freed before the new ones arrive.
         self._network = None
         if self._shards is not None:
-            weights = self._shards.with_adapter(dict(weights))
+            weights = self._shards.merge_adapter(dict(weights))
         super().load_weights(weights, version)
 
     def sleep(self) -> None:

@@ -98,7 +98,7 @@ class Scheduler(Generic[R]):
                 break
             new_prefixes = prefixes | {request.prefix}
             num_slots = len(self.running) + len(started) + 1
-            if num_slots > 1 and not self._fit(new_prefixes, num_slots, room):
+            if num_slots > 1 and not self._can_hold(new_prefixes, num_slots, room):
                 break
             prefixes = new_prefixes
             started.append(request)
@@ -108,7 +108,7 @@ class Scheduler(Generic[R]):
 
     def fits(self, room: int) -> bool:
         """Whether the KV cache has this many tokens for the response of every running request."""
-        return self._fit({request.prefix for request in self.running}, len(self.running), room)
+        return self._can_hold({request.prefix for request in self.running}, len(self.running), room)
 
     def preempt(self) -> R:
         """Take the slot of the last request away. The request waits before all others."""
@@ -116,7 +116,7 @@ class Scheduler(Generic[R]):
         self.waiting.insert(0, request)
         return request
 
-    def _fit(self, prefixes: set[Any], num_slots: int, room: int) -> bool:
+    def _can_hold(self, prefixes: set[Any], num_slots: int, room: int) -> bool:
         """Whether the KV cache can hold some prefixes, and the responses of some slots.
 
         Args:
