@@ -315,7 +315,7 @@ class AgentLoopManager:
             is_built_in = type(loop).run in built_in_runs
             timeout_s = self.config.agent.timeout_s
             async with nullcontext() if is_built_in else chat.time_limit(timeout_s):
-                await _run_unless_forked(loop, chat)
+                await _run_and_end_forks(loop, chat)
             chat.finish(chat.finish_reason or "stop")
         except ConversationOver as over:
             chat.finish(over.reason)
@@ -438,7 +438,7 @@ def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], fr
     return tuple(spec.schema for spec in tools.values()), agents
 
 
-async def _run_unless_forked(loop: AgentLoop, chat: Conversation) -> None:
+async def _run_and_end_forks(loop: AgentLoop, chat: Conversation) -> None:
     """Run a loop. If users' code forks in it, the child process ends when it returns here."""
     pid = os.getpid()
     try:

@@ -357,7 +357,7 @@ class NativeEngine(CausalModelEngine):
                     if generation.scheduler.is_done:
                         break
                 message = self._steps.group.receive() or StepMessage()
-        self._steps.count_tokens()
+        self._steps.add_finished_to_checksum()
 
     def _follow_step(self, step: StepMessage, generation: Generation) -> None:
         """Make the same step as the leader.
@@ -389,7 +389,7 @@ class NativeEngine(CausalModelEngine):
             generation: the running generation, which goes on with them; None between two batches.
         """
         assert self._steps is not None
-        self._steps.count_tokens(_requests_of(generation))
+        self._steps.add_finished_to_checksum(_requests_of(generation))
         self._steps.require_same(new_weights.checksum)
         if new_weights.version != self.weight_version:
             assert self.take_weights is not None
@@ -518,7 +518,7 @@ class NativeEngine(CausalModelEngine):
                 generation.advance(aborted)
             if scheduler.is_done:
                 if self._steps is not None:
-                    self._steps.count_tokens()
+                    self._steps.add_finished_to_checksum()
                 # The next requests find an empty KV cache on all ranks, even if they are in the
                 # leader's inbox already.
                 generation.switch_weights(
@@ -562,7 +562,7 @@ class NativeEngine(CausalModelEngine):
         """
         steps = self._steps
         if steps is not None:
-            steps.count_tokens(_requests_of(generation))
+            steps.add_finished_to_checksum(_requests_of(generation))
             steps.group.broadcast(NewWeights(steps.checksum, self.weight_version, keeps_cache))
         network = self._current_network()
         generation.switch_weights(network, self.weight_version, keeps_cache=keeps_cache)

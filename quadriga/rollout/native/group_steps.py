@@ -89,7 +89,7 @@ class GroupSteps:
         self.requests |= enumerate(requests, start=self._num_requests)
         self._num_requests += len(requests)
 
-    def count_tokens(self, unfinished: Iterable[GenerationRequest] = ()) -> None:
+    def add_finished_to_checksum(self, unfinished: Iterable[GenerationRequest] = ()) -> None:
         """Add the tokens of all finished requests to the checksum, and forget these requests."""
         unfinished_ids = {id(request) for request in unfinished}
         # In the order of the numbers, which is the same on all ranks.

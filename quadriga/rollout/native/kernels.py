@@ -378,7 +378,11 @@ def about_kernels() -> str:
 
 @cache
 def _load_once() -> tuple[Kernels | None, str]:
-    """Load the loops, once per process; returns them, or None, with `about_kernels`."""
+    """Load the compiled loops, once per process.
+
+    Returns:
+        The loops, or None if this machine cannot have them, and the text of `about_kernels`.
+    """
     try:
         loops = _load()
     except _UnavailableError as error:

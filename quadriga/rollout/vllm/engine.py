@@ -736,6 +736,7 @@ class WorkerExtension:
             marks = self.quadriga_marks
 
             def watched_weights() -> Iterator[tuple[str, torch.Tensor]]:
+                """Yield the weights in vLLM's form, after noting fingerprints and what vLLM holds."""
                 for name, tensor in weights:
                     marks.add(name, tensor)
                     self._update_rebuilt(name, tensor)
@@ -778,13 +779,15 @@ class WorkerExtension:
         """
         marks = self.quadriga_marks
         self.quadriga_marks = None
-        if marks is not None:
-            _, end, configured = layerwise_reload()
-            model = self.model_runner.get_model()
-            with configured(self.vllm_config), torch.no_grad():
-                end(model, self.model_config)
-                repack_tied(model)
-        return {} if marks is None else marks.read()
+        # No bucket has arrived: an adapter may arrive alone.
+        if marks is None:
+            return {}
+        _, end, configured = layerwise_reload()
+        model = self.model_runner.get_model()
+        with configured(self.vllm_config), torch.no_grad():
+            end(model, self.model_config)
+            repack_tied(model)
+        return marks.read()
 
     def drawn_tokens(self) -> dict[str, int]:
         """Number of tokens of each request that has begun, by vLLM's name for it.
