@@ -263,8 +263,7 @@ def _attention_kernel(
     query_rows = query + row * query_stride + heads[:, None] * SIZE
     q = tl.load(query_rows + columns[None, :], mask=inside, other=0.0)
 
-    # The keys before the new token, [begin, end), are those of the prefix and then those of the
-    # response. This part has [start, stop) of them, in whole tiles.
+    # Of the keys before the new token, prefix first, this part has [start, stop), in whole tiles.
     written = tl.load(num_written + row)
     length = tl.load(prefix_length + row)
     end = length + written
@@ -282,8 +281,7 @@ def _attention_kernel(
     total = tl.zeros((QUERIES,), dtype=tl.float32)
     mixed = tl.zeros((QUERIES, COLUMNS), dtype=tl.float32)
     if part == 0:
-        # Only the first part includes the new token, which no program reads from the cache. It is
-        # the first key of the softmax: its score is the maximum, and its weight is 1.
+        # Only this part has the new token, as its first key: the score is the maximum so far.
         new_key_at = key + row * key_stride + head * SIZE + columns
         new_key = tl.load(new_key_at, mask=is_column, other=0.0)
         new_value_at = value + row * value_stride + head * SIZE + columns
@@ -297,7 +295,6 @@ def _attention_kernel(
         total += 1.0
         mixed += new_value.to(tl.float32)[None, :]
 
-    # Keys of the prefix, then those of the response, whose indices begin behind the prefix.
     shared_start = (tl.load(prefix_of + row) * NUM_KEYS + head) * prefix_room * SIZE
     peak, total, mixed = _attend_to_keys(
         q,
@@ -322,7 +319,7 @@ def _attention_kernel(
         peak,
         total,
         mixed,
-        tl.maximum(start - length, 0),
+        tl.maximum(start - length, 0),  # keys of the response are numbered behind the prefix
         stop - length,
         scale,
         softcap,

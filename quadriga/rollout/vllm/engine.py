@@ -736,7 +736,7 @@ class WorkerExtension:
             marks = self.quadriga_marks
 
             def watched_weights() -> Iterator[tuple[str, torch.Tensor]]:
-                """Yield the weights in vLLM's form, after noting fingerprints and what vLLM holds."""
+                """Yield the weights in vLLM's form, after noting their fingerprints."""
                 for name, tensor in weights:
                     marks.add(name, tensor)
                     self._update_rebuilt(name, tensor)
