@@ -282,7 +282,7 @@ class Balancer(RolloutEngine):
         self.weight_version = version
 
     def _admit_restarted(self, numbers: Sequence[int]) -> None:
-        """Let restarted engines have requests again, if their weights are those of the others.
+        """Give restarted engines requests again, if their weights are those of the others.
 
         Args:
             numbers: numbers of the engines, which have loaded the weights.
