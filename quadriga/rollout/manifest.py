@@ -104,6 +104,7 @@ class Manifest:
             arrived |= self.same[name]
             yield name, tensor
 
+        # Without any of the optional weights, the model keeps those that it has.
         needed = set(self.shapes)
         if arrived.isdisjoint(optional_names):
             for name in optional_names:

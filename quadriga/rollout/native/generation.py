@@ -428,7 +428,17 @@ class Generation:
             for request in started:
                 request.routes = [self.routes[request.prefix]]
 
-        # Logits are computed once for each prefix, and a token is sampled for each slot that starts.
+        self._sample_first_tokens(started, num_before)
+
+    def _sample_first_tokens(self, started: Sequence[GenerationRequest], first: int) -> None:
+        """Sample the first token of each slot that starts, from the last hidden state of its prefix.
+
+        Logits are computed once for each prefix, however many samples share it.
+
+        Args:
+            started: the requests that start.
+            first: their first slot.
+        """
         places = self._prefix_places(started)
         unique_places = sorted(set(places))
         row_of_place = {place: row for row, place in enumerate(unique_places)}
@@ -439,7 +449,7 @@ class Generation:
         rows = torch.tensor([row_of_place[place] for place in places], device=self.device)
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
         # Indexing copies the logits, which the sampler overwrites.
-        self._sample(logits[rows], rules, num_before)
+        self._sample(logits[rows], rules, first)
 
     def _max_room(self) -> int:
         """Most tokens that a response of this batch may add to the KV cache."""
@@ -479,6 +489,7 @@ class Generation:
             tokens, positions, images = self._pack(prefixes[places])
             hidden = self.network.hidden(tokens, positions, images, plan=plan)[0]
             last_hidden.append(hidden.index_select(0, plan.last))
+            # The routes of all packed tokens, split by prefix.
             if self.recorder is not None:
                 ends = np.cumsum(cache.lengths[places])
                 routes = np.split(self.recorder.take().numpy(), ends[:-1])
