@@ -33,7 +33,7 @@ from quadriga.models.experts import ROUTES
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
 from quadriga.rollout import NativeEngine, SamplingParams
-from quadriga.rollout.sequences import with_responses
+from quadriga.rollout.sequences import append_responses
 
 NUM_TOKENS, VOCABULARY = 64, 8000
 SIZES: dict[str, Any] = {
@@ -79,7 +79,7 @@ def replay(args: Namespace) -> None:
             before["position_ids"] = torch.arange(ids.shape[1]).expand_as(ids)
             rows = [(one.token_ids, [1] * len(one.token_ids), one.log_probs) for one in found]
             told = DataProto.from_dict(
-                with_responses(before, rows, NUM_TOKENS, 0, [one.routes for one in found])
+                append_responses(before, rows, NUM_TOKENS, 0, [one.routes for one in found])
             )
             own = told.select([key for key in told.batch.keys() if key != ROUTES])
             micro, theirs = MicroBatching(None, 4096), told.batch["rollout_log_probs"]

@@ -57,7 +57,7 @@ def forms(weights: list[torch.Tensor]) -> dict[str, Callable[[torch.Tensor], Mul
         "linear, bfloat16": plain,
         "linear, float32": plain_float32,
     }
-    if OwnWeight.takes(weights):
+    if OwnWeight.is_supported(weights):
         known["own loop, bfloat16"] = own
     return known | ({"packed, bfloat16": packed} if can_pack() else {}) | {"packed, float32": wide}
 

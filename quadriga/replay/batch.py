@@ -20,7 +20,7 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import UNSCORED
-from quadriga.rollout.sequences import with_responses
+from quadriga.rollout.sequences import append_responses
 from quadriga.trainer.responses import with_prompt_columns
 
 _OBJECT_COLUMNS = ("num_turns", "finish_reason", "agent")
@@ -93,7 +93,7 @@ class RecordedStep:
             self._values("rollout_log_probs"),
             strict=True,
         )
-        tensors = with_responses(
+        tensors = append_responses(
             columns,
             list(responses),
             num_response_tokens,

@@ -112,7 +112,7 @@ class Balancer(RolloutEngine):
         self.in_flight = [0] * count
         self.dead: dict[int, Exception] = {}
         self._makers = list(makers)
-        self._restarts = Restarts(self._make_again, "rollout engine")
+        self._restarts = Restarts(self._restart_engine, "rollout engine")
         # Numbers of dead engines that were restarted, and wait for weights.
         self._restarted: set[int] = set()
         self.weight_version = engines[0].weight_version
@@ -150,6 +150,16 @@ class Balancer(RolloutEngine):
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
+        """Generate one response with the least busy engine, or with the next one if that fails.
+
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+
+        Raises:
+            RolloutError: every engine failed, or all are dead.
+        """
         self._require_ready([prompt], [sampling])
         # The length of the response is not known, so its limit counts.
         tokens = len(prompt) + sampling.max_tokens
@@ -169,7 +179,7 @@ class Balancer(RolloutEngine):
                 return completion
             finally:
                 self.in_flight[number] -= tokens
-        raise self._all_failed(failed)
+        raise self._error_of_all(failed)
 
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
@@ -189,7 +199,7 @@ class Balancer(RolloutEngine):
         self._require_ready(prompts, sampling)
         row_images = images or [None] * len(prompts)
 
-        def generate(number: int, rows: list[int]) -> list[Completion]:
+        def generate_rows(number: int, rows: list[int]) -> list[Completion]:
             engine = self.engines[number]
             engine.count_ended = self.count_ended
             try:
@@ -209,11 +219,12 @@ class Balancer(RolloutEngine):
         while len(responses) < len(prompts):
             usable = [number for number in self.alive if number not in failed]
             if not usable:
-                raise self._all_failed(failed)
+                raise self._error_of_all(failed)
             unserved_rows = [row for row in range(len(prompts)) if row not in responses]
-            shares = _shares(prompts, sampling, unserved_rows, len(usable))
+            shares = _divide_rows(prompts, sampling, unserved_rows, len(usable))
+            # An engine may get no rows.
             rows = {number: share for number, share in zip(usable, shares, strict=True) if share}
-            results, errors = self._run_concurrently(rows, generate)
+            results, errors = self._run_concurrently(rows, generate_rows)
             for number, completions in results.items():
                 self._restarts.lasts(number)
                 responses.update(zip(rows[number], completions, strict=True))
@@ -224,6 +235,7 @@ class Balancer(RolloutEngine):
         return [responses[row] for row in range(len(prompts))]
 
     def abort(self) -> None:
+        """End all unfinished responses, in all engines that get requests."""
         if self.alive:
             self._call_alive(lambda engine: engine.abort())
 
@@ -262,15 +274,20 @@ class Balancer(RolloutEngine):
                 raise error
         # A restarted engine is compared with the others, so at least one of them is needed.
         if not results.keys() - restarted:
-            raise self._all_failed(failed)
+            raise self._error_of_all(failed)
         self._mark_dead(failed)
         loaded = [number for number in restarted if number in results]
         if loaded:
-            self._admit(loaded)
+            self._admit_restarted(loaded)
         self.weight_version = version
 
-    def _admit(self, numbers: Sequence[int]) -> None:
-        """Send requests to restarted engines that have loaded the same weights as the others."""
+    def _admit_restarted(self, numbers: Sequence[int]) -> None:
+        """Give restarted engines requests again, if their weights are those of the others.
+
+        Args:
+            numbers: numbers of the engines, which have loaded the weights.
+        """
+        # All engines that were not restarted have the same weights.
         expected = self.engines[self.alive[0]].fingerprint()
         for number in numbers:
             self._restarted.discard(number)
@@ -289,7 +306,7 @@ class Balancer(RolloutEngine):
                 "engine %d of %d is made again, after: %s", number, len(self.engines), reason
             )
 
-    def _make_again(self, number: int) -> RolloutEngine:
+    def _restart_engine(self, number: int) -> RolloutEngine:
         """Make an engine in the place of a dead one, after freeing its memory and processes."""
         self._close_dead(number)
         [engine] = start_engines([self._makers[number]], len(self.engines))
@@ -381,8 +398,8 @@ class Balancer(RolloutEngine):
                     error,
                 )
 
-    def _all_failed(self, failed: Mapping[int, Exception]) -> Exception:
-        """Return the error to raise if no engine could do what was requested.
+    def _error_of_all(self, failed: Mapping[int, Exception]) -> Exception:
+        """Choose the error to raise if no engine could do what was requested.
 
         Args:
             failed: errors by the engines' numbers; empty if all engines were dead before.
@@ -412,13 +429,16 @@ class Balancer(RolloutEngine):
 
         An engine that fails is marked dead. If all fail, the first error is raised.
 
+        Args:
+            work: the function.
+
         Returns:
             The results by the engines' numbers.
         """
         engines = {number: self.engines[number] for number in self.alive}
         results, failed = self._run_concurrently(engines, lambda _, engine: work(engine))
         if not results:
-            raise self._all_failed(failed)
+            raise self._error_of_all(failed)
         self._mark_dead(failed)
         return results
 
@@ -431,8 +451,8 @@ class Balancer(RolloutEngine):
         """Run a function for several engines at the same time, in a thread each.
 
         Args:
-            shares: what each engine works on, by its number.
-            work: called with the number and the share.
+            shares: argument of `work` for each engine, by its number.
+            work: called with the number of each engine and its argument.
             meanwhile: called in this thread while they work.
 
         Returns:
@@ -460,13 +480,19 @@ class Balancer(RolloutEngine):
         return results, failed
 
 
-def _shares(
+def _divide_rows(
     prompts: Prompts, sampling: Sampling, rows: Sequence[int], num_engines: int
 ) -> list[list[int]]:
     """Divide rows among engines, with about as many tokens for each.
 
-    The largest groups of equal prompts are assigned first, each to the engine with the fewest
-    tokens.
+    Rows with equal prompts stay together, because an engine computes a prompt once for all of them.
+    The largest groups are assigned first, each to the engine with the fewest tokens.
+
+    Args:
+        prompts: token ids of the prompt of each row of the batch.
+        sampling: how the response of each row is sampled.
+        rows: numbers of the rows to divide.
+        num_engines: number of engines.
 
     Returns:
         The rows of each engine, sorted. An engine may get none.
@@ -474,22 +500,22 @@ def _shares(
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         groups.setdefault(tuple(prompts[row]), []).append(row)
-    row_cost = {row: len(prompts[row]) + sampling[row].max_tokens for row in rows}
-    fair_cost = sum(row_cost.values()) / num_engines
+    row_tokens = {row: len(prompts[row]) + sampling[row].max_tokens for row in rows}
+    fair_tokens = sum(row_tokens.values()) / num_engines
 
-    def cost(piece: list[int]) -> int:
-        return sum(row_cost[row] for row in piece)
+    def num_tokens(piece: list[int]) -> int:
+        return sum(row_tokens[row] for row in piece)
 
     # A group that is more than an engine's share is divided row by row.
     pieces: list[list[int]] = []
     for group in groups.values():
-        if cost(group) <= fair_cost:
+        if num_tokens(group) <= fair_tokens:
             pieces.append(group)
         else:
             pieces += [[row] for row in group]
     parts = BalancedParts([0] * num_engines)
-    for piece in sorted(pieces, key=cost, reverse=True):
-        parts.give(piece, cost(piece))
+    for piece in sorted(pieces, key=num_tokens, reverse=True):
+        parts.give(piece, num_tokens(piece))
     return [sorted(share) for share in parts.items]
 
 
@@ -514,7 +540,7 @@ class SharedStream(Generic[T]):
         self._changed = Condition()
         self._num_reading = num_readers
         self._num_waiting = 0
-        # The item that readers wait for, or None after the last one, or the error of the source.
+        # Gets the item that readers wait for, None after the last one, or the error of the source.
         self._next: Future[T | None] = Future()
 
     def lend(self) -> None:
@@ -546,7 +572,7 @@ class SharedStream(Generic[T]):
             raise
 
     def leave(self) -> None:
-        """Stop waiting for the reader that calls this."""
+        """End the part of a reader, which calls this when it needs no more items."""
         with self._changed:
             self._num_reading -= 1
             self._changed.notify_all()
@@ -558,6 +584,7 @@ class SharedStream(Generic[T]):
                 current = self._next
                 self._num_waiting += 1
                 self._changed.notify_all()
+            # Waits without the lock, which `lend` needs.
             item = current.result()
             if item is None:
                 return

@@ -133,7 +133,7 @@ class CallQueue:
         self._thread.close()
 
     async def _drain(self) -> None:
-        """Take no further calls, and wait for those that the engine computes."""
+        """Close the queue, and wait for the calls that the engine computes."""
         with self._changed:
             self._is_open = False
         while self._num_computing:
@@ -143,7 +143,8 @@ class CallQueue:
         """Generate the response of a call; None if the queue is closed. Runs in the thread."""
         if not self._is_open:
             return None
-        # An engine that blocks computes here, and each thread has its own number of threads.
+        # An engine that blocks computes in this thread. torch's number of threads is a setting of
+        # each thread.
         torch.set_num_threads(self._num_threads)
         self._num_computing += 1
         try:
@@ -160,7 +161,12 @@ class CallQueue:
             self._num_computing -= 1
 
     def _finish(self, number: int, done: "Future[Completion | None]") -> None:
-        """Store the outcome of a call, unless it was cancelled."""
+        """Store the outcome of a call for the next exchange, unless it was cancelled.
+
+        Args:
+            number: number of the call.
+            done: its future.
+        """
         with self._changed:
             if self._running.pop(number, None) is None or done.cancelled():
                 return

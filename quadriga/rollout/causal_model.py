@@ -76,7 +76,7 @@ class CausalModelEngine(RolloutEngine):
         """
         self.weight_version = -1
         parameters = dict(self.named_weights())
-        for name, tensor in Manifest.of(self.model).checked(weights):
+        for name, tensor in Manifest.of(self.model).check_stream(weights):
             # An engine on the trainer's own model gets its own parameters, which need no copy.
             if parameters[name].data_ptr() != tensor.data_ptr():
                 parameters[name].copy_(tensor)
@@ -92,7 +92,15 @@ class CausalModelEngine(RolloutEngine):
         return fingerprint(self.named_weights())
 
     def _require_room(self, prompts: Prompts, sampling: Sampling) -> None:
-        """Refuse requests that may exceed the model's positions or `max_model_len`."""
+        """Refuse requests that may exceed the model's positions or `max_model_len`.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+
+        Raises:
+            RolloutError: names the prompt and the limit.
+        """
         config = self.model.config.get_text_config()
         num_positions = getattr(config, "max_position_embeddings", None)
         limits = []
@@ -101,6 +109,7 @@ class CausalModelEngine(RolloutEngine):
         if num_positions is not None:
             limits.append((num_positions, "the model's max_position_embeddings"))
         if limits:
+            # The lower limit applies. Its source says how to raise it.
             limit, source = min(limits)
             self._require_length(prompts, sampling, limit, source)
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout group: ranks that hold one engine together, each a shard of its weights and KV cache.
 
-    leader     tell(step) ── compute ── add_up, join ──┐    The leader takes requests, and sends the
-    member     hear() ────── compute ── add_up, join ──┘    changes before each step to the members.
+    leader   broadcast(step) ── compute ── all_reduce, all_gather_columns ──┐
+    member   receive() ──────── compute ── all_reduce, all_gather_columns ──┘
+
+The leader takes requests, and sends the changes before each step to the members.
 
 Groups are formed of neighbouring ranks: with groups of 2, ranks 0 and 1, ranks 2 and 3, ...
 """
@@ -21,10 +23,10 @@ from quadriga.partition import part_of
 
 
 class RolloutGroup:
-    """The ranks of one engine, seen from one of them.
+    """The ranks that hold one engine, seen from one of them.
 
-    Every rank of torch's default group has to make this object at the same time, because it forms
-    all rollout groups.
+    Every rank of torch's default group has to make its object at the same time, because making it
+    forms the process groups of all rollout groups.
 
     Args:
         rank: rank of this process in torch's default group.
@@ -62,9 +64,13 @@ class RolloutGroup:
         """Whether this rank takes requests."""
         return self.rank == 0
 
-    def tell(self, message: Any) -> None:
-        """Send a message to all members. None is the cheapest one: only its length is sent."""
-        # A broadcast needs a size that all ranks know, so the length is sent first.
+    def broadcast(self, message: Any) -> None:
+        """Send a message from the leader to all members.
+
+        Args:
+            message: any object that can be pickled. None is the cheapest: only its length is sent.
+        """
+        # torch's broadcast needs a size that all ranks know, so the length is sent first.
         content = bytearray()
         if message is not None:
             content += pickle.dumps(message)
@@ -74,7 +80,7 @@ class RolloutGroup:
                 buffer = torch.frombuffer(content, dtype=torch.uint8)
                 dist.broadcast(buffer, self.ranks[0], self.messages)
 
-    def hear(self, *, is_idle: bool = False) -> Any:
+    def receive(self, *, is_idle: bool = False) -> Any:
         """Receive the leader's next message.
 
         Args:
@@ -85,29 +91,30 @@ class RolloutGroup:
         wait = waiting(f"{self} for its leader") if is_idle else nullcontext()
         with taking_part(f"{self}, in a message of its leader"), wait:
             dist.broadcast(length, self.ranks[0], self.messages)
+            # The leader sends None as an empty message.
             if not int(length):
                 return None
             content = torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(content, self.ranks[0], self.messages)
         return pickle.loads(content.numpy().tobytes())
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor [...] over the ranks, in place; all ranks get the same bits."""
         with taking_part(f"{self}, in a sum"):
             dist.all_reduce(tensor, group=self.tensors)
         return tensor
 
-    def join(self, part: torch.Tensor, total: int) -> torch.Tensor:
-        """Put the columns of all ranks side by side.
+    def all_gather_columns(self, part: torch.Tensor, total: int) -> torch.Tensor:
+        """Gather the columns of all ranks on all ranks, side by side.
 
         Args:
             part: [B, V'], this rank's columns, as `part_of` divides them.
-            total: number of columns of all ranks together.
+            total: V, number of columns of all ranks together.
 
         Returns:
-            [B, total].
+            [B, V].
         """
-        # all_gather needs equal shapes, so all ranks pad to the first one's part, the largest.
+        # all_gather needs equal shapes, so all ranks pad to the width of rank 0, the largest.
         _, width = part_of(total, self.size, 0)
         padding = (0, width - part.shape[1])
         padded = torch.nn.functional.pad(part, padding).contiguous()

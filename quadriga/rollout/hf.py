@@ -60,6 +60,7 @@ class HFEngine(CausalModelEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "HFEngine":
+        """Make the engine of a configuration, on a copy of the model with "sdpa" attention."""
         setup.require_no_options()
         model = setup.load_copy("sdpa")
         return cls(model, **cls.options_of(setup, model))
@@ -96,16 +97,18 @@ class HFEngine(CausalModelEngine):
         require_tokenizer(self.name, sampling, self.tokenizer)
         self._is_aborting = False
 
-        # One call of `generate` has one limit and one set of stop tokens.
+        # One call of `generate` has one limit, one set of stop tokens, and for some models one kind
+        # of media.
         groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for row, params in enumerate(sampling):
-            media = self._media(row, row_images[row]) if model_type in ONE_TOKEN else ()
+            media = self._media_of(row, row_images[row]) if model_type in ONE_TOKEN else ()
             groups[params.max_tokens, params.stops(self.eos_token_ids), media].append(row)
+
         completions: dict[int, Completion] = {}
         for group in groups.values():
             for start in range(0, len(group), self.max_num_seqs):
                 rows = group[start : start + self.max_num_seqs]
-                responses = self._generate(
+                responses = self._generate_together(
                     [prompts[row] for row in rows],
                     [sampling[row] for row in rows],
                     [row_images[row] for row in rows],
@@ -115,13 +118,20 @@ class HFEngine(CausalModelEngine):
                     self.count_ended(len(rows))
         return [completions[row] for row in range(len(prompts))]
 
-    def _media(self, row: int, images: Images | None) -> tuple[str, ...]:
-        """Names of a prompt's pixel inputs, for a model that has one token for images and videos.
+    def _media_of(self, row: int, images: Images | None) -> tuple[str, ...]:
+        """Kind of media in a prompt, for a model with the same token for images and videos.
 
-        transformers cannot tell the tokens apart if a batch has both, so such rows are separated.
+        In a batch with both kinds, transformers could not tell their tokens apart.
+
+        Args:
+            row: number of the prompt, for errors.
+            images: images and videos of the prompt.
+
+        Returns:
+            Name of the model's input for the pixels, or nothing for a prompt of text.
 
         Raises:
-            RolloutError: the prompt itself has both.
+            RolloutError: the prompt itself has both kinds.
         """
         if images is None:
             return ()
@@ -138,38 +148,49 @@ class HFEngine(CausalModelEngine):
         return media
 
     @torch.no_grad()
-    def _generate(
+    def _generate_together(
         self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]
     ) -> list[Completion]:
-        """Generate responses to requests with the same stop tokens and `max_tokens`."""
+        """Generate responses to requests with the same stop tokens and `max_tokens`, in one batch.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt.
+        """
         width = max(map(len, prompts))
         device = self.model.device
         max_tokens = sampling[0].max_tokens
-        stops = sampling[0].stops(self.eos_token_ids)
+        stop_tokens = sampling[0].stops(self.eos_token_ids)
         # Padded on the left, so that all rows continue in the same column.
-        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        chooser = _Chooser(sampling, device)
+        input_ids = []
+        attention_mask = []
+        for prompt in prompts:
+            padding = [0] * (width - len(prompt))
+            input_ids.append([*padding, *prompt])
+            attention_mask.append([*padding, *[1] * len(prompt)])
+
+        chooser = _TokenChooser(sampling, device)
         strings = [StopStrings(params.stop, self.tokenizer) for params in sampling]
         config = GenerationConfig(
             max_new_tokens=max_tokens,
             do_sample=False,
-            eos_token_id=sorted(stops) or [_NO_TOKEN],  # None would mean the model's own
+            eos_token_id=sorted(stop_tokens) or [_NO_TOKEN],  # None would mean the model's own
             pad_token_id=0,
         )
         self.model.generate(
-            input_ids=torch.tensor(padded, device=device),
-            attention_mask=torch.tensor(mask, device=device),
+            input_ids=torch.tensor(input_ids, device=device),
+            attention_mask=torch.tensor(attention_mask, device=device),
             **_image_arguments(prompts, images, width, device),
             generation_config=config,
             logits_processor=[chooser],
-            stopping_criteria=[_Ends(self, chooser, strings)],
+            stopping_criteria=[_StopOrAbort(self, chooser, strings)],
         )
 
         completions = []
         for row, tokens in enumerate(chooser.token_ids):
             # `generate` goes on until every row has ended, so cut the row at its first end.
-            ends = [end for end, token in enumerate(tokens, start=1) if token in stops]
+            ends = [end for end, token in enumerate(tokens, start=1) if token in stop_tokens]
             string_end = strings[row].length(tokens)
             if string_end is not None:
                 ends.append(string_end)
@@ -210,18 +231,24 @@ def _image_arguments(
     positions = torch.zeros(4, len(prompts), width, dtype=torch.int64)
     for row, (prompt, row_images) in enumerate(zip(prompts, images, strict=True)):
         text_positions = torch.arange(len(prompt))
-        axes = text_positions.expand(3, -1)
+        axis_positions = text_positions.expand(3, -1)
         if row_images is not None:
-            axes = row_images.position_ids.cpu()
-        positions[:, row, width - len(prompt) :] = torch.cat((text_positions[None], axes))
+            axis_positions = row_images.position_ids.cpu()
+        start = width - len(prompt)
+        positions[:, row, start:] = torch.cat((text_positions[None], axis_positions))
     arguments = {"position_ids": positions.to(device)}
-    for name in {name for row_images in with_images for name in row_images.inputs}:
-        parts = [row.inputs[name] for row in with_images if name in row.inputs]
-        arguments[name] = torch.cat(parts).to(device)
+
+    # The model takes the pixels of all rows one after the other.
+    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for row_images in with_images:
+        for name, part in row_images.inputs.items():
+            parts[name].append(part)
+    for name, row_parts in parts.items():
+        arguments[name] = torch.cat(row_parts).to(device)
     return arguments
 
 
-class _Chooser(LogitsProcessor):
+class _TokenChooser(LogitsProcessor):
     """Chooses tokens by our sampler, and leaves `generate` no other choice."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
@@ -232,7 +259,15 @@ class _Chooser(LogitsProcessor):
         self.sampling_log_probs: list[list[float]] = [[] for _ in sampling]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[B, V] logits -> [B, V]: 0 for the chosen token, -inf for all others."""
+        """Choose the next token of each row.
+
+        Args:
+            input_ids: [B, tokens], not used.
+            scores: [B, V], logits.
+
+        Returns:
+            [B, V]: 0 for the chosen token, -inf for all others.
+        """
         numbers = np.stack([draws.next() for draws in self.draws])
         uniforms = torch.from_numpy(numbers).to(scores.device)
         # The sampler overwrites its logits.
@@ -247,10 +282,12 @@ class _Chooser(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 
-class _Ends(StoppingCriteria):
+class _StopOrAbort(StoppingCriteria):
     """Ends rows at their stop strings, and all of them on `abort`."""
 
-    def __init__(self, engine: HFEngine, chooser: _Chooser, strings: Sequence[StopStrings]) -> None:
+    def __init__(
+        self, engine: HFEngine, chooser: _TokenChooser, strings: Sequence[StopStrings]
+    ) -> None:
         self.engine = engine
         self.chooser = chooser
         self.strings = strings
@@ -258,5 +295,6 @@ class _Ends(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         """[B] bool, whether each row has ended."""
         rows = zip(self.chooser.token_ids, self.strings, strict=True)
-        ends = [self.engine._is_aborting or strings.is_reached(tokens) for tokens, strings in rows]
-        return torch.tensor(ends, device=input_ids.device)
+        is_aborting = self.engine._is_aborting
+        has_ended = [is_aborting or strings.is_reached(tokens) for tokens, strings in rows]
+        return torch.tensor(has_ended, device=input_ids.device)

@@ -46,7 +46,7 @@ from quadriga.rollout.third_party import (
     FINISH_REASONS,
     SEED_BITS,
     LogProbsOf,
-    data_urls,
+    image_data_urls,
     results_of,
     split_log_probs,
 )
@@ -55,7 +55,7 @@ from quadriga.weight_sync.publish import NamedWeights
 _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 # Prefix of a token id that a server reports in the place of the token's text.
-_AS_TEXT = "token_id:"
+_ID_PREFIX = "token_id:"
 # Writes the text of a message as it is, and PLACE, the model's token of images, for each image.
 _TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
@@ -65,10 +65,10 @@ _TEMPLATE = (
 _OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
 _SCORER_OPTIONS = ("model", "headers", "timeout_s", "num_tries", "max_num_seqs")
 
-# Time limit of a question to a server about itself.
-_QUESTION_S = 30.0
+# Time limit of a request about the server itself.
+_ASK_ALL_TIMEOUT_S = 30.0
 # Number of tokens, spread evenly over the vocabulary, by which tokenizers are compared.
-_NUM_PROBED = 1000
+_NUM_COMPARED_TOKENS = 1000
 Read = TypeVar("Read")
 
 
@@ -139,7 +139,7 @@ class Servers:
         replies = []
         for client in self.clients:
             try:
-                replies.append(client.call(path, body, method=method, timeout_s=_QUESTION_S))
+                replies.append(client.call(path, body, method=method, timeout_s=_ASK_ALL_TIMEOUT_S))
             except (ServerLostError, RolloutError) as error:
                 raise ConfigError(
                     client.where,
@@ -173,13 +173,13 @@ class Servers:
         failures: list[str] = []
         num_attempts: Counter[HTTPClient] = Counter()
 
-        def load(client: HTTPClient) -> tuple[int, int]:
-            # First the servers that were tried least for this request, then the least busy one.
+        def rank(client: HTTPClient) -> tuple[int, int]:
+            # Servers that were tried least for this request come first, of these the least busy.
             return num_attempts[client], self._num_in_flight[client]
 
         async with self._slots:
             while len(failures) < self.num_tries * len(self.clients):
-                client = min(self.clients, key=load)
+                client = min(self.clients, key=rank)
                 num_attempts[client] += 1
                 self._num_in_flight[client] += 1
                 # A refusal is not caught: the other servers would refuse the request, too.
@@ -245,6 +245,11 @@ class HTTPEngine(RolloutEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "HTTPEngine":
+        """Make the engine of the servers that `rollout.engine_kwargs` names.
+
+        Raises:
+            ConfigError: an option is missing, unknown or wrong.
+        """
         options = dict(setup.options)
         urls = options.pop("urls", None)
         model = options.pop("model", None)
@@ -281,7 +286,7 @@ class HTTPEngine(RolloutEngine):
             images: images of the prompt.
         """
         self._require_ready([prompt], [sampling], [images])
-        response = self._thread.submit(self._respond(prompt, sampling, images))
+        response = self._thread.submit(self._generate_on_server(prompt, sampling, images))
         return await asyncio.wrap_future(response)
 
     def generate_batch(
@@ -301,14 +306,17 @@ class HTTPEngine(RolloutEngine):
         row_images = [None] * len(prompts) if images is None else images
         futures = []
         for prompt, params, prompt_images in zip(prompts, sampling, row_images, strict=True):
-            futures.append(self._thread.submit(self._respond(prompt, params, prompt_images)))
-        self._counted(futures)
+            futures.append(
+                self._thread.submit(self._generate_on_server(prompt, params, prompt_images))
+            )
+        self._count_when_done(futures)
         return results_of(futures)
 
     def abort(self) -> None:
         """End unfinished responses, without tokens: these stay with the server."""
 
         async def cancel_all() -> None:
+            # Tells a request that `abort` ends from one that its caller cancels.
             self._aborted |= self._running
             for task in self._running:
                 task.cancel()
@@ -345,12 +353,18 @@ class HTTPEngine(RolloutEngine):
             self.abort()
             self._thread.close()
 
-    async def _respond(
+    async def _generate_on_server(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> Completion:
-        """Generate one response, on the first server that replies.
+        """Generate one response on the first server that replies, in the engine's event loop.
 
-        Runs in the thread's event loop.
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+
+        Returns:
+            The completion; an empty one with the reason "abort" if `abort` ended the request.
         """
         body: dict[str, Any] = {
             "model": self.model,
@@ -374,7 +388,7 @@ class HTTPEngine(RolloutEngine):
             read = partial(self._completion, sampling=sampling)
         else:
             path = "v1/chat/completions"
-            body |= self._chat(images)
+            body |= self._chat_fields(images)
             read = partial(self._chat_completion, sampling=sampling, prompt_ids=prompt_ids)
 
         task = asyncio.current_task()
@@ -391,11 +405,11 @@ class HTTPEngine(RolloutEngine):
             self._running.discard(task)
             self._aborted.discard(task)
 
-    def _chat(self, images: Images) -> dict[str, Any]:
+    def _chat_fields(self, images: Images) -> dict[str, Any]:
         """Fields of a chat request for a prompt with images.
 
-        The chat is one message with the text and the images, and comes with the template that
-        writes both in their order.
+        The chat is one message, whose parts are the texts and images of the prompt in their order.
+        The chat template that is sent with it writes the parts without anything else.
         """
         tokenizer = self.tokenizer
         assert tokenizer is not None and self.image_token_id is not None, "images are refused"
@@ -406,24 +420,25 @@ class HTTPEngine(RolloutEngine):
             )
             return str(text)
 
-        # The text before, between and behind the images.
+        # Token ids of the text before the first image, and of that behind each image.
         texts: list[list[int]] = [[]]
         for token in images.short_prompt:
             if token == self.image_token_id:
                 texts.append([])
             else:
                 texts[-1].append(token)
-        urls = iter(data_urls(images, self.name))
+        urls = iter(image_data_urls(images, self.name))
         parts: list[dict[str, Any]] = []
         for number, token_ids in enumerate(texts):
             if number > 0:
                 parts.append({"type": "image_url", "image_url": {"url": next(urls)}})
             if token_ids:
                 parts.append({"type": "text", "text": decode(token_ids)})
-        place = json.dumps(decode([self.image_token_id]))
+        # As a string of Jinja, which is quoted like one of JSON.
+        image_token = json.dumps(decode([self.image_token_id]))
         return {
             "messages": [{"role": "user", "content": parts}],
-            "chat_template": _TEMPLATE.replace("PLACE", place),
+            "chat_template": _TEMPLATE.replace("PLACE", image_token),
             "add_generation_prompt": False,
             "add_special_tokens": False,
             "logprobs": True,
@@ -436,7 +451,13 @@ class HTTPEngine(RolloutEngine):
         sampling: SamplingParams,
         prompt_ids: list[int],
     ) -> Completion:
-        """Make the completion of a reply to a chat.
+        """Make the completion of a reply to a chat request.
+
+        Args:
+            client: the server.
+            content: its reply.
+            sampling: how the response was sampled.
+            prompt_ids: token ids of the prompt, with one for each embedding of an image.
 
         Raises:
             RolloutError: the server did not tokenize the prompt as `prompt_ids`.
@@ -468,18 +489,23 @@ class HTTPEngine(RolloutEngine):
     ) -> Completion:
         """Make the completion of a reply's first choice.
 
+        Args:
+            client: the server.
+            content: its reply.
+            sampling: how the response was sampled.
+
         Raises:
             RolloutError: it lacks token ids or log-probabilities, or has an unknown finish reason.
         """
         choice = _first_choice(content)
-        numbers = choice.get("logprobs") or {}
-        log_probs = numbers.get("token_logprobs") or []
-        tokens = numbers.get("tokens") or []
+        log_prob_fields = choice.get("logprobs") or {}
+        log_probs = log_prob_fields.get("token_logprobs") or []
+        tokens = log_prob_fields.get("tokens") or []
         token_ids = choice.get("token_ids")
         # Some servers report the ids in the place of the tokens' texts.
-        has_ids = tokens and all(str(token).startswith(_AS_TEXT) for token in tokens)
+        has_ids = tokens and all(str(token).startswith(_ID_PREFIX) for token in tokens)
         if token_ids is None and has_ids:
-            token_ids = [int(token.removeprefix(_AS_TEXT)) for token in tokens]
+            token_ids = [int(token.removeprefix(_ID_PREFIX)) for token in tokens]
 
         reason = FINISH_REASONS.get(choice.get("finish_reason"))
         problem = ""
@@ -574,9 +600,10 @@ class ServedScorer:
                 expected=f"at least {max_tokens + 1}",
                 fix="Serve it with more.",
             )
-        # A server does not report its vocabulary, so it tokenizes a text made of sampled tokens.
-        probed = [len(tokenizer) * number // _NUM_PROBED for number in range(_NUM_PROBED)]
-        text = tokenizer.decode(probed)
+        # A server does not report its vocabulary, so it tokenizes a text made of tokens of the
+        # policy's vocabulary.
+        count = _NUM_COMPARED_TOKENS
+        text = tokenizer.decode([len(tokenizer) * number // count for number in range(count)])
         expected_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         replies = self.servers.ask_all("tokenize", body)
@@ -608,15 +635,16 @@ class ServedScorer:
         if self.top_k:
             scores["top_log_probs"] = torch.zeros(*mask.shape, self.top_k)
             scores["top_ids"] = torch.zeros(*mask.shape, self.top_k, dtype=torch.int32)
+        # Only rows with a token to score are sent, without their padding.
         rows = mask.any(-1).nonzero()[:, 0].tolist()
         sequences = [data.batch["input_ids"][row][attention[row]].tolist() for row in rows]
-        replies = self._thread.submit(self._ask(sequences)).result()
+        replies = self._thread.submit(self._ask_for_scores(sequences)).result()
         for row, entries in zip(rows, replies, strict=True):
-            columns = mask[row].nonzero()[:, 0]
+            columns = mask[row].nonzero()[:, 0]  # of the response
             # A reply has an entry for each token that was sent, so none for the prompt's padding.
             num_prompt_tokens = int(attention[row, : -mask.shape[1]].sum())
-            row_entries = [entries[num_prompt_tokens + column] for column in columns.tolist()]
-            log_probs, top_pairs = zip(*row_entries, strict=True)
+            masked_entries = [entries[num_prompt_tokens + column] for column in columns.tolist()]
+            log_probs, top_pairs = zip(*masked_entries, strict=True)
             scores["log_probs"][row, columns] = torch.tensor(log_probs)
             if self.top_k:
                 # Pairs of token id and log-probability, [n, k, 2]. Float64 holds ids exactly.
@@ -625,8 +653,11 @@ class ServedScorer:
                 scores["top_log_probs"][row, columns] = pairs[..., 1].float()
         return scores
 
-    async def _ask(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
-        """Request the log-probabilities of each sequence; see `_read`."""
+    async def _ask_for_scores(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
+        """Request the log-probabilities of each sequence, as `_read_scores` returns them.
+
+        A server scores a prompt only when it generates, so one token is generated and ignored.
+        """
         requests = []
         for tokens in sequences:
             body = {
@@ -636,12 +667,19 @@ class ServedScorer:
                 "prompt_logprobs": self.top_k or 0,
                 "prompt": tokens,
             }
-            read = partial(self._read, tokens=tokens)
+            read = partial(self._read_scores, tokens=tokens)
             requests.append(self.servers.ask("v1/completions", body, read, f"{len(tokens)} tokens"))
         return await asyncio.gather(*requests)
 
-    def _read(self, client: HTTPClient, content: dict[str, Any], *, tokens: list[int]) -> list[Any]:
+    def _read_scores(
+        self, client: HTTPClient, content: dict[str, Any], *, tokens: list[int]
+    ) -> list[Any]:
         """Read the log-probabilities of a sequence from a server's reply.
+
+        Args:
+            client: the server.
+            content: its reply.
+            tokens: token ids of the sequence.
 
         Returns:
             For each token its log-probability, and the likeliest tokens there as pairs of id and
@@ -665,6 +703,7 @@ class ServedScorer:
         num_top = self.top_k or 0
         scores: list[Any] = [None]
         for place in range(1, len(tokens)):
+            # A server reports the token itself and the likeliest ones, by their ids as texts.
             entry = entries[place] or {}
             log_probs = {int(token): float(numbers["logprob"]) for token, numbers in entry.items()}
             top = sorted(log_probs.items(), key=lambda pair: -pair[1])[:num_top]

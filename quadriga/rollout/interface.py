@@ -456,8 +456,8 @@ class RolloutEngine(WeightTarget, ABC):
         self.weight_version = version
 
     def _take_pending(self, loop: asyncio.AbstractEventLoop) -> list[_QueuedRequest]:
-        """Remove and return the pending requests of a loop."""
-        # A caller that was cancelled meanwhile has a future that is done.
+        """Remove the pending requests of an event loop, and return those that somebody awaits."""
+        # The future of a caller that was cancelled meanwhile is done.
         return [request for request in self._pending.pop(loop, []) if not request.future.done()]
 
     def _abort_pending(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -471,6 +471,7 @@ class RolloutEngine(WeightTarget, ABC):
         if not requests:
             return
         try:
+            # Batches of several event loops take turns.
             with self.batch_lock:
                 completions = self.generate_batch(
                     [request.prompt for request in requests],
@@ -484,8 +485,8 @@ class RolloutEngine(WeightTarget, ABC):
         for request, completion in zip(requests, completions, strict=True):
             request.future.set_result(completion)
 
-    def _counted(self, futures: Sequence[Future[Any]]) -> None:
-        """Call `count_ended`, if it is set, whenever a future of the batch is done."""
+    def _count_when_done(self, futures: Sequence[Future[Any]]) -> None:
+        """Call `count_ended`, if it is set, with 1 whenever a future of the batch is done."""
         # Bound now, because the attribute is unset when the batch is over.
         count_ended = self.count_ended
         if count_ended is not None:
@@ -493,6 +494,7 @@ class RolloutEngine(WeightTarget, ABC):
                 future.add_done_callback(lambda _: count_ended(1))
 
     def _require_open(self, action: str) -> None:
+        """Raise a RolloutError that names the action if the engine is closed."""
         if self._state == "closed":
             raise RolloutError(
                 f"{self.name}.{action}", got="a closed engine", fix="Make a new one."
@@ -501,7 +503,16 @@ class RolloutEngine(WeightTarget, ABC):
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
-        """Check what every engine has to check before it generates."""
+        """Check the state of the engine and the arguments of a batch before it is generated.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Raises:
+            RolloutError: the engine is closed, asleep or without weights, or an argument is wrong.
+        """
         self._require_open("generate")
         where = f"{self.name}.generate"
         if self._state == "asleep":
@@ -520,6 +531,7 @@ class RolloutEngine(WeightTarget, ABC):
                 raise RolloutError(
                     where, got=f"prompt {row} without a token", expected="at least one token"
                 )
+        # Whether the model takes images is checked by each engine.
         has_images = any(prompt_images is not None for prompt_images in images or ())
         if has_images and not self.takes_images:
             raise RolloutError(

@@ -15,7 +15,7 @@ from quadriga.weight_sync.reshard import Box, Wanted
 
 @dataclass(frozen=True)
 class Manifest:
-    """Names and shapes of a model's weights.
+    """Names and shapes of the weights that make a model complete.
 
     Attributes:
         shapes: shape of each weight, by every name that it has.
@@ -57,26 +57,31 @@ class Manifest:
                 weights[name] = (box, self.buffers.get(name, dtype))
         return weights
 
-    def part(self, accepts: Callable[[str], bool]) -> "Manifest":
-        """The weights whose names `accepts` returns True for. They must not be tied to others."""
+    def select(self, accepts: Callable[[str], bool]) -> "Manifest":
+        """Select weights by their names.
+
+        Args:
+            accepts: returns whether to select the weight of a name. Selected weights must not be
+                tied to others.
+        """
         names = [name for name in self.shapes if accepts(name)]
         return Manifest(
             {name: self.shapes[name] for name in names}, {name: self.same[name] for name in names}
         )
 
-    def joined(self, other: "Manifest") -> "Manifest":
+    def union(self, other: "Manifest") -> "Manifest":
         """The weights of both manifests."""
         return Manifest(self.shapes | other.shapes, self.same | other.same, self.buffers)
 
-    def checked(
-        self, weights: NamedWeights, kept: Collection[str] = ()
+    def check_stream(
+        self, weights: NamedWeights, optional_names: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass on a stream of weights while checking it.
 
         Args:
             weights: names and tensors. A weight may arrive under several names.
-            kept: names of weights that may be missing, because the model still has them. The stream
-                must bring all or none of them.
+            optional_names: names of weights that the model still has from an earlier stream. This
+                one must bring all or none of them.
 
         Yields:
             Each name and tensor.
@@ -99,10 +104,10 @@ class Manifest:
             arrived |= self.same[name]
             yield name, tensor
 
+        # Without any of the optional weights, the model keeps those that it has.
         needed = set(self.shapes)
-        # With one of the kept weights, the stream has to bring all of them.
-        if arrived.isdisjoint(kept):
-            for name in kept:
+        if arrived.isdisjoint(optional_names):
+            for name in optional_names:
                 needed -= self.same[name]
         missing = sorted(needed - arrived)
         if missing:

@@ -28,8 +28,8 @@ from quadriga.rollout.interface import Sampling, SamplingParams
 _BLOCK = 256
 # Numbers for a token: one for each halving, so enough for 2**24 tokens.
 NUM_DRAWS = 24
-# Tokens that a search for top-p sorts at first. It sorts more if they are too few.
-_FIRST_TOP = 512
+# Number of the likeliest tokens that top-p sorts at first. It sorts more if these are too few.
+_NUM_SORTED = 512
 # Tokens decoded before the longest stop string: a decoder may treat the first tokens differently.
 _SLACK = 8
 # Parameters without effect on the distribution. `max_tokens` is not read.
@@ -80,7 +80,7 @@ class SamplingRules:
     def from_params(
         cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu"
     ) -> "SamplingRules":
-        """The rules of a batch.
+        """Make the rules of a batch from the sampling parameters of its rows.
 
         Args:
             params: sampling parameters of each row.
@@ -88,6 +88,7 @@ class SamplingRules:
         """
 
         def column(values: list[float], neutral: float) -> Tensor | None:
+            """[R, 1]; None if every row has the neutral value."""
             if all(value == neutral for value in values):
                 return None
             return torch.tensor(values, device=device)[:, None]
@@ -122,14 +123,12 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
     likeliest = logits.argmax(-1) if rules.is_greedy is not None else None
     if rules.temperature is not None:
         logits.div_(rules.temperature)
-    greedy_tokens = likeliest if rules.all_greedy else None
-    # The likeliest tokens spare another pass over the logits.
-    highest = (
-        logits.amax(-1, keepdim=True)
-        if greedy_tokens is None
-        else logits.gather(1, greedy_tokens[:, None])
-    )
-    # Probabilities relative to the likeliest token's.
+    if likeliest is not None and rules.all_greedy:
+        # Looking up the maximum spares another pass over the logits.
+        highest = logits.gather(1, likeliest[:, None])
+    else:
+        highest = logits.amax(-1, keepdim=True)
+    # Probabilities relative to that of the likeliest token, so that `exp` cannot overflow.
     odds = logits.sub_(highest).exp_()
     sums = _block_sums(odds)
 
@@ -141,26 +140,27 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
         filtered = odds.masked_fill(odds < threshold, 0.0)
         filtered_sums = _block_sums(filtered)
 
-    if greedy_tokens is None:
+    if likeliest is not None and rules.all_greedy:
+        tokens = likeliest
+    else:
         tokens = _draw(filtered, filtered_sums, uniforms)
         if likeliest is not None and rules.is_greedy is not None:
             tokens = torch.where(rules.is_greedy, likeliest, tokens)
-    else:
-        tokens = greedy_tokens
 
-    chosen = odds.gather(1, tokens[:, None])[:, 0].double()
-    log_probs = (chosen / sums.sum(-1)).log().float()
+    token_odds = odds.gather(1, tokens[:, None])[:, 0].double()
+    log_probs = (token_odds / sums.sum(-1)).log().float()
     sampling_log_probs = log_probs
     if threshold is not None:
-        sampling_log_probs = (chosen / filtered_sums.sum(-1)).log().float()
+        sampling_log_probs = (token_odds / filtered_sums.sum(-1)).log().float()
     if rules.is_greedy is not None:
-        certain = torch.zeros_like(sampling_log_probs)
-        sampling_log_probs = torch.where(rules.is_greedy, certain, sampling_log_probs)
+        # A greedy token was certain, so its log-probability is 0.
+        sampling_log_probs = sampling_log_probs.masked_fill(rules.is_greedy, 0.0)
     return tokens, log_probs, sampling_log_probs
 
 
 def _block_sums(odds: Tensor) -> Tensor:
     """Sum of each block of the vocabulary: [R, V] -> [R, ceil(V / C)] float64."""
+    # The last block may have fewer tokens than the others.
     num_tokens = odds.shape[1]
     num_full = num_tokens - num_tokens % _BLOCK  # tokens in full blocks
     sums = odds[:, :0]
@@ -173,12 +173,12 @@ def _block_sums(odds: Tensor) -> Tensor:
 
 
 def _draw(odds: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw tokens by halving.
+    """Draw a token for each row: first a block of the vocabulary, then a token in the block.
 
     Args:
         odds: [R, V], in proportion to the probabilities.
         sums: [R, ceil(V / C)], sums of their blocks.
-        uniforms: [R, NUM_DRAWS].
+        uniforms: [R, NUM_DRAWS], of which each halving uses one.
 
     Returns:
         Token ids [R].
@@ -187,18 +187,21 @@ def _draw(odds: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     block, num_used = _descend(sums, uniforms)
     # The last block may have fewer tokens. Its columns beyond the last token get no mass.
     columns = block * _BLOCK + torch.arange(_BLOCK, device=odds.device)
-    inside = odds.gather(1, columns.clamp(max=last_token)).double()
-    inside.masked_fill_(columns > last_token, 0.0)
-    offset, _ = _descend(inside, uniforms[:, num_used:])
+    block_odds = odds.gather(1, columns.clamp(max=last_token)).double()
+    block_odds.masked_fill_(columns > last_token, 0.0)
+    offset, _ = _descend(block_odds, uniforms[:, num_used:])
     tokens = (block * _BLOCK + offset)[:, 0]
     # The index exceeds the last token only if the odds are NaN.
     return tokens.clamp_(max=last_token)
 
 
 def _descend(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, int]:
-    """Choose an entry of each row by halving, never one without mass.
+    """Draw an entry of each row by halving, in proportion to its mass.
 
-    A number below 1 times a sum, rounded, stays below the sum, so a half without mass is not taken.
+    The entries are the leaves of a binary tree, whose nodes have the sum of the masses below them.
+    The draw goes from the root to a leaf, and takes the upper half of a node if the node's uniform
+    number times its sum reaches the sum of the lower half. An entry without mass is never drawn:
+    a number below 1 times a sum, rounded, stays below the sum.
 
     Args:
         masses: [R, X].
@@ -210,13 +213,13 @@ def _descend(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, int]:
     # Padded to a power of two by entries without mass, so that every level has two equal halves.
     depth = (masses.shape[1] - 1).bit_length()
     level = torch.nn.functional.pad(masses, (0, 2**depth - masses.shape[1]))
-    # From the entries up to the total: whether each sum would choose its upper half.
+    # From the leaves up to the root: whether each node would take its upper half.
     takes_upper = []
     for step in range(depth - 1, -1, -1):
         lower, upper = level.chunk(2, 1)
         level = lower + upper
         takes_upper.append(uniforms[:, step : step + 1] * level >= lower)
-    # From the total down: follow the choices.
+    # From the root down: follow the choices.
     entry = torch.zeros((masses.shape[0], 1), dtype=torch.int64, device=masses.device)
     for is_upper in reversed(takes_upper):
         entry = entry + is_upper.gather(1, entry) * is_upper.shape[1]
@@ -224,7 +227,7 @@ def _descend(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, int]:
 
 
 def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
-    """Odds below which a token is dropped: by top-k, then by top-p among those left, or by min-p.
+    """Odds below which a token is dropped by top-k, by top-p among the tokens left, or by min-p.
 
     Tokens that are as likely as the last remaining one stay.
 
@@ -233,37 +236,38 @@ def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
         rules: sampling parameters of the rows.
 
     Returns:
-        [R, 1], or None if no token can be dropped.
+        [R, 1]; 0 for a row that keeps all tokens. None: no rule can drop a token.
     """
     if rules.top_k is None and rules.top_p is None:
         return rules.min_p
     num_tokens = odds.shape[1]
     top_k = None if rules.top_k is None else rules.top_k.clamp(max=num_tokens)
     # Sorting the whole vocabulary is slow, so take as few of the largest odds as suffice.
-    size = 1 if rules.top_p is None else _FIRST_TOP
+    num_ranked = 1 if rules.top_p is None else _NUM_SORTED
     if top_k is not None:
-        size = max(int(top_k.max()), size)
-    ranked = odds.topk(min(size, num_tokens)).values
+        num_ranked = max(int(top_k.max()), num_ranked)
+    ranked = odds.topk(min(num_ranked, num_tokens)).values
+
     threshold = torch.zeros_like(ranked[:, :1])
     if top_k is not None:
         last = (top_k - 1).clamp(min=0)
         threshold = torch.where(top_k > 0, ranked.gather(1, last), threshold)
-    # Top-p takes its share of what top-k has left.
     if rules.top_p is not None:
-        mass = odds if top_k is None else odds.masked_fill(odds < threshold, 0.0)
-        needed = mass.double().sum(-1, keepdim=True) * rules.top_p
+        # Top-p is a share of the mass that top-k has left.
+        remaining = odds if top_k is None else odds.masked_fill(odds < threshold, 0.0)
+        nucleus_mass = remaining.double().sum(-1, keepdim=True) * rules.top_p
         is_off = rules.top_p >= 1  # rows without top-p
         while True:
             # In float64: the sum of many small odds decides where the nucleus ends.
-            reached = ranked.double().cumsum(-1)
-            is_enough = (reached[:, -1:] >= needed) | is_off
+            cumulative = ranked.double().cumsum(-1)
+            is_enough = (cumulative[:, -1:] >= nucleus_mass) | is_off
             if ranked.shape[1] == num_tokens or bool(is_enough.all()):
                 break
-            # A flat distribution needs more than the largest ones so far.
+            # A flat distribution has its nucleus in more than the largest odds so far.
             ranked = odds.topk(min(8 * ranked.shape[1], num_tokens)).values
-        last = torch.searchsorted(reached, needed).clamp_(max=ranked.shape[1] - 1)
-        nucleus = torch.where(is_off, torch.zeros_like(threshold), ranked.gather(1, last))
-        threshold = torch.maximum(threshold, nucleus)
+        last = torch.searchsorted(cumulative, nucleus_mass).clamp_(max=ranked.shape[1] - 1)
+        last_in_nucleus = ranked.gather(1, last).masked_fill(is_off, 0.0)
+        threshold = torch.maximum(threshold, last_in_nucleus)
     return threshold if rules.min_p is None else torch.maximum(threshold, rules.min_p)
 
 

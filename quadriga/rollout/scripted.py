@@ -63,7 +63,9 @@ class ScriptedEngine(RolloutEngine):
 
     def __init__(self, responses: Script, *, tokenizer: Any = None) -> None:
         super().__init__()
-        script = _read(Path(responses)) if isinstance(responses, str | Path) else responses
+        script = (
+            _read_responses(Path(responses)) if isinstance(responses, str | Path) else responses
+        )
         self.tokenizer = tokenizer
         self.function = script if callable(script) else None
         self.by_prompt: dict[str, list[CannedResponse]] = {}
@@ -81,6 +83,11 @@ class ScriptedEngine(RolloutEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "ScriptedEngine":
+        """Make the engine of `engine_kwargs.responses_file`.
+
+        Raises:
+            ConfigError: there is no file of responses, or another option.
+        """
         options = dict(setup.options)
         responses = options.pop("responses_file", None)
         if responses is None or options:
@@ -98,12 +105,26 @@ class ScriptedEngine(RolloutEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
+        """Take the next canned response for each prompt, cut at stop strings and `max_tokens`.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: `max_tokens` and stop strings of each response; nothing is sampled.
+            images: ignored.
+
+        Returns:
+            The responses, in order.
+
+        Raises:
+            RolloutError: no response fits a prompt, or a text has no tokenizer.
+        """
         self._require_ready(prompts, sampling, images)
         require_tokenizer(self.name, sampling, self.tokenizer)
         completions = []
         for prompt, params in zip(prompts, sampling, strict=True):
-            choose = self.function or self._choose
-            token_ids = self._token_ids(choose(list(prompt)))
+            respond = self.function or self._next_response
+            token_ids = self._token_ids(respond(list(prompt)))
+            # The response ends at a stop string, or else with its last token.
             length = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
             reason: FinishReason = "stop" if length <= params.max_tokens else "length"
             token_ids = token_ids[: min(length, params.max_tokens)]
@@ -137,7 +158,7 @@ class ScriptedEngine(RolloutEngine):
             raise RolloutError("scripted", got=got, expected="at least one token")
         return token_ids
 
-    def _choose(self, prompt: list[int]) -> CannedResponse:
+    def _next_response(self, prompt: list[int]) -> CannedResponse:
         """The next response for a prompt."""
         part = ""
         if list(self.by_prompt) != [""]:
@@ -165,7 +186,7 @@ class ScriptedEngine(RolloutEngine):
         return self.tokenizer
 
 
-def _read(path: Path) -> dict[str, list[CannedResponse]]:
+def _read_responses(path: Path) -> dict[str, list[CannedResponse]]:
     """Read a JSONL file into responses by prompt. Lines without a prompt are under ""."""
     script: dict[str, list[CannedResponse]] = {}
     try:

@@ -37,7 +37,7 @@ def generate_sequences(
 ) -> DataProto:
     """Generate a response for each row.
 
-    The prompt of a row is its `input_ids` under its `attention_mask`, as training sees it.
+    The prompt of a row are the `input_ids` that its `attention_mask` selects, as in training.
 
     Args:
         engine: generates the responses.
@@ -50,13 +50,14 @@ def generate_sequences(
         response_length: T; also the longest response, in tokens.
         pad_token_id: fills the responses.
         seed: `trainer.seed`. A sequence's own seed depends on it; see `sequence_seeds`.
-        count_ended: called with numbers of responses that have ended, by engines that count them.
+        count_ended: called with the number of responses that have ended since the last call, by
+            engines that report progress.
 
     Returns:
         batch `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `token_versions`
-        [B, T]; `input_ids`, `attention_mask`, `position_ids` [B, P + T]; `rollout_times` [B, 3]; and
-        if the engine reports routes, `routed_experts` [B, P + T, L, k]. meta_info: `metrics`,
-        `weight_version`.
+        [B, T]; `input_ids`, `attention_mask` [B, P + T], `position_ids` [B, P + T] or
+        [B, 3, P + T]; `rollout_times` [B, 3], see `Completion.times`; and if the engine reports
+        routes, `routed_experts` [B, P + T, L, k]. meta_info: `metrics`, `weight_version`.
 
     Raises:
         WeightSyncError: the engine's weights are not of the version in meta_info.
@@ -73,7 +74,7 @@ def generate_sequences(
         completions = engine.generate_batch(token_ids, requests, images_of(prompts))
     finally:
         engine.count_ended = None
-    return completed(
+    return batch_of_completions(
         prompts, completions, engine.weight_version, response_length, pad_token_id, started
     )
 
@@ -84,7 +85,7 @@ def requests_of(
     """Make the requests for a batch of prompts.
 
     Args:
-        prompts: as for `generate_sequences`.
+        prompts: the batch of prompts; `generate_sequences` lists its columns.
         config: the section `actor_rollout_ref.rollout`.
         response_length: the longest response, in tokens.
         seed: `trainer.seed`.
@@ -95,15 +96,17 @@ def requests_of(
     Raises:
         RolloutError: a prompt leaves no room for a response in `rollout.max_model_len`.
     """
-    padded = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
-    token_ids = [ids[mask.bool()].tolist() for ids, mask in padded]
+    padded_rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
+    token_ids = [ids[mask.bool()].tolist() for ids, mask in padded_rows]
     seeds = sequence_seeds(prompts, seed)
     limit = config.max_model_len
     requests = []
-    # A long prompt leaves less room for its response.
     for row, (ids, row_seed) in enumerate(zip(token_ids, seeds, strict=True)):
-        room = response_length if limit is None else min(limit - len(ids), response_length)
-        if room < 1:
+        # A long prompt leaves less room for its response.
+        max_tokens = response_length
+        if limit is not None:
+            max_tokens = min(limit - len(ids), response_length)
+        if max_tokens < 1:
             raise RolloutError(
                 f"generate_sequences, prompt {row}",
                 got=f"{len(ids)} tokens",
@@ -112,12 +115,12 @@ def requests_of(
                 fix="Lower data.max_prompt_length with data.filter_overlong_prompts=True,"
                 " or raise max_model_len.",
             )
-        settings = sampling_of(prompts.meta_info, config, room)
+        settings = sampling_of(prompts.meta_info, config, max_tokens)
         requests.append(SamplingParams(**settings, seed=row_seed))
     return token_ids, requests
 
 
-def completed(
+def batch_of_completions(
     prompts: DataProto,
     completions: Sequence[Completion],
     weight_version: int,
@@ -125,10 +128,10 @@ def completed(
     pad_token_id: int,
     started: float,
 ) -> DataProto:
-    """Put responses into a batch, with metrics; see `generate_sequences` for its columns.
+    """Make the batch that `generate_sequences` returns: prompts, responses and metrics.
 
     Args:
-        prompts: as for `generate_sequences`.
+        prompts: the batch of prompts; `generate_sequences` lists its columns.
         completions: the response of each row.
         weight_version: version of the engine's weights.
         response_length: T.
@@ -142,25 +145,30 @@ def completed(
         got = f"{len(completions)} responses"
         raise RolloutError("engine", got=got, expected=f"{len(prompts)}, one for each prompt")
     responses = []
-    versions = []
     reasons: Counter[str] = Counter()
     num_tokens = 0
     total_log_prob = 0.0
     for row, completion in enumerate(completions):
         completion.require_fit(response_length, f"engine, response {row}")
         length = len(completion.token_ids)
+        # The model wrote all tokens of a response, so its mask is 1 everywhere.
         responses.append((completion.token_ids, [1] * length, completion.log_probs))
-        versions.append(completion.token_versions)
         reasons[completion.finish_reason] += 1
         num_tokens += length
         total_log_prob += sum(completion.log_probs)
-    routes = [completion.routes for completion in completions]
-    batch = with_responses(
-        prompts.batch, responses, response_length, pad_token_id, routes, versions
+    batch = append_responses(
+        prompts.batch,
+        responses,
+        response_length,
+        pad_token_id,
+        routes=[completion.routes for completion in completions],
+        versions=[completion.token_versions for completion in completions],
     )
+
     num_rows = len(completions)
     unknown_times = (math.nan,) * 3
     times = [completion.times or unknown_times for completion in completions]
+    # `view` gives an empty batch its three columns, too.
     batch[TIMES] = torch.tensor(times, dtype=torch.float64).view(num_rows, 3)
     num_prompt_tokens = int(prompts.batch["attention_mask"].sum())
     metrics = {
@@ -175,7 +183,7 @@ def completed(
     return DataProto.from_dict(tensors=batch, meta_info=meta_info)
 
 
-def with_responses(
+def append_responses(
     prompts: Mapping[str, torch.Tensor],
     responses: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]],
     response_length: int,
@@ -183,44 +191,48 @@ def with_responses(
     routes: Sequence[np.ndarray | None] = (),
     versions: Sequence[Sequence[int]] = (),
 ) -> dict[str, torch.Tensor]:
-    """Prompts with responses, padded on the right, as the columns of `generate_sequences`.
+    """Append responses to prompts, padded on the right.
 
     Args:
         prompts: `input_ids`, `attention_mask` [B, P], `position_ids` [B, P] or [B, 3, P].
-        responses: for each row the token ids, 1 for those that the model wrote and 0 for others,
-            and the log-probabilities.
+        responses: for each row the token ids, the mask (1 for tokens that the model wrote, 0 for
+            others), and the log-probabilities.
         response_length: T.
         pad_token_id: fills the responses.
-        routes: [tokens, L, k] of each row's prompt and response, or of the first of these tokens.
-        versions: version of the weights that wrote each token of each response, or empty.
+        routes: [tokens, L, k] of each row: experts of the prompt's and the response's tokens, which
+            may be unknown for the last ones. None: unknown for the row. Empty: for all rows.
+        versions: version of the weights that wrote each token of each response. Empty: unknown.
+
+    Returns:
+        The columns that `generate_sequences` lists, except for `rollout_times`.
     """
     prompt_ids = prompts["input_ids"]
     prompt_mask = prompts["attention_mask"]
     device = prompt_ids.device
     shape = (len(responses), response_length)
     # Filled on the CPU, row by row, then moved at once.
-    tokens = torch.full(shape, pad_token_id, dtype=prompt_ids.dtype)
-    attended = torch.zeros(shape, dtype=prompt_mask.dtype)
+    response_ids = torch.full(shape, pad_token_id, dtype=prompt_ids.dtype)
+    is_token = torch.zeros(shape, dtype=prompt_mask.dtype)
     response_mask = torch.zeros(shape, dtype=torch.int64)
     log_probs = torch.zeros(shape)
-    for row, (row_tokens, row_mask, row_log_probs) in enumerate(responses):
-        length = len(row_tokens)
-        tokens[row, :length] = torch.tensor(row_tokens)
-        attended[row, :length] = 1
+    for row, (row_ids, row_mask, row_log_probs) in enumerate(responses):
+        length = len(row_ids)
+        response_ids[row, :length] = torch.tensor(row_ids)
+        is_token[row, :length] = 1
         response_mask[row, :length] = torch.tensor(row_mask)
         log_probs[row, :length] = torch.tensor(row_log_probs)
-    tokens = tokens.to(device)
-    attention_mask = torch.cat((prompt_mask, attended.to(device)), -1)
+    response_ids = response_ids.to(device)
+    attention_mask = torch.cat((prompt_mask, is_token.to(device)), -1)
 
-    # -1 marks places without a token.
     columns: dict[str, torch.Tensor] = {}
     if any(versions):
+        # -1 on the padding, which no weights wrote.
         token_versions = torch.full(shape, -1)
         for row, row_versions in enumerate(versions):
             token_versions[row, : len(row_versions)] = torch.tensor(row_versions)
         columns["token_versions"] = token_versions.to(device)
     if any(row_routes is not None for row_routes in routes):
-        columns[ROUTES] = _padded_routes(routes, attention_mask)
+        columns[ROUTES] = _scatter_routes(routes, attention_mask)
 
     # Responses continue the prompt's positions, on all axes.
     prompt_positions = prompts["position_ids"]
@@ -228,8 +240,8 @@ def with_responses(
     positions = (prompt_positions[..., -1:] + steps).to(prompt_positions.dtype)
     return columns | {
         "prompts": prompt_ids,
-        "responses": tokens,
-        "input_ids": torch.cat((prompt_ids, tokens), -1),
+        "responses": response_ids,
+        "input_ids": torch.cat((prompt_ids, response_ids), -1),
         "attention_mask": attention_mask,
         "position_ids": torch.cat((prompt_positions, positions), -1),
         "response_mask": response_mask.to(device),
@@ -237,37 +249,38 @@ def with_responses(
     }
 
 
-def _padded_routes(
+def _scatter_routes(
     routes: Sequence[np.ndarray | None], attention_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Put the routes of each row at the tokens of its mask.
+    """Scatter the routes of each row to the columns of its tokens.
 
     Args:
-        routes: [tokens, L, k] of each row, for its first tokens; None: the row has none.
-        attention_mask: [B, P + T].
+        routes: [tokens, L, k] of each row, for its first tokens. None: the row has none, but at
+            least one row has some.
+        attention_mask: [B, P + T], 1 on tokens.
 
     Returns:
         [B, P + T, L, k]; -1 where there are no routes.
     """
-    valid = attention_mask.bool().cpu()
-    first = next(row_routes for row_routes in routes if row_routes is not None)
-    dtype = torch.from_numpy(first).dtype
-    column = torch.full((*valid.shape, *first.shape[1:]), -1, dtype=dtype)
+    is_token = attention_mask.bool().cpu()
+    example = next(row_routes for row_routes in routes if row_routes is not None)
+    dtype = torch.from_numpy(example).dtype
+    padded = torch.full((*is_token.shape, *example.shape[1:]), -1, dtype=dtype)
     for row, row_routes in enumerate(routes):
         if row_routes is not None:
-            positions = valid[row].nonzero()[: len(row_routes), 0]
-            column[row, positions] = torch.from_numpy(row_routes)
-    return column.to(attention_mask.device)
+            columns = is_token[row].nonzero()[: len(row_routes), 0]
+            padded[row, columns] = torch.from_numpy(row_routes)
+    return padded.to(attention_mask.device)
 
 
 def sampling_of(
     meta_info: dict[str, Any], config: RolloutConfig, max_tokens: int
 ) -> dict[str, Any]:
-    """The sampling parameters of a call, without the seed.
+    """Arguments of `SamplingParams` for a batch, except for the seed.
 
     Args:
-        meta_info: of the prompts. `validate` selects the settings of validation over those of
-            training; `do_sample` replaces theirs.
+        meta_info: meta_info of the prompts. With `validate` the settings are those of validation,
+            else those of training; `do_sample` replaces the setting of this name.
         config: the section `actor_rollout_ref.rollout`.
         max_tokens: length of the longest response, in tokens.
     """
@@ -288,28 +301,28 @@ def sampling_of(
 def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     """Derive a seed for each row from the run's seed, the step, the uid and the sample's number.
 
-    Samples are numbered in the order of the rows with the same uid, unless `sample_index` numbers
-    them. Rows without a uid are distinguished by their row number. Validation has other seeds than
-    training.
+    The samples of a prompt, which are the rows with its uid, are numbered in the order of the rows,
+    unless the column `sample_index` numbers them. A row without a uid is told apart by its number.
+    Validation has other seeds than training.
 
     Args:
-        prompts: as for `generate_sequences`.
+        prompts: the batch of prompts; `generate_sequences` lists its columns.
         seed: `trainer.seed`.
     """
     columns = prompts.non_tensor_batch
     meta_info = prompts.meta_info
     default_uids = [f"row {row}" for row in range(len(prompts))]
     uids = [str(uid) for uid in columns.get("uid", default_uids)]
-    numbers = columns.get("sample_index")
+    sample_indices = columns.get("sample_index")
     step = int(meta_info.get("global_steps", 0))
-    validates = bool(meta_info.get("validate", False))
-    num_seen: Counter[str] = Counter()
+    is_validation = bool(meta_info.get("validate", False))
+    num_samples: Counter[str] = Counter()  # by uid, in the rows so far
     seeds = []
     for row, uid in enumerate(uids):
-        number = num_seen[uid] if numbers is None else int(numbers[row])
-        num_seen[uid] += 1
-        # Hashed, so that neighbouring seeds, steps and samples share nothing.
-        source = (int(seed), step, uid, number, validates)
+        sample = num_samples[uid] if sample_indices is None else int(sample_indices[row])
+        num_samples[uid] += 1
+        # Hashed, so that neighbouring seeds, steps and samples have unrelated seeds.
+        source = (int(seed), step, uid, sample, is_validation)
         digest = hashlib.blake2b(repr(source).encode(), digest_size=8).digest()
         seeds.append(int.from_bytes(digest, "big"))
     return seeds
@@ -318,7 +331,7 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
 def images_of(prompts: DataProto) -> list[Images | None]:
     """The images of each row; None for a row without any.
 
-    Rows that share their columns share the object.
+    Samples of a prompt share one object, if their columns do.
 
     Args:
         prompts: batch `attention_mask` [B, P] and `position_ids` [B, 3, P]; non-tensors
@@ -334,7 +347,8 @@ def images_of(prompts: DataProto) -> list[Images | None]:
             images.append(None)
             continue
         short_prompt = tuple(columns["raw_prompt_ids"][row])
-        # Samples of a prompt share the object of their inputs, and hashing pixels takes time.
+        # Samples of a prompt share the object of their inputs. It is looked up by identity, because
+        # hashing pixels takes time.
         key = (id(inputs), short_prompt)
         if key not in cache:
             mask = prompts.batch["attention_mask"][row].bool()

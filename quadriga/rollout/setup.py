@@ -78,7 +78,7 @@ class EngineSetup:
 
     def skeleton(self) -> PreTrainedModel:
         """The model on "meta": its configuration, and the names and shapes of its weights."""
-        return skeleton_causal_lm(**self._named_model)
+        return skeleton_causal_lm(**self._model_arguments)
 
     @property
     def config_overrides(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class EngineSetup:
         section = self.config.actor_rollout_ref.model
         overrides = dict(section.override_config or {})
         has_file = (Path(section.path) / "config.json").is_file()
-        if has_file and not load_config(**self._named_model).tie_word_embeddings:
+        if has_file and not load_config(**self._model_arguments).tie_word_embeddings:
             # `load_config` reads the weights. config.json may claim a tie that they do not have.
             overrides["tie_word_embeddings"] = False
         return overrides
@@ -94,12 +94,12 @@ class EngineSetup:
     def load_copy(self, attention: str) -> PreTrainedModel:
         """The model that the actor started from, with all of its weights."""
         return load_causal_lm(
-            **self._named_model, dtype=self.dtype, device=self.device, attention=attention
+            **self._model_arguments, dtype=self.dtype, device=self.device, attention=attention
         )
 
     @property
-    def _named_model(self) -> dict[str, Any]:
-        """Arguments that name the model, common to all functions that load it."""
+    def _model_arguments(self) -> dict[str, Any]:
+        """Arguments that all functions have that load the model."""
         section = self.config.actor_rollout_ref.model
         return {
             "path": section.path,

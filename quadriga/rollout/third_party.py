@@ -78,7 +78,7 @@ def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
                     os.environ[name] = value
 
 
-def data_urls(images: Images, engine: str) -> list[str]:
+def image_data_urls(images: Images, engine: str) -> list[str]:
     """The images of a prompt as `data:` URLs of PNG files.
 
     Args:
@@ -126,7 +126,7 @@ class ThirdPartyEngine(RolloutEngine):
 
     @contextmanager
     def _loading(self, version: int) -> Iterator[list[Mapping[str, str]]]:
-        """Context manager of a load. It sets the version on success; after an error it is -1.
+        """Context manager in which a subclass loads weights. After an error the version is -1.
 
         Yields:
             An empty list, to which the block adds the fingerprints of the weights that each process
@@ -167,36 +167,49 @@ class ThirdPartyEngine(RolloutEngine):
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
+        """Check the arguments of a batch, also against `max_model_len`.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Raises:
+            RolloutError: the engine is not ready, or cannot serve a request.
+        """
         super()._require_ready(prompts, sampling, images)
         source = "actor_rollout_ref.rollout.max_model_len"
         self._require_length(prompts, sampling, self._max_model_len, source)
 
 
-def require_room(total: int, held: int, to_come: int, share: float) -> None:
+def require_device_memory(
+    total_bytes: int, used_bytes: int, later_bytes: int, share: float
+) -> None:
     """Refuse an engine on an accelerator if training leaves too little memory for it.
 
     Args:
-        total: bytes of the device.
-        held: bytes in use before the engine starts.
-        to_come: bytes that training will take besides, and keep while the engine generates.
-        share: share of `total` for the engine: `gpu_memory_utilization`.
+        total_bytes: memory of the device.
+        used_bytes: memory in use before the engine starts.
+        later_bytes: memory that training will take besides, and keep while the engine generates:
+            AdamW's moments.
+        share: share of `total_bytes` for the engine: `gpu_memory_utilization`.
 
     Raises:
         ConfigError: says which share is possible.
     """
-    trained = held + to_come
-    if trained + share * total <= total:
+    training_bytes = used_bytes + later_bytes
+    if training_bytes + share * total_bytes <= total_bytes:
         return
     gib = 1 << 30
-    training = f"training keeps {trained / gib:.1f}"
-    if to_come:
-        moments = f"{to_come / gib:.1f} of it AdamW's moments from the first step on"
+    training = f"training keeps {training_bytes / gib:.1f}"
+    if later_bytes:
+        moments = f"{later_bytes / gib:.1f} of it AdamW's moments from the first step on"
         training += f" ({moments})"
     # Rounded down, so that the advice is possible.
-    possible_share = int(max(0.0, 1 - trained / total) * 100) / 100
+    possible_share = int(max(0.0, 1 - training_bytes / total_bytes) * 100) / 100
     raise ConfigError(
         "actor_rollout_ref.rollout.gpu_memory_utilization",
-        got=f"{share:g}, which is {share * total / gib:.1f} GiB of {total / gib:.1f},"
+        got=f"{share:g}, which is {share * total_bytes / gib:.1f} GiB of {total_bytes / gib:.1f},"
         f" while {training}",
         expected=f"at most {possible_share:g}",
         fix="Lower it, give the rollout a pool of its own (trainer.placement),"
@@ -204,8 +217,8 @@ def require_room(total: int, held: int, to_come: int, share: float) -> None:
     )
 
 
-def refused(name: str, title: str, problem: str) -> RolloutError:
-    """The error of an engine that cannot be started.
+def start_error(name: str, title: str, problem: str) -> RolloutError:
+    """Make the error of an engine that cannot be started.
 
     Args:
         name: name of the engine.
@@ -221,13 +234,13 @@ def refused(name: str, title: str, problem: str) -> RolloutError:
     )
 
 
-def died(name: str, title: str, event: str) -> EngineLostError:
-    """The error of requests that an engine will not serve any more.
+def engine_lost_error(name: str, title: str, event: str) -> EngineLostError:
+    """Make the error of requests that an engine cannot serve any more, because it has ended.
 
     Args:
         name: name of the engine.
         title: name of its library.
-        event: what happened to it, to follow "which".
+        event: what happened to the library, to follow "which".
     """
     return EngineLostError(
         f"{name}.generate",
@@ -287,22 +300,22 @@ def has_filters(sampling: SamplingParams) -> bool:
 def split_log_probs(
     reported: list[float], sampling: SamplingParams, log_probs_of: LogProbsOf
 ) -> tuple[list[float], list[float]]:
-    """Log-probabilities before and after filters, of an engine that reports one number per token.
+    """Log-probabilities before and after filters, from the only kind that an engine reports.
 
     Args:
-        reported: the number of each token.
+        reported: the reported log-probability of each token.
         sampling: how the response was sampled.
-        log_probs_of: the distribution of the numbers.
+        log_probs_of: the distribution of the reported log-probabilities.
 
     Returns:
-        `Completion.log_probs`, NaN if the numbers are of the other distribution (unknown, rather
-        than nearly right), and `Completion.sampling_log_probs`, empty in that case.
+        `Completion.log_probs`, all NaN if they cannot be derived, and
+        `Completion.sampling_log_probs`, empty if they cannot be derived.
     """
     is_filtered = has_filters(sampling)
     unknown = [math.nan] * len(reported)
     if log_probs_of == "processed_logprobs":
         return unknown if is_filtered else reported, list(reported)
-    # The model's log-probabilities are those of training at temperature 1 only.
+    # Raw log-probabilities are at temperature 1, but training divides logits by the temperature.
     if not sampling.is_greedy and sampling.temperature != 1:
         return unknown, []
     return reported, [] if is_filtered else list(reported)

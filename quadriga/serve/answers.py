@@ -89,15 +89,16 @@ def chat_body(
         policy: the served policy.
     """
     with policy.lock:
-        text = policy.encoder.text(completion.token_ids, with_special=call.keeps_special)
+        text = policy.encoder.decode(completion.token_ids, with_special=call.keeps_special)
         if completion.finish_reason == "stop":
             # The tokens include the stop string that ended them, the text does not.
+            # Which of the stop strings ended the response is not reported.
             for stop in call.sampling.stop:
                 text = text.partition(stop)[0]
-        message = _message(call, completion, text, policy)
+        message = _assistant_message(call, completion, text, policy)
         entries = None
         if call.with_log_probs and log_probs is not None:
-            entries = _entries(call, completion.token_ids, log_probs, policy)
+            entries = _log_prob_entries(call, completion.token_ids, log_probs, policy)
     reason: str = completion.finish_reason
     if "tool_calls" in message and reason == "stop":
         reason = "tool_calls"
@@ -143,12 +144,15 @@ def chat_events(body: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
     reason = choice.pop("finish_reason")
     head = {name: body[name] for name in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
-    beginning: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
-    first = {**head, "choices": [{**beginning, "finish_reason": None}]}
+
+    # The role, and the prompt if the call asks for token ids.
+    delta = {"role": "assistant", "content": ""}
+    first = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
     if "prompt_token_ids" in body:
         first["prompt_token_ids"] = body["prompt_token_ids"]
     yield _event(first)
 
+    # The whole message, then the finish reason.
     delta = {"content": message["content"]}
     if "tool_calls" in message:
         calls = enumerate(message["tool_calls"])
@@ -165,13 +169,22 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy) -> dict[str, Any]:
-    """Make the message of the assistant. It has `tool_calls` if all calls can be read."""
+def _assistant_message(
+    call: Call, completion: Completion, text: str, policy: ServedPolicy
+) -> dict[str, Any]:
+    """Make the message of the assistant. It has `tool_calls` if all calls can be read.
+
+    Args:
+        call: the call.
+        completion: its completion.
+        text: text of the completion.
+        policy: the served policy.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if not call.schemas:
         return message
-    with_special = policy.encoder.text(completion.token_ids, with_special=True)
-    calls = policy.parser(with_special, call.schemas)
+    text_with_special = policy.encoder.decode(completion.token_ids, with_special=True)
+    calls = policy.parser(text_with_special, call.schemas)
     if not calls or any(tool_call.problem for tool_call in calls):
         return message
     # The content is the text before the calls. In formats without this tag, special tokens begin
@@ -189,13 +202,20 @@ def _message(call: Call, completion: Completion, text: str, policy: ServedPolicy
     return message
 
 
-def _entries(
+def _log_prob_entries(
     call: Call, token_ids: Sequence[int], log_probs: Sequence[float], policy: ServedPolicy
 ) -> list[dict[str, Any]]:
-    """Make the entries of tokens with their log-probabilities, as in OpenAI's API."""
+    """Make the entries of tokens with their log-probabilities, as in OpenAI's API.
+
+    Args:
+        call: the call.
+        token_ids: tokens of the completion.
+        log_probs: log-probability of each token.
+        policy: the served policy.
+    """
     entries = []
     for token, log_prob in zip(token_ids, log_probs, strict=True):
-        text = policy.encoder.text([token], with_special=True)
+        text = policy.encoder.decode([token], with_special=True)
         name = f"token_id:{token}" if call.names_tokens_by_id else text
         entry = {"token": name, "logprob": log_prob, "bytes": list(text.encode())}
         entries.append({**entry, "top_logprobs": []})

@@ -27,11 +27,11 @@ from quadriga.errors import EngineLostError, QuadrigaError, WorkerLostError
 from quadriga.rollout.interface import Completion
 from quadriga.serve.answers import chat_body, chat_events, generate_body, sampled_log_probs
 from quadriga.serve.engines import Engines
-from quadriga.serve.errors import CallError, shown
+from quadriga.serve.errors import CallError, format_value
 from quadriga.serve.fields import read_json
 from quadriga.serve.gate import read_body, require_caller
 from quadriga.serve.policy import ServedPolicy
-from quadriga.serve.requests import Call, chat_call, generate_call, tokenized
+from quadriga.serve.requests import Call, chat_call, generate_call, tokenize_call
 from quadriga.serve.seeds import Ask, Seeds
 
 MAX_CALLS = 256
@@ -90,28 +90,25 @@ class PolicyApp:
         self._calls: set[asyncio.Task[Completion]] = set()
         self._num_calls = 0
         self._counts = Counter[str]()
-        # Seconds that each of the latest calls has spent in the server itself, not in the engine.
-        self._own_s: deque[float] = deque(maxlen=_NUM_TIMED)
-        chat = partial(chat_body, policy=policy)
+        # Seconds of each of the latest calls in the server itself, without those in the engine.
+        self._overheads_s: deque[float] = deque(maxlen=_NUM_TIMED)
+        generate = partial(self._generate, read=generate_call, write=generate_body)
+        write_chat = partial(chat_body, policy=policy)
+        chat = partial(self._generate, read=chat_call, write=write_chat)
         # The method of a route is GET unless it names others.
         routes = [
-            Route("/health", self._route(self._health)),
-            Route("/metrics", self._route(self._metrics)),
-            Route("/v1/models", self._route(self._models)),
-            Route("/tokenize", self._route(self._tokenize), methods=["POST"]),
-            Route(
-                "/inference/v1/generate",
-                self._route(partial(self._generate, read=generate_call, write=generate_body)),
-                methods=["POST"],
-            ),
-            Route(
-                "/v1/chat/completions",
-                self._route(partial(self._generate, read=chat_call, write=chat)),
-                methods=["POST"],
-            ),
+            Route("/health", self._wrap_handler(self._health)),
+            Route("/metrics", self._wrap_handler(self._metrics)),
+            Route("/v1/models", self._wrap_handler(self._models)),
+            Route("/tokenize", self._wrap_handler(self._tokenize), methods=["POST"]),
+            Route("/inference/v1/generate", self._wrap_handler(generate), methods=["POST"]),
+            Route("/v1/chat/completions", self._wrap_handler(chat), methods=["POST"]),
         ]
         self._paths = ", ".join(route.path for route in routes)
-        handlers: Any = {HTTPException: self._no_route, Exception: self._unexpected}
+        handlers: Any = {
+            HTTPException: self._answer_unknown_route,
+            Exception: self._answer_unexpected_error,
+        }
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     def cancel_all(self) -> None:
@@ -120,7 +117,7 @@ class PolicyApp:
         for task in list(self._calls):
             task.get_loop().call_soon_threadsafe(task.cancel)
 
-    def _route(
+    def _wrap_handler(
         self, handle: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Wrap the handler of a route: check the caller, and answer errors."""
@@ -136,6 +133,7 @@ class PolicyApp:
 
     def _error_response(self, error: QuadrigaError) -> Response:
         """Make the answer of a call that raised an error, and count it."""
+        # Errors of the engine are not the client's fault. It may send the call again.
         refusal = error
         if not isinstance(refusal, CallError):
             is_lost = isinstance(error, EngineLostError | WorkerLostError)
@@ -145,14 +143,14 @@ class PolicyApp:
         headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {}
         return JSONResponse(refusal.body, refusal.status, headers)
 
-    async def _no_route(self, request: Request, error: HTTPException) -> Response:
+    async def _answer_unknown_route(self, request: Request, error: HTTPException) -> Response:
         """Answer a call of an unknown path or method."""
-        got = f"{request.method} {shown(request.url.path)}"
+        got = f"{request.method} {format_value(request.url.path)}"
         expected = f"a method of one of {self._paths}"
         status = error.status_code
         return self._error_response(CallError("path", got=got, expected=expected, status=status))
 
-    async def _unexpected(self, request: Request, error: Exception) -> Response:
+    async def _answer_unexpected_error(self, request: Request, error: Exception) -> Response:
         """Answer a call that raised an unexpected error, which Starlette also logs."""
         got = f"{type(error).__name__}, which the server's log shows"
         return self._error_response(CallError("server", got=got, status=500))
@@ -160,9 +158,11 @@ class PolicyApp:
     # Routes without completions
 
     async def _health(self, request: Request) -> Response:
+        """Answer `/health`."""
         return JSONResponse({"status": "closing" if self.is_closing else "ok"})
 
     async def _models(self, request: Request) -> Response:
+        """Answer `/v1/models`: the only model is the policy."""
         model = {
             "id": self.policy.name,
             "object": "model",
@@ -173,9 +173,10 @@ class PolicyApp:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _metrics(self, request: Request) -> Response:
+        """Answer `/metrics` in the text format of Prometheus."""
         lines = [f"{name} {count}" for name, count in sorted(self._counts.items())]
         lines.append(f"quadriga_serve_calls_in_flight {self._num_calls}")
-        times = sorted(self._own_s)
+        times = sorted(self._overheads_s)
         for quantile in (0.5, 0.99):
             if times:
                 value = times[int(quantile * (len(times) - 1))]
@@ -183,8 +184,11 @@ class PolicyApp:
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        ids = await self._tokenizing(len(body), lambda: tokenized(read_json(body), self.policy))
+        """Answer `/tokenize`."""
+        body = await self._receive_body(request)
+        ids = await self._run_tokenizer(
+            len(body), lambda: tokenize_call(read_json(body), self.policy)
+        )
         content = {"count": len(ids), "max_model_len": self.policy.max_model_len, "tokens": ids}
         return JSONResponse(content)
 
@@ -204,18 +208,18 @@ class PolicyApp:
             got = f"{len(session)} characters"
             expected = f"at most {_MAX_SESSION_CHARACTERS}"
             raise CallError("x-session-id", got=got, expected=expected)
-        self._require_room()
-        with self._counted():
-            body = await self._body(request)
-            call = await self._tokenizing(len(body), lambda: read(read_json(body), self.policy))
+        self._require_capacity()
+        with self._count_in_flight():
+            body = await self._receive_body(request)
+            call = await self._run_tokenizer(len(body), lambda: read(read_json(body), self.policy))
             if not call.is_streamed:
                 return JSONResponse(await self._answer(request, call, write, started))
-        # The generator starts the call only when the response is sent. If it never is, nothing
-        # has to be cleaned up.
-        events = self._events(call, lambda: self._answer(request, call, write, started))
+        # The generator starts the call only when the response is sent. If the response is never
+        # sent, nothing has to be cleaned up.
+        events = self._stream_events(call, lambda: self._answer(request, call, write, started))
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def _body(self, request: Request) -> bytes:
+    async def _receive_body(self, request: Request) -> bytes:
         """Receive the body of a call.
 
         Raises:
@@ -228,15 +232,15 @@ class PolicyApp:
             got = f"no complete body within {self.timeout_s:g} s"
             raise CallError("body", got=got, status=408) from error
 
-    async def _tokenizing(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+    async def _run_tokenizer(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         """Run work with the tokenizer: in a thread, unless it is too short to delay other calls.
 
         Args:
-            num_bytes: size of the text.
-            work: the work.
+            num_bytes: size of the text, in bytes.
+            work: function to run.
 
         Returns:
-            Its result.
+            The result of the function.
         """
         # A long conversation takes seconds, and so may a small file with a large image.
         is_short = num_bytes < _INLINE_BYTES and self.policy.processor is None
@@ -244,10 +248,10 @@ class PolicyApp:
             return work()
         return await asyncio.to_thread(work)
 
-    def _require_room(self) -> None:
+    def _require_capacity(self) -> None:
         """Raise a CallError if the server is shutting down, or has too many calls in flight."""
         if self.is_closing:
-            raise _shutdown()
+            raise _shutdown_error()
         if self._num_calls >= MAX_CALLS:
             got = f"{self._num_calls} calls in flight"
             expected = f"fewer than {MAX_CALLS}"
@@ -278,25 +282,26 @@ class PolicyApp:
         ask = self._seeds.ask(session, call.prompt, images_key, is_retry=is_retry)
         is_answered = False
         try:
+            # The time in the engine does not count as the server's own.
             before = time.perf_counter()
             completion = await self._completion(request, call, ask)
             engine_s = time.perf_counter() - before
             log_probs = sampled_log_probs(call, completion)
             num_bytes = _BYTES_PER_TOKEN * len(completion.token_ids)
-            body = await self._tokenizing(num_bytes, lambda: write(call, completion, log_probs))
+            body = await self._run_tokenizer(num_bytes, lambda: write(call, completion, log_probs))
             self._write_record(request, call, ask, completion, log_probs)
             self._counts["quadriga_serve_answered_total"] += 1
             self._counts["quadriga_serve_prompt_tokens_total"] += len(call.prompt)
             self._counts["quadriga_serve_generated_tokens_total"] += len(completion.token_ids)
-            self._own_s.append(time.perf_counter() - started - engine_s)
+            self._overheads_s.append(time.perf_counter() - started - engine_s)
             is_answered = True
             return body
         finally:
             if not is_answered:
-                ask.lose()
+                ask.give_back()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_in_flight(self) -> Iterator[None]:
         """Context manager that counts a call as in flight."""
         self._num_calls += 1
         try:
@@ -306,6 +311,11 @@ class PolicyApp:
 
     async def _completion(self, request: Request, call: Call, ask: Ask) -> Completion:
         """Complete the prompt of a call.
+
+        Args:
+            request: the call.
+            call: its body, after checks.
+            ask: the call's number and seed.
 
         Raises:
             CallError: the client has disconnected, the time limit has passed, the server is
@@ -320,16 +330,16 @@ class PolicyApp:
         # `cancel_all` may have run before this call was in the set.
         if self.is_closing:
             work.cancel()
-        # Starlette itself watches the connections of streams.
+        # Of a stream, Starlette itself watches the connection.
         waiting: set[asyncio.Future[Any]] = {work}
         if not call.is_streamed:
-            waiting.add(asyncio.ensure_future(_disconnected(request)))
+            waiting.add(asyncio.ensure_future(_wait_for_disconnect(request)))
         try:
             await asyncio.wait(waiting, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if work.cancelled():
-                raise _shutdown()
+                raise _shutdown_error()
             if not work.done():
-                raise self._unanswered(waiting)
+                raise self._unanswered_error(waiting)
             completion = work.result()
         finally:
             self._calls.discard(work)
@@ -340,7 +350,7 @@ class PolicyApp:
             raise CallError("engine", got="an aborted response", fix="Try again.", status=503)
         return completion
 
-    def _unanswered(self, waiting: Collection["asyncio.Future[Any]"]) -> CallError:
+    def _unanswered_error(self, waiting: Collection["asyncio.Future[Any]"]) -> CallError:
         """Make the error of a call whose client has disconnected, or that took too long.
 
         Args:
@@ -353,7 +363,7 @@ class PolicyApp:
         fix = "Raise actor_rollout_ref.rollout.serve.timeout_s, or lower max_tokens."
         return CallError("call", got=got, fix=fix, status=504)
 
-    async def _events(
+    async def _stream_events(
         self, call: Call, answer: Callable[[], Awaitable[dict[str, Any]]]
     ) -> AsyncIterator[str]:
         """Yield the events of a streamed answer: comments until it is finished, then all of it.
@@ -364,7 +374,7 @@ class PolicyApp:
         """
         task = asyncio.ensure_future(answer())
         try:
-            with self._counted():
+            with self._count_in_flight():
                 while True:
                     await asyncio.wait({task}, timeout=KEEP_ALIVE_S)
                     if task.done():
@@ -385,6 +395,13 @@ class PolicyApp:
         self, request: Request, call: Call, ask: Ask, completion: Completion, log_probs: LogProbs
     ) -> None:
         """Append an answered call to the record, if there is one.
+
+        Args:
+            request: the call.
+            call: its body, after checks.
+            ask: the call's number and seed.
+            completion: its completion.
+            log_probs: log-probabilities after the filters; None: the engine does not report them.
 
         Raises:
             CallError: the file cannot be written.
@@ -414,12 +431,12 @@ class PolicyApp:
             raise CallError("record of calls", got=got, status=500) from error
 
 
-def _shutdown() -> CallError:
+def _shutdown_error() -> CallError:
     """Make the error of a call that the server no longer answers."""
     return CallError("server", got="its shutdown", fix="Send the call again later.", status=503)
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Wait until the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

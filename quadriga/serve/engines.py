@@ -104,6 +104,7 @@ class Engines:
     def _forget(self, call: ServedCall) -> None:
         """Remove a call that nobody awaits, unless it has its outcome already."""
         with self._changed:
+            # A call with an outcome has no future any more.
             if self._futures.pop(call.number, None) is None:
                 return
             if call in self._waiting:
@@ -122,8 +123,8 @@ class Engines:
                 )
                 if self._is_closed:
                     return
-                # The exchange itself takes place without the lock: it waits for the engine.
-                calls = self._take(line)
+                # The exchange takes place without the lock, because it waits for the engine.
+                calls = self._take_share(line)
                 cancelled = line.cancelled
                 line.cancelled = []
             try:
@@ -135,9 +136,9 @@ class Engines:
                 time.sleep(PAUSE_S)
             with self._changed:
                 line.is_open = reply.is_open
-                self._deliver(line, reply.outcomes)
+                self._settle_calls(line, reply.outcomes)
 
-    def _take(self, line: EngineLine) -> list[ServedCall]:
+    def _take_share(self, line: EngineLine) -> list[ServedCall]:
         """Give an open engine its share of the waiting calls. The caller holds the lock.
 
         Returns:
@@ -155,8 +156,13 @@ class Engines:
             line.running[call.number] = call
         return calls
 
-    def _deliver(self, line: EngineLine, outcomes: Iterable[tuple[int, Outcome]]) -> None:
-        """Settle the futures of finished calls in the server's loop. The caller holds the lock."""
+    def _settle_calls(self, line: EngineLine, outcomes: Iterable[tuple[int, Outcome]]) -> None:
+        """Give the outcomes of calls to those who await them. The caller holds the lock.
+
+        Args:
+            line: the engine.
+            outcomes: outcomes with the numbers of their calls.
+        """
         for number, outcome in outcomes:
             call = line.running.pop(number, None)
             if call is None:  # cancelled
@@ -166,10 +172,10 @@ class Engines:
                 continue
             future = self._futures.pop(number)
             if not future.get_loop().is_closed():
-                future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+                future.get_loop().call_soon_threadsafe(_set_outcome, future, outcome)
 
 
-def _settle(future: "asyncio.Future[Completion]", outcome: Completion | QuadrigaError) -> None:
+def _set_outcome(future: "asyncio.Future[Completion]", outcome: Completion | QuadrigaError) -> None:
     """Set the result or the error of a future, unless its caller was cancelled."""
     if future.done():
         return

@@ -31,7 +31,7 @@ class CallError(QuadrigaError):
         return {"error": error}
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a JSON value for an error message, in at most 80 characters."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quadriga.serve.errors import CallError, shown
+from quadriga.serve.errors import CallError, format_value
 
 # For Python True is an int, but it is no number in JSON.
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -34,7 +34,7 @@ class Fields:
 
     def __init__(self, values: Any, where: str = "") -> None:
         if not isinstance(values, dict):
-            raise CallError(where or "body", got=shown(values), expected="an object")
+            raise CallError(where or "body", got=format_value(values), expected="an object")
         self.values: Mapping[str, Any] = values
         self._where = where
 
@@ -84,7 +84,7 @@ class Fields:
             CallError: it is of another kind.
         """
         if not _KINDS[kind](value):
-            got = shown(value) if name in self.values else "nothing"
+            got = format_value(value) if name in self.values else "nothing"
             raise CallError(self.where(name), got=got, expected=kind)
 
     def refuse(self, harmless: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
@@ -100,7 +100,9 @@ class Fields:
             value = self.values.get(name)
             if value is not None and value not in values:
                 expected = f"{values[0]!r}" if values else "nothing"
-                raise CallError(self.where(name), got=shown(value), expected=expected, fix=fix)
+                raise CallError(
+                    self.where(name), got=format_value(value), expected=expected, fix=fix
+                )
 
 
 def read_json(text: str | bytes, where: str = "body") -> Any:

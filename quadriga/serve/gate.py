@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
-from quadriga.serve.errors import CallError, shown
+from quadriga.serve.errors import CallError, format_value
 
 MAX_BODY_BYTES = 8 << 20
 """Largest body, also after decompression."""
@@ -39,27 +39,31 @@ def require_caller(
     if header_bytes > MAX_HEADER_BYTES:
         expected = f"at most {MAX_HEADER_BYTES}"
         raise CallError("headers", got=f"{header_bytes} bytes", expected=expected, status=431)
-    # A web page can reach a server on loopback by a DNS name of its own ("DNS rebinding"). The
-    # header has that name.
+    # A web page can reach a server on loopback by a DNS name of its own ("DNS rebinding"), which
+    # this header then has. An IPv6 address is in brackets; a port may follow.
     host = headers.get("host", "").lower()
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name not in {*hosts, scope["server"][0]}:
+    host_name = host.partition(":")[0]
+    if host.startswith("["):
+        host_name = host[1:].partition("]")[0]
+    if host_name not in {*hosts, scope["server"][0]}:
         expected = f"one of {', '.join(sorted(hosts))}"
-        raise CallError("Host", got=shown(host), expected=expected, status=403)
+        raise CallError("Host", got=format_value(host), expected=expected, status=403)
     if scope["path"] == OPEN_PATH:
         return
     if key:
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        sent = headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
-        if not hmac.compare_digest(sent.encode(), key.encode()):
-            got = "a wrong key" if sent else "no key"
+        bearer_token = token if scheme.lower() == "bearer" else ""
+        sent_key = headers.get("x-api-key") or bearer_token
+        # The comparison takes the same time wherever the keys differ.
+        if not hmac.compare_digest(sent_key.encode(), key.encode()):
+            got = "a wrong key" if sent_key else "no key"
             expected = "the server's, as Authorization: Bearer or x-api-key"
             raise CallError("key", got=got, expected=expected, status=401)
     if scope["method"] == "POST":
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise CallError(
-                "Content-Type", got=shown(kind), expected="application/json", status=415
+                "Content-Type", got=format_value(kind), expected="application/json", status=415
             )
 
 
@@ -69,6 +73,9 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
     Args:
         receive: receives the next message of ASGI.
         headers: headers, by names in lower case.
+
+    Returns:
+        The body, decompressed.
 
     Raises:
         CallError: it is too large, it cannot be decompressed, or the client has disconnected.
@@ -90,15 +97,19 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
             break
     if size > MAX_BODY_BYTES:
         raise _too_large(f"{size} bytes")
+
     body = b"".join(chunks)
     encoding = headers.get("content-encoding", "identity").lower()
     if encoding == "identity":
         return body
     if encoding not in ("gzip", "deflate"):
         expected = "gzip, deflate or nothing"
-        raise CallError("Content-Encoding", got=shown(encoding), expected=expected, status=415)
+        raise CallError(
+            "Content-Encoding", got=format_value(encoding), expected=expected, status=415
+        )
     try:
-        # Bit 32 of `wbits` makes zlib detect the format: gzip, or zlib ("deflate").
+        # Adding 32 to `wbits` makes zlib detect the format: gzip, or zlib ("deflate"). One byte more
+        # than allowed tells a body that is too large.
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
         body = decompressor.decompress(body, MAX_BODY_BYTES + 1)
     except zlib.error as error:

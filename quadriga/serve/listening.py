@@ -76,6 +76,7 @@ def host_names(host: str) -> set[str]:
     Args:
         host: the address on which it listens.
     """
+    # A server on all addresses is also reached on loopback.
     names = set(LOOPBACK)
     if host not in LOOPBACK:
         names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}

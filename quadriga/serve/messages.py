@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from quadriga.errors import DataError, RolloutError
 from quadriga.protocol.memory import images_key
 from quadriga.rollout.interface import Images
-from quadriga.serve.errors import CallError, shown
+from quadriga.serve.errors import CallError, format_value
 from quadriga.serve.fields import Fields, read_json
 from quadriga.serve.policy import ServedPolicy
 
@@ -33,7 +33,7 @@ class RenderedPrompt(NamedTuple):
     images: Images | None
 
 
-def rendered_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
+def render_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     """Render the messages and tools of a call by the chat template.
 
     Args:
@@ -43,26 +43,27 @@ def rendered_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     Raises:
         CallError: a field is wrong, the template refuses the messages, or an image cannot be read.
     """
-    tools = _tools(fields)
+    tools = _check_tools(fields)
     messages = []
-    names: dict[str, str] = {}  # names of the functions that were called, by id of the call
+    # Names of the functions that were called so far, by id of the call. Responses name only the id.
+    names: dict[str, str] = {}
     for place, message in enumerate(fields.need("messages", "a list")):
-        messages.append(_message(Fields(message, f"messages[{place}]"), names, policy))
+        messages.append(_convert_message(Fields(message, f"messages[{place}]"), names, policy))
     if not messages:
         raise CallError("messages", got="an empty list", expected="at least one message")
     # The tools are checked in any case, but then the model must not read them.
     if fields.values.get("tool_choice") == "none":
         tools = []
-    # Special tokens in texts are broken up, so that no text can end its turn.
-    messages, pictures = policy.encoder.plain_messages(messages)
+    # Special tokens in texts are escaped, so that no text can end its turn.
+    messages, pictures = policy.encoder.escape_messages(messages)
     if len(pictures) > MAX_IMAGES:
         raise CallError("messages", got=f"{len(pictures)} images", expected=f"at most {MAX_IMAGES}")
     try:
         with policy.lock:
-            token_ids = policy.encoder.prompt(messages, tools)
+            token_ids = policy.encoder.encode_prompt(messages, tools)
             images = None
             if pictures:
-                token_ids, images = _with_images(token_ids, pictures, policy)
+                token_ids, images = _expand_images(token_ids, pictures, policy)
     except (RolloutError, DataError) as error:
         raise CallError(error.where, error.got, error.expected, error.fix) from error
     functions = [tool["function"] for tool in tools]
@@ -70,10 +71,10 @@ def rendered_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     return RenderedPrompt(token_ids, schemas, images)
 
 
-def _with_images(
+def _expand_images(
     token_ids: list[int], pictures: list[bytes], policy: ServedPolicy
 ) -> tuple[list[int], Images]:
-    """Convert a prompt with images to the one that the engine takes.
+    """Expand the token of each image in a prompt to one token for each of its embeddings.
 
     Args:
         token_ids: tokens of the rendered prompt, with one for each image.
@@ -96,7 +97,7 @@ def _with_images(
     return prompt.ids, images
 
 
-def _message(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> dict[str, Any]:
+def _convert_message(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> dict[str, Any]:
     """Convert a message of a call to one for the chat template.
 
     Args:
@@ -113,24 +114,32 @@ def _message(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> dic
         message = {"role": _ROLES[role]}
     else:
         expected = f"one of {', '.join(_ROLES)}, tool"
-        raise CallError(fields.where("role"), got=shown(role), expected=expected)
+        raise CallError(fields.where("role"), got=format_value(role), expected=expected)
     if role == "assistant":
         calls = []
         for place, call in enumerate(fields.get("tool_calls", "a list", [])):
             call_fields = Fields(call, fields.where(f"tool_calls[{place}]"))
-            calls.append(_tool_call(call_fields, names, policy))
+            calls.append(_convert_tool_call(call_fields, names, policy))
         if calls:
             message["tool_calls"] = calls
         # A turn that only calls tools has no content.
         if fields.values.get("content") is None:
             message["content"] = ""
             return message
-    message["content"] = _content(fields, policy)
+    message["content"] = _convert_content(fields, policy)
     return message
 
 
-def _content(fields: Fields, policy: ServedPolicy) -> Any:
-    """Content of a message for the chat template: a text, or a list of parts if it has images."""
+def _convert_content(fields: Fields, policy: ServedPolicy) -> Any:
+    """Convert the content of a message for the chat template.
+
+    Args:
+        fields: the message.
+        policy: the served policy.
+
+    Returns:
+        A text, or a list of parts if there are images.
+    """
     content = fields.values.get("content")
     if not isinstance(content, list):
         return fields.need("content", "a text")
@@ -141,12 +150,12 @@ def _content(fields: Fields, policy: ServedPolicy) -> Any:
         if kind == "text":
             parts.append({"type": "text", "text": part.need("text", "a text")})
         elif kind == "image_url" and policy.processor is not None:
-            parts.append({"type": "image", "image": _image(part)})
+            parts.append({"type": "image", "image": _decode_image(part)})
         else:
             expected = "'text'" if policy.processor is None else "'text' or 'image_url'"
             raise CallError(
                 part.where("type"),
-                got=f"a part of type {shown(kind)}",
+                got=f"a part of type {format_value(kind)}",
                 expected=expected,
                 fix=f"{policy.name} takes no others.",
             )
@@ -156,7 +165,7 @@ def _content(fields: Fields, policy: ServedPolicy) -> Any:
     return parts
 
 
-def _image(part: Fields) -> bytes:
+def _decode_image(part: Fields) -> bytes:
     """Decode an image from its `data:` URL. The server opens neither addresses nor files."""
     image = Fields(part.need("image_url", "an object"), part.where("image_url"))
     url = image.need("url", "a text")
@@ -164,14 +173,16 @@ def _image(part: Fields) -> bytes:
     if not (head.startswith("data:image/") and head.endswith(";base64")):
         expected = "'data:image/...;base64,...'"
         fix = "Send the image itself: the server opens no addresses."
-        raise CallError(image.where("url"), got=shown(url), expected=expected, fix=fix)
+        raise CallError(image.where("url"), got=format_value(url), expected=expected, fix=fix)
     try:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise CallError(image.where("url"), got=str(error), expected="base64") from error
 
 
-def _tool_call(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> dict[str, Any]:
+def _convert_tool_call(
+    fields: Fields, names: dict[str, str], policy: ServedPolicy
+) -> dict[str, Any]:
     """Convert a tool call of an earlier turn to the form that chat templates take.
 
     Args:
@@ -187,17 +198,20 @@ def _tool_call(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> d
     if isinstance(arguments, str):
         arguments = read_json(arguments or "{}", function.where("arguments"))
     arguments = Fields(arguments, function.where("arguments")).values
-    # The template writes them as text, in which special tokens are broken up like in messages.
-    plain = policy.encoder.plain(json.dumps(dict(arguments), ensure_ascii=False))
+    # The template writes them as text, in which special tokens are escaped as in messages.
+    escaped = policy.encoder.escape_text(json.dumps(dict(arguments), ensure_ascii=False))
     return {
         "id": call_id,
         "type": "function",
-        "function": {"name": name, "arguments": json.loads(plain)},
+        "function": {"name": name, "arguments": json.loads(escaped)},
     }
 
 
-def _tools(fields: Fields) -> list[dict[str, Any]]:
+def _check_tools(fields: Fields) -> list[dict[str, Any]]:
     """Check the tools that a call offers.
+
+    Args:
+        fields: body of the call.
 
     Returns:
         The tools as the client has sent them. Their schemas are checked as far as templates and
@@ -208,7 +222,7 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
         tool = Fields(value, f"tools[{place}]")
         if tool.need("type", "a text") != "function":
             where = tool.where("type")
-            raise CallError(where, got=shown(tool.values["type"]), expected="'function'")
+            raise CallError(where, got=format_value(tool.values["type"]), expected="'function'")
         function = Fields(tool.need("function", "an object"), tool.where("function"))
         if not function.need("name", "a text"):
             raise CallError(function.where("name"), got="an empty text", expected="a name")
@@ -217,13 +231,14 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
             function.get("parameters", "an object", {}), function.where("parameters")
         )
         if parameters.values.get("type", "object") != "object":
-            got = f"the type {shown(parameters.values['type'])}"
+            got = f"the type {format_value(parameters.values['type'])}"
             expected = "a JSON schema of type 'object'"
             raise CallError(function.where("parameters"), got=got, expected=expected)
+        # Parsers read the schema of each property, and the options in it.
         properties = parameters.get("properties", "an object", {})
         for name, schema in properties.items():
-            choice = Fields(schema, parameters.where(f"properties.{name}"))
-            for number, option in enumerate(choice.get("anyOf", "a list", [])):
-                Fields(option, choice.where(f"anyOf[{number}]"))
+            schema_fields = Fields(schema, parameters.where(f"properties.{name}"))
+            for number, option in enumerate(schema_fields.get("anyOf", "a list", [])):
+                Fields(option, schema_fields.where(f"anyOf[{number}]"))
         parameters.get("required", "a list")
     return tools

@@ -7,15 +7,16 @@ from typing import Any
 
 from quadriga.errors import RolloutError
 from quadriga.rollout.interface import Images, SamplingParams
-from quadriga.serve.errors import CallError, shown
+from quadriga.serve.errors import CallError, format_value
 from quadriga.serve.fields import Fields
-from quadriga.serve.messages import rendered_prompt
+from quadriga.serve.messages import render_prompt
 from quadriga.serve.policy import ServedPolicy
 
 MAX_STOPS = 16
 LEAST_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 2.0  # vLLM's, and OpenAI's
-_SAMPLING = {
+# Sampling parameters, and the kind of value that each needs.
+_SAMPLING_KINDS = {
     "temperature": "a number",
     "top_p": "a number",
     "top_k": "an integer",
@@ -103,16 +104,17 @@ def generate_call(body: Any, policy: ServedPolicy) -> Call:
     _require_model(fields, policy)
     streams = {"stream": ((False,), "Stream /v1/chat/completions.")}
     fields.refuse(_UNSUPPORTED | streams)
-    prompt = _token_ids(fields, "token_ids", policy)
+    prompt = _read_token_ids(fields, "token_ids", policy)
     sampling = Fields(fields.get("sampling_params", "an object", {}), "sampling_params")
     sampling.refuse(_UNSUPPORTED)
+    # vLLM's API takes a number of likeliest tokens, of which the server has only the sampled one.
     log_probs = sampling.get("logprobs", "an integer", None)
     if log_probs not in (None, 0, 1):
         fix = "Only the sampled token's log-probability is known."
         raise CallError(sampling.where("logprobs"), got=str(log_probs), expected="0 or 1", fix=fix)
     return Call(
         prompt,
-        _sampling(sampling, ("max_tokens",), len(prompt), policy),
+        _read_sampling(sampling, ("max_tokens",), len(prompt), policy),
         has_seed=sampling.values.get("seed") is not None,
         with_log_probs=log_probs is not None,
     )
@@ -127,12 +129,12 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
     fields = Fields(body)
     _require_model(fields, policy)
     fields.refuse(_UNSUPPORTED)
-    prompt, schemas, images = rendered_prompt(fields, policy)
+    prompt, schemas, images = render_prompt(fields, policy)
     with_token_ids = fields.get("return_token_ids", "true or false", False)
     options = Fields(fields.get("stream_options", "an object", {}), "stream_options")
     return Call(
         prompt,
-        _sampling(fields, ("max_completion_tokens", "max_tokens"), len(prompt), policy),
+        _read_sampling(fields, ("max_completion_tokens", "max_tokens"), len(prompt), policy),
         has_seed=fields.values.get("seed") is not None,
         with_log_probs=fields.get("logprobs", "true or false", False),
         with_token_ids=with_token_ids,
@@ -148,7 +150,7 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
     )
 
 
-def tokenized(body: Any, policy: ServedPolicy) -> list[int]:
+def tokenize_call(body: Any, policy: ServedPolicy) -> list[int]:
     """Token ids that answer a call of `/tokenize`.
 
     Args:
@@ -161,15 +163,20 @@ def tokenized(body: Any, policy: ServedPolicy) -> list[int]:
     fields = Fields(body)
     _require_model(fields, policy)
     if "messages" in fields.values:
-        return rendered_prompt(fields, policy).token_ids
+        return render_prompt(fields, policy).token_ids
     text = fields.need("prompt", "a text")
     with_special = fields.get("add_special_tokens", "true or false", True)
     with policy.lock:
         return policy.encoder.tokenizer.encode(text, add_special_tokens=with_special)
 
 
-def _token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int]:
-    """Value of a field that is a list of token ids; empty if it is missing.
+def _read_token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int]:
+    """Read a field that is a list of token ids; empty if the field is missing.
+
+    Args:
+        fields: the fields of the call.
+        name: name of the field.
+        policy: the served policy.
 
     Raises:
         CallError: it is no list, or an entry is no token id of the policy.
@@ -179,19 +186,19 @@ def _token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int]:
     for place, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < limit:
             where = fields.where(f"{name}[{place}]")
-            raise CallError(where, got=shown(token), expected=f"an id in [0, {limit})")
+            raise CallError(where, got=format_value(token), expected=f"an id in [0, {limit})")
     return ids
 
 
 def _require_model(fields: Fields, policy: ServedPolicy) -> None:
-    """Raise a CallError if the call names another model than the served one."""
+    """Raise a CallError if a call names another model than the served one."""
     name = fields.get("model", "a text", policy.name)
     if name != policy.name:
         expected = f"{policy.name!r}, the model that is served"
-        raise CallError("model", got=shown(name), expected=expected, status=404)
+        raise CallError("model", got=format_value(name), expected=expected, status=404)
 
 
-def _sampling(
+def _read_sampling(
     fields: Fields, length_names: Sequence[str], prompt_length: int, policy: ServedPolicy
 ) -> SamplingParams:
     """Read the sampling parameters of a call.
@@ -208,29 +215,32 @@ def _sampling(
     Raises:
         CallError: a field is wrong, or no response fits after the prompt.
     """
-    room = policy.max_model_len - prompt_length
-    if not prompt_length or room < 1:
+    max_room = policy.max_model_len - prompt_length
+    if not prompt_length or max_room < 1:
         expected = f"1 to {policy.max_model_len - 1}, one less than max_model_len"
         raise CallError("the prompt", got=f"{prompt_length} tokens", expected=expected)
     settings = dict(policy.defaults)
-    for name, kind in _SAMPLING.items():
+    for name, kind in _SAMPLING_KINDS.items():
         settings[name] = fields.get(name, kind, settings[name])
     # 0 means the likeliest token, and needs no check. Only the client's temperature is checked: the
     # one of the configuration may be higher.
     temperature = fields.values.get("temperature") or LEAST_TEMPERATURE
     if not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         expected = f"0, or {LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        raise CallError(fields.where("temperature"), got=shown(temperature), expected=expected)
+        raise CallError(
+            fields.where("temperature"), got=format_value(temperature), expected=expected
+        )
+    # Clients may send a large number for "all tokens".
     settings["top_k"] = min(settings["top_k"], policy.vocabulary_size)
     lengths = [fields.get(name, "an integer") for name in length_names]
-    asked = next((length for length in lengths if length is not None), room)
+    max_tokens = next((length for length in lengths if length is not None), max_room)
     stops = fields.values.get("stop")
     if stops is not None:
-        settings["stop"] = _stops(fields, [stops] if isinstance(stops, str) else stops)
-    stop_ids = _token_ids(fields, "stop_token_ids", policy)
+        settings["stop"] = _check_stops(fields, [stops] if isinstance(stops, str) else stops)
+    stop_ids = _read_token_ids(fields, "stop_token_ids", policy)
     seed = fields.get("seed", "an integer", 0)
     settings |= {
-        "max_tokens": min(asked, room),
+        "max_tokens": min(max_tokens, max_room),
         "stop_token_ids": (*settings["stop_token_ids"], *stop_ids),
         # Clients may send any integer of 64 bits.
         "seed": seed % 2**64,
@@ -241,8 +251,19 @@ def _sampling(
         raise CallError(error.where, got=error.got, expected=error.expected) from error
 
 
-def _stops(fields: Fields, stops: Any) -> tuple[str, ...]:
-    """Check stop strings, and return them as a tuple."""
+def _check_stops(fields: Fields, stops: Any) -> tuple[str, ...]:
+    """Check stop strings.
+
+    Args:
+        fields: the fields of the call, for errors.
+        stops: the stop strings, as the call has them.
+
+    Returns:
+        The stop strings.
+
+    Raises:
+        CallError: they are no list of texts, or too many.
+    """
     fields.require("stop", stops, "a list")
     if len(stops) > MAX_STOPS:
         raise CallError("stop", got=f"{len(stops)} texts", expected=f"at most {MAX_STOPS}")

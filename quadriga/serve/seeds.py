@@ -39,7 +39,7 @@ class Ask:
         self.number = number
         self.seed = seed
 
-    def lose(self) -> None:
+    def give_back(self) -> None:
         """Give the number back, because the call was not answered."""
         if self.number not in self._calls.lost:
             self._calls.lost.append(self.number)
@@ -60,7 +60,7 @@ class Seeds:
     def ask(
         self, session: str, prompt: Sequence[int], images_key: str = "", *, is_retry: bool = False
     ) -> Ask:
-        """Number a call, and derive its seed.
+        """Number a call among those with its prompt in its session, and derive its seed.
 
         Args:
             session: name of the session; "" if the client names none.
@@ -68,13 +68,14 @@ class Seeds:
             images_key: `Images.key` of its images; "" if there are none.
             is_retry: whether the client says that it repeats a call.
         """
+        # Hashed, so that long prompts take no memory.
         source = repr((self._seed, session, images_key)).encode() + array("q", prompt).tobytes()
         digest = hashlib.blake2b(source, digest_size=16).digest()
         calls = self._calls.setdefault(digest, _PromptCalls())
         self._calls.move_to_end(digest)
         if len(self._calls) > MAX_PROMPTS:
             self._calls.popitem(last=False)
-        # A repeated call cannot be told from another one, so the next call gets a lost number.
+        # Nothing marks the call that repeats a lost one, so the next call gets its number.
         if calls.lost:
             number = min(calls.lost)
             calls.lost.remove(number)

@@ -94,6 +94,7 @@ def require_address(config: Config) -> None:
             expected="127.0.0.1, or a key",
             fix=f"Set the environment variable {KEY_VARIABLE}.",
         )
+    # Opened only to find out whether it can be.
     listen(settings.host, settings.port, **_KEYS).close()
     if settings.record_file is not None:
         try:

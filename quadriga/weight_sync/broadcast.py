@@ -86,6 +86,7 @@ def meet(
     Returns:
         A gloo group for CPU tensors, and a group for tensors on `device`.
     """
+    # Messages of the CPU and of GPUs need a backend each, and so a group each.
     size = address.num_senders + len(address.ranks)
     with waiting(f"all {size} processes of a weight sync, this one being {rank}"):
         if store is None:
@@ -139,7 +140,7 @@ class Channel:
         """
         text = bytearray(json.dumps(header).encode())
         # Receivers need the length first, to allocate memory for the header.
-        with self._connected("a header"):
+        with self.connection("a header"):
             self._headers.broadcast(torch.tensor([len(text)]), 0).wait()
             self._headers.broadcast(torch.frombuffer(text, dtype=torch.uint8), 0).wait()
         if content is not None:
@@ -151,7 +152,7 @@ class Channel:
         The bucket is valid until the next call. `room_bytes` of the header is the memory for this
         bucket and for all later ones that do not consist of one large parameter.
         """
-        with self._connected("a header"):
+        with self.connection("a header"):
             length = torch.empty(1, dtype=torch.int64)
             self._headers.broadcast(length, 0).wait()
             text = torch.empty(int(length), dtype=torch.uint8)
@@ -178,15 +179,19 @@ class Channel:
 
     def _broadcast(self, content: torch.Tensor) -> None:
         """Send or receive a bucket, and wait until its memory may be used again."""
-        with self._connected("a bucket"):
+        with self.connection("a bucket"):
             self._contents.broadcast(content, 0).wait()
             if content.is_cuda:
                 # `wait` of nccl only orders streams, and the sender overwrites the bucket next.
                 torch.cuda.current_stream(content.device).synchronize()
 
     @contextmanager
-    def _connected(self, activity: str) -> Iterator[None]:
-        """Context manager: connect if necessary, and turn errors of torch into a WeightSyncError."""
+    def connection(self, activity: str) -> Iterator[None]:
+        """Context manager: connect if necessary, and raise errors of torch as a WeightSyncError.
+
+        Args:
+            activity: what happens inside, for errors.
+        """
         try:
             if self._headers is None:
                 groups = meet(self._address, self._rank, self._device, self._store)
@@ -235,10 +240,10 @@ class WeightSender:
         """
         sent: dict[str, str] = {}
         # Connect first, because the first bucket may take longer than receivers wait to connect.
-        with self.channel._connected("the meeting"):
+        with self.channel.connection("the meeting"):
             pass
         try:
-            for entries, content in pack(_fingerprinted(weights, sent), self._bucket_bytes):
+            for entries, content in pack(_record_fingerprints(weights, sent), self._bucket_bytes):
                 header = {
                     "entries": entries,
                     "num_bytes": content.numel(),
@@ -284,13 +289,13 @@ class WeightReceiver(CopiedWeights):
                 then -1.
         """
         received: dict[str, str] = {}
-        self.publish(self._stream(version, received), target, version, received)
+        self.publish(self._received_weights(version, received), target, version, received)
 
     def close(self) -> None:
         """Close the connection."""
         self.channel.close()
 
-    def _stream(self, version: int, received: dict[str, str]) -> NamedTensors:
+    def _received_weights(self, version: int, received: dict[str, str]) -> NamedTensors:
         """Yield parameters as they arrive, and compare their fingerprints at the end.
 
         Args:
@@ -303,10 +308,12 @@ class WeightReceiver(CopiedWeights):
             if "failed" in header:
                 fix = "Look for the error of the trainer: the rollout only lacks its weights."
                 raise WeightSyncError(where, got=f"none: {header['failed']}", fix=fix)
+            # The last header comes without a bucket.
             if content is None:
                 break
-            yield from _fingerprinted(unpack(header["entries"], content), received)
+            yield from _record_fingerprints(unpack(header["entries"], content), received)
 
+        # The last header has what the trainer sent; `received` has what arrived.
         sent = header["fingerprints"]
         differing = Fingerprint(sent).differences(Fingerprint(received))
         if differing:
@@ -325,8 +332,16 @@ class WeightReceiver(CopiedWeights):
             )
 
 
-def _fingerprinted(weights: NamedWeights, fingerprints: dict[str, str]) -> NamedTensors:
-    """Pass a stream of parameters on, and add the fingerprint of each to `fingerprints`."""
+def _record_fingerprints(weights: NamedWeights, fingerprints: dict[str, str]) -> NamedTensors:
+    """Pass on a stream of parameters, and record their fingerprints.
+
+    Args:
+        weights: names and tensors.
+        fingerprints: gets the fingerprint of each parameter, by name.
+
+    Yields:
+        Each name and tensor.
+    """
     for name, tensor in weights:
         fingerprints[name] = tensor_fingerprint(tensor)
         yield name, tensor

@@ -48,22 +48,26 @@ def pack(
     content = torch.empty(0)
 
     def put(weight: tuple[str, torch.Tensor], offset: int) -> list[Any]:
-        """Copy a parameter to its place in the bucket. Returns its entry."""
+        """Copy a parameter to its place in the bucket. Returns its entry.
+
+        This makes `content` the bucket with all parameters so far.
+        """
         nonlocal memory, content
         name, tensor = weight
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        tensor_bytes = flat.numel()
         entry = [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset]
-        # It is alone in its bucket, so its own memory can be the bucket.
-        if flat.numel() > size and allocate is None:
+        # A parameter larger than a bucket is alone in its own, which can be its own memory.
+        if tensor_bytes > size and allocate is None:
             content = flat
             return entry
-        if memory is None or memory.numel() < flat.numel():
-            capacity = max(size, flat.numel())
+        if memory is None or memory.numel() < tensor_bytes:
+            capacity = max(size, tensor_bytes)
             if allocate is None:
                 memory = torch.empty(capacity, dtype=torch.uint8, device=tensor.device)
             else:
                 memory = allocate(capacity)
-        content = memory[: offset + flat.numel()]
+        content = memory[: offset + tensor_bytes]
         content[offset:].copy_(flat)
         return entry
 
@@ -89,6 +93,7 @@ def unpack(entries: Iterable[Sequence[Any]], content: torch.Tensor) -> NamedTens
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):
             raise WeightSyncError(where, got=f"dtype {dtype_name!r}", expected="a torch dtype")
+        # A slice of content that is too short is shorter than the entry says.
         size = math.prod(shape) * dtype.itemsize
         flat = content[offset : offset + size]
         if flat.numel() != size:

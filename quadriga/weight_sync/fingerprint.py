@@ -76,21 +76,41 @@ class PendingFingerprints:
 
 
 def _digest(tensor: torch.Tensor, row_sum: int, column_sum: int) -> str:
-    """Fingerprint from the `_weighted_sums` of a tensor, and from its shape and dtype."""
+    """Hash the weighted sums, the shape and the dtype of a tensor.
+
+    Args:
+        tensor: gives shape and dtype; it may be on "meta".
+        row_sum: first of its `_weighted_sums`.
+        column_sum: second of its `_weighted_sums`.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     source = repr((tuple(tensor.shape), str(tensor.dtype), (row_sum, column_sum)))
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
 
 
 @torch.no_grad()
 def _weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """[2] int64 on the tensor's device: weighted sums of its bytes over rows and columns, mod 2^64."""
+    """Weighted sums of the bytes of a tensor over rows and columns, modulo 2^64.
+
+    The bytes are a matrix of 64-bit words with `_ROW` columns. Those that do not fill a row are a
+    second matrix, of one row.
+
+    Args:
+        tensor: [...].
+
+    Returns:
+        [2] int64 on the tensor's device: the sum over rows, and the sum over columns.
+    """
     content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    full_rows_bytes = content.numel() - content.numel() % (_ROW * _WORD)
+    num_bytes = content.numel()
+    full_rows_bytes = num_bytes - num_bytes % (_ROW * _WORD)
     blocks = []
     if full_rows_bytes:
         blocks.append(content[:full_rows_bytes])
-    if full_rows_bytes < content.numel():
-        # The remaining bytes are a shorter row, whose last word is padded with zeros.
+    if full_rows_bytes < num_bytes:
+        # The last word is padded with zeros.
         rest = content[full_rows_bytes:]
         padded = rest.new_zeros(-(-rest.numel() // _WORD) * _WORD)
         padded[: rest.numel()] = rest
@@ -99,10 +119,11 @@ def _weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
     row_sum = torch.zeros((), dtype=torch.int64, device=content.device)
     column_sum = row_sum
     for number, block in enumerate(blocks):
-        # An int64 view needs aligned memory.
+        # A view as int64 needs aligned memory.
         aligned = block.clone() if block.storage_offset() % _WORD else block
         words = aligned.view(torch.int64)
         matrix = words.view(-1, min(_ROW, words.numel()))
+        # int64 wraps around, which is arithmetic modulo 2^64.
         row_factors = _odd_numbers(matrix.shape[0], 2 * number + 1, content.device)
         column_factors = _odd_numbers(matrix.shape[1], 2 * number + 2, content.device)
         row_sum = row_sum * 3 + (matrix.sum(1) * row_factors).sum()
@@ -111,7 +132,16 @@ def _weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _odd_numbers(count: int, stream: int, device: torch.device) -> torch.Tensor:
-    """[count] int64, odd pseudo-random numbers: a multiplicative hash of each index."""
+    """Odd pseudo-random numbers: a multiplicative hash of each index.
+
+    Args:
+        count: number of numbers.
+        stream: each stream has other numbers.
+        device: device of the result.
+
+    Returns:
+        [count] int64.
+    """
     indices = torch.arange(1, count + 1, dtype=torch.int64, device=device).add_(stream << 40)
     mixed = indices.mul_(-7046029254386353131)  # 2^64 divided by the golden ratio, as int64
     mixed.bitwise_xor_(mixed >> 29).mul_(-4658895280553007687)

@@ -74,14 +74,14 @@ class SharedWeights:
         """
         offered = dict(weights)
         target_weights = dict(target.named_weights())
-        offered_addresses = {_address(tensor) for tensor in offered.values()}
+        offered_addresses = {_memory_of(tensor) for tensor in offered.values()}
         unshared = []
         for name, tensor in offered.items():
-            if name not in target_weights or _address(tensor) != _address(target_weights[name]):
+            if name not in target_weights or _memory_of(tensor) != _memory_of(target_weights[name]):
                 unshared.append(name)
         for name, tensor in target_weights.items():
             # A tied parameter has two names in the target, and may have only one in the trainer.
-            if name not in offered and _address(tensor) not in offered_addresses:
+            if name not in offered and _memory_of(tensor) not in offered_addresses:
                 unshared.append(name)
         if unshared:
             count = f"{len(unshared)} of {len(target_weights)} weights"
@@ -92,7 +92,7 @@ class SharedWeights:
                 fix="Give the rollout the trainer's module, or publish with CopiedWeights.",
             )
         target.load_weights(offered.items(), version)
-        self._published = _states(target)
+        self._published = _parameter_states(target)
 
     def verify(self, target: WeightTarget, version: int) -> None:
         """Check that no parameter was written to since `publish`. Reads no tensor.
@@ -105,7 +105,7 @@ class SharedWeights:
             WeightSyncError: the version differs, or a parameter was written to.
         """
         require_version(target, version)
-        states = _states(target)
+        states = _parameter_states(target)
         changed = [name for name, state in self._published.items() if state != states.get(name)]
         if changed:
             count = f"{len(changed)} of {len(states)} weights"
@@ -172,9 +172,9 @@ class CopiedWeights:
             self.verify(target, version)
         except BaseException as error:
             target.weight_version = -1
-            # Not on a KeyboardInterrupt. And only an iterator may have a sender that would wait.
+            # A KeyboardInterrupt ends at once. Only an iterator may have a sender that would wait.
             if isinstance(error, Exception) and isinstance(weights, Iterator):
-                _drain(weights, error)
+                _read_rest(weights, error)
             raise
 
     def verify(self, target: WeightTarget, version: int) -> None:
@@ -191,6 +191,7 @@ class CopiedWeights:
         """
         require_version(target, version)
         digests = target.fingerprint().tensors
+        # A name that the target lacks differs, too.
         differing = [
             name for name, digest in self._published.items() if digests.get(name) != digest
         ]
@@ -205,10 +206,12 @@ class CopiedWeights:
             )
 
 
-def _drain(weights: NamedTensors, error: Exception) -> None:
-    """Read the rest of a stream after an error, because the senders continue.
+def _read_rest(weights: NamedTensors, error: Exception) -> None:
+    """Read the rest of a stream after an error, because its senders go on sending.
 
-    A generator that has raised the error itself has ended, and yields nothing more.
+    Args:
+        weights: the stream. If it has raised the error itself, it yields nothing more.
+        error: the error, which gets a note if the rest of the stream fails, too.
     """
     try:
         for _ in weights:
@@ -245,11 +248,11 @@ def name_some(names: Iterable[str]) -> str:
     return f"{listed} and {len(names) - _NUM_NAMED} more"
 
 
-def _address(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Everything that two tensors have in common if they are the same memory and layout."""
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Describe the memory and the layout of a tensor: equal for two tensors that share both."""
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _states(target: WeightTarget) -> dict[str, tuple[object, ...]]:
-    """Address of each parameter, and torch's count of writes to it."""
-    return {name: (*_address(tensor), tensor._version) for name, tensor in target.named_weights()}
+def _parameter_states(target: WeightTarget) -> dict[str, tuple[object, ...]]:
+    """Memory of each parameter of a target, and torch's count of writes to it, by name."""
+    return {name: (*_memory_of(tensor), tensor._version) for name, tensor in target.named_weights()}

@@ -17,7 +17,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from math import prod
+from operator import add, attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,14 +38,22 @@ class Box(NamedTuple):
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def end(self) -> tuple[int, ...]:
+        """End in each dimension, exclusive."""
+        return tuple(map(add, self.start, self.shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
     def overlap(self, other: "Box") -> "Box | None":
         """The common box of two boxes in a parameter, or None if they are disjoint."""
         start = tuple(map(max, self.start, other.start))
-        ends = [
-            min(first + size, other_first + other_size)
-            for first, size, other_first, other_size in zip(*self, *other, strict=True)
-        ]
-        shape = tuple(end - first for first, end in zip(start, ends, strict=True))
+        end = map(min, self.end, other.end)
+        shape = tuple(last - first for first, last in zip(start, end, strict=True))
+        # A scalar has no dimension, and its boxes are equal.
         if min(shape, default=1) <= 0:
             return None
         return Box(start, shape)
@@ -101,7 +110,7 @@ class ReshardedWeights:
         size: number of ranks.
         device: device of the tensors to send.
         bucket_bytes: memory in which a rank sends and receives.
-        meet: forms two process groups of the ranks, of which the second one sends tensors on
+        meet: forms two process groups of the ranks: for tensors on the CPU, and for those on
             `device`. None: torch's default group is used.
 
     Attributes:
@@ -126,7 +135,7 @@ class ReshardedWeights:
         self.num_sliced = 0
         self._meet = meet
         self._group: Any = None
-        self._buckets: list[Bucket] = []  # moves from or to this rank
+        self._buckets: list[Bucket] = []  # of the moves from or to this rank
         self._dtypes: dict[str, torch.dtype] = {}  # of each parameter while it is sent
         self._shards: dict[str, torch.Tensor] = {}  # of the rollout engine on this rank
         self._published = Fingerprint({})
@@ -149,7 +158,7 @@ class ReshardedWeights:
         if target is not None:
             wanted_shards = target.wanted_shards()
             target.weight_version = -1
-        # Layouts do not change during a run, so all publications use the plan of the first.
+        # Layouts do not change during a run, so all publications use the plan of the first one.
         if self._group is None:
             self._connect(held, wanted_shards)
             if target is not None:
@@ -204,40 +213,52 @@ class ReshardedWeights:
         )
 
     def _connect(self, held: Held, wanted_shards: Wanted) -> None:
-        """Form the group, exchange which shards ranks hold and want, and plan the moves."""
+        """Form the group, exchange which shards ranks hold and want, and plan the moves.
+
+        Args:
+            held: this rank's shards of the trainer.
+            wanted_shards: shards that the rollout engine of this rank wants.
+        """
         with taking_part(self._where("the meeting")):
             if self._meet is None:
                 self._group = dist.group.WORLD
             else:
                 _, self._group = self._meet()
 
-        # As JSON. Tuples arrive as lists, and dtypes are sent by their names.
-        held_here = {name: shard for name, (shard, _) in held.items()}
-        wanted_here = {
-            name: (shard, str(dtype).removeprefix("torch."))
-            for name, (shard, dtype) in wanted_shards.items()
-        }
-        having: list[dict[str, Box]] = []
-        wanting: list[dict[str, Box]] = []
-        for held_by_rank, wanted_by_rank in self._gather([held_here, wanted_here]):
-            having.append({})
-            for name, box in held_by_rank.items():
-                having[-1][name] = Box(*map(tuple, box))
-            wanting.append({})
-            for name, (box, dtype) in wanted_by_rank.items():
-                wanting[-1][name] = Box(*map(tuple, box))
-                self._dtypes[name] = getattr(torch, dtype)
+        # Exchanged as JSON, in which boxes become lists and dtypes are given by their names.
+        held_here = {name: box for name, (box, _) in held.items()}
+        wanted_here = {}
+        dtypes_here = {}
+        for name, (box, dtype) in wanted_shards.items():
+            wanted_here[name] = box
+            dtypes_here[name] = str(dtype).removeprefix("torch.")
+        held_boxes = []
+        wanted_boxes = []
+        for rank_held, rank_wanted, rank_dtypes in self._gather(
+            [held_here, wanted_here, dtypes_here]
+        ):
+            held_boxes.append({name: Box(*map(tuple, box)) for name, box in rank_held.items()})
+            wanted_boxes.append({name: Box(*map(tuple, box)) for name, box in rank_wanted.items()})
+            for name, dtype_name in rank_dtypes.items():
+                self._dtypes[name] = getattr(torch, dtype_name)
 
-        itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
         # All ranks make the same plan from the same data; each keeps only its own moves.
-        buckets, self.num_sliced = plan(having, wanting, itemsizes, self.bucket_bytes)
+        itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
+        buckets, self.num_sliced = plan(held_boxes, wanted_boxes, itemsizes, self.bucket_bytes)
         for bucket in buckets:
             moves = [move for move in bucket if self.rank in (move.sender, move.receiver)]
             self._buckets.append(moves)
 
     def _allocate(self, held: Held, target: Any, wanted_shards: Wanted) -> None:
-        """Give the target memory for its shards: the trainer's memory where it has the same."""
+        """Give the target memory for its shards: the trainer's memory where it has the same.
+
+        Args:
+            held: this rank's shards of the trainer.
+            target: the rollout engine of this rank.
+            wanted_shards: the shards that it wants.
+        """
         for name, (shard, dtype) in wanted_shards.items():
+            # The engine changes merged shards, which therefore need memory of their own.
             memory = None
             if name in held and name not in target.merged_shards:
                 memory = self._shared_view(*held[name], shard, dtype)
@@ -268,11 +289,23 @@ class ReshardedWeights:
 
     @torch.no_grad()
     def _fill_shards(self, held: Held, wanted_shards: Wanted, version: int) -> Iterator[str]:
-        """Fill this rank's shards, bucket by bucket. Yields the name of each complete shard."""
+        """Fill this rank's shards, bucket by bucket, and compare fingerprints at the end.
+
+        Args:
+            held: this rank's shards of the trainer.
+            wanted_shards: shards that the rollout engine of this rank wants.
+            version: version of the weights.
+
+        Yields:
+            The name of each shard that is complete.
+
+        Raises:
+            WeightSyncError: a block changed in transfer, or a rank has another version.
+        """
         buckets = self._buckets
-        num_missing = Counter[str]()
+        num_missing_blocks = Counter[str]()
         for bucket in buckets:
-            num_missing.update(move.name for move in bucket if move.receiver == self.rank)
+            num_missing_blocks.update(move.name for move in bucket if move.receiver == self.rank)
         num_bytes = max((_rank_bytes(bucket)[self.rank] for bucket in buckets), default=0)
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         # For each peer, [ranks, 1 + buckets]: the version, then a fingerprint of each bucket.
@@ -280,54 +313,66 @@ class ReshardedWeights:
         received = torch.full((self.size, 1 + len(buckets)), version)
 
         for number, bucket in enumerate(buckets, start=1):
-            outgoing = []
-            incoming = []
-            for move in bucket:
-                if move.sender == self.rank:
-                    outgoing.append(move)
-                if move.receiver == self.rank:
-                    incoming.append(move)
             # All-to-all expects the blocks in the order of the peers' ranks.
+            outgoing = [move for move in bucket if move.sender == self.rank]
+            incoming = [move for move in bucket if move.receiver == self.rank]
             outgoing.sort(key=attrgetter("receiver"))
             incoming.sort(key=attrgetter("sender"))
             out_sizes = self._bytes_by_peer(outgoing, "receiver")
             in_sizes = self._bytes_by_peer(incoming, "sender")
+            # The memory holds the blocks to send, and behind them those to receive.
             out_end = sum(out_sizes)
             source, output, _ = memory.tensor_split((out_end, out_end + sum(in_sizes)))
 
+            # Copy this rank's blocks into the bucket, and exchange it.
             for move, block in self._blocks(outgoing, source):
                 if block is not None:
-                    shard, tensor = held[move.name]
-                    block.copy_(shard.view(tensor, move.box))
+                    box, tensor = held[move.name]
+                    block.copy_(box.view(tensor, move.box))
             with taking_part(self._where("a bucket of weights")):
                 self._group.alltoall_base(output, source, in_sizes, out_sizes).wait()
             sent[:, number] = _fingerprints(source, out_sizes)
             received[:, number] = _fingerprints(output, in_sizes)
 
+            # Store the blocks that have arrived, and those that stay on this rank.
             for move, block in self._blocks(incoming, output):
                 if block is None:
-                    shard, tensor = held[move.name]
-                    block = shard.view(tensor, move.box)
-                self._store(move, block, wanted_shards)
-                num_missing[move.name] -= 1
-                if not num_missing[move.name]:
+                    box, tensor = held[move.name]
+                    block = box.view(tensor, move.box)
+                self._store_block(move, block, wanted_shards)
+                num_missing_blocks[move.name] -= 1
+                if not num_missing_blocks[move.name]:
                     yield move.name
         self._compare(sent, received)
 
     def _bytes_by_peer(self, moves: Bucket, side: Literal["sender", "receiver"]) -> list[int]:
-        """Bytes [ranks] of moves by the rank on one side of them."""
+        """Sum the bytes of moves by the rank at their other end.
+
+        Args:
+            moves: moves from or to this rank.
+            side: the side at which the other ranks are.
+
+        Returns:
+            Number of bytes, [ranks].
+        """
         total = Counter[int]()
         for move in moves:
             total[getattr(move, side)] += move.num_bytes
         return [total[rank] for rank in range(self.size)]
 
-    def _store(self, move: Move, block: torch.Tensor, wanted_shards: Wanted) -> None:
-        """Copy a block into its shard."""
-        shard, dtype = wanted_shards[move.name]
+    def _store_block(self, move: Move, block: torch.Tensor, wanted_shards: Wanted) -> None:
+        """Copy a block into the shard of the rollout engine that it belongs to.
+
+        Args:
+            move: the move that brought the block.
+            block: content of the block.
+            wanted_shards: shards that the rollout engine of this rank wants.
+        """
+        box, dtype = wanted_shards[move.name]
         # `StreamedWeights` has no shards before their first block.
         if move.name not in self._shards:
-            self._shards[move.name] = torch.empty(shard.shape, dtype=dtype, device=self.device)
-        target = shard.view(self._shards[move.name], move.box)
+            self._shards[move.name] = torch.empty(box.shape, dtype=dtype, device=self.device)
+        target = box.view(self._shards[move.name], move.box)
         # Memory shared with the trainer already has the block.
         if target.data_ptr() != block.data_ptr():
             target.copy_(block)
@@ -335,7 +380,15 @@ class ReshardedWeights:
     def _blocks(
         self, moves: Iterable[Move], memory: torch.Tensor
     ) -> Iterator[tuple[Move, torch.Tensor | None]]:
-        """Yield each move with its block in a bucket's memory; None for a move within this rank."""
+        """Find the blocks of moves in the memory of a bucket.
+
+        Args:
+            moves: the moves, in the order of their blocks.
+            memory: [bytes] uint8.
+
+        Yields:
+            Each move, and a view of its block; None for a move within this rank, which has none.
+        """
         end = 0
         for move in moves:
             if not move.num_bytes:
@@ -343,8 +396,7 @@ class ReshardedWeights:
                 continue
             flat = memory[end : end + move.num_bytes].view(self._dtypes[move.name])
             # Without the padding of the block to the alignment.
-            numel = torch.Size(move.box.shape).numel()
-            yield move, flat[:numel].view(move.box.shape)
+            yield move, flat[: move.box.numel].view(move.box.shape)
             end += move.num_bytes
 
     def _compare(self, sent: torch.Tensor, received: torch.Tensor) -> None:
@@ -401,6 +453,7 @@ class ReshardedWeights:
         return values
 
     def _where(self, activity: str) -> str:
+        """Name this rank and its activity, for errors."""
         return f"weight sync, rank {self.rank} of {self.size}, in {activity}"
 
 
@@ -418,6 +471,16 @@ class StreamedWeights(ReshardedWeights):
         self._copied = CopiedWeights()
 
     def publish(self, held: Held, target: Any, version: int) -> None:
+        """Send the shards that ranks hold. The engine gets each parameter once it is complete.
+
+        Args:
+            held: this rank's shards of the trainer.
+            target: the rollout engine of this rank, if it has one.
+            version: version of the weights.
+
+        Raises:
+            WeightSyncError, PeerLostError: as in the base class, or the engine has other weights.
+        """
         if target is None:
             super().publish(held, None, version)
             return
@@ -430,12 +493,21 @@ class StreamedWeights(ReshardedWeights):
         self._copied.publish(complete, target, version)
 
     def verify(self, target: WeightTarget, version: int) -> None:
+        """Compare the engine's fingerprints with those of the published parameters.
+
+        Args:
+            target: the rollout engine of this rank.
+            version: version that it must have.
+
+        Raises:
+            WeightSyncError: the version or a fingerprint differs.
+        """
         self._copied.verify(target, version)
 
 
 def plan(
-    having: Sequence[Boxes],
-    wanting: Sequence[Boxes],
+    held_boxes: Sequence[Boxes],
+    wanted_boxes: Sequence[Boxes],
     itemsizes: Mapping[str, int],
     bucket_bytes: int,
 ) -> tuple[list[Bucket], int]:
@@ -445,8 +517,8 @@ def plan(
     receivers are spread over the holders.
 
     Args:
-        having: shards that each rank holds, by parameter.
-        wanting: shards that each rank wants, by parameter.
+        held_boxes: shards that each rank holds, by parameter.
+        wanted_boxes: shards that each rank wants, by parameter.
         itemsizes: bytes of an element, by parameter.
         bucket_bytes: largest number of bytes that a rank sends and receives, together, in a bucket.
 
@@ -457,9 +529,9 @@ def plan(
         WeightSyncError: a shard that is wanted is not held, or a parameter that is held is not
             wanted.
     """
-    # In the order of the first rank that has them.
-    names = dict.fromkeys(chain.from_iterable(having))
-    differing = sorted(names.keys() ^ set(chain.from_iterable(wanting)))
+    # A dictionary keeps the order: that of the first rank that has the parameter.
+    names = dict.fromkeys(chain.from_iterable(held_boxes))
+    differing = sorted(names.keys() ^ set(chain.from_iterable(wanted_boxes)))
     if differing:
         count = f"{len(differing)} weights"
         raise WeightSyncError(
@@ -472,44 +544,51 @@ def plan(
     load = Counter[int]()  # bytes of each rank in the last bucket
     num_sliced = 0
     for name in names:
-        moves = list(_moves(name, having, wanting, itemsizes[name]))
-        slices = list(_slice(moves, itemsizes[name], bucket_bytes))
+        moves = list(_moves_of(name, held_boxes, wanted_boxes, itemsizes[name]))
+        slices = list(_slice_moves(moves, itemsizes[name], bucket_bytes))
         num_sliced += len(slices) > 1
-        for row_slice in slices:
-            added = _rank_bytes(row_slice)
-            if buckets[-1] and max((load + added).values(), default=0) > bucket_bytes:
+        for slice_moves in slices:
+            slice_load = _rank_bytes(slice_moves)
+            # A bucket is full if any rank would exceed its bytes.
+            if buckets[-1] and max((load + slice_load).values(), default=0) > bucket_bytes:
                 buckets.append([])
                 load.clear()
-            buckets[-1] += row_slice
-            load += added
+            buckets[-1] += slice_moves
+            load += slice_load
     return buckets, num_sliced
 
 
-def _moves(
+def _moves_of(
     name: str,
-    having: Sequence[Boxes],
-    wanting: Sequence[Boxes],
+    held_boxes: Sequence[Boxes],
+    wanted_boxes: Sequence[Boxes],
     itemsize: int,
 ) -> Iterator[Move]:
     """Yield the moves that fill all wanted shards of a parameter.
 
+    Args:
+        name: name of the parameter.
+        held_boxes: shards that each rank holds, by parameter.
+        wanted_boxes: shards that each rank wants, by parameter.
+        itemsize: bytes of an element.
+
     Raises:
-        WeightSyncError: they cannot be filled.
+        WeightSyncError: an element of a wanted shard is not held, or held in two different shards.
     """
     # Replicas hold the same shard. Empty shards have nothing to send.
     holders: dict[Box, list[int]] = {}
-    for rank, shards in enumerate(having):
+    for rank, shards in enumerate(held_boxes):
         if name in shards and 0 not in shards[name].shape:
             holders.setdefault(shards[name], []).append(rank)
-    for receiver, shards in enumerate(wanting):
+    for receiver, shards in enumerate(wanted_boxes):
         if name not in shards:
             continue
-        num_missing = torch.Size(shards[name].shape).numel()
+        num_missing = shards[name].numel
         for shard, ranks in holders.items():
             common = shard.overlap(shards[name])
             if common is None:
                 continue
-            num_missing -= torch.Size(common.shape).numel()
+            num_missing -= common.numel
             if receiver in ranks:
                 yield Move(name, receiver, receiver, common, num_bytes=0)
             else:
@@ -525,12 +604,21 @@ def _moves(
             )
 
 
-def _slice(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
-    """Slice the moves of a parameter by rows until each slice fits in a bucket."""
+def _slice_moves(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
+    """Divide the moves of a parameter by rows, in halves, until each part fits in a bucket.
+
+    Args:
+        moves: the moves.
+        itemsize: bytes of an element.
+        bucket_bytes: largest number of bytes that a rank sends and receives in a bucket.
+
+    Yields:
+        The moves of each slice of rows. A slice of one row may be larger than a bucket.
+    """
     # Range of rows of all moves; a scalar has none.
     boxes = [move.box for move in moves if move.box.start]
     first = min((box.start[0] for box in boxes), default=0)
-    end = max((box.start[0] + box.shape[0] for box in boxes), default=1)
+    end = max((box.end[0] for box in boxes), default=1)
     largest = max(_rank_bytes(moves).values(), default=0)
     if end - first <= 1 or largest <= bucket_bytes:
         yield moves
@@ -542,14 +630,15 @@ def _slice(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bucket]:
             rows = Box((start, *move.box.start[1:]), (stop - start, *move.box.shape[1:]))
             common = move.box.overlap(rows)
             if common is not None:
+                # A move within a rank has no bytes in a bucket.
                 num_bytes = _aligned_bytes(common, itemsize) if move.num_bytes else 0
                 half.append(move._replace(box=common, num_bytes=num_bytes))
-        yield from _slice(half, itemsize, bucket_bytes)
+        yield from _slice_moves(half, itemsize, bucket_bytes)
 
 
 def _aligned_bytes(box: Box, itemsize: int) -> int:
     """Size of a block in a bucket, rounded up to the alignment."""
-    num_words = -(-torch.Size(box.shape).numel() * itemsize // _ALIGNMENT)
+    num_words = -(-box.numel * itemsize // _ALIGNMENT)
     return num_words * _ALIGNMENT
 
 
@@ -563,7 +652,15 @@ def _rank_bytes(moves: Iterable[Move]) -> Counter[int]:
 
 
 def _fingerprints(memory: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Fingerprints of the consecutive parts of a bucket, of `sizes` bytes each; [ranks] int64."""
+    """Fingerprints of the consecutive parts of a bucket, one for each peer.
+
+    Args:
+        memory: [bytes] uint8.
+        sizes: bytes of each part.
+
+    Returns:
+        [ranks] int64.
+    """
     digests = []
     for block in memory.split(list(sizes)):
         digest = int(tensor_fingerprint(block), 16)

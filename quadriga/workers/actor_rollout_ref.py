@@ -25,7 +25,7 @@ from quadriga.models.lora import adapter_off
 from quadriga.protocol import DataProto
 from quadriga.rollout.call_queue import QueueReply, ServedCall
 from quadriga.rollout.group import RolloutGroup
-from quadriga.rollout.third_party import require_room
+from quadriga.rollout.third_party import require_device_memory
 from quadriga.single_controller import Dispatch, Execute, register
 from quadriga.weight_sync import (
     Address,
@@ -122,7 +122,7 @@ class ActorRolloutRefWorker(Learner):
                 choices["weights"] += self.offload_training()
                 free, total = torch.cuda.mem_get_info(device)
                 share = self.rollout_config.gpu_memory_utilization
-                require_room(total, total - free, self.engine.moment_bytes, share)
+                require_device_memory(total, total - free, self.engine.moment_bytes, share)
             self._make_rollout(device)
             choices |= self.generation.choices
 

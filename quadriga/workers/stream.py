@@ -34,7 +34,7 @@ from quadriga.engine_traits import engines_with
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rollout.interface import Completion
-from quadriga.rollout.sequences import completed, images_of, requests_of
+from quadriga.rollout.sequences import batch_of_completions, images_of, requests_of
 from quadriga.weight_sync import Box, CopiedWeights, tensor_fingerprint
 from quadriga.weight_sync.publish import name_some
 from quadriga.workers.generation import ResponseGenerator
@@ -292,7 +292,9 @@ class GenerationStream:
         completions = [future.result() for future in futures]
         length = self.generation.config.data.max_response_length
         pad = self.generation.tokenizer.pad_token_id
-        return completed(rows, completions, self.engine.weight_version, length, pad, started)
+        return batch_of_completions(
+            rows, completions, self.engine.weight_version, length, pad, started
+        )
 
 
 class ServedStream(GenerationStream):

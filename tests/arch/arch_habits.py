@@ -32,7 +32,7 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/rewards/managers/naive.py:InProcessRewardManager._grade": "likewise, of one in this process",
     "quadriga/single_controller/ray/process.py:WorkerProcess._run": "what a worker raises is its answer to the driver",
     "quadriga/single_controller/worker_group.py:LocalWorkerGroup.start_all": "the future has it; `resolve` raises it",
-    "quadriga/rollout/agent_loop/tool_calls.py:_deliver": "what a tool raises is raised where it was called",
+    "quadriga/rollout/agent_loop/tool_calls.py:_run_and_deliver": "what a tool raises is raised where it was called",
     "quadriga/rollout/balancer.py:Balancer.generate": "the next engine is asked; if none answers, all is raised",
     "quadriga/rollout/balancer.py:Balancer._close_dead": "it is left already, with its reason; a warning says the rest",
     "quadriga/rollout/interface.py:RolloutEngine._generate_pending": "every caller gets it, raised where it awaits",

@@ -66,8 +66,6 @@ PUBLIC_NAMES: dict[str, set[str]] = {
     "quadriga/rewards/by_name.py": {"given"},
     "quadriga/rewards/code/run.py": {"given"},
     "quadriga/rewards/managers/naive.py": {"given"},
-    "quadriga/rollout/agent_loop/tools.py": {"given"},
-    "quadriga/rollout/manifest.py": {"kept"},
     "quadriga/rollout/native/kernels.py": {"own"},
     "quadriga/rollout/native/kernels_triton.py": {"own"},
 }

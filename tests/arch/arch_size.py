@@ -32,7 +32,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "quadriga/models/heads_triton.py:_logits": "a kernel takes pointers and sizes one by one",
     "quadriga/models/heads_triton.py:_statistics_kernel": "a kernel takes pointers and sizes one by one",
     "quadriga/models/heads_triton.py:_gradients_kernel": "a kernel takes pointers and sizes one by one",
-    "quadriga/rollout/native/kernels_triton.py:_attend": "a kernel takes pointers and sizes one by one",
+    "quadriga/rollout/native/kernels_triton.py:_attend_to_keys": "a kernel takes pointers and sizes one by one",
     "quadriga/rollout/native/kernels_triton.py:_attention_kernel": "a kernel takes pointers and sizes one by one",
     "quadriga/rollout/native/kernels_triton.py:_combine_kernel": "a kernel takes pointers and sizes one by one",
     "quadriga/rollout/native/kernels_triton.py:_weigh_kernel": "a kernel takes pointers and sizes one by one",

@@ -28,8 +28,8 @@ class Outside(AgentLoop):
         [choice] = reply.json()["choices"]
         tokens = choice["token_ids"]
         log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        turn = Turn("assistant", tokens, chat.encoder.text(tokens, with_special=True), 0.0)
-        chat.extend(turn, 1, log_probs, choice["weight_versions"])
+        turn = Turn("assistant", tokens, chat.encoder.decode(tokens, with_special=True), 0.0)
+        chat.append_turn(turn, 1, log_probs, choice["weight_versions"])
 """
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -97,7 +97,7 @@ def run(
     assert "on a CPU" not in engine.describe()["weights"]
     result = learnt(engine)
     require_it_comes_back(engine, folder / str(port), lambda: learn(engine))
-    ones = RolloutGroup(rank, size, size, device).add_up(torch.ones(2, device=device))
+    ones = RolloutGroup(rank, size, size, device).all_reduce(torch.ones(2, device=device))
     assert ones.tolist() == [size] * 2
     process_group.leave(world)
     return result

@@ -51,14 +51,14 @@ def generate(
         for row in range(7)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        step = Generation._step
+        step = Generation._decode_step
 
         def noted(self: Generation) -> None:
             step(self)
             if self.plan is not None:
                 plans.add(type(self.plan))
 
-        patch.setattr(Generation, "_step", noted)
+        patch.setattr(Generation, "_decode_step", noted)
         return NativeEngine(model, eos_token_ids=(), **options).generate_batch(PROMPTS, sampling)
 
 

@@ -135,7 +135,7 @@ class CutsItself:
 
     def load_weights(self, weights: Any, version: int) -> None:
         self.marks = {}
-        for name, tensor in self.manifest.checked(weights):
+        for name, tensor in self.manifest.check_stream(weights):
             self.marks[name] = tensor_fingerprint(tensor)
             if self.fails:
                 raise WeightSyncError("the engine", got="weights that it does not like")
@@ -206,7 +206,7 @@ def lose(folder: Path, world: ProcessGroup) -> None:
     if not group.is_leader:
         os._exit(0)
     told = []
-    for work in (partial(group.tell, "a step"), partial(group.add_up, torch.ones(3))):
+    for work in (partial(group.broadcast, "a step"), partial(group.all_reduce, torch.ones(3))):
         try:
             for _ in range(100):
                 work()

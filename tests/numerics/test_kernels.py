@@ -281,7 +281,7 @@ def test_why_there_are_none(
     loops: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No compiler, one that fails, one that makes no library, a folder that takes no files: each is said."""
-    again = kernels._find.__wrapped__
+    again = kernels._load_once.__wrapped__
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert again() == (
@@ -321,10 +321,10 @@ def test_they_are_compiled_once(
 ) -> None:
     """The second time the file is there, and nothing else is left beside it; a broken one is made again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kernels._find.__wrapped__()[0] is not None
+    assert kernels._load_once.__wrapped__()[0] is not None
     (library,) = (tmp_path / "quadriga").iterdir()
     monkeypatch.setattr(kernels, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert kernels._find.__wrapped__()[1] == f"loops compiled with {loops.compiler}"
+    assert kernels._load_once.__wrapped__()[1] == f"loops compiled with {loops.compiler}"
     assert library.name.startswith("kernels-")
     monkeypatch.undo()
     other = tmp_path / "other"
@@ -332,5 +332,5 @@ def test_they_are_compiled_once(
     (other / "quadriga").mkdir(parents=True, mode=0o700)
     broken = other / "quadriga" / library.name
     broken.write_text("cut off")
-    assert kernels._find.__wrapped__()[0] is not None
+    assert kernels._load_once.__wrapped__()[0] is not None
     assert broken.stat().st_size == library.stat().st_size

@@ -93,10 +93,10 @@ def test_abort_and_cancel_under_way(model: PreTrainedModel) -> None:
     async def ask() -> Completion:
         kept = asyncio.ensure_future(engine.generate([5, 6], params))
         left = asyncio.ensure_future(engine.generate([7], params))
-        while not (engine._inbox.open and len(engine._inbox.open[0].token_ids) > 5):
+        while not (engine._inbox.taken and len(engine._inbox.taken[0].token_ids) > 5):
             await asyncio.sleep(0.001)
         left.cancel()
-        while len(engine._inbox.open) > 1:
+        while len(engine._inbox.taken) > 1:
             await asyncio.sleep(0.001)
         with pytest.raises(
             RolloutError, match="load_weights: got 1 responses that are not finished"
@@ -125,7 +125,7 @@ def test_a_small_cache_changes_no_token(
         cache_gigabytes=max_cache_tokens * NativeEngine(model).cache_memory.token_bytes / 2**30,
     )
     num_preempted, sizes = 0, []
-    step, preempt = Generation._step, Scheduler.preempt
+    step, preempt = Generation._decode_step, Scheduler.preempt
 
     def counting_preempt(self):
         nonlocal num_preempted
@@ -145,7 +145,7 @@ def test_a_small_cache_changes_no_token(
         )
 
     monkeypatch.setattr(Scheduler, "preempt", counting_preempt)
-    monkeypatch.setattr(Generation, "_step", measuring_step)
+    monkeypatch.setattr(Generation, "_decode_step", measuring_step)
     found = engine.generate_batch(PROMPTS, _params(150))
     assert _tokens(found) == _tokens(expected)
     for one, other in zip(found, expected, strict=True):
@@ -213,7 +213,7 @@ def test_packed_weights_follow_the_parameters(model: PreTrainedModel) -> None:
     before = engine.generate_batch(PROMPTS, params)
     network = engine._network
     assert isinstance(network, PlainNetwork)
-    used = network.layers[0].merge.weight
+    used = network.layers[0].output_projection.weight
     assert isinstance(used, Weight)
     assert ("MKL" in engine.description) == (used.few is not None)
     assert engine.generate_batch(PROMPTS, params) == before

@@ -38,7 +38,12 @@ from quadriga.rollout.native.kernels import Kernels
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.engine import SGLangEngine, sglang_arguments
-from quadriga.rollout.vllm.library import executor, forget_packed_experts, repack_tied, started
+from quadriga.rollout.vllm.library import (
+    drop_packed_experts,
+    engine_environment,
+    executor,
+    repack_tied,
+)
 from quadriga.single_controller import WorkerPlace
 from quadriga.single_controller.ray.transport import stamp_of
 from quadriga.trainer.saving import random_states, restore_random_states
@@ -231,12 +236,12 @@ def test_what_other_parts_decide_by_the_device(
         sglang_arguments(setup, None)["device"] == "cuda"
         and not sglang_arguments(setup, None)["disable_cuda_graph"]
     )
-    with started(1):
+    with engine_environment(1):
         assert "TORCH_COMPILE_DISABLE" not in os.environ
     layer: Any = torch.nn.Linear(2, 2, device=CUDA)
     layer.quant_method = SimpleNamespace(moe_kernel="vLLM's own")
     repack_tied(layer)  # nothing is packed there
-    forget_packed_experts(layer, "qwen3_moe")
+    drop_packed_experts(layer, "qwen3_moe")
     assert layer.quant_method.moe_kernel == "vLLM's own"
     assert stamp_of(torch.ones(2, device=CUDA)) is not None
     rows = DataProto.from_dict(tensors={"rows": torch.ones(2, device=CUDA)})

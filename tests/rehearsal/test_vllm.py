@@ -71,7 +71,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     found = VLLMLibrary("0.32.0", module, sampling, None)
     monkeypatch.setattr(engine, "load", lambda: found)
     monkeypatch.setattr(cores, "executor", lambda device, group: None)
-    monkeypatch.setattr(cores, "unfinished_outputs", lambda engine, names: [])
+    monkeypatch.setattr(cores, "partial_outputs", lambda engine, names: [])
 
 
 def make_engine(folder: Path, *keys: str, group: Any = None) -> VLLMEngine:

@@ -338,9 +338,9 @@ def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Convers
         tokens[: limits.response_tokens], key=lambda token: token[1]
     ):
         ids, _, turn_log_probs = map(list, zip(*turn_tokens, strict=True))
-        text = chat.encoder.text(ids, with_special=True)
+        text = chat.encoder.decode(ids, with_special=True)
         role = "assistant" if is_generated else "tool"
-        chat.extend(Turn(role, ids, text, seconds=0.0), int(is_generated), turn_log_probs)
+        chat.append_turn(Turn(role, ids, text, seconds=0.0), int(is_generated), turn_log_probs)
     chat.finish_reason = "length" if num_tokens > limits.response_tokens else "stop"
     chat.extra_fields = dict(output.extra_fields)
     chat.turn_scores = list(chat.extra_fields.get("turn_scores") or ())
@@ -478,10 +478,10 @@ class AgentLoopBase(ABC):
             encoder = TurnEncoder(self.tokenizer, dict(self.apply_chat_template_kwargs))
 
         if not remove_system_prompt:
-            ids = encoder.prompt(messages, tools or ())
+            ids = encoder.encode_prompt(messages, tools or ())
             if not images and prompt_images:
                 images = prompt_images.pictures
-            return chat.show((), ids, images) if prompt_images or images else ids
+            return chat.expand_images((), ids, images) if prompt_images or images else ids
 
         complete_messages = []
         for message in messages:
@@ -489,10 +489,10 @@ class AgentLoopBase(ABC):
                 # Templates may require both in the response of a tool.
                 message = {"name": "unknown", "tool_call_id": "call00000", **message}
             complete_messages.append(dict(message))
-        plain_messages, inline_images = encoder.plain_messages(complete_messages)
-        ids = encoder.following(plain_messages, server.token_ids)
+        escaped_messages, inline_images = encoder.escape_messages(complete_messages)
+        ids = encoder.encode_turn(escaped_messages, server.token_ids)
         images = images or [image for image in inline_images if image is not None]
-        return chat.show(server.last, ids, images, server.token_ids) if images else ids
+        return chat.expand_images(server.last, ids, images, server.token_ids) if images else ids
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

@@ -104,7 +104,7 @@ class LoopTimer:
     num_in_engine: int = 0  # completions for which the loop waits
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Context manager around a completion, whose time does not count towards the limit."""
         timeout = self.timeout
         self.num_in_engine += 1
@@ -170,10 +170,10 @@ class Conversation:
     def __post_init__(self) -> None:
         self.prompt_ids = list(self.sample.prompt_ids)
         self.messages = list(self.sample.messages or [])
-        # Beginnings of the conversation as tokens, each with the images in it; the longest is last.
-        self._shown: list[tuple[list[int], Images]] = []
+        # Prefixes of the conversation's tokens, each with the images in it; the longest is last.
+        self._image_prefixes: list[tuple[list[int], Images]] = []
         if self.sample.images is not None:
-            self._shown.append((self.sample.prompt_ids, self.sample.images))
+            self._image_prefixes.append((self.sample.prompt_ids, self.sample.images))
         self._num_completions = 0
         self.rollout.append(self)
 
@@ -189,7 +189,7 @@ class Conversation:
         Returns:
             The conversation.
         """
-        seed = _derived_seed(self.rollout[0].sampling.seed, "conversation", len(self.rollout))
+        seed = _derive_seed(self.rollout[0].sampling.seed, "conversation", len(self.rollout))
         return Conversation(
             engine=self.engine,
             encoder=self.encoder,
@@ -211,7 +211,7 @@ class Conversation:
         return [chat for chat in self.rollout if chat.token_ids] or self.rollout[:1]
 
     @asynccontextmanager
-    async def limited(self, limit_s: float) -> AsyncIterator[None]:
+    async def time_limit(self, limit_s: float) -> AsyncIterator[None]:
         """Context manager around a loop, which limits the time of the loop itself.
 
         The limit applies anew before the first completion, between two completions, and after the
@@ -254,6 +254,7 @@ class Conversation:
             RolloutError: there are no messages, or the template leaves the tools out.
         """
         assert not self.turns, "a conversation begins before its first turn"
+        # Rendering needs the messages, of which `prompt_ids` are only the tokens.
         if messages is None:
             raise RolloutError(
                 f"conversation of row {self.sample.row}",
@@ -261,9 +262,9 @@ class Conversation:
                 expected="the column raw_prompt",
                 fix="Set data.return_raw_chat=True.",
             )
-        prompt_ids = self.encoder.prompt(messages, schemas)
+        prompt_ids = self.encoder.encode_prompt(messages, schemas)
         if self.sample.images is not None:
-            prompt_ids = self.show((), prompt_ids, self.sample.images.pictures)
+            prompt_ids = self.expand_images((), prompt_ids, self.sample.images.pictures)
         self.messages = [dict(message) for message in messages]
         if len(prompt_ids) > self.limits.prompt_tokens:
             tools = f" with {len(schemas)} tools" if schemas else ""
@@ -286,10 +287,10 @@ class Conversation:
         Returns:
             The images. None: there is only text.
         """
-        # The longest beginning that fits shows the most images.
-        for beginning, images in reversed(self._shown):
-            if beginning == list(tokens[: len(beginning)]):
-                return images.followed_by(tokens[len(beginning) :])
+        # The longest prefix that matches has the most images.
+        for prefix, images in reversed(self._image_prefixes):
+            if prefix == list(tokens[: len(prefix)]):
+                return images.followed_by(tokens[len(prefix) :])
         return None
 
     @property
@@ -351,17 +352,21 @@ class Conversation:
             ConversationOver: no token fits any more, or the engine cut or aborted the turn.
             RolloutError: the engine failed.
         """
-        if self.room < 1:
+        room = self.room
+        if room < 1:
             raise ConversationOver("length")
-        changes["max_tokens"] = min(changes.pop("max_tokens", self.room), self.room)
+        changes["max_tokens"] = min(changes.get("max_tokens", room), room)
         started = time.perf_counter()
         tokens = [*self.prompt_ids, *self.token_ids]
         completion = await self.complete(tokens, self.images, **changes)
         token_ids = list(completion.token_ids)
         # Routes cover the whole conversation so far, so the latest ones replace the earlier.
         self.routes = completion.routes
-        text = self.encoder.text(token_ids, with_special=True)
-        message = {"role": "assistant", "content": self.encoder.text(token_ids, with_special=False)}
+        text = self.encoder.decode(token_ids, with_special=True)
+        message = {
+            "role": "assistant",
+            "content": self.encoder.decode(token_ids, with_special=False),
+        }
         turn = Turn(
             role="assistant",
             token_ids=token_ids,
@@ -371,7 +376,7 @@ class Conversation:
             # A copy, because loops add calls of tools to the message of the turn.
             messages=[dict(message)],
         )
-        self.extend(turn, 1, completion.log_probs, completion.token_versions)
+        self.append_turn(turn, 1, completion.log_probs, completion.token_versions)
         self.messages.append(message)
         # A turn that reached only the caller's smaller `max_tokens` does not end the conversation.
         is_cut = completion.finish_reason == "length" and self.room < 1
@@ -403,18 +408,18 @@ class Conversation:
         # The first completion keeps the row's seed: a response of one turn is then the same as
         # without an agent loop.
         if number > 0:
-            seed = _derived_seed(seed, number)
+            seed = _derive_seed(seed, number)
         sampling = replace(self.sampling, **{"seed": seed, **changes})
 
         self.activity = "in the engine"
-        with self.timer.paused():
+        with self.timer.pause():
             completion = await self.engine.generate(list(token_ids), sampling, images)
         self.activity = f"in the loop after turn {number + 1}"
         where = f"engine, conversation of row {self.sample.row}, completion {number}"
         completion.require_fit(sampling.max_tokens, where)
         return completion
 
-    def require_another(self) -> None:
+    def require_turns_left(self) -> None:
         """Check that the limits allow a turn of tools or the user, and a model's turn after it.
 
         Call it before the work for such a turn begins.
@@ -451,23 +456,25 @@ class Conversation:
             RolloutError: the template does not take the messages, or a text-only model is shown an
                 image.
         """
-        self.require_another()
-        plain, pictures = self.encoder.plain_messages(messages)
-        token_ids = self.encoder.following(plain, self.turns[-1].token_ids if self.turns else ())
+        self.require_turns_left()
+        escaped, pictures = self.encoder.escape_messages(messages)
+        model_turn = self.turns[-1].token_ids if self.turns else ()
+        token_ids = self.encoder.encode_turn(escaped, model_turn)
         if pictures:
+            before = [*self.prompt_ids, *self.token_ids]
             pairs = zip(self.token_ids, self.mask, strict=True)
-            written = [token for token, is_model in pairs if is_model]
-            token_ids = self.show([*self.prompt_ids, *self.token_ids], token_ids, pictures, written)
+            model_tokens = [token for token, is_model in pairs if is_model]
+            token_ids = self.expand_images(before, token_ids, pictures, model_tokens)
 
         text_messages = []
-        for message in plain:
+        for message in escaped:
             content = message["content"]
             if not isinstance(content, str):
                 content = "".join(part.get("text", "") for part in content)
             text_messages.append({**message, "content": content})
         self.messages += text_messages
         turn = Turn(
-            role=plain[0]["role"],
+            role=escaped[0]["role"],
             token_ids=token_ids,
             text="\n".join(message["content"] for message in text_messages),
             seconds=seconds,
@@ -481,26 +488,26 @@ class Conversation:
         echo_mask: list[int] = []
         # `content_mask` does not know the tokens of images, so that turns with images have no loss.
         if self.encoder.echo_roles and self.num_assistant_turns and not pictures:
-            echo_mask = self.encoder.content_mask(plain, len(token_ids))
-        self.extend(turn, 0, [0.0] * len(token_ids), echo_mask=echo_mask)
+            echo_mask = self.encoder.content_mask(escaped, len(token_ids))
+        self.append_turn(turn, 0, [0.0] * len(token_ids), echo_mask=echo_mask)
 
-    def show(
+    def expand_images(
         self,
         before: Sequence[int],
         token_ids: Sequence[int],
         pictures: Sequence[Any],
-        written: Sequence[int] = (),
+        model_tokens: Sequence[int] = (),
     ) -> list[int]:
-        """Convert the tokens of a turn with images to those that the model reads.
+        """Expand the token of each image in a turn to one token for each of its embeddings.
 
-        The model reads a token for each embedding of an image. The images are stored for the calls
-        of the engine. Videos occur only in the prompt.
+        The images are stored, and passed to the engine with the later completions. Videos occur
+        only in the prompt.
 
         Args:
             before: the tokens before the turn; empty for a prompt.
             token_ids: tokens of the turn, with one token for each image.
             pictures: images of the turn.
-            written: all tokens of the conversation that the model has written.
+            model_tokens: all tokens of the conversation that the model has written.
 
         Returns:
             The tokens that replace `token_ids`.
@@ -520,7 +527,7 @@ class Conversation:
                 fix=f"Leave them out; {keys} must be set with such a model.",
             )
         # The processor would take a token of images that the model has written for an image.
-        if not set(written).isdisjoint(self.processor.media_ids):
+        if not set(model_tokens).isdisjoint(self.processor.media_ids):
             reason = "the model wrote the token of images itself, and is shown one"
             self.failure = f"image_token: {reason}"
             raise ConversationOver(self.failure)
@@ -552,7 +559,7 @@ class Conversation:
             key=images_key(rendered.inputs),
             videos=videos,
         )
-        self._shown.append((rendered.ids, images))
+        self._image_prefixes.append((rendered.ids, images))
         return rendered.ids[len(before) :]
 
     def finish(self, reason: str, *, failure: str = "") -> None:
@@ -564,18 +571,22 @@ class Conversation:
         """
         self.finish_reason = reason
         self.failure = failure or self.failure
-        while self.turns and not (self.turns[-1].role == "assistant" and self.turns[-1].token_ids):
-            last = self.turns.pop()
+        while self.turns:
+            last = self.turns[-1]
+            if last.role == "assistant" and last.token_ids:
+                break
+            self.turns.pop()
             self.unread.insert(0, last)
+            # The five lists have a value for each token of the response.
             end = len(self.token_ids) - len(last.token_ids)
             for values in (self.token_ids, self.mask, self.log_probs, self.versions):
                 del values[end:]
             del self.echo_mask[end:]
 
-    def extend(
+    def append_turn(
         self,
         turn: Turn,
-        written: int,
+        mask_value: int,
         log_probs: Sequence[float],
         versions: Sequence[int] = (),
         echo_mask: Sequence[int] = (),
@@ -584,7 +595,7 @@ class Conversation:
 
         Args:
             turn: the turn.
-            written: the mask of its tokens: 1 if the model wrote them, else 0.
+            mask_value: the mask of all of its tokens: 1 if the model wrote them, else 0.
             log_probs: log-probabilities of its tokens.
             versions: versions of the weights that drew them. Empty: -1 for each.
             echo_mask: 1 on tokens with a loss of their own. Empty: 0 for each.
@@ -593,11 +604,11 @@ class Conversation:
         self.versions += versions or [-1] * len(turn.token_ids)
         self.turns.append(turn)
         self.token_ids += turn.token_ids
-        self.mask += [written] * len(turn.token_ids)
+        self.mask += [mask_value] * len(turn.token_ids)
         self.log_probs += log_probs
 
 
-def _derived_seed(*parts: Any) -> int:
+def _derive_seed(*parts: Any) -> int:
     """Derive a seed from all of the parts. Similar parts give unrelated seeds."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
@@ -636,21 +647,22 @@ class TurnEncoder:
         # `_render` decides for each text whether it ends with the beginning of the model's turn.
         self.template_kwargs.pop("add_generation_prompt", None)
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        texts = {str(token) for token in added_tokens if token.special}
-        texts |= set(tokenizer.all_special_tokens)
+        special_texts = {str(token) for token in added_tokens if token.special}
+        special_texts |= set(tokenizer.all_special_tokens)
         # An added token without a row of the embedding would be out of range.
         if vocabulary_size is not None:
             for text, token_id in tokenizer.get_added_vocab().items():
                 if token_id >= vocabulary_size:
-                    texts.add(text)
+                    special_texts.add(text)
         # Longer ones first, since a token may begin with another one. A token of one character
         # cannot be broken in two.
-        self._special = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+        breakable_texts = [text for text in special_texts if len(text) > 1]
+        self._special_texts = sorted(breakable_texts, key=len, reverse=True)
         self._special_ids = frozenset(tokenizer.all_special_ids)
-        self._known_roles: set[str] = set()
+        self._checked_roles: set[str] = set()
         self._where = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
 
-    def prompt(
+    def encode_prompt(
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
     ) -> list[int]:
         """Token ids of a prompt, which may offer tools.
@@ -680,12 +692,14 @@ class TurnEncoder:
             )
         return self.encode([text])[0]
 
-    def following(self, messages: Sequence[Mapping[str, Any]], written: Sequence[int]) -> list[int]:
-        """Token ids between two turns of the model.
+    def encode_turn(
+        self, messages: Sequence[Mapping[str, Any]], model_turn: Sequence[int]
+    ) -> list[int]:
+        """Render and tokenize a turn of tools or the user, which stands between two of the model.
 
         Args:
             messages: messages of tools or the user.
-            written: tokens of the model's turn before them; empty if there is none.
+            model_turn: tokens of the model's turn before them; empty if there is none.
 
         Returns:
             Token ids of the messages, and of the beginning of the model's next turn.
@@ -694,110 +708,128 @@ class TurnEncoder:
             RolloutError: the template leaves messages of this role out, or refuses them.
         """
         for role in dict.fromkeys(message["role"] for message in messages):
-            if role not in self._known_roles:
+            if role not in self._checked_roles:
                 self._require_role(role)
-                self._known_roles.add(role)
-        text, has_closing_token = self._added(messages)
+                self._checked_roles.add(role)
+        text, has_closing_token = self._render_turn(messages)
         [token_ids] = self.encode([text])
-        if not token_ids or not written:
+        if not token_ids or not model_turn:
             return token_ids
+
         # The template's first token closes the model's turn. It is left out if the model has
         # written it, or has closed its turn with another special token.
-        is_closed = written[-1] == token_ids[0]
-        if has_closing_token and {written[-1], token_ids[0]} <= self._special_ids:
+        last_written = model_turn[-1]
+        is_closed = last_written == token_ids[0]
+        if has_closing_token and {last_written, token_ids[0]} <= self._special_ids:
             is_closed = True
         return token_ids[1:] if is_closed else token_ids
 
     def content_mask(self, messages: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int]:
-        """Mark the tokens of a turn that are content of `echo_roles`, not added by the template.
+        """Mark the tokens that belong to contents of `echo_roles`, unlike those of the template.
 
         Args:
             messages: messages of tools or the user.
-            num_tokens: number of token ids that `following` returned for them.
+            num_tokens: number of token ids that `encode_turn` returned for them.
 
         Returns:
             1 on tokens of contents and 0 on others, [num_tokens]. All are 0 if the template changes
             contents, so that they cannot be found in its text.
         """
-        text, _ = self._added(messages)
+        text, _ = self._render_turn(messages)
+        spans = self._content_spans(messages, text)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = []
+        for first, last in encoded["offset_mapping"]:
+            is_content = any(start <= first < last <= end for start, end in spans)
+            mask.append(int(is_content))
+        # `encode_turn` leaves out the first token if the model has written it.
+        return mask[len(mask) - num_tokens :]
+
+    def _content_spans(
+        self, messages: Sequence[Mapping[str, Any]], text: str
+    ) -> list[tuple[int, int]]:
+        """Find the contents of `echo_roles` in the text of a turn.
+
+        Args:
+            messages: messages of tools or the user.
+            text: the text of the turn, from `_render_turn`.
+
+        Returns:
+            Start and end of each content, in characters. Contents that the template changes are
+            not found.
+        """
         # Rendering probes instead of the contents shows what the template writes around them.
         probes = []
         for message in messages:
             is_text = isinstance(message["content"], str)
             probe = _PROBE if is_text else [{"type": "text", "text": _PROBE}]
             probes.append({**message, "content": probe})
-        separators = self._added(probes)[0].split(_PROBE)
-        spans = []  # role, start and end of each content in the text
-        if len(separators) == len(messages) + 1 and text.startswith(separators[0]):
-            start = len(separators[0])
-            for message, separator in zip(messages, separators[1:-1], strict=False):
-                # A content may itself contain the separator, which is searched for after it.
-                content = message["content"]
-                end = start
-                if isinstance(content, str) and text.startswith(content, start):
-                    end += len(content)
-                end = text.find(separator, end)
-                if end < 0:
-                    return [0] * num_tokens
-                spans.append((message["role"], start, end))
-                start = end + len(separator)
-            # The last separator is the end of the text, so it is not searched for.
-            end = len(text) - len(separators[-1])
-            if text.endswith(separators[-1]) and start <= end:
-                spans.append((messages[-1]["role"], start, end))
+        separators = self._render_turn(probes)[0].split(_PROBE)
+        if len(separators) != len(messages) + 1 or not text.startswith(separators[0]):
+            return []
 
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = []
-        for first, last in encoded["offset_mapping"]:
-            is_content = False
-            for role, start, end in spans:
-                if role in self.echo_roles and start <= first < last <= end:
-                    is_content = True
-            mask.append(int(is_content))
-        # `following` leaves out the first token if the model has written it.
-        return mask[len(mask) - num_tokens :]
+        spans = []  # role, start and end
+        start = len(separators[0])
+        for message, separator in zip(messages[:-1], separators[1:-1], strict=True):
+            # A content may itself contain the separator, which is therefore searched for after it.
+            content = message["content"]
+            search_start = start
+            if isinstance(content, str) and text.startswith(content, start):
+                search_start += len(content)
+            end = text.find(separator, search_start)
+            if end < 0:
+                return []
+            spans.append((message["role"], start, end))
+            start = end + len(separator)
+        # The last separator is the end of the text, so it is not searched for.
+        end = len(text) - len(separators[-1])
+        if text.endswith(separators[-1]) and start <= end:
+            spans.append((messages[-1]["role"], start, end))
+        return [(start, end) for role, start, end in spans if role in self.echo_roles]
 
-    def plain_messages(
+    def escape_messages(
         self, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Break special tokens in messages, and collect their images.
+        """Escape the texts of messages by `escape_text`, and collect their images.
 
         Args:
             messages: messages whose content is a text, or parts of type "text" and "image".
 
         Returns:
-            The messages with `plain` texts and empty image parts, and the images in order.
+            The messages with escaped texts and empty image parts, and the images in order.
         """
-        plain: list[dict[str, Any]] = []
+        escaped: list[dict[str, Any]] = []
         pictures: list[Any] = []
         for message in messages:
             content = message["content"]
             if isinstance(content, str):
-                plain.append({**message, "content": self.plain(content)})
+                escaped.append({**message, "content": self.escape_text(content)})
                 continue
+            # The pixels of an image are no text for the template, so its part is left empty.
             parts = []
             for part in content:
-                plain_part = {"type": part["type"]}
-                text = self.plain(part.get("text", ""))
+                escaped_part = {"type": part["type"]}
+                text = self.escape_text(part.get("text", ""))
                 if text:
-                    plain_part["text"] = text
-                parts.append(plain_part)
+                    escaped_part["text"] = text
+                parts.append(escaped_part)
                 if part["type"] == "image":
                     pictures.append(part.get("image"))
-            plain.append({**message, "content": parts})
-        return plain, pictures
+            escaped.append({**message, "content": parts})
+        return escaped, pictures
 
-    def plain(self, text: str) -> str:
-        """Break every special token in a text by a space, so that no tool can forge a turn.
+    def escape_text(self, text: str) -> str:
+        """Write a space into every special token in a text, so that no tool can forge a turn.
 
-        Added tokens without a row of the model's embedding are broken too.
+        The tokenizer then encodes it as ordinary text. Added tokens without a row of the model's
+        embedding are treated alike.
         """
-        for token in self._special:
+        for token in self._special_texts:
             if token in text:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    def text(self, token_ids: Sequence[int], *, with_special: bool) -> str:
+    def decode(self, token_ids: Sequence[int], *, with_special: bool) -> str:
         """Decode tokens.
 
         Args:
@@ -819,7 +851,7 @@ class TurnEncoder:
         probe = {"role": role, "content": _PROBE}
         if role == "tool":
             probe |= {"name": "probe", "tool_call_id": "call00000"}
-        if _PROBE not in self._added([probe])[0]:
+        if _PROBE not in self._render_turn([probe])[0]:
             raise RolloutError(
                 self._where,
                 got=f"messages of the role {role}, which it leaves out",
@@ -827,8 +859,8 @@ class TurnEncoder:
                 fix=f"{_FIX_TEMPLATE} this role.",
             )
 
-    def _added(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-        """Render the text that messages add after a turn of the model.
+    def _render_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+        """Render the text that a turn of tools or the user adds after a turn of the model.
 
         Args:
             messages: messages of tools or the user.
@@ -846,16 +878,25 @@ class TurnEncoder:
         except RolloutError:
             if messages[0]["role"] != "tool":
                 raise
-            return self._added_to_calls(user, messages), False
-        end_of_turn = self._render(start, is_open=False).rpartition(_STAND_IN)[2]
-        return rendered.rpartition(_STAND_IN)[2], bool(end_of_turn.strip())
+            return self._render_after_calls(user, messages), False
+        added_text = rendered.rpartition(_STAND_IN)[2]
+        closed_turn = self._render(start, add_generation_prompt=False)
+        closing_text = closed_turn.rpartition(_STAND_IN)[2]
+        return added_text, bool(closing_text.strip())
 
-    def _added_to_calls(
+    def _render_after_calls(
         self, user: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
     ) -> str:
         """Render the text that responses of tools add after a turn with their calls.
 
         Some templates take a tool's response only after the model's call, whose name they repeat.
+
+        Args:
+            user: a message of the user, to begin with.
+            messages: the responses.
+
+        Returns:
+            The text, without the end of the call.
         """
         calls = []
         for message in messages:
@@ -865,7 +906,7 @@ class TurnEncoder:
         calling_turn = {"role": "assistant", "content": "", "tool_calls": calls}
         after = self._render([user, calling_turn, *messages]).rpartition(_STAND_IN)[2]
         # The end of the call follows the stand-in; the next special token begins the response.
-        places = [after.find(token) for token in self._special]
+        places = [after.find(token) for token in self._special_texts]
         start = min((place for place in places if place >= 0), default=0)
         return after[start:]
 
@@ -873,21 +914,21 @@ class TurnEncoder:
         self,
         messages: Sequence[Mapping[str, Any]],
         schemas: Sequence[Mapping[str, Any]] = (),
-        is_open: bool = True,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Render messages with the chat template.
 
         Args:
             messages: the messages.
             schemas: schemas of tools to offer.
-            is_open: whether the text ends with the beginning of the model's turn.
+            add_generation_prompt: whether the text ends with the beginning of the model's turn.
 
         Raises:
             RolloutError: the template raised an error.
         """
         options = {
             "tools": list(schemas) or None,
-            "add_generation_prompt": is_open,
+            "add_generation_prompt": add_generation_prompt,
             **self.template_kwargs,
         }
         # The model continues a prompt that ends within its own turn.

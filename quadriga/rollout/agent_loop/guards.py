@@ -29,7 +29,7 @@ BATCH_CHARS = 65536
 
 # Number of characters that the conversation of the running task has printed. It is the only entry
 # of a list, which all tasks and threads of the conversation share. None: no conversation runs.
-printed: ContextVar[list[int] | None] = ContextVar("printed", default=None)
+num_printed: ContextVar[list[int] | None] = ContextVar("num_printed", default=None)
 
 _SIGNAL = signal.SIGVTALRM
 
@@ -52,18 +52,20 @@ class BoundedOutput(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write a text, of which the part beyond the limits of a conversation is left out."""
-        counter = printed.get()
-        if counter is not None:
-            limit = min(self._room, CONVERSATION_CHARS - counter[0])
-            shown = text[: max(0, limit)]
-            counter[0] += len(text)
-            self._room -= len(shown)
-            # The stream may be unable to show even what is within the limits.
-            self.num_left_out += len(text)
-            if relay(shown, self.stream):
-                self.num_left_out -= len(shown)
-        elif self.stream is not None:
-            self.stream.write(text)
+        counter = num_printed.get()
+        if counter is None:
+            # No conversation runs, so the output is not limited.
+            if self.stream is not None:
+                self.stream.write(text)
+            return len(text)
+        limit = min(self._room, CONVERSATION_CHARS - counter[0])
+        shown_text = text[: max(0, limit)]
+        counter[0] += len(text)
+        self._room -= len(shown_text)
+        # `relay` returns False if the stream cannot show even the text within the limits.
+        self.num_left_out += len(text)
+        if relay(shown_text, self.stream):
+            self.num_left_out -= len(shown_text)
         return len(text)
 
     def take_num_left_out(self) -> int:
@@ -75,7 +77,7 @@ class BoundedOutput(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush the stream. An error of the stream does not end a conversation."""
-        if printed.get() is not None:
+        if num_printed.get() is not None:
             relay("", self.stream, flush=True)
         elif self.stream is not None:
             self.stream.flush()
@@ -96,9 +98,10 @@ class _ProcessState:
         self._num_batches = 0
 
     def enter(self) -> None:
-        """Begin a batch."""
+        """Begin a batch: note what is to be restored, and bound the output of conversations."""
         with self._lock:
             if self._num_batches == 0:
+                # Opened, so that it can be restored even if it is renamed.
                 self._folder = os.open(".", os.O_RDONLY)
                 self._streams = (sys.stdout, sys.stderr)
                 self._outputs = (BoundedOutput(sys.stdout), BoundedOutput(sys.stderr))
@@ -110,6 +113,7 @@ class _ProcessState:
         with self._lock:
             self._num_batches -= 1
             is_last = self._num_batches == 0
+            # Users' code may have replaced the streams.
             sys.stdout, sys.stderr = self._streams if is_last else self._outputs
             num_left_out = sum(output.take_num_left_out() for output in self._outputs)
             if num_left_out:
@@ -132,7 +136,7 @@ _process_state = _ProcessState()
 
 
 @contextmanager
-def guarded(limit_s: float) -> Iterator[None]:
+def guard_users_code(limit_s: float) -> Iterator[None]:
     """Context manager for a batch of conversations, entered in the event loop that leads them.
 
     It limits their output, and restores the working directory and the standard streams afterwards.
@@ -156,11 +160,18 @@ def guarded(limit_s: float) -> Iterator[None]:
 
 
 def _watch(loop: asyncio.AbstractEventLoop, is_over: threading.Event, limit_s: float) -> None:
-    """Send a signal to the main thread whenever the loop does not respond for `limit_s` seconds."""
+    """Send a signal to the main thread whenever the loop does not respond for `limit_s` seconds.
+
+    Args:
+        loop: the event loop of the main thread.
+        is_over: set when the batch is over, which ends this function.
+        limit_s: the limit, in seconds.
+    """
     while not is_over.wait(limit_s / 4):
-        responds = threading.Event()
-        loop.call_soon_threadsafe(responds.set)
-        if not responds.wait(limit_s) and not is_over.is_set():
+        # A loop that is not blocked calls the function at once.
+        has_responded = threading.Event()
+        loop.call_soon_threadsafe(has_responded.set)
+        if not has_responded.wait(limit_s) and not is_over.is_set():
             signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
 
 
@@ -168,6 +179,10 @@ def _raise_in_users_code(frame: FrameType | None, limit_s: float) -> None:
     """Raise a TimeoutError if the signal has interrupted users' code.
 
     An engine is not interrupted: it may compute for as long as it needs.
+
+    Args:
+        frame: the interrupted frame.
+        limit_s: the limit, in seconds, for the message.
     """
     place = place_of(frame, is_users=True)
     if place:

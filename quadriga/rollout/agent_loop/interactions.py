@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from quadriga.config.multi_turn import InteractionFile, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text
-from quadriga.rollout.agent_loop.tools import class_named
+from quadriga.rollout.agent_loop.tools import load_class
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class UserSimulator:
 
     async def __aenter__(self) -> "UserSimulator":
         where = f"interaction {self.name}, made"
+        # The constructor is users' code, too.
         self._interaction = await self._thread.call(where, self._make, {}, self._timeout_s)
         await self._call("start_interaction", **self._kwargs)
         return self
@@ -153,6 +154,6 @@ def load_interactions(path: str) -> Interactions:
         if entry.name in interactions:
             got = f"two interactions with the name {entry.name!r}"
             raise ConfigError(where, got=got, expected="a different name for each interaction")
-        user_class = class_named(entry.class_name, folder, Interaction, where)
+        user_class = load_class(entry.class_name, folder, Interaction, where)
         interactions[entry.name] = user_class.maker(entry.name, entry.config)
     return interactions

@@ -34,7 +34,7 @@ from quadriga.rollout.agent_loop.conversation import Conversation, ConversationO
 from quadriga.rollout.agent_loop.interactions import Interactions, UserSimulator
 from quadriga.rollout.agent_loop.parsers import PARSERS, Parser, ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolResult, ToolThread
-from quadriga.rollout.agent_loop.tools import ToolSpec, class_named
+from quadriga.rollout.agent_loop.tools import ToolSpec, load_class
 from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.user_file import import_file
 
@@ -93,20 +93,21 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
 
         def add(cls: LoopClass) -> LoopClass:
             where = f"register({name!r})"
-            own_name = cls.__qualname__
+            class_name = cls.__qualname__
             missing = sorted(cls.__abstractmethods__)
             if missing:
                 raise RolloutError(
                     where,
-                    got=f"{own_name}, a class without {', '.join(missing)}",
+                    got=f"{class_name}, a class without {', '.join(missing)}",
                     expected="each abstract method of AgentLoop",
-                    fix=f"Write {own_name}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
+                    fix=f"Write {class_name}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
                 )
-            # A file that is loaded again defines the same class anew: that may replace the old one.
+            # A file that is loaded again defines its classes anew, so a class of the same module and
+            # name may replace the registered one.
             registered = self.get(name, cls)
             owner = f"{registered.__module__}.{registered.__qualname__}"
-            if owner != f"{cls.__module__}.{own_name}":
-                raise RolloutError(where, got=own_name, expected=f"a free name, it is {owner}'s")
+            if owner != f"{cls.__module__}.{class_name}":
+                raise RolloutError(where, got=class_name, expected=f"a free name, it is {owner}'s")
             self[name] = cls
             return cls
 
@@ -148,13 +149,13 @@ def load_loops(path: str) -> None:
         raise ConfigError(f"{where}, {path}", got=str(error), expected=expected) from error
     for entry in entries:
         place = f"{where}, {entry.name}"
-        user_class = class_named(entry.target, file.parent, object, place)
+        user_class = load_class(entry.target, file.parent, object, place)
         # A class with verl's interface has an attribute with the `AgentLoop` that wraps it.
         cls = getattr(user_class, "quadriga_form", user_class)
         if not issubclass(cls, AgentLoop):
             raise ConfigError(place, got=entry.target, expected="a subclass of AgentLoop")
-        # Further keys of the entry are arguments of `__init__`. Services construct loops without
-        # them, so a subclass binds them.
+        # Further keys of the entry are arguments of `__init__`. Loops are made without them, so a
+        # subclass binds them.
         members = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
@@ -213,12 +214,22 @@ class ToolAgent(AgentLoop):
     async def _take_turns(
         self, chat: Conversation, tools: ToolBox, user: UserSimulator | None
     ) -> None:
-        """Alternate turns of the model with turns of tools and the user, until neither responds."""
+        """Alternate turns of the model with turns of tools and the user, until neither responds.
+
+        Args:
+            chat: the conversation.
+            tools: its tools.
+            user: its user simulator; None: there is none.
+
+        Raises:
+            ConversationOver: a limit is reached, or the user simulator has ended the conversation.
+        """
         schemas = {}
         for name, spec in self.services.tools.items():
             schemas[name] = spec.schema["function"]["parameters"]
         while True:
             turn = await chat.generate()
+            # Without tools, text that looks like a call is only text.
             calls = self.parser(turn.text, schemas) if schemas else []
             if calls:
                 await self._call_tools(chat, turn, calls, tools)
@@ -230,7 +241,14 @@ class ToolAgent(AgentLoop):
     async def _call_tools(
         self, chat: Conversation, turn: Turn, calls: list[ToolCall], tools: ToolBox
     ) -> None:
-        """Make the calls of the model's turn, and append their responses as the next turn."""
+        """Make the calls of the model's turn, and append their responses as the next turn.
+
+        Args:
+            chat: the conversation.
+            turn: the model's turn.
+            calls: the calls in it.
+            tools: the tools of the conversation.
+        """
         started = time.perf_counter()
         # Score functions read the calls in `solution_messages`; they are never rendered again.
         readable_calls = []
@@ -240,14 +258,22 @@ class ToolAgent(AgentLoop):
                 readable_calls.append({"type": "function", "function": function})
         turn.messages[0]["tool_calls"] = readable_calls
         # Calls may have effects: none is made whose response could not be appended.
-        chat.require_another()
+        chat.require_turns_left()
         responses = await tools.call_all(calls)
         messages = tool_messages(chat, responses)
         seconds = time.perf_counter() - started
         chat.append(messages, tool_responses=responses, seconds=seconds)
 
     async def _ask_user(self, chat: Conversation, user: UserSimulator) -> None:
-        """Append the reply of the user simulator, and record its score of the model's turn."""
+        """Append the reply of the user simulator, and record its score of the model's turn.
+
+        Args:
+            chat: the conversation.
+            user: its user simulator.
+
+        Raises:
+            ConversationOver: the user simulator ends the conversation, or a limit is reached.
+        """
         started = time.perf_counter()
         # Unlike tools, it is asked before the limits are checked: it also scores the last turn.
         reply = await user.reply(chat.messages)

@@ -49,7 +49,7 @@ from quadriga.rollout.agent_loop.conversation import (
     Turn,
     TurnEncoder,
 )
-from quadriga.rollout.agent_loop.guards import guarded, printed
+from quadriga.rollout.agent_loop.guards import guard_users_code, num_printed
 from quadriga.rollout.agent_loop.interactions import load_interactions
 from quadriga.rollout.agent_loop.loops import (
     REGISTRY,
@@ -65,7 +65,7 @@ from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_to
 from quadriga.rollout.environments.loop import EnvironmentAgent
 from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.rollout.interface import Images, RolloutEngine, SamplingParams
-from quadriga.rollout.sequences import images_of, sampling_of, sequence_seeds, with_responses
+from quadriga.rollout.sequences import append_responses, images_of, sampling_of, sequence_seeds
 from quadriga.weight_sync.publish import require_version
 
 logger = logging.getLogger(__name__)
@@ -144,6 +144,7 @@ class AgentLoopManager:
         self._runner = asyncio.Runner()
         self._loops: dict[str, AgentLoop] = {}
         self._num_failed_in_a_row = 0
+        # After an error nobody has an object to close, but the servers and the thread run.
         try:
             if config.agent.agent_loop_path is not None:
                 load_loops(config.agent.agent_loop_path)
@@ -215,17 +216,18 @@ class AgentLoopManager:
         """Lead a conversation for each row of a batch, in the caller's event loop.
 
         Args:
-            engine: see `generate`.
-            prompts: see `generate`.
-            seed: see `generate`.
-            grade: see `generate`.
-            count_ended: see `generate`.
+            engine: the engine that generates the model's turns.
+            prompts: the batch of prompts; `generate` lists its columns.
+            seed: `trainer.seed`, from which the seed of each sequence is derived.
+            grade: grades each conversation as soon as it has ended, while others go on.
+            count_ended: called with 1 whenever the rollout of a row has ended.
 
         Returns:
-            The batch that `generate` returns.
+            The batch of `to_batch`, with `metrics` and `weight_version` in meta_info.
 
         Raises:
-            RolloutError, WeightSyncError: see `generate`.
+            RolloutError: the engine failed, or too many conversations in a row failed.
+            WeightSyncError: the engine's weights do not have the version that meta_info names.
         """
         expected_version = prompts.meta_info.get("weight_version")
         if expected_version is not None:
@@ -234,15 +236,16 @@ class AgentLoopManager:
         params = sampling_of(prompts.meta_info, self.config, self.limits.response_tokens)
         samples = samples_of(prompts, self.config.agent.default_agent_loop)
         chats = []
-        for sample, own_seed in zip(samples, sequence_seeds(prompts, seed), strict=True):
-            sampling = SamplingParams(**params, seed=own_seed)
+        for sample, row_seed in zip(samples, sequence_seeds(prompts, seed), strict=True):
+            sampling = SamplingParams(**params, seed=row_seed)
             chat = Conversation(
                 engine, self.encoder, sample, sampling, self.limits, processor=self.processor
             )
             chats.append(chat)
-        wait = waiting(f"{len(chats)} conversations", lambda: _progress_text(chats))
+
+        reported_wait = waiting(f"{len(chats)} conversations", lambda: _progress_text(chats))
         try:
-            with wait, guarded(self.config.agent.timeout_s):
+            with reported_wait, guard_users_code(self.config.agent.timeout_s):
                 async with asyncio.TaskGroup() as group:
                     for chat in chats:
                         task = group.create_task(self._lead_one(chat, grade))
@@ -255,14 +258,14 @@ class AgentLoopManager:
         finally:
             # A loop may have begun further conversations, each of which is a row.
             rows = [row for chat in chats for row in chat.rows]
-            outcomes = [row.outcome for row in rows]
+            # Also after an error, whose cause the trace may show.
             if self.config.trace_dir is not None:
-                write_trace(self.config.trace_dir, rows, outcomes, prompts.meta_info)
+                write_trace(self.config.trace_dir, rows, prompts.meta_info)
         self._count_failures(chats)
 
         # Without any grade the column is left out: the trainer grades the batch.
-        grades = outcomes if grade is not None or any(outcomes) else None
-        batch = to_batch(rows, grades, self.limits, self.tokenizer.pad_token_id)
+        has_grades = grade is not None or any(row.outcome for row in rows)
+        batch = to_batch(rows, self.limits, self.tokenizer.pad_token_id, has_grades=has_grades)
         batch.to(prompts.batch["input_ids"].device)
         metrics = metrics_of(rows, time.perf_counter() - started)
         if self._environments is not None:
@@ -301,17 +304,18 @@ class AgentLoopManager:
         """Run the loop of a rollout, and finish its first conversation, also if the loop fails."""
         sample = chat.sample
         try:
-            # This task's context: from here on its output counts as the conversation's.
-            printed.set([0])
+            # The context variable is this task's own: its output now counts as the conversation's.
+            num_printed.set([0])
             if sample.agent not in self._loops:
                 self._loops[sample.agent] = REGISTRY[sample.agent](self.services)
             loop = self._loops[sample.agent]
-            # Tools, user simulators and environments, which built-in loops call, have time limits.
-            runs = (SingleTurnAgent.run, ToolAgent.run, EnvironmentAgent.run)
-            is_built_in = type(loop).run in runs
+            # Built-in loops need no limit: the tools, user simulators and environments that they
+            # call have limits of their own.
+            built_in_runs = (SingleTurnAgent.run, ToolAgent.run, EnvironmentAgent.run)
+            is_built_in = type(loop).run in built_in_runs
             timeout_s = self.config.agent.timeout_s
-            async with nullcontext() if is_built_in else chat.limited(timeout_s):
-                await _run(loop, chat)
+            async with nullcontext() if is_built_in else chat.time_limit(timeout_s):
+                await _run_and_end_forks(loop, chat)
             chat.finish(chat.finish_reason or "stop")
         except ConversationOver as over:
             chat.finish(over.reason)
@@ -335,11 +339,16 @@ class AgentLoopManager:
             chat.finish(reason, failure=traceback_text(error))
 
     def _count_failures(self, chats: list[Conversation]) -> None:
-        """Report how many conversations failed and why; stop the run after too many in a row."""
+        """Log how many conversations failed and why; stop the run after too many in a row.
+
+        Raises:
+            RolloutError: `MAX_FAILURES_IN_A_ROW` conversations in a row have failed.
+        """
         failed = []
         for chat in chats:
             if chat.failure:
                 failed.append(chat)
+                # A success between two failures begins the count anew.
                 self._num_failed_in_a_row += 1
             else:
                 self._num_failed_in_a_row = 0
@@ -374,6 +383,7 @@ def load_tools(
         ConfigError: a file is invalid, or two tools have the same name.
         RolloutError: a function cannot be a tool, or a server cannot be reached.
     """
+    # The order of the tools is that in which the prompt describes them.
     specs: list[ToolSpec] = []
     if turns.enable and turns.function_tool_path:
         specs += function_tools(turns.function_tool_path)
@@ -428,7 +438,7 @@ def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], fr
     return tuple(spec.schema for spec in tools.values()), agents
 
 
-async def _run(loop: AgentLoop, chat: Conversation) -> None:
+async def _run_and_end_forks(loop: AgentLoop, chat: Conversation) -> None:
     """Run a loop. If users' code forks in it, the child process ends when it returns here."""
     pid = os.getpid()
     try:
@@ -447,7 +457,7 @@ def _progress_text(chats: Sequence[Conversation]) -> str:
 
 
 def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
-    """Convert the rows of a batch of prompts to the form in which agent loops see them.
+    """Convert the rows of a batch of prompts to samples, which agent loops read.
 
     Args:
         prompts: batch `input_ids`, `attention_mask` [B, P], `position_ids` [B, P] or [B, 3, P].
@@ -482,7 +492,7 @@ def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
 
 
 def graded_row(chat: Conversation) -> dict[str, Any]:
-    """Make the row by which a conversation that has ended is graded.
+    """Make the arguments of a score function for a conversation that has ended.
 
     Args:
         chat: the conversation.
@@ -494,8 +504,8 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
     columns = chat.sample.columns
     row = {
         "data_source": columns.get("data_source"),
-        "solution_str": chat.encoder.text(chat.token_ids, with_special=False),
-        "solution_with_special_tokens": chat.encoder.text(chat.token_ids, with_special=True),
+        "solution_str": chat.encoder.decode(chat.token_ids, with_special=False),
+        "solution_with_special_tokens": chat.encoder.decode(chat.token_ids, with_special=True),
         "solution_messages": chat.solution_messages,
         "ground_truth": (columns.get("reward_model") or {}).get("ground_truth"),
         "extra_info": {
@@ -514,10 +524,7 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
 
 
 def to_batch(
-    chats: Sequence[Conversation],
-    outcomes: Sequence[Outcome | None] | None,
-    limits: LengthLimits,
-    pad_token_id: int,
+    chats: Sequence[Conversation], limits: LengthLimits, pad_token_id: int, *, has_grades: bool
 ) -> DataProto:
     """Make a batch of conversations that have ended, with the columns of `generate_sequences`.
 
@@ -525,17 +532,17 @@ def to_batch(
 
     Args:
         chats: B conversations that have ended.
-        outcomes: their grades; an entry is None if its conversation is graded later. None instead
-            of a list: all are graded later, and there is no column `reward_outcome`.
         limits: P and T, in tokens.
         pad_token_id: the token that fills prompts on the left and responses on the right.
+        has_grades: whether there is a column `reward_outcome`, with the grades of the conversations
+            (None: graded later).
 
     Returns:
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`,
         `token_versions` [B, T], `input_ids`, `attention_mask` [B, P + T], `position_ids`
         [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`, `finish_reason`, `tool_rewards`,
         `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`, `turn_rewards`, `agent`;
-        `rollout_id` if the prompts have it, `reward_outcome` if there are grades,
+        `rollout_id` if the prompts have it, `reward_outcome` with `has_grades`,
         `multi_modal_inputs` with a processor. If tokens of roles have a loss of their own, batch
         `echo_mask` [B, T].
     """
@@ -544,13 +551,13 @@ def to_batch(
     prompts = _prompt_columns(chats, limits.prompt_tokens, pad_token_id)
     position_ids = _position_ids(chats, images, limits, pad_token_id)
     prompts["position_ids"] = position_ids[..., : limits.prompt_tokens]
-    tensors = with_responses(
+    tensors = append_responses(
         prompts,
         [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats],
         limits.response_tokens,
         pad_token_id,
-        [chat.routes for chat in chats],
-        [chat.versions for chat in chats],
+        routes=[chat.routes for chat in chats],
+        versions=[chat.versions for chat in chats],
     )
     tensors["position_ids"] = position_ids
     if chats and chats[0].encoder.echo_roles:
@@ -566,8 +573,8 @@ def to_batch(
     if chats and chats[0].processor is not None:
         inputs = [{} if shown is None else shown.inputs for shown in images]
         non_tensors["multi_modal_inputs"] = object_array(inputs)
-    if outcomes is not None:
-        non_tensors["reward_outcome"] = object_array(outcomes)
+    if has_grades:
+        non_tensors["reward_outcome"] = object_array(chat.outcome for chat in chats)
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
 
 
@@ -582,7 +589,13 @@ def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray
 def _prompt_columns(
     chats: Sequence[Conversation], prompt_length: int, pad_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` [B, P] of the prompts, padded on the left."""
+    """Make the columns `input_ids` and `attention_mask` [B, P] of the prompts, padded on the left.
+
+    Args:
+        chats: B conversations.
+        prompt_length: P.
+        pad_token_id: fills the prompts.
+    """
     input_ids = torch.full((len(chats), prompt_length), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
     for row, chat in enumerate(chats):
@@ -601,7 +614,17 @@ def _position_ids(
     limits: LengthLimits,
     pad_token_id: int,
 ) -> torch.Tensor:
-    """Positions of prompts and responses, [B, P + T] or [B, 3, P + T]; 0 on the left padding."""
+    """Positions of prompts and responses; 0 on the left padding.
+
+    Args:
+        chats: B conversations.
+        images: images of each conversation, with the positions of its tokens; None: text.
+        limits: P and T.
+        pad_token_id: token of the padding on the right.
+
+    Returns:
+        [B, P + T], or [B, 3, P + T] of a vision-language model.
+    """
     num_axes = chats[0].sample.num_axes if chats else 1
     length = limits.prompt_tokens + limits.response_tokens
     positions = torch.zeros(len(chats), num_axes, length, dtype=torch.int64)
@@ -627,25 +650,22 @@ def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metri
     Returns:
         Metrics by name.
     """
-    num_prompt_tokens = 0
-    num_model_tokens = 0
-    num_other_tokens = 0
-    num_turns = 0
-    num_cut = 0
-    num_failures = 0
+    num_prompt_tokens = sum(len(chat.prompt_ids) for chat in chats)
+    num_model_tokens = sum(sum(chat.mask) for chat in chats)
+    num_other_tokens = sum(len(chat.mask) for chat in chats) - num_model_tokens
+    num_turns = sum(len(chat.turns) for chat in chats)
+    num_cut = sum(chat.finish_reason == "length" for chat in chats)
+    num_failures = sum(bool(chat.failure) for chat in chats)
+    total_log_prob = sum(sum(chat.log_probs) for chat in chats)
+    log_prob = total_log_prob / max(num_model_tokens, 1)
+
     responses = []
     tools_s = []  # seconds of each conversation in tools and user simulators
     for chat in chats:
-        num_prompt_tokens += len(chat.prompt_ids)
-        num_model_tokens += sum(chat.mask)
-        num_other_tokens += len(chat.mask) - sum(chat.mask)
-        num_turns += len(chat.turns)
-        num_cut += chat.finish_reason == "length"
-        num_failures += bool(chat.failure)
+        # Calls of unread turns were made, too.
         for turn in (*chat.turns, *chat.unread):
             responses += turn.tool_responses
         tools_s.append(sum(turn.seconds for turn in chat.turns if turn.role != "assistant"))
-    log_prob = sum(sum(chat.log_probs) for chat in chats) / max(num_model_tokens, 1)
     num_refused = sum(response.is_refused for response in responses)
     num_rows = len(chats)
     divisor = max(num_rows, 1)
@@ -664,12 +684,7 @@ def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metri
     }
 
 
-def write_trace(
-    directory: str,
-    chats: Sequence[Conversation],
-    outcomes: Sequence[Outcome | None],
-    meta_info: dict[str, Any],
-) -> None:
+def write_trace(directory: str, chats: Sequence[Conversation], meta_info: dict[str, Any]) -> None:
     """Append a line of JSON for each conversation that has ended to a trace file.
 
     Each process writes its own file for each step: `000012.HOST-PID.jsonl`, in validation
@@ -678,15 +693,16 @@ def write_trace(
     Args:
         directory: `rollout.trace_dir`; made if it does not exist.
         chats: B conversations; those that have not ended are left out.
-        outcomes: their grades. None: the conversation is not graded yet.
         meta_info: meta_info of the batch, with `global_steps` and `validate`.
     """
     step = int(meta_info.get("global_steps", 0))
     is_validation = bool(meta_info.get("validate", False))
     lines = []
-    for chat, outcome in zip(chats, outcomes, strict=True):
+    for chat in chats:
+        # An error of another conversation has cancelled this one.
         if not chat.finish_reason:
             continue
+        outcome = chat.outcome
         sample_index = chat.sample.columns.get("sample_index")
         record = {
             "uid": chat.sample.uid,
@@ -699,7 +715,7 @@ def write_trace(
             "num_response_tokens": len(chat.token_ids),
             "num_model_tokens": sum(chat.mask),
             "seconds": round(sum(turn.seconds for turn in (*chat.turns, *chat.unread)), 6),
-            "prompt": chat.encoder.text(chat.prompt_ids, with_special=True),
+            "prompt": chat.encoder.decode(chat.prompt_ids, with_special=True),
             "prompt_token_ids": chat.prompt_ids,
             "turns": [_turn_record(turn) for turn in chat.turns],
             "unread": [_turn_record(turn) for turn in chat.unread],

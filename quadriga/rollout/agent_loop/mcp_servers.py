@@ -72,28 +72,29 @@ class Server:
         if trouble:
             raise self._error(f"{trouble}, through {route}", "a proxy that can be used", PROXY_FIX)
         # `_serve` sets the result to the server's tools.
-        listed: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.ensure_future(self._serve(listed))
+        tools_future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.ensure_future(self._serve(tools_future))
         await asyncio.wait(
-            {self._task, listed}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
+            {self._task, tools_future}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
-        if not listed.done():
+        if not tools_future.done():
             got = self._start_failure(self._task)
             self._task.cancel()
             command = self.entry.url or " ".join([self.entry.command or "", *self.entry.args])
             raise self._error(got, "a server of tools", f"Try it alone: {command}.")
 
-        tools = listed.result()
-        known_names = [tool.name for tool in tools]
-        names = known_names if self.entry.tools is None else self.entry.tools
-        missing = [name for name in names if name not in known_names]
-        if missing or not names:
+        # The file of tools may select some of the server's tools.
+        tools = tools_future.result()
+        server_names = [tool.name for tool in tools]
+        selected_names = server_names if self.entry.tools is None else self.entry.tools
+        missing = [name for name in selected_names if name not in server_names]
+        if missing or not selected_names:
             raise RolloutError(
                 f"MCP server {self.name}, tools",
                 got=", ".join(missing) or "none",
-                expected=f"some of {', '.join(known_names) or 'none: it has no tools'}",
+                expected=f"some of {', '.join(server_names) or 'none: it has no tools'}",
             )
-        return [self._spec_of(tool) for tool in tools if tool.name in names]
+        return [self._spec_of(tool) for tool in tools if tool.name in selected_names]
 
     async def close(self) -> None:
         """End the connection, and the program if it was started."""
@@ -118,11 +119,11 @@ class Server:
         description = tool.description or tool.title or tool.name
         function = {"name": tool.name, "description": description, "parameters": parameters}
         # All conversations share one session, so that objects have no state of their own.
-        make = as_tool(partial(self._call, tool.name))
+        make = as_tool(partial(self._call_tool, tool.name))
         schema = {"type": "function", "function": function}
         return ToolSpec(make, schema, validator_of(parameters), options={})
 
-    async def _call(self, tool: str, /, **arguments: Any) -> str:
+    async def _call_tool(self, tool: str, /, **arguments: Any) -> str:
         """Call a tool of the server, and return its response as text.
 
         Raises:
@@ -152,13 +153,13 @@ class Server:
             raise ToolError(f"{tool}: {response}")
         return response
 
-    async def _serve(self, listed: "asyncio.Future[list[Any]]") -> None:
+    async def _serve(self, tools_future: "asyncio.Future[list[Any]]") -> None:
         """Keep the connection open until `close` is called.
 
         The package requires that the same task opens and closes it.
 
         Args:
-            listed: future that gets the server's tools.
+            tools_future: future that gets the server's tools.
         """
         async with contextlib.AsyncExitStack() as stack:
             if self.entry.url is None:
@@ -177,7 +178,7 @@ class Server:
             self._session = await stack.enter_async_context(session)
             await self._session.initialize()
             response = await self._session.list_tools()
-            listed.set_result(list(response.tools))
+            tools_future.set_result(list(response.tools))
             await self._closing.wait()
 
     def _start_program(self, stack: contextlib.AsyncExitStack) -> Any:

@@ -57,21 +57,21 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
     Returns:
         The calls in their order.
     """
-    form = 'expected <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+    expected_form = 'expected <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
     calls = []
     for body, end in _BLOCK.findall(text):
         if not end:
-            calls.append(_unreadable("the tool call is not closed", body, form))
+            calls.append(_unreadable("the tool call is not closed", body, expected_form))
             continue
-        content = _from_json(body, "the tool call is", form)
+        content = _from_json(body, "the tool call is", expected_form)
         if isinstance(content, ToolCall):
             calls.append(content)
             continue
         name = content.get("name") if isinstance(content, dict) else None
         if name and isinstance(name, str):
-            calls.append(_with_arguments(name, content.get("arguments", {}), form))
+            calls.append(_call_with_arguments(name, content.get("arguments", {}), expected_form))
         else:
-            calls.append(_unreadable("the tool call has no name", body, form))
+            calls.append(_unreadable("the tool call has no name", body, expected_form))
     return calls
 
 
@@ -85,7 +85,7 @@ def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
     Returns:
         The calls in their order.
     """
-    form = "expected <tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>"
+    expected_form = "expected <tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>"
     calls = []
     for body, end in _BLOCK.findall(text):
         name = ""
@@ -94,8 +94,9 @@ def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
         if function:
             name = function[1].strip()
             for key, value in _PARAMETER.findall(function[2]):
+                # The model writes a value between two line breaks, which are not part of it.
                 pairs.append((key, value.removeprefix("\n").removesuffix("\n")))
-        calls.append(_tagged_call(name, pairs, body, end, form, schemas))
+        calls.append(_tagged_call(name, pairs, body, end, expected_form, schemas))
     return calls
 
 
@@ -109,14 +110,16 @@ def glm(text: str, schemas: Schemas) -> list[ToolCall]:
     Returns:
         The calls in their order.
     """
-    form = "expected <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"
+    expected_form = (
+        "expected <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"
+    )
     calls = []
     for body, end in _BLOCK.findall(text):
         name = body.partition("<arg_key>")[0].strip()
         if "\n" in name:  # text, not a name
             name = ""
         pairs = [(key, value) for key, value, is_closed in _PAIR.findall(body) if is_closed]
-        calls.append(_tagged_call(name, pairs, body, end, form, schemas))
+        calls.append(_tagged_call(name, pairs, body, end, expected_form, schemas))
     return calls
 
 
@@ -130,13 +133,13 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
     Returns:
         The calls in their order.
     """
-    form = "expected a message to=functions.NAME with a JSON object, ended by <|call|>"
+    expected_form = "expected a message to=functions.NAME with a JSON object, ended by <|call|>"
     calls = []
     for name, has_body, body in _HARMONY.findall(text):
         # Without a body it is the model's mention of a recipient, and no call.
         if has_body:
-            arguments = _from_json(body or "{}", "the tool call is", form, name)
-            calls.append(_with_arguments(name, arguments, form))
+            arguments = _from_json(body or "{}", "the tool call is", expected_form, name)
+            calls.append(_call_with_arguments(name, arguments, expected_form))
     return calls
 
 
@@ -149,59 +152,86 @@ PARSERS: dict[str, Parser] = {
 }
 
 
-def _unreadable(problem: str, text: str, form: str, name: str = "") -> ToolCall:
-    """Return a call that cannot be read; its problem shows the text and the expected form."""
+def _unreadable(problem: str, text: str, expected_form: str, name: str = "") -> ToolCall:
+    """Make a call that cannot be read.
+
+    Args:
+        problem: why it cannot be read.
+        text: the text that the model wrote, of which the problem shows the beginning.
+        expected_form: the expected form, which the problem shows.
+        name: name of the tool; "" if it is not known.
+    """
     shown = text.strip()
     if len(shown) > _MAX_SHOWN_CHARACTERS:
         shown = f"{shown[:_MAX_SHOWN_CHARACTERS]}..."
-    return ToolCall(name, problem=f"{problem}: {shown}; {form}")
+    return ToolCall(name, problem=f"{problem}: {shown}; {expected_form}")
 
 
-def _from_json(text: str, subject: str, form: str, name: str = "") -> Any:
-    """Return the value of a JSON text, or a `ToolCall` with the problem if it is not JSON."""
+def _from_json(text: str, subject: str, expected_form: str, name: str = "") -> Any:
+    """Decode JSON. A text that is no JSON becomes a `ToolCall` with the problem.
+
+    Args:
+        text: the text.
+        subject: beginning of the problem, such as "the tool call is".
+        expected_form: the expected form, for the problem.
+        name: name of the tool; "" if it is not known.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return _unreadable(f"{subject} not JSON ({error})", text, form, name)
+        return _unreadable(f"{subject} not JSON ({error})", text, expected_form, name)
 
 
-def _with_arguments(name: str, arguments: Any, form: str) -> ToolCall:
-    """Return a call of a tool, which has a problem if the arguments are no JSON object."""
+def _call_with_arguments(name: str, arguments: Any, expected_form: str) -> ToolCall:
+    """Make a call of a tool, which has a problem if the arguments are no JSON object.
+
+    Args:
+        name: name of the tool.
+        arguments: the arguments: an object, JSON that has one, or a call with a problem.
+        expected_form: the expected form, for the problem.
+    """
     if isinstance(arguments, str):  # JSON inside JSON, as in OpenAI's API
-        arguments = _from_json(arguments, "the arguments are", form, name)
+        arguments = _from_json(arguments, "the arguments are", expected_form, name)
     if isinstance(arguments, ToolCall):
         return arguments
     if not isinstance(arguments, dict):
-        return _unreadable("the arguments are no object", json.dumps(arguments), form, name)
+        return _unreadable(
+            "the arguments are no object", json.dumps(arguments), expected_form, name
+        )
     return ToolCall(name, arguments)
 
 
 def _tagged_call(
-    name: str, pairs: list[tuple[str, str]], body: str, end: str, form: str, schemas: Schemas
+    name: str,
+    pairs: list[tuple[str, str]],
+    body: str,
+    end: str,
+    expected_form: str,
+    schemas: Schemas,
 ) -> ToolCall:
-    """Return a call that is written with tags, its arguments in the types of the tool's schema.
+    """Make a call that is written with tags. Its arguments get the types of the tool's schema.
 
     Args:
         name: name of the tool; "" if there is none.
         pairs: name and text of each argument.
         body: text of the call, for its problem.
         end: the closing tag; "" if it is missing.
-        form: the expected form, for the problem.
+        expected_form: the expected form, for the problem.
         schemas: schemas of the arguments, by the name of the tool.
     """
     if not end:
-        return _unreadable("the tool call is not closed", body, form)
+        return _unreadable("the tool call is not closed", body, expected_form)
     if not name:
-        return _unreadable("the tool call names no function", body, form)
+        return _unreadable("the tool call names no function", body, expected_form)
     properties = schemas.get(name, {}).get("properties", {})
     arguments = {}
     for key, text in pairs:
         key = key.strip()
-        arguments[key] = _value(text, properties.get(key, {}))
+        arguments[key] = _typed_value(text, properties.get(key, {}))
     return ToolCall(name, arguments)
 
 
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
+def _typed_value(text: str, schema: Mapping[str, Any]) -> Any:
     """Convert the text of an argument to the type that its schema names.
 
     A schema that allows texts takes the text as it is; another one takes its value as JSON.

@@ -79,7 +79,7 @@ class ToolThread(EventLoopThread):
 
     def __init__(self) -> None:
         super().__init__(_THREAD_NAME)
-        self._places = asyncio.Semaphore(MAX_CALLS)
+        self._call_slots = asyncio.Semaphore(MAX_CALLS)
         self._given_up: set[Thread] = set()
         self._blocking_place = ""  # line of code that blocked the loop before this one
 
@@ -111,7 +111,7 @@ class ToolThread(EventLoopThread):
             ToolsStuckError: too many calls of plain functions were given up and still run.
         """
         try:
-            return await self._respond(self._limited(function, kwargs, limit_s), limit_s)
+            return await self._run_on_loop(self._run_limited(function, kwargs, limit_s), limit_s)
         except ToolsStuckError:
             raise
         except ToolError as error:
@@ -131,27 +131,36 @@ class ToolThread(EventLoopThread):
             failure.details = traceback_text(error)
             raise failure from error
 
-    async def _respond(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
+    async def _run_on_loop(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
         """Run work on the thread's loop, and return its result.
 
+        The work limits its own time. Here only a loop that is blocked is detected: every `limit_s`
+        seconds, a coroutine that ends at once shows whether the loop still runs.
+
+        Args:
+            work: the coroutine to run.
+            limit_s: time after which a loop that does not run counts as blocked, in seconds.
+
+        Returns:
+            The result of the work.
+
         Raises:
-            TimeoutError: the loop did not run for `limit_s` seconds, or the work raised it.
+            TimeoutError: the loop is blocked, or the work raised this error.
         """
         loop = self._loop
         submitted = self.submit(work)
         result = asyncio.wrap_future(submitted)
         try:
             while True:
-                # The work limits its own time. This only detects a loop that does not run.
-                responds = self.submit(asyncio.sleep(0))
+                probe = self.submit(asyncio.sleep(0))
                 done, _ = await asyncio.wait({result}, timeout=limit_s)
                 if done:
                     return result.result()
+                # If the loop is not the thread's any more, another call has found it blocked.
                 if loop is self._loop:
-                    if responds.done():
+                    if probe.done():
                         continue
                     self._replace_thread()
-                # Otherwise another call on the same loop has replaced the thread already.
                 raise TimeoutError(
                     f"a call blocked all others for {limit_s:g} s{self._blocking_place}; "
                     "it should `await`"
@@ -166,7 +175,7 @@ class ToolThread(EventLoopThread):
         self._blocking_place = place_of(sys._current_frames().get(self._thread.ident or 0))
         self._given_up.add(self._thread)
         super().__init__(_THREAD_NAME)
-        self._places = asyncio.Semaphore(MAX_CALLS)
+        self._call_slots = asyncio.Semaphore(MAX_CALLS)
 
     @property
     def num_given_up(self) -> int:
@@ -174,9 +183,15 @@ class ToolThread(EventLoopThread):
         self._given_up = {thread for thread in self._given_up if thread.is_alive()}
         return len(self._given_up)
 
-    async def _limited(self, function: Function, kwargs: Mapping[str, Any], limit_s: float) -> Any:
-        """Run a function when it has a place, for at most `limit_s` seconds."""
-        async with self._places:
+    async def _run_limited(
+        self, function: Function, kwargs: Mapping[str, Any], limit_s: float
+    ) -> Any:
+        """Run a function for at most `limit_s` seconds, once fewer than `MAX_CALLS` others run.
+
+        Raises:
+            TimeoutError: the function did not end in time.
+        """
+        async with self._call_slots:
             task = asyncio.ensure_future(self._run(function, kwargs))
             try:
                 # asyncio.wait_for would wait for a function that refuses to be cancelled.
@@ -210,17 +225,17 @@ class ToolThread(EventLoopThread):
                 expected="tools that end",
                 fix="Give the tool a time limit of its own, or let it do its work in a process that it can kill.",
             )
-        returned: Future[Any] = Future()
+        future: Future[Any] = Future()
         # The function runs in the conversation's context, which counts what it prints.
         thread = Thread(
             target=copy_context().run,
-            args=(_deliver, returned, function, kwargs),
+            args=(_run_and_deliver, future, function, kwargs),
             name="quadriga-tool",
             daemon=True,
         )
         thread.start()
         try:
-            result = await asyncio.wrap_future(returned)
+            result = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             self._given_up.add(thread)
             raise
@@ -228,20 +243,26 @@ class ToolThread(EventLoopThread):
         return await result if inspect.isawaitable(result) else result
 
 
-def _deliver(returned: "Future[Any]", function: Function, kwargs: Mapping[str, Any]) -> None:
-    """Call a function, and store its result or its error in a future."""
-    if not returned.set_running_or_notify_cancel():  # cancelled before the thread began
+def _run_and_deliver(future: "Future[Any]", function: Function, kwargs: Mapping[str, Any]) -> None:
+    """Call a function in this thread, and store its result or its error in a future.
+
+    Args:
+        future: gets the result. Nothing is called if it has been cancelled.
+        function: the function.
+        kwargs: its keyword arguments.
+    """
+    if not future.set_running_or_notify_cancel():  # cancelled before the thread began
         return
     pid = os.getpid()
     try:
         result = function(**kwargs)
         if os.getpid() == pid:
-            returned.set_result(result)
+            future.set_result(result)
     except BaseException as error:
         # sys.exit or StopIteration inside a future would end the loop instead of the call.
         if isinstance(error, StopIteration) or not isinstance(error, Exception):
             error = RuntimeError(f"{type(error).__name__}: {error}")
-        returned.set_exception(error)
+        future.set_exception(error)
     finally:
         if os.getpid() != pid:
             # The tool forked, and this is the copy: the conversation belongs to its parent.
@@ -328,8 +349,8 @@ class ToolBox:
                 else:
                     where = f"tool {name}, create"
                     self._tools[name] = await self.thread.call(where, spec.make, {}, limit_s)
-                releases.push_async_callback(self._hook, name, "release")
-                await self._hook(name, "create")
+                releases.push_async_callback(self._call_optional, name, "release")
+                await self._call_optional(name, "create")
             self._releases = releases.pop_all()
         return self
 
@@ -346,8 +367,7 @@ class ToolBox:
             ToolFailedError: a tool raised, took too long, or returned what cannot be written.
         """
         limit = self.config.max_parallel_calls
-        # If a tool fails, the others end before the error is raised, because it ends the
-        # conversation.
+        # The error of a tool ends the conversation, so it is raised only after all calls have ended.
         outcomes = await asyncio.gather(*map(self._call, calls[:limit]), return_exceptions=True)
         responses: list[ToolResult] = []
         for outcome in outcomes:
@@ -356,7 +376,7 @@ class ToolBox:
             responses.append(outcome)
         for call in calls[limit:]:
             text = f"Error: only {limit} calls of a turn are made; call again"
-            responses.append(self._response(call, text, is_refused=True))
+            responses.append(self._result_of(call, text, is_refused=True))
         return responses
 
     async def rewards(self) -> dict[str, float]:
@@ -367,7 +387,7 @@ class ToolBox:
         """
         rewards: dict[str, float] = {}
         for name in self._tools:
-            reward = await self._hook(name, "calc_reward")
+            reward = await self._call_optional(name, "calc_reward")
             if reward is None:
                 continue
             try:
@@ -384,10 +404,11 @@ class ToolBox:
         Raises:
             ToolFailedError: the tool failed by itself.
         """
-        arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
-        if len(arguments) > _MAX_SHOWN_CHARACTERS:
-            arguments = f"{arguments[:_MAX_SHOWN_CHARACTERS]}..."
-        where = f"{call.name}({arguments})"
+        # For errors about the call, which should stay short.
+        shown_arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
+        if len(shown_arguments) > _MAX_SHOWN_CHARACTERS:
+            shown_arguments = f"{shown_arguments[:_MAX_SHOWN_CHARACTERS]}..."
+        where = f"{call.name}({shown_arguments})"
         started = time.perf_counter()
         try:
             kwargs = self._execute_kwargs(call)
@@ -396,12 +417,13 @@ class ToolBox:
             result = await self.thread.call(where, execute, kwargs, limit_s, is_for_model=True)
         except ToolError as error:
             seconds = time.perf_counter() - started
-            return self._response(call, f"Error: {error}", seconds, is_refused=True)
+            return self._result_of(call, f"Error: {error}", seconds, is_refused=True)
+        # A tool may return images beside its text.
         images: tuple[Any, ...] = ()
         if isinstance(result, WithImages):
             images = tuple(result.images)
             result = result.text
-        response = self._response(call, as_text(result, where), time.perf_counter() - started)
+        response = self._result_of(call, as_text(result, where), time.perf_counter() - started)
         return replace(response, images=images)
 
     def _execute_kwargs(self, call: ToolCall) -> dict[str, Any]:
@@ -425,11 +447,16 @@ class ToolBox:
             **self._kwargs[call.name].get("execute_kwargs", {}),
         }
 
-    async def _hook(self, name: str, method: str) -> Any:
-        """Call an optional method of a tool.
+    async def _call_optional(self, name: str, method: str) -> Any:
+        """Call an optional method of a tool, such as `create`, with the sample's arguments for it.
+
+        Args:
+            name: name of the tool.
+            method: name of the method.
 
         Returns:
-            Its result. None if the tool does not define it: then there is no call either.
+            The result of the method. None if the tool inherits it from `Tool`, where it does
+            nothing: then it is not called.
         """
         tool = self._tools[name]
         kwargs = self._kwargs[name].get(f"{method}_kwargs", {})
@@ -439,10 +466,17 @@ class ToolBox:
         limit_s = self.config.tool_timeout_s
         return await self.thread.call(where, getattr(tool, method), kwargs, limit_s)
 
-    def _response(
+    def _result_of(
         self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False
     ) -> ToolResult:
-        """Make the response to a call; the text is cut to the limit."""
+        """Make the result of a call for the model. The text is cut to the configured length.
+
+        Args:
+            call: the call.
+            text: the tool's text, or what is wrong with the call.
+            seconds: time that the call took.
+            is_refused: whether the call was wrong.
+        """
         # The beginning of a refusal says what is wrong, so only its end may be cut.
         side = "right" if is_refused else self.config.tool_response_truncate_side
         return ToolResult(
@@ -456,7 +490,7 @@ class ToolBox:
 
 
 def as_text(result: Any, where: str) -> str:
-    """Convert the result of a tool to text that any tokenizer takes.
+    """Convert the result of a tool to text that every tokenizer can encode.
 
     Args:
         result: the result: text, bytes, a pydantic model, or a value that JSON can express.
@@ -496,6 +530,7 @@ def truncate(text: str, limit: int, side: Literal["left", "middle", "right"]) ->
     if len(text) <= limit:
         return text
     mark = MARK if limit >= 2 * len(MARK) else ""
-    room = limit - len(mark)
-    before = {"left": 0, "middle": room // 2, "right": room}[side]
-    return text[:before] + mark + text[len(text) - (room - before) :]
+    num_shown = limit - len(mark)
+    num_before = {"left": 0, "middle": num_shown // 2, "right": num_shown}[side]
+    num_behind = num_shown - num_before
+    return text[:num_before] + mark + text[len(text) - num_behind :]

@@ -181,11 +181,11 @@ class ToolSpec:
             return {name: getattr(checked, name) for name in checked.model_fields_set}
         return arguments
 
-    def method_kwargs(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def method_kwargs(self, tool_kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Check a sample's keyword arguments for the methods of this tool.
 
         Args:
-            given: the entry of the sample's `tools_kwargs` for this tool.
+            tool_kwargs: the entry of the sample's `tools_kwargs` for this tool.
 
         Returns:
             Keyword arguments by key, such as "execute_kwargs". Values that are None are left out:
@@ -196,7 +196,7 @@ class ToolSpec:
         """
         where = f"tools_kwargs.{self.name}"
         kwargs: dict[str, dict[str, Any]] = {}
-        for key, value in given.items():
+        for key, value in tool_kwargs.items():
             if value is None:
                 continue
             if key not in self.options or not isinstance(value, Mapping):
@@ -210,12 +210,17 @@ class ToolSpec:
                     fix="Correct extra_info.tools_kwargs of the row.",
                 )
             kwargs[key] = {name: part for name, part in value.items() if part is not None}
-            known = self.options[key]
-            if known is not None and not kwargs[key].keys() <= known:
+            known_names = self.options[key]
+            if known_names is None:
+                continue
+            unknown_names = kwargs[key].keys() - known_names
+            if unknown_names:
                 raise RolloutError(
                     f"{where}.{key}",
-                    got=", ".join(sorted(kwargs[key].keys() - known)),
-                    expected=f"one of {', '.join(sorted(known))}" if known else "nothing",
+                    got=", ".join(sorted(unknown_names)),
+                    expected=f"one of {', '.join(sorted(known_names))}"
+                    if known_names
+                    else "nothing",
                     fix="What tools_kwargs may set stands after a `*` in the function's parameters.",
                 )
         return kwargs
@@ -245,17 +250,19 @@ def function_tool(
     """
     if function is None:
         return partial(function_tool, name=name, description=description)
-    setattr(function, _SPEC, spec_of(function, name=name, description=description))
+    setattr(function, _SPEC, function_spec(function, name=name, description=description))
     return function
 
 
-def spec_of(function: Callable[..., Any], *, name: str = "", description: str = "") -> ToolSpec:
+def function_spec(
+    function: Callable[..., Any], *, name: str = "", description: str = ""
+) -> ToolSpec:
     """Describe a function as a tool of the configuration.
 
     Args:
-        function: see `function_tool`.
-        name: see `function_tool`.
-        description: see `function_tool`.
+        function: the function. Parameters after a `*` are hidden from the model.
+        name: name by which the model calls it. "": the function's name.
+        description: description that the model reads. "": the docstring up to its first section.
 
     Returns:
         The description of the tool.
@@ -264,14 +271,15 @@ def spec_of(function: Callable[..., Any], *, name: str = "", description: str = 
         RolloutError: the function cannot be a tool.
     """
     schema, validate = describe(function, name=name, description=description)
-    hidden: set[str] = set()
-    takes_any = False
+    # A sample may set the hidden parameters: those after a `*`, or any with `**kwargs`.
+    hidden_names: set[str] = set()
+    takes_any_name = False
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            hidden.add(parameter.name)
+            hidden_names.add(parameter.name)
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            takes_any = True
-    options = {"execute_kwargs": None if takes_any else frozenset(hidden)}
+            takes_any_name = True
+    options = {"execute_kwargs": None if takes_any_name else frozenset(hidden_names)}
     return ToolSpec(as_tool(function), schema, validate, options)
 
 
@@ -313,12 +321,12 @@ def class_tools(path: str) -> list[ToolSpec]:
     specs = []
     for entry in read_tool_file(path).tools:
         where = f"{_KEY}.tool_config_path, {entry.class_name}"
-        cls: type[Tool] = class_named(entry.class_name, folder, Tool, where)
+        cls: type[Tool] = load_class(entry.class_name, folder, Tool, where)
         specs.append(cls.tool_spec(entry.config, entry.tool_schema, where))
     return specs
 
 
-def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
+def load_class(reference: str, folder: Path, base: type, where: str) -> Any:
     """Load a user's class.
 
     Args:
@@ -333,6 +341,7 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
     Raises:
         ConfigError: there is no such class, or it lacks a method.
     """
+    # `file.py:Name` has a colon, `package.module.Name` only dots.
     separator = ":" if ":" in reference else "."
     place, _, name = reference.rpartition(separator)
     if not place or not name:
@@ -379,8 +388,8 @@ def describe(
         raise RolloutError(where, got="no docstring", expected="one", fix=fix)
     config = ConfigDict(extra="forbid", protected_namespaces=())
     try:
-        model = create_model(name, __config__=config, **_fields(function, where))
-        text = json.dumps(model.model_json_schema())
+        model = create_model(name, __config__=config, **_argument_fields(function, where))
+        schema_text = json.dumps(model.model_json_schema())
     except (PydanticUserError, NameError) as error:
         raise RolloutError(
             where,
@@ -389,7 +398,8 @@ def describe(
             fix="Take str, int, float, bool, list, dict, Literal, or a pydantic model.",
         ) from error
 
-    parameters = json.loads(text, object_hook=_without_title)
+    # `object_hook` is called with every object of the schema, also with nested ones.
+    parameters = json.loads(schema_text, object_hook=_without_title)
     properties = parameters.get("properties", {})
     for argument, text in argument_texts.items():
         if argument in properties:
@@ -422,26 +432,39 @@ def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
         A function that raises a `ValidationError` if a name or an outermost type is wrong. Types
         within lists and objects are not checked.
     """
+    # A schema may require an argument that it does not describe, which may then have any type.
     required = parameters.get("required", ())
     schemas: dict[str, Mapping[str, Any]] = {name: {} for name in required}
     schemas |= parameters.get("properties", {})
+
+    # The arguments as a TypedDict, which pydantic checks.
     hints: dict[str, Any] = {}
     for name, schema in schemas.items():
-        kinds = schema.get("type") or []
-        if isinstance(kinds, str):
-            kinds = [kinds]
-        types = [_TYPES.get(kind, Any) for kind in kinds]
+        type_names = schema.get("type") or []
+        if isinstance(type_names, str):
+            type_names = [type_names]
+        types = [_TYPES.get(type_name, Any) for type_name in type_names]
+        hint = reduce(or_, types) if types else Any
         marker: Any = Required if name in required else NotRequired
-        hints[name] = marker[reduce(or_, types) if types else Any]
-    takes_any = not parameters.get("properties") or parameters.get("additionalProperties", False)
+        hints[name] = marker[hint]
     arguments = cast(Any, TypedDict)("arguments", hints)
-    extra: Any = "allow" if takes_any else "forbid"
+
+    takes_any_name = not parameters.get("properties") or parameters.get("additionalProperties")
+    extra: Any = "allow" if takes_any_name else "forbid"
     arguments.__pydantic_config__ = ConfigDict(strict=True, extra=extra)
     return TypeAdapter(arguments).validate_python
 
 
-def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
-    """Type and default of each argument that the model writes, as `pydantic.create_model` takes them."""
+def _argument_fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
+    """Type and default of each argument that the model writes, as `pydantic.create_model` takes them.
+
+    Args:
+        function: the function that is a tool.
+        where: the tool, for error messages.
+
+    Raises:
+        RolloutError: a parameter is `*args` or has no type hint, or a hint cannot be resolved.
+    """
     try:
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
     except NameError as error:

@@ -173,6 +173,7 @@ def random_value(
         definitions: schemas to which `$ref` may refer, besides `$defs` of the schema itself.
     """
     definitions = {**definitions, **schema.get("$defs", {})}
+    # A schema that refers to other ones is drawn from them.
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return random_value(definitions[name], generator, definitions)
@@ -208,6 +209,7 @@ def plain_value(value: Any) -> Any:
         return {str(key): plain_value(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain_value(entry) for entry in value]
+    # Arrays and numbers of numpy and torch, then models of pydantic.
     if hasattr(value, "tolist"):
         return plain_value(value.tolist())
     if hasattr(value, "model_dump"):

@@ -32,7 +32,7 @@ _INVALID_MOVE = "invalid move"  # in messages of TextArena's games
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # colors of a terminal
 
 
-def library(name: str) -> Any:
+def import_library(name: str) -> Any:
     """Import a library of environments.
 
     Raises:
@@ -49,13 +49,16 @@ def library(name: str) -> Any:
         ) from error
 
 
-def _known(identifier: str, known: Sequence[str], name: str) -> str:
-    """Return an identifier after checking that the library has such an environment.
+def _require_known(identifier: str, known: Sequence[str], name: str) -> str:
+    """Check that a library has an environment.
 
     Args:
         identifier: name of the environment.
         known: names of all environments of the library.
         name: name of the library.
+
+    Returns:
+        The identifier.
 
     Raises:
         RolloutError: there is no such environment.
@@ -76,7 +79,7 @@ def identifiers(name: str) -> list[str]:
     Raises:
         MachineError: it is not installed.
     """
-    module = library(name)
+    module = import_library(name)
     if name == "textarena":
         return sorted(module.envs.registration.ENV_REGISTRY)
     if name == "gem":
@@ -100,16 +103,17 @@ class TextArenaEnvironment(TextEnvironment):
     """
 
     def __init__(self, spec: EnvironmentSpec, identifier: str) -> None:
-        textarena = library("textarena")
+        textarena = import_library("textarena")
         self._where = f"environment {spec.name}"
         self._num_agents = spec.num_agents
-        _known(identifier, identifiers("textarena"), "textarena")
+        _require_known(identifier, identifiers("textarena"), "textarena")
         self._game = textarena.make(identifier, **spec.options)
         self._admin = textarena.ObservationType.GAME_ADMIN
         self._own_move = textarena.ObservationType.PLAYER_ACTION
         self._is_done = False
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        """Begin a game with as many agents as the environment has."""
         try:
             self._game.reset(num_players=self._num_agents, seed=seed)
         except AssertionError as error:
@@ -122,10 +126,12 @@ class TextArenaEnvironment(TextEnvironment):
         return self._observe()
 
     def step(self, action: Action) -> Step:
+        """Make the move of the current agent. The end of the game brings the rewards of all."""
         agent = self._game.state.current_player_id
         self._is_done, _ = self._game.step(str(action))
         if not self._is_done:
             return self._observe()
+        # The rewards of all agents are known at the end of the game.
         rewards, game_info = self._game.close()
         agent_info = game_info.get(agent, {})
         reason = agent_info.get("reason")
@@ -137,12 +143,15 @@ class TextArenaEnvironment(TextEnvironment):
         best = max(rewards.values(), default=0)
         # A winner has the reward 1. Some games pay less than that for an invalid move, which wins
         # nothing.
-        wins = [number for number, reward in rewards.items() if reward == best >= 1]
+        wins = []
+        if best >= 1:
+            wins = [number for number, reward in rewards.items() if reward == best]
         is_invalid = bool(agent_info.get("invalid_move"))
         info = {"is_invalid": is_invalid, "reason": reason, "wins": wins}
         return Step(str(reason or ""), agent, rewards, is_done=True, info=info)
 
     def finish(self) -> Step:
+        """End the episode. A game that was cut off has no winner, and its rewards are 0."""
         if self._is_done:
             return Step()
         # The episode was cut off: nobody has won.
@@ -169,7 +178,7 @@ class TextArenaEnvironment(TextEnvironment):
 class _GemEnvironment(SteppedEnvironment):
     """Adapter of a game of GEM, whose observations continue in `info["suffix"]`."""
 
-    def text_of(self, observation: Any, info: Mapping[str, Any]) -> str:
+    def observation_text(self, observation: Any, info: Mapping[str, Any]) -> str:
         suffix = info.get("suffix") or ""
         return f"{as_observation(observation)}\n{suffix}".strip()
 
@@ -191,11 +200,11 @@ def gem_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
         MachineError: GEM is not installed.
         RolloutError: there is no such game.
     """
-    gem = library("gem")
+    gem = import_library("gem")
     known = identifiers("gem")
     if f"game:{identifier}" in known:
         identifier = f"game:{identifier}"
-    return _GemEnvironment(gem.make(_known(identifier, known, "gem"), **spec.options))
+    return _GemEnvironment(gem.make(_require_known(identifier, known, "gem"), **spec.options))
 
 
 def gymnasium_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
@@ -212,10 +221,10 @@ def gymnasium_environment(spec: EnvironmentSpec, identifier: str) -> TextEnviron
         MachineError: Gymnasium is not installed.
         RolloutError: there is no such environment.
     """
-    gymnasium = library("gymnasium")
+    gymnasium = import_library("gymnasium")
     # Names with a module or a namespace may be registered only while `make` imports the module.
     if "/" not in identifier and ":" not in identifier:
-        _known(identifier, [*gymnasium.envs.registration.registry], "gymnasium")
+        _require_known(identifier, [*gymnasium.envs.registration.registry], "gymnasium")
     return _GymnasiumEnvironment(gymnasium.make(identifier, **spec.options))
 
 
@@ -231,7 +240,7 @@ class _GymnasiumEnvironment(SteppedEnvironment):
         instructions = f"Reply with JSON that fits the schema {schema}, and nothing else."
         super().__init__(environment, lambda text: read_space(space, text), instructions)
 
-    def text_of(self, observation: Any, info: Mapping[str, Any]) -> str:
+    def observation_text(self, observation: Any, info: Mapping[str, Any]) -> str:
         if self.environment.render_mode != "ansi":
             return as_observation(observation)
         return _ESCAPE.sub("", str(self.environment.render())).strip()
@@ -250,6 +259,7 @@ def space_schema(space: Any) -> dict[str, Any]:
         space: the space. Kinds without a schema of their own, such as `Box`, are arrays that are
             described by the space's text.
     """
+    # By the name of the class, because Gymnasium is imported only where it is needed.
     kind = type(space).__name__
     if kind == "Discrete":
         first = int(space.start)
@@ -277,7 +287,7 @@ def read_space(space: Any, text: str) -> Any:
     """
     value = read_json(text)
     try:
-        action = _decoded(space, value)
+        action = _to_action(space, value)
     except (KeyError, TypeError, OverflowError, IndexError) as error:
         raise ValueError(f"got {text[:200]!r}, expected an action of {space}") from error
     if not space.contains(action):
@@ -300,22 +310,26 @@ def read_json(text: str) -> Any:
         raise ValueError(f"got {text[:200]!r}, expected JSON and nothing else") from error
 
 
-def _decoded(space: Any, value: Any) -> Any:
+def _to_action(space: Any, value: Any) -> Any:
     """Convert a JSON value to the type of the space's actions.
+
+    Args:
+        space: a space of Gymnasium.
+        value: the value.
 
     Raises:
         KeyError, TypeError, OverflowError, IndexError, ValueError: the value does not fit.
     """
     kind = type(space).__name__
     if kind == "Dict":
-        return {name: _decoded(part, value[name]) for name, part in space.spaces.items()}
+        return {name: _to_action(part, value[name]) for name, part in space.spaces.items()}
     if kind == "Tuple":
         pairs = zip(space.spaces, value, strict=True)
-        return tuple(_decoded(part, entry) for part, entry in pairs)
+        return tuple(_to_action(part, entry) for part, entry in pairs)
     if kind in ("Discrete", "Text"):
         # A bool is an int for Python, and `contains` would take it.
-        is_wrong = isinstance(value, bool) or (kind == "Discrete" and not isinstance(value, int))
-        if is_wrong:
+        is_bool = isinstance(value, bool)
+        if is_bool or (kind == "Discrete" and not isinstance(value, int)):
             raise TypeError(f"got {value!r}")
         return value
     numpy = importlib.import_module("numpy")
@@ -335,11 +349,16 @@ class SkyRLEnvironment(TextEnvironment):
     """
 
     def __init__(self, spec: EnvironmentSpec, identifier: str) -> None:
-        self._library = library("skyrl_gym")
-        self._identifier = _known(identifier, identifiers("skyrl_gym"), "skyrl_gym")
+        self._library = import_library("skyrl_gym")
+        self._identifier = _require_known(identifier, identifiers("skyrl_gym"), "skyrl_gym")
         self._options = dict(spec.options)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        """Make the environment of the row, and begin its episode.
+
+        Raises:
+            RolloutError: there is no row.
+        """
         if not row:
             raise RolloutError(
                 f"environment skyrl_gym:{self._identifier}",
@@ -356,11 +375,11 @@ class SkyRLEnvironment(TextEnvironment):
         # The prompt of the row is in the conversation already.
         if messages[: len(prompt)] == prompt:
             messages = messages[len(prompt) :]
-        return Step(_contents(messages), info=info or {})
+        return Step(_join_contents(messages), info=info or {})
 
     def step(self, action: Action) -> Step:
         result = self._environment.step(str(action))
-        text = _contents(result["observations"])
+        text = _join_contents(result["observations"])
         rewards = {0: result["reward"]}
         return Step(text, 0, rewards, bool(result["done"]), result.get("metadata") or {})
 
@@ -370,6 +389,6 @@ class SkyRLEnvironment(TextEnvironment):
         return Step(info=info)
 
 
-def _contents(messages: Sequence[Mapping[str, Any]]) -> str:
+def _join_contents(messages: Sequence[Mapping[str, Any]]) -> str:
     """Texts of messages, one after the other."""
     return "\n".join(str(message["content"]) for message in messages)

@@ -59,6 +59,7 @@ class EnvironmentAgent(AgentLoop):
             raise RolloutError("agent loop environment", got="env.name=null", fix=fix)
         self._pool: EnvironmentPool = services.environments
         self._schemas = self._pool.description.schemas
+        # An environment without tools takes texts, which need no parser.
         if not self._schemas:
             return
         self._parser = parser_of(services.config.multi_turn.format)
@@ -69,6 +70,7 @@ class EnvironmentAgent(AgentLoop):
 
     async def run(self, chat: Conversation) -> None:
         """Play the episode of a conversation's row, and score it."""
+        # A seat is an agent that can be trained.
         seed = episode_seed_of(chat.sample)
         seats = self._pool.config.seats
         if not self._pool.config.train_together:
@@ -82,7 +84,7 @@ class EnvironmentAgent(AgentLoop):
                     step = await episode.reset()
                     plays.record(step)
                     if self._schemas:
-                        chat.begin(self._prompt(chat, step.text), self._schemas)
+                        chat.begin(self._first_messages(chat, step.text), self._schemas)
                         await self._call_tools(plays.by_agent[seats[0]], episode)
                     else:
                         await self._take_turns(plays, episode, step)
@@ -97,14 +99,22 @@ class EnvironmentAgent(AgentLoop):
         for play in plays:
             play.grade(is_graded_elsewhere=self._pool.is_graded_elsewhere)
 
-    def _prompt(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
-        """Messages before the first turn: system prompt, messages of the row, first observation."""
+    def _first_messages(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
+        """Messages before the first turn: system prompt, messages of the row, first observation.
+
+        Args:
+            chat: the conversation.
+            observation: the first observation.
+
+        Raises:
+            RolloutError: there is no text at all.
+        """
         messages: list[dict[str, Any]] = []
         if self._pool.config.system_prompt is not None:
             messages.append({"role": "system", "content": self._pool.config.system_prompt})
         if not is_seed(chat.sample):
             messages += chat.sample.messages or []
-        text = chat.encoder.plain(observation)
+        text = chat.encoder.escape_text(observation)
         last = messages[-1] if messages else {}
         # Many templates take no two messages of the user in a row.
         if last.get("role") == "user" and isinstance(last["content"], str):
@@ -121,8 +131,14 @@ class EnvironmentAgent(AgentLoop):
         return messages
 
     async def _take_turns(self, plays: "Plays", episode: Episode, step: Step) -> None:
-        """Ask the agents for actions in turn until the episode is over."""
-        players = self._players(plays, episode)
+        """Ask the agents for actions in turn until the episode is over.
+
+        Args:
+            plays: the trained agents.
+            episode: the episode.
+            step: its first step.
+        """
+        players = self._make_players(plays, episode)
         while not step.is_done:
             plays.chat.activity = "in the environment"
             agent = step.agent
@@ -130,24 +146,30 @@ class EnvironmentAgent(AgentLoop):
             step = await episode.step(action)
             plays.record(step, agent)
 
-    def _players(self, plays: "Plays", episode: Episode) -> "list[Player]":
-        """Make the player of each agent, by `env.agents`."""
+    def _make_players(self, plays: "Plays", episode: Episode) -> "list[Player]":
+        """Make the player of each agent, as `env.agents` names them.
+
+        Args:
+            plays: the trained agents.
+            episode: the episode.
+        """
         chat = plays.chat
         names = self._pool.config.agents or ["policy"]
         players: list[Player] = []
         for number, player in enumerate(names):
             name = f"agent {number}"
             seed = seed_of(chat.sampling.seed, number)
+            # An agent that is trained, the policy without training, a server, or a script.
             if number in plays.by_agent:
                 play = plays.by_agent[number]
-                players.append(PolicyPlayer(play.chat, self._prompt, play, name=name))
+                players.append(PolicyPlayer(play.chat, self._first_messages, play, name=name))
             elif player == "policy":
                 # Not `chat.another`: this agent is not trained, so its conversation is no row.
                 sampling = replace(chat.sampling, seed=seed)
                 untrained = Conversation(
                     chat.engine, chat.encoder, chat.sample, sampling, chat.limits
                 )
-                players.append(PolicyPlayer(untrained, self._prompt, name=name))
+                players.append(PolicyPlayer(untrained, self._first_messages, name=name))
             elif player.startswith(("http://", "https://")):
                 players.append(ServerPlayer(player, chat, self._pool.config.system_prompt, name))
             else:
@@ -155,7 +177,14 @@ class EnvironmentAgent(AgentLoop):
         return players
 
     async def _call_tools(self, play: "Play", episode: Episode) -> None:
-        """Generate turns and make their calls of tools, until a turn has no call or the episode is over."""
+        """Generate turns and make their calls of tools.
+
+        It ends with a turn without a call, or when the episode is over.
+
+        Args:
+            play: the trained agent.
+            episode: the episode.
+        """
         chat = play.chat
         config = self.services.config.multi_turn
         parameter_schemas = {}
@@ -168,7 +197,7 @@ class EnvironmentAgent(AgentLoop):
                 return
             chat.activity = "in the environment"
             started = time.perf_counter()
-            # One after the other: calls of a turn act on the same environment.
+            # Made one after the other, because they act on the same environment.
             responses = []
             for call in calls[: config.max_parallel_calls]:
                 if not play.is_done:
@@ -179,7 +208,15 @@ class EnvironmentAgent(AgentLoop):
                 chat.append(messages, tool_responses=responses, seconds=seconds)
 
     async def _call(self, play: "Play", episode: Episode, call: ToolCall) -> ToolResult:
-        """Make one call. A call that cannot be read is refused, and the environment does not see it."""
+        """Make one call of a tool, and record its step.
+
+        A call that cannot be read is refused without the environment.
+
+        Args:
+            play: the trained agent.
+            episode: the episode.
+            call: the call.
+        """
         started = time.perf_counter()
         step = Step(f"Error: {call.problem}", info={"is_invalid": True})
         if not call.problem:
@@ -283,16 +320,16 @@ class Play:
                 self._is_unscored = True
             else:
                 self._has_rewards = True
-                self._add(reward)
+                self._add_reward(reward)
         self.is_done = self.is_done or step.is_done
         self._info = {**self._info, **step.info}
         if actor == self._agent and step.info.get("is_invalid"):
             self._num_invalid += 1
-            self._add(-self._config.invalid_penalty)
+            self._add_reward(-self._config.invalid_penalty)
         if step.agent == self._agent:
             self._state = str(step.info.get("state", step.text))
 
-    def _add(self, reward: float) -> None:
+    def _add_reward(self, reward: float) -> None:
         """Add a reward to the score and to the agent's last turn, if it has one."""
         self._score += reward
         # An agent may be rewarded before its first turn, when another one loses.
@@ -332,7 +369,7 @@ class Play:
         if not self._has_rewards and is_graded_elsewhere:
             return None
         # An episode that a limit has cut off was perhaps not scored because it did not end.
-        if not self._has_rewards and self._is_unscored and not self._is_cut:
+        if not self._has_rewards and self._is_unscored and not self._was_cut_off:
             raise RolloutError(
                 "environment",
                 got="an episode without rewards",
@@ -349,13 +386,13 @@ class Play:
         return Outcome(self._score, extra, "", "graded")
 
     @property
-    def _is_cut(self) -> bool:
+    def _was_cut_off(self) -> bool:
         """Whether a limit ended the conversation before the episode was over."""
         return bool(self.chat.finish_reason) and not self.is_done
 
 
 def is_seed(sample: Sample) -> bool:
-    """Whether a row is only a seed, so that its prompt says nothing."""
+    """Whether a row has only a seed for the environment, so that the model must not read its prompt."""
     return bool((sample.columns.get("extra_info") or {}).get("is_env_seed"))
 
 

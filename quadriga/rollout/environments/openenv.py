@@ -27,7 +27,7 @@ from quadriga.rollout.environments.interface import (
     TextEnvironment,
     random_value,
 )
-from quadriga.rollout.environments.libraries import library, read_json
+from quadriga.rollout.environments.libraries import import_library, read_json
 from quadriga.rollout.environments.user_classes import as_observation
 
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -61,6 +61,7 @@ class OpenEnvEnvironment(TextEnvironment):
         if not self._url.startswith(("ws://", "wss://")):
             raise RolloutError("env.name", got=repr(url), expected="openenv:ws://HOST:PORT")
         self._action_schema: Mapping[str, Any] = {}
+        # The schema comes over HTTP, from the same address as the WebSocket.
         client = HTTPClient(
             f"http{self._url.removeprefix('ws')}",
             RolloutError,
@@ -75,13 +76,15 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"no answer ({error})") from error
         self._session = ExitStack()
         self._socket = self._connect()
+        # An action with these fields is a call of a tool.
         is_tool_call = schema.get("properties", {}).keys() >= {"tool_name", "arguments"}
         if is_tool_call:
             self.schemas = self._list_tools()
         else:
-            self._action_schema = _short(schema)
+            self._action_schema = _shorten_schema(schema)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        """Begin an episode. The first observation also shows the schema of actions, if any."""
         # A server refuses arguments that its environment does not know, and not all know seeds.
         reply = self._ask("reset", {"seed": seed, **self._options})
         if reply["type"] == "error":
@@ -96,6 +99,8 @@ class OpenEnvEnvironment(TextEnvironment):
         return Step(text, info=step.info)
 
     def step(self, action: Action) -> Step:
+        """Send an action. If the server refuses it, the model reads the reason."""
+        # A call of a tool, or JSON that the model wrote.
         data: Any
         if isinstance(action, dict):
             data = {
@@ -137,8 +142,8 @@ class OpenEnvEnvironment(TextEnvironment):
         # so 1 means no redirect.
         os.environ["WEBSOCKETS_MAX_REDIRECTS"] = "1"
         # A missing package is reported under its own name, not under the submodule's.
-        library("websockets")
-        client = library("websockets.sync.client")
+        import_library("websockets")
+        client = import_library("websockets.sync.client")
         options: dict[str, Any] = {"max_size": _MAX_MESSAGE_BYTES, "open_timeout": _CONNECT_S}
         # websockets 15 and later would use the proxy of the environment.
         if "proxy" in inspect.signature(client.connect).parameters:
@@ -164,6 +169,10 @@ class OpenEnvEnvironment(TextEnvironment):
 
         While the server has no free session, connect and send again.
 
+        Args:
+            kind: type of the request, "reset" or "step".
+            data: its content.
+
         Raises:
             RolloutError: there is no free session in time, or no reply.
         """
@@ -183,12 +192,19 @@ class OpenEnvEnvironment(TextEnvironment):
             self._socket = self._connect()
 
     def _ask_once(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request, and return the reply: an object with a known type, and an object `data`.
+        """Send a request, and return the reply after checking its form.
+
+        Args:
+            kind: type of the request, "reset" or "step".
+            data: its content.
+
+        Returns:
+            An object with the type "observation" or "error", and an object `data`.
 
         Raises:
             RolloutError: the session was closed, or the reply has another form.
         """
-        exceptions = library("websockets.exceptions")
+        exceptions = import_library("websockets.exceptions")
         try:
             # If the server has closed the session, its reason may still be there to receive.
             with suppress(exceptions.ConnectionClosed):
@@ -238,6 +254,7 @@ class OpenEnvEnvironment(TextEnvironment):
         return Step(text, 0, {0: data.get("reward")}, bool(data.get("done")), info)
 
     def _failure(self, got: str, fix: str = "") -> RolloutError:
+        """Make the error of a server that did not do what was expected."""
         return RolloutError(
             self._where,
             got=got,
@@ -256,7 +273,7 @@ def _tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _short(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _shorten_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Shorten the schema of an action for the model: leave out titles and the field `metadata`."""
     shown_keys = ("$defs", "type", "properties", "required")
     short = {key: schema[key] for key in shown_keys if key in schema}

@@ -125,6 +125,7 @@ class ServerPlayer:
         self._messages.append({"role": "user", "content": observation})
         sampling = self._chat.sampling
         try:
+            # A server needs the name of its model, which it reports itself.
             if not self._model:
                 models = await self._client.call_async("v1/models", method="GET")
                 self._model = models["data"][0]["id"]

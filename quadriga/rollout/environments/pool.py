@@ -48,7 +48,7 @@ class EnvironmentFailedError(ToolFailedError):
     kind: Kind = "raised"
 
 
-def spec_of(config: EnvironmentConfig) -> EnvironmentSpec:
+def environment_spec(config: EnvironmentConfig) -> EnvironmentSpec:
     """Make the description of the configured environment that its processes receive."""
     return EnvironmentSpec(
         name=str(config.name),
@@ -86,12 +86,14 @@ class EnvironmentPool:
         self._counts = Counter[str]()
         self._printed = Printed("environments")
         self._numbers = count()
-        self._places: asyncio.Semaphore | None = None
+        self._episode_slots: asyncio.Semaphore | None = None
         if config.max_concurrent_episodes is not None:
-            self._places = asyncio.Semaphore(max(1, config.max_concurrent_episodes // num_shares))
+            self._episode_slots = asyncio.Semaphore(
+                max(1, config.max_concurrent_episodes // num_shares)
+            )
         self._hosts = []
         for _ in range(max(1, num_processes // num_shares)):
-            host = _Host(spec_of(config), config.timeout_s, self._printed, self._counts)
+            host = _Host(environment_spec(config), config.timeout_s, self._printed, self._counts)
             self._hosts.append(host)
         # All processes start now. A later one that fails raises in its first call.
         starts = [host.submit(host.start) for host in self._hosts]
@@ -109,7 +111,7 @@ class EnvironmentPool:
             seed: seed of `reset`.
             row: columns of the data row for `reset`.
         """
-        async with self._places or nullcontext():
+        async with self._episode_slots or nullcontext():
             host = min(self._hosts, key=lambda candidate: len(candidate.episodes))
             episode = Episode(host, next(self._numbers), seed, row)
             host.episodes.add(episode)
@@ -117,6 +119,7 @@ class EnvironmentPool:
                 yield episode
             finally:
                 host.episodes.discard(episode)
+                # Submitted, so that it follows a call that is in progress.
                 host.submit(host.drop, episode)
 
     def take_metrics(self) -> dict[str, Metric]:
@@ -152,13 +155,13 @@ class Episode:
     def __init__(self, host: "_Host", number: int, seed: int, row: Mapping[str, Any]) -> None:
         self._host = host
         self.number = number
-        self._beginning = (seed, dict(row))
+        self._reset_arguments = (seed, dict(row))
         self.calls: list[tuple[str, tuple[Any, ...], str]] = []
         self.generation = -1
 
     async def reset(self) -> Step:
         """Begin the episode. Errors are those of `step`."""
-        return await self._call("reset", self._beginning)
+        return await self._call("reset", self._reset_arguments)
 
     async def step(self, action: Action) -> Step:
         """Take an action.
@@ -188,13 +191,14 @@ class Episode:
         return await self._call("finish", ())
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Step:
+        """Make a call in the thread of the host, and wait for its answer."""
         return await asyncio.wrap_future(
             self._host.submit(self._host.call, self, method, arguments)
         )
 
 
 class _Host:
-    """A process, and the thread that leads it.
+    """A process of environments, and the thread of this process that sends it calls.
 
     All methods except `submit` and `close` run in this thread.
 
@@ -219,6 +223,7 @@ class _Host:
         self._timeout_s = timeout_s
         self._printed = printed
         self._counts = counts
+        # One thread, so that the process gets one call at a time.
         self._thread = ThreadPoolExecutor(1, "quadriga-environment")
         self._process: EnvironmentProcess | None = None
         self._description = Description()
@@ -243,9 +248,9 @@ class _Host:
         if self._process is not None:
             return self._description
         if self._is_closed:
-            raise self._unloaded("the pool is closed")
+            raise self._load_error("the pool is closed")
         content: Any = None
-        end = ""
+        end = ""  # how the process has ended
         for _ in range(_MAX_DEATHS):
             # The first start of the host is no restart.
             self._counts["restarts"] += self._generation > 0
@@ -256,18 +261,19 @@ class _Host:
                 break
             except TimeoutError as error:
                 self._stop()
-                raise self._unloaded(str(error)) from error
+                raise self._load_error(str(error)) from error
             except EOFError:
                 end = self._stop(_ENDING_S)
         else:
-            raise self._unloaded(f"{end}, {_MAX_DEATHS} times")
+            raise self._load_error(f"{end}, {_MAX_DEATHS} times")
         if kind == UNUSABLE:
             self._stop()
             raise content
         self._description = content
         return content
 
-    def _unloaded(self, got: str) -> RolloutError:
+    def _load_error(self, got: str) -> RolloutError:
+        """Make the error of a process that has not loaded the environment."""
         return RolloutError(
             f"environment {self._spec.name}",
             got=f"a process that did not load it: {got}",
@@ -278,13 +284,19 @@ class _Host:
     def call(self, episode: Episode, method: str, arguments: tuple[Any, ...]) -> Step:
         """Make a call of an episode, after a replay if the process does not know the episode.
 
+        Args:
+            episode: the episode.
+            method: name of the method of the environment.
+            arguments: its arguments.
+
         Raises:
-            EnvironmentFailedError, QuadrigaError: see `Episode.step`.
+            EnvironmentFailedError: the environment raised, was too late, or died three times.
+            QuadrigaError: the environment cannot be loaded.
         """
         where = (
             f"environment {self._spec.name}, {method} after {max(0, len(episode.calls) - 1)} steps"
         )
-        end = ""
+        end = ""  # how the process has ended
         for _ in range(_MAX_DEATHS):
             self.start()
             try:
@@ -293,12 +305,13 @@ class _Host:
                 episode.generation = self._generation
                 step = self._ask(episode, method, arguments, where)
             except EOFError:
+                # The next round starts another process.
                 end = self._stop(_ENDING_S)
                 continue
             episode.calls.append((method, arguments, _digest(step)))
             return step
         got = f"a process that ended with {end}, {_MAX_DEATHS} times"
-        raise self._failed("died", where, got, kind="died")
+        raise self._count_failure("died", where, got, kind="died")
 
     def drop(self, episode: Episode) -> None:
         """Make the process forget an episode, unless the process has been replaced."""
@@ -325,7 +338,7 @@ class _Host:
         where = f"environment {self._spec.name}, replay after its process was lost"
         for method, arguments, digest in episode.calls:
             if _digest(self._ask(episode, method, arguments, where)) != digest:
-                raise self._failed(
+                raise self._count_failure(
                     "irreproducible",
                     where,
                     f"another answer to {method} than before",
@@ -334,6 +347,12 @@ class _Host:
 
     def _ask(self, episode: Episode, method: str, arguments: tuple[Any, ...], where: str) -> Step:
         """Send a call to the process, and return its answer.
+
+        Args:
+            episode: the episode.
+            method: name of the method of the environment.
+            arguments: its arguments.
+            where: the call, for errors.
 
         Raises:
             EnvironmentFailedError: the environment raised, or was too late.
@@ -346,21 +365,21 @@ class _Host:
         except TimeoutError:
             self._stop()
             got = f"no answer within {self._timeout_s:g} s (env.timeout_s); its process was killed"
-            raise self._failed("timeouts", where, got, kind="timeout") from None
+            raise self._count_failure("timeouts", where, got, kind="timeout") from None
         if kind == RAISED:
             last_line = content.strip().splitlines()[-1]
-            failure = self._failed("raised", where, last_line)
+            failure = self._count_failure("raised", where, last_line)
             failure.details = f"{where}:\n{content}"
             raise failure
         return content
 
-    def _failed(
+    def _count_failure(
         self, count_name: str, where: str, got: str, *, kind: Kind = "raised", fix: str = ""
     ) -> EnvironmentFailedError:
         """Count a failure, and make its error.
 
         Args:
-            count_name: one of `_COUNTS`.
+            count_name: the count to raise, one of `_COUNTS`.
             where: the call.
             got: what happened instead of a step.
             kind: kind of the failure in `Outcome`.

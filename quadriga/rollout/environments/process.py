@@ -216,11 +216,12 @@ class EpisodeHost:
             self._environments[episode] = self._make()
         else:
             restore_global_states(self._random_states[episode])
+        # The states are now those of this episode, as if it were alone in the process.
         step = getattr(self._environments[episode], method)(*arguments)
         self._random_states[episode] = global_states()
         if method == "finish":
             del self._environments[episode]
-        return self._checked(step)
+        return self._check_step(step)
 
     def drop(self, episode: int) -> None:
         """Discard an episode, which may have ended already."""
@@ -229,7 +230,7 @@ class EpisodeHost:
             _discard(environment)
         self._random_states.pop(episode, None)
 
-    def _checked(self, step: Step) -> Step:
+    def _check_step(self, step: Step) -> Step:
         """Check a step, shorten its texts, and convert its values to those that JSON can express.
 
         Raises:
@@ -305,11 +306,11 @@ def leave_network() -> None:
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
     """Audit hook that raises a PermissionError if code uses the network."""
-    # Addresses of Unix sockets, which stay allowed, are texts or bytes.
-    is_connection = event in ("socket.connect", "socket.bind") and not isinstance(
-        arguments[1], str | bytes
-    )
-    if is_connection or event in _NETWORK_EVENTS:
+    is_refused = event in _NETWORK_EVENTS
+    if event in ("socket.connect", "socket.bind"):
+        # Addresses of Unix sockets, which stay allowed, are texts or bytes.
+        is_refused = not isinstance(arguments[1], str | bytes)
+    if is_refused:
         raise PermissionError(
             f"{event}: environments have no network. Set env.network=True to allow it."
         )

@@ -99,18 +99,20 @@ class SteppedEnvironment(TextEnvironment):
         self._agent = 0
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
+        """Call `reset` of the object with the seed and the columns of the row that it takes."""
         reset = self.environment.reset
         result = reset(**taken(reset, {**row, "seed": seed}))
         info: Mapping[str, Any] = {}
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
             result, info = result
-        text = self.text_of(result, info)
+        text = self.observation_text(result, info)
         if self._instructions:
             text = f"{text}\n{self._instructions}".lstrip()
         self._agent = info.get("agent", 0)
-        return Step(text, self._agent, info=self._with_state(info, result))
+        return Step(text, self._agent, info=self._add_state(info, result))
 
     def step(self, action: Action) -> Step:
+        """Read the action from the reply, and call `step` of the object with it."""
         if self._read_action is not None:
             try:
                 action = self._read_action(str(action))
@@ -122,9 +124,9 @@ class SteppedEnvironment(TextEnvironment):
         rewards = reward
         if not isinstance(reward, Mapping):
             rewards = {self._agent: reward}
-        text = self.text_of(observation, info)
+        text = self.observation_text(observation, info)
         self._agent = info.get("agent", 0)
-        return Step(text, self._agent, rewards, is_done, self._with_state(info, observation))
+        return Step(text, self._agent, rewards, is_done, self._add_state(info, observation))
 
     def finish(self) -> Step:
         self.discard()
@@ -133,7 +135,7 @@ class SteppedEnvironment(TextEnvironment):
     def discard(self) -> None:
         _close(self.environment)
 
-    def text_of(self, observation: Any, info: Mapping[str, Any]) -> str:
+    def observation_text(self, observation: Any, info: Mapping[str, Any]) -> str:
         """Convert an observation to the text that the model reads.
 
         Args:
@@ -142,10 +144,15 @@ class SteppedEnvironment(TextEnvironment):
         """
         return as_observation(observation)
 
-    def _with_state(self, info: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
-        """Add the observation to the info as the state, unless it is a text or there is a state.
+    def _add_state(self, info: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
+        """Add the observation to the info as "state", if it is not the state anyway.
 
-        A text needs no entry, since it is the state by default.
+        The text that the agent reads is the state by default, and so is an observation that is a
+        text. A state that is in the info already stays.
+
+        Args:
+            info: the info of a step.
+            observation: the observation beside it.
         """
         if "state" in info or observation is None or isinstance(observation, str):
             return info
@@ -168,6 +175,7 @@ def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
         raise ValueError(
             f"step returned {shown}, expected (observation, reward, terminated, truncated, info)"
         )
+    # After the reward: terminated, perhaps truncated, and with more than three values the info.
     observation, reward, *flags = result
     info: Mapping[str, Any] = {}
     if len(result) > 3:
@@ -195,6 +203,7 @@ class ToolEnvironment(TextEnvironment):
         self._methods: dict[str, Callable[..., Any]] = {}
         self._validators: dict[str, Callable[[Any], BaseModel]] = {}
         schemas = []
+        # Each public method is a tool, described by its signature and its docstring.
         for method_name, function in inspect.getmembers(type(environment), inspect.isfunction):
             if method_name.startswith("_") or method_name in _NO_TOOLS:
                 continue
@@ -216,6 +225,7 @@ class ToolEnvironment(TextEnvironment):
         return Step(as_observation(result))
 
     def step(self, action: Action) -> Step:
+        """Check the arguments of a call, and call the method that it names."""
         assert isinstance(action, dict), "an action of this environment is a call of a tool"
         name = action["name"]
         if name not in self._methods:
@@ -237,6 +247,7 @@ class ToolEnvironment(TextEnvironment):
         return Step(as_observation(result))
 
     def finish(self) -> Step:
+        """End the episode. Its reward is that of the object, or None if it has none."""
         get_reward = getattr(self.environment, "get_reward", None)
         reward: Any = getattr(self.environment, "reward", None)
         if callable(get_reward):

@@ -111,6 +111,7 @@ class PrefixCache:
             self.keys = other.keys
             self.values = other.values
             return
+        # All prefixes are padded to the longest one of both.
         width = max(self.lengths + other.lengths)
         _append_prefixes(self.keys, other.keys, width)
         _append_prefixes(self.values, other.values, width)
@@ -119,7 +120,13 @@ class PrefixCache:
 
 
 def _append_prefixes(states: list[Tensor], other_states: list[Tensor], width: int) -> None:
-    """Move the keys or the values of all layers behind `states`, padded to `width` tokens."""
+    """Move the keys or the values of all layers behind those of another cache.
+
+    Args:
+        states: [P, K, S, D] of each layer, replaced by [P + p, K, width, D].
+        other_states: [p, K, s, D] of each layer; empty afterwards.
+        width: length of the longest prefix of both caches.
+    """
     for layer, added in enumerate(other_states):
         first = states[layer]
         num_first, num_heads, first_width, head_size = first.shape
@@ -143,11 +150,11 @@ class ResponseCache:
         self.room = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        # State of the current step: number of slots and length of what attention reads, tokens that
-        # each slot holds, and rows that the new tokens are written to.
-        self._shape = (0, 0)
-        self._written = torch.empty(0)
-        self._rows: Tensor | None = None
+        # State of the current step.
+        self._num_slots = 0
+        self._length = 0  # tokens of each slot that attention reads
+        self._written = torch.empty(0)  # [R], tokens that each slot holds
+        self._rows: Tensor | None = None  # rows that the new tokens are written to; see `write`
 
     def resize(self, capacity: int, room: int, num_slots: int, length: int) -> None:
         """Move to memory of another size.
@@ -162,6 +169,7 @@ class ResponseCache:
             return
         self.capacity = capacity
         self.room = room
+        # One layer at a time, so that only one layer needs both old and new memory.
         for states in (self.keys, self.values):
             for layer, old in enumerate(states):
                 new = old.new_zeros(capacity, old.shape[1], room, old.shape[3])
@@ -186,16 +194,17 @@ class ResponseCache:
             written: [R] int64, tokens that each slot holds before the step.
             length: tokens of each slot that attention reads, the new one included.
         """
-        self._shape = (len(written), length)
+        self._num_slots = len(written)
+        self._length = length
         self._written = written
         self._rows = None
 
-    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The memory of a layer, allocated on first use.
+    def layer_memory(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory of a layer, allocated on first use.
 
         Args:
             layer: number of the layer.
-            like: [R, K, ..., D], a tensor that will be written to it.
+            like: [R, K, ..., D], a tensor that will be written to the memory: gives its sizes.
 
         Returns:
             The keys and the values, [C, K, T, D] each.
@@ -220,8 +229,8 @@ class ResponseCache:
         """
         num_heads = key.shape[1]
         head_size = key.shape[3]
-        keys, values = self.of_layer(layer, value)
-        num_slots, length = self._shape
+        keys, values = self.layer_memory(layer, value)
+        num_slots = self._num_slots
         if self._rows is None:
             # Row of each slot and head in [C * K * T, D], the same for all layers of a step.
             heads = torch.arange(num_slots * num_heads, device=key.device)
@@ -230,7 +239,7 @@ class ResponseCache:
         for states, new in ((keys, key), (values, value)):
             new_rows = new.reshape(-1, head_size).to(states.dtype)
             states.view(-1, head_size).index_copy_(0, self._rows, new_rows)
-        return keys[:num_slots, :, :length], values[:num_slots, :, :length]
+        return keys[:num_slots, :, : self._length], values[:num_slots, :, : self._length]
 
 
 class PrefillPlan:
@@ -255,10 +264,10 @@ class PrefillPlan:
             start += length
         self.packed = PackedAttention(segments, device)
 
-        # [p, S], packed index of the token in each place; padding repeats the last one.
+        # [p, S], packed index of the token in each place of the cache; padding repeats the last one.
         columns = torch.arange(max(cache.lengths))
         rows = [segment.start + columns.clamp(max=segment.length - 1) for segment in segments]
-        self.padded = torch.stack(rows).to(device)
+        self.padded_index = torch.stack(rows).to(device)
         ends = [segment.start + segment.length - 1 for segment in segments]
         self.last = torch.tensor(ends, device=device)
 
@@ -284,21 +293,21 @@ class PrefillPlan:
         Returns:
             [1, N, H, D].
         """
-        self.cache.write(layer, self.places, self._padded(key), self._padded(value))
+        self.cache.write(layer, self.places, self._pad(key), self._pad(value))
         return self.packed.attend(layer, query, key, value, scale, options)
 
-    def _padded(self, states: Tensor) -> Tensor:
-        """[1, K, N, D] -> [p, K, S, D]"""
-        rows = states[0].index_select(1, self.padded.flatten())
-        return rows.unflatten(1, self.padded.shape).transpose(0, 1)
+    def _pad(self, states: Tensor) -> Tensor:
+        """Unpack tokens to one row per prefix: [1, K, N, D] -> [p, K, S, D]."""
+        rows = states[0].index_select(1, self.padded_index.flatten())
+        return rows.unflatten(1, self.padded_index.shape).transpose(0, 1)
 
 
 class DecodePlan:
     """Attention of one new token per slot, by torch's operators.
 
     A plan is valid until a slot of the batch starts or ends. For attention over the prefixes, slots
-    are arranged in a grid of cells [P, n], with a row for each prefix. A cell without a slot repeats
-    another slot, and its result is not used.
+    are arranged in a grid of cells [P, n], with a row for each prefix and a cell for each of its
+    slots. A cell that is left over repeats another slot, and its result is not used.
 
     Args:
         prefixes: KV cache of the prefixes.
@@ -321,29 +330,35 @@ class DecodePlan:
         self.lengths = prefixes.lengths
         next_positions = prefixes.next_positions
         self.first_positions = [next_positions[place] for place in places]
-        self.prefix_mask = self._mask(self.lengths, max(self.lengths))
+        self.prefix_mask = self._padding_mask(self.lengths, max(self.lengths))
 
-        # State of the current step. `windows` has the masks by the width of a sliding window.
+        # State of the current step.
         self.mask: Tensor | None = None
         self.written: Sequence[int] = ()
-        self.windows: dict[int, tuple[Tensor, Tensor]] = {}
+        self.window_masks: dict[int, tuple[Tensor, Tensor]] = {}  # by the width of the window
 
-        # The slots of each prefix.
-        self.members: list[list[int]] = [[] for _ in self.lengths]
+        self.slots_of_prefix: list[list[int]] = [[] for _ in self.lengths]
         for slot, place in enumerate(places):
-            self.members[place].append(slot)
-        self.group_size = max(map(len, self.members))
-        slot_of_cell, cell_of_slot = self.cells(self.group_size)
-        # Slots that are in the order of the cells, as in groups of equal size, need no copy.
-        self.is_even = slot_of_cell == list(range(len(places)))
+            self.slots_of_prefix[place].append(slot)
+        self.group_size = max(map(len, self.slots_of_prefix))
+        slot_of_cell, cell_of_slot = self.cell_indices(self.group_size)
+        # Slots that are in the order of the cells, as with groups of equal size, need no copy.
+        self.is_in_cell_order = slot_of_cell == list(range(len(places)))
         self.slot_of_cell = torch.tensor(slot_of_cell, device=device)
         self.cell_of_slot = torch.tensor(cell_of_slot, device=device)
 
-    def cells(self, group_size: int) -> tuple[list[int], list[int]]:
-        """The slot of each cell, and the cell of each slot, for `group_size` cells per prefix."""
+    def cell_indices(self, group_size: int) -> tuple[list[int], list[int]]:
+        """Map cells to slots, and slots to cells.
+
+        Args:
+            group_size: n, cells per prefix.
+
+        Returns:
+            The slot of each cell, [P * n], and the cell of each slot, [R].
+        """
         slot_of_cell: list[int] = []
         cell_of_slot = [0] * len(self.places)
-        for place, group in enumerate(self.members):
+        for place, group in enumerate(self.slots_of_prefix):
             for number, slot in enumerate(group):
                 cell_of_slot[slot] = place * group_size + number
             filler = group[0] if group else 0
@@ -362,14 +377,14 @@ class DecodePlan:
         length = max(written) + 1
         self.responses.start_step(torch.tensor(written, device=self.device), length)
         self.written = written
-        self.windows = {}
-        self.mask = self._mask([count + 1 for count in written], length)
+        self.window_masks = {}
+        self.mask = self._padding_mask([count + 1 for count in written], length)
         starts = zip(self.first_positions, written, strict=True)
         positions = [first + count for first, count in starts]
         return torch.tensor(positions, device=self.device)[:, None]
 
-    def on_buffers(self, state: Tensor) -> "DecodePlan":
-        """A copy of the plan for a graph, with buffers in place of tensors that change.
+    def copy_for_graph(self, state: Tensor) -> "DecodePlan":
+        """Copy the plan for a graph, with buffers in place of the tensors that change.
 
         The group size is rounded up to a power of two, so that the graph also serves somewhat larger
         groups.
@@ -378,25 +393,32 @@ class DecodePlan:
             state: [5, R], the graph's inputs; see `graphs.Graph`.
         """
         plan = copy(self)
-        plan.is_even = False
+        plan.is_in_cell_order = False
         plan.group_size = 1 << (self.group_size - 1).bit_length()
-        plan.slot_of_cell = state.new_zeros(len(self.members) * plan.group_size)
+        plan.slot_of_cell = state.new_zeros(len(self.slots_of_prefix) * plan.group_size)
         plan.cell_of_slot = state.new_zeros(state.shape[1])
         return plan
 
-    def arrange(self, plan: "DecodePlan", state: Tensor) -> None:
-        """Fill the buffers of this plan, which is a graph's.
+    def fill_buffers(self, plan: "DecodePlan", state: Tensor) -> None:
+        """Fill the buffers of this plan, which `copy_for_graph` made, for the current slots.
 
         Args:
             plan: the plan of the current slots.
             state: [5, R], the graph's inputs; not used by this kind of plan.
         """
-        slot_of_cell, cell_of_slot = plan.cells(self.group_size)
+        slot_of_cell, cell_of_slot = plan.cell_indices(self.group_size)
         self.slot_of_cell.copy_(torch.tensor(slot_of_cell))
         self.cell_of_slot[: len(cell_of_slot)].copy_(torch.tensor(cell_of_slot))
 
-    def start_captured(self, written: Tensor) -> None:
-        """Begin the step that a graph records: over all the room of the responses, masked."""
+    def start_captured_step(self, written: Tensor) -> None:
+        """Begin the step that a graph records.
+
+        Its attention reads all the room of the responses under a mask, because the length of the
+        longest response changes from replay to replay.
+
+        Args:
+            written: [R] int64, buffer with the tokens that each slot holds before the step.
+        """
         room = self.responses.room
         self.responses.start_step(written, room)
         self.mask = hidden_mask(written + 1, room)
@@ -426,45 +448,50 @@ class DecodePlan:
         num_slots, num_heads, _, head_size = query.shape
         keys, values = self.responses.write(layer, key, value)
         query = query.to(keys.dtype).reshape(num_slots, key.shape[1], -1, head_size)  # [R, K, G, D]
-        prefix_mask, mask = self._masks(options.window, query.shape[2])
+        prefix_mask, mask = self._masks_for_window(options.window, query.shape[2])
 
-        # Over the prefixes: the queries of all slots of a prefix are the rows of one matrix.
-        cells = query if self.is_even else query.index_select(0, self.slot_of_cell)
+        # Attention over the prefixes: the queries of all slots of a prefix are rows of one matrix.
+        cells = query if self.is_in_cell_order else query.index_select(0, self.slot_of_cell)
         grouped = cells.unflatten(0, (-1, self.group_size))
-        folded = grouped.transpose(1, 2).flatten(2, 3)  # [P, K, n * G, D]
+        prefix_queries = grouped.transpose(1, 2).flatten(2, 3)  # [P, K, n * G, D]
         prefix_keys = self.prefixes.keys[layer]
         prefix_values = self.prefixes.values[layer]
-        shared, shared_sums = attend_part(
-            folded, prefix_keys, prefix_values, prefix_mask, scale, options.softcap
+        by_prefix, sums_by_prefix = attend_part(
+            prefix_queries, prefix_keys, prefix_values, prefix_mask, scale, options.softcap
         )
-        shared = self._by_slot(shared)
-        shared_sums = self._by_slot(shared_sums)
+        prefix_output = self._split_by_slot(by_prefix)
+        prefix_sums = self._split_by_slot(sums_by_prefix)
 
-        # Over the responses. The softmax of both log-sum-exps weights the two results; for two
-        # numbers it is a sigmoid of their difference.
-        response, response_sums = attend_part(query, keys, values, mask, scale, options.softcap)
-        share = torch.sigmoid(response_sums - shared_sums).unsqueeze(-1)
-        mixed = torch.lerp(shared, response, share.to(response.dtype))
+        # Attention over the responses. The softmax of both log-sum-exps weights the two outputs;
+        # for two numbers it is a sigmoid of their difference.
+        response_output, response_sums = attend_part(
+            query, keys, values, mask, scale, options.softcap
+        )
+        response_weight = torch.sigmoid(response_sums - prefix_sums).unsqueeze(-1)
+        weight = response_weight.to(response_output.dtype)
+        mixed = torch.lerp(prefix_output, response_output, weight)
         if options.sinks is not None:
             # A sink takes its share of the attention, but has no value.
-            sums = torch.logaddexp(response_sums, shared_sums)
+            sums = torch.logaddexp(response_sums, prefix_sums)
             sinks = options.sinks.float().view(key.shape[1], -1)
             token_share = (sums - torch.logaddexp(sums, sinks)).exp()
             mixed = mixed * token_share[..., None].to(mixed.dtype)
         return mixed.reshape(num_slots, 1, num_heads, head_size).to(value.dtype)
 
-    def _by_slot(self, states: Tensor) -> Tensor:
-        """[P, K, n * G, ...] -> [R, K, G, ...]"""
+    def _split_by_slot(self, states: Tensor) -> Tensor:
+        """Split the results of prefixes into those of slots: [P, K, n * G, ...] -> [R, K, G, ...]."""
         grouped = states.unflatten(2, (self.group_size, -1))
         cells = grouped.transpose(1, 2).flatten(0, 1)
-        return cells if self.is_even else cells.index_select(0, self.cell_of_slot)
+        return cells if self.is_in_cell_order else cells.index_select(0, self.cell_of_slot)
 
-    def _masks(self, window: int | None, group: int) -> tuple[Tensor | None, Tensor | None]:
-        """Masks for the keys of prefixes and of responses.
+    def _masks_for_window(
+        self, window: int | None, num_queries: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Masks for the keys of prefixes and of responses, in a layer with a window or without.
 
         Args:
             window: how many tokens the layer sees, the new one included; None: all of them.
-            group: G.
+            num_queries: G, query heads of a key-value head.
 
         Returns:
             [P, 1, 1, S] and [R, 1, 1, t], or None where nothing is hidden; if the window hides some
@@ -478,30 +505,39 @@ class DecodePlan:
         # Nothing is hidden while all sequences are shorter than the window.
         if max(positions) < window:
             return self.prefix_mask, self.mask
-        if window not in self.windows:
+        if window not in self.window_masks:
+            # From a row per slot to a row per cell and query head, as `attend` arranges queries.
             by_slot = self._window_mask(positions, max(self.lengths), window)
             by_cell = by_slot[self.slot_of_cell].unflatten(0, (-1, self.group_size))
-            prefix_mask = by_cell.repeat_interleave(group, 1)[:, None]
+            prefix_mask = by_cell.repeat_interleave(num_queries, 1)[:, None]
             if self.prefix_mask is not None:
                 prefix_mask = prefix_mask + self.prefix_mask
             mask = self._window_mask(self.written, max(self.written) + 1, window)[:, None, None]
             if self.mask is not None:
                 mask = mask + self.mask
-            self.windows[window] = (prefix_mask, mask)
-        return self.windows[window]
+            self.window_masks[window] = (prefix_mask, mask)
+        return self.window_masks[window]
 
     def _window_mask(self, positions: Sequence[int], width: int, window: int) -> Tensor:
-        """Additive mask [R, width] that hides keys `window` or more tokens before `positions` [R].
+        """Additive mask that hides the keys outside a sliding window.
 
-        Key and position count from the same token, the first of the prefix or of the response.
+        Key and position count from the same token: the first of the prefix, or of the response.
+
+        Args:
+            positions: position of the new token of each slot, [R].
+            width: number of keys.
+            window: keys that are this many or more tokens before the new one are hidden.
+
+        Returns:
+            [R, width] float32: 0, or `HIDDEN` (in effect -inf).
         """
         columns = torch.arange(width, device=self.device)
         distances = torch.tensor(positions, device=self.device)[:, None] - columns
         mask = torch.zeros(len(positions), width, device=self.device)
         return mask.masked_fill_(distances >= window, HIDDEN)
 
-    def _mask(self, lengths: Sequence[int], width: int) -> Tensor | None:
-        """`hidden_mask` of these lengths, or None if it hides nothing."""
+    def _padding_mask(self, lengths: Sequence[int], width: int) -> Tensor | None:
+        """`hidden_mask` of these lengths; None if there is no padding to hide."""
         if min(lengths) == width:
             return None
         return hidden_mask(torch.tensor(lengths, device=self.device), width)
@@ -567,20 +603,25 @@ class CompiledPlan:
         """
         assert len(written) <= self.responses.capacity
         assert 0 <= min(written) <= max(written) < self.responses.room
-        # A single transfer to the device.
-        numbers = torch.tensor([self.first_positions, written], device=self.device)
-        first_positions, num_written = numbers
+        # A single transfer to the device, for both.
+        first_positions, num_written = torch.tensor(
+            [self.first_positions, written], device=self.device
+        )
         self.places = self.places._replace(num_written=num_written)
         return (first_positions + num_written)[:, None]
 
-    def on_buffers(self, state: Tensor) -> "CompiledPlan":
-        """A copy of the plan for a graph, which reads `state` [5, R], the graph's inputs."""
+    def copy_for_graph(self, state: Tensor) -> "CompiledPlan":
+        """Copy the plan for a graph.
+
+        Args:
+            state: [5, R], the graph's inputs, which the copy reads; see `graphs.Graph`.
+        """
         plan = copy(self)
         plan.places = SlotPlaces(prefix_of=state[3], prefix_length=state[4], num_written=state[2])
         return plan
 
-    def arrange(self, plan: "CompiledPlan", state: Tensor) -> None:
-        """Fill the buffers of this plan, which is a graph's.
+    def fill_buffers(self, plan: "CompiledPlan", state: Tensor) -> None:
+        """Fill the graph's inputs that do not change from step to step, for the current slots.
 
         Args:
             plan: the plan of the current slots.
@@ -589,8 +630,8 @@ class CompiledPlan:
         num_slots = len(plan.first_positions)
         state[3:, :num_slots] = torch.stack((plan.places.prefix_of, plan.places.prefix_length))
 
-    def start_captured(self, written: Tensor) -> None:
-        """Begin the step that a graph records. The kernels read the lengths from the buffers."""
+    def start_captured_step(self, written: Tensor) -> None:
+        """Do nothing: the kernels read the lengths from the graph's inputs."""
 
     def attend(
         self,
@@ -614,9 +655,9 @@ class CompiledPlan:
         Returns:
             [R, 1, H, D].
         """
-        responses = KeysAndValues(*self.responses.of_layer(layer, value))
+        responses = KeysAndValues(*self.responses.layer_memory(layer, value))
         prefixes = KeysAndValues(self.prefixes.keys[layer], self.prefixes.values[layer])
-        # The loops of a CPU take float32 or, if everything is bfloat16, bfloat16.
+        # On a CPU the loops take bfloat16 if everything is bfloat16, and float32 otherwise.
         if self.device.type == "cuda":
             dtype = responses.keys.dtype
         elif {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}:
@@ -642,7 +683,7 @@ AnyDecodePlan: TypeAlias = DecodePlan | CompiledPlan
 def plan_decoding(
     prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int], device: torch.device
 ) -> AnyDecodePlan:
-    """The fastest plan for the slots of a batch.
+    """Make the plan of a batch that is fastest on this device.
 
     Args:
         prefixes: KV cache of the prefixes.
@@ -660,7 +701,7 @@ def plan_decoding(
 def compiled_attention(
     device: torch.device, dtype: torch.dtype, head_size: int
 ) -> "Kernels | TritonKernels | None":
-    """The kernels that compute decode attention, or None if torch's operators do.
+    """Compiled kernels for decode attention; None: there are none, and torch's operators are used.
 
     Args:
         device: device of the KV cache.

@@ -50,7 +50,7 @@ from quadriga.rollout.interface import (
 from quadriga.rollout.native.attention import cache_dtype
 from quadriga.rollout.native.cache_memory import CacheMemory
 from quadriga.rollout.native.generation import Generation, GenerationRequest
-from quadriga.rollout.native.group_steps import GroupSteps, Over, Renewal, StepMessage
+from quadriga.rollout.native.group_steps import BatchEnd, GroupSteps, NewWeights, StepMessage
 from quadriga.rollout.native.inbox import Inbox, RunnerThread, Work
 from quadriga.rollout.native.network import (
     Network,
@@ -151,6 +151,12 @@ class NativeEngine(CausalModelEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "NativeEngine":
+        """Make the engine of a configuration, in one process or for a rank of a rollout group.
+
+        A rank of a group begins with a model on "meta", whose shards arrive later. Otherwise the
+        engine computes with the actor's own model, or with a copy if this process lacks some of its
+        weights.
+        """
         setup.require_no_options()
         rollout = setup.rollout
         section = setup.config.actor_rollout_ref
@@ -159,6 +165,7 @@ class NativeEngine(CausalModelEngine):
             "cache_gigabytes": rollout.cache_gigabytes,
         }
         if setup.group is not None:
+            # The model with an adapter tells which matrices a rank merges into its shards.
             model = setup.skeleton()
             adapted = None
             if section.model.has_adapter:
@@ -196,10 +203,11 @@ class NativeEngine(CausalModelEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        requests = self._requests(prompts, sampling, images)
-        self._counted([request.future for request in requests])
+        """Generate a response for each prompt. Unless there is a runner, this thread is it."""
+        requests = self._make_requests(prompts, sampling, images)
+        self._count_when_done([request.future for request in requests])
         if self._inbox.put(requests):
-            self._run()
+            self._run_generation()
         return [request.future.result() for request in requests]
 
     async def generate(
@@ -236,14 +244,14 @@ class NativeEngine(CausalModelEngine):
         Returns:
             The completion of each request.
         """
-        requests = self._requests(prompts, sampling, images)
+        requests = self._make_requests(prompts, sampling, images)
         # Requests beyond the length of `earlier` are new.
         for request, response in zip(requests, earlier, strict=False):
-            request.go_on_from(response)
+            request.continue_from(response)
         # All join at the same step, so one of them reports it.
         requests[0].joined = joined
         if self._inbox.put(requests):
-            self._thread.start(self._run)
+            self._thread.start(self._run_generation)
         return [request.future for request in requests]
 
     def between_steps(
@@ -264,7 +272,7 @@ class NativeEngine(CausalModelEngine):
         """
         done: Future[int] = Future()
         if self._inbox.put(work=[Work(work, keeps_cache, recomputes, done)]):
-            self._thread.start(self._run)
+            self._thread.start(self._run_generation)
         return done
 
     def unfinished(self) -> dict[Future[Completion], Completion]:
@@ -279,10 +287,19 @@ class NativeEngine(CausalModelEngine):
         """Abort all unfinished requests without waiting; they end after the current step."""
         self._inbox.abort()
 
-    def _requests(
+    def _make_requests(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages
     ) -> list[GenerationRequest]:
-        """Make the requests of a batch, after checking the caller's arguments."""
+        """Make the requests of a batch, after checking the caller's arguments.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Raises:
+            RolloutError: the engine is not ready, or cannot serve a request.
+        """
         self._require_ready(prompts, sampling, images)
         self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
@@ -303,37 +320,52 @@ class NativeEngine(CausalModelEngine):
     # ---- a rollout group ------------------------------------------------------------------------
 
     def follow(self) -> None:
+        """Make the leader's steps until the batch is over; for a member of a rollout group.
+
+        Raises:
+            EngineError: this rank generated other tokens than the leader.
+            PeerLostError: the leader is gone.
+        """
         assert self._steps is not None and self.group is not None and not self.group.is_leader
         while True:
-            message = self.group.hear(is_idle=True) or StepMessage()
-            if isinstance(message, Over):
+            message = self.group.receive(is_idle=True) or StepMessage()
+            if isinstance(message, BatchEnd):
                 break
-            if isinstance(message, Renewal):
-                self._follow_renewal(message)
+            if isinstance(message, NewWeights):
+                self._follow_new_weights(message)
             else:
                 self._follow_requests(message)
         self._steps.require_same(message.checksum)
         self._steps.reset()
 
     def _follow_requests(self, first_step: StepMessage) -> None:
-        """Make the leader's steps until no request is left."""
+        """Make the leader's steps until no request is left.
+
+        Args:
+            first_step: the leader's first message.
+        """
         assert self._steps is not None
-        message: StepMessage | Renewal | Over = first_step
-        with self._computing(first_step.max_cache_tokens) as generation:
+        message: StepMessage | NewWeights | BatchEnd = first_step
+        with self._new_generation(first_step.max_cache_tokens) as generation:
             while True:
-                if isinstance(message, Renewal):
-                    self._follow_renewal(message, generation)
+                if isinstance(message, NewWeights):
+                    self._follow_new_weights(message, generation)
                 else:
                     # The leader ends a batch only after all of its requests.
                     assert isinstance(message, StepMessage)
                     self._follow_step(message, generation)
                     if generation.scheduler.is_done:
                         break
-                message = self._steps.group.hear() or StepMessage()
-        self._steps.count_tokens()
+                message = self._steps.group.receive() or StepMessage()
+        self._steps.add_finished_to_checksum()
 
     def _follow_step(self, step: StepMessage, generation: Generation) -> None:
-        """Make a step of the leader."""
+        """Make the same step as the leader.
+
+        Args:
+            step: the leader's message.
+            generation: the generation of this rank.
+        """
         assert self._steps is not None
         requests = []
         for prompt, sampling, images, earlier in step.added:
@@ -341,43 +373,48 @@ class NativeEngine(CausalModelEngine):
                 prompt, sampling, self.eos_token_ids, self.tokenizer, images
             )
             if earlier is not None:
-                request.go_on_from(earlier)
+                request.continue_from(earlier)
             requests.append(request)
         self._steps.add(requests)
         generation.scheduler.add(requests)
-        generation.advance([self._steps.requests[number] for number in step.given_up])
+        generation.advance([self._steps.requests[number] for number in step.aborted])
 
-    def _follow_renewal(self, renewal: Renewal, generation: Generation | None = None) -> None:
+    def _follow_new_weights(
+        self, new_weights: NewWeights, generation: Generation | None = None
+    ) -> None:
         """Take over the leader's weights.
 
         Args:
-            renewal: the leader's message.
+            new_weights: the leader's message.
             generation: the running generation, which goes on with them; None between two batches.
         """
         assert self._steps is not None
-        self._steps.count_tokens(_requests_of(generation))
-        self._steps.require_same(renewal.checksum)
-        if renewal.version != self.weight_version:
+        self._steps.add_finished_to_checksum(_requests_of(generation))
+        self._steps.require_same(new_weights.checksum)
+        if new_weights.version != self.weight_version:
             assert self.take_weights is not None
-            self.take_weights(renewal.version)
+            self.take_weights(new_weights.version)
         if generation is not None:
-            network = self._packed_network()
-            generation.renew(network, renewal.version, keeps_cache=renewal.keeps_cache)
+            network = self._current_network()
+            generation.switch_weights(
+                network, new_weights.version, keeps_cache=new_weights.keeps_cache
+            )
 
     def release(self) -> None:
+        """End the batch on all ranks of a rollout group; does nothing except on the leader."""
         if self._steps is None or self.group is None or not self.group.is_leader:
             return
         self.abort()
         self._thread.finish()
         # After a failed step the members do not listen any more.
         if not self._steps.has_failed:
-            self.group.tell(Over(self._steps.checksum))
+            self.group.broadcast(BatchEnd(self._steps.checksum))
         self._steps.reset()
 
     def wanted_shards(self) -> Wanted:
         """The shards of a group's rank, by the trainer's names."""
         assert self._shards is not None
-        return self._shards.wanted()
+        return self._shards.wanted_shards()
 
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Compute with these tensors from now on.
@@ -389,16 +426,26 @@ class NativeEngine(CausalModelEngine):
                 `merged_shards`, which the engine changes after they have arrived.
         """
         assert self._shards is not None
-        self._shards.hold(shards)
+        self._shards.hold_shards(shards)
 
     # ---- weights, sleep -------------------------------------------------------------------------
 
     def load_weights(self, weights: NamedWeights, version: int) -> None:
+        """Load a complete set of weights, or the shards of a group's rank.
+
+        Args:
+            weights: names and tensors. On a rank of a group: its shards and the adapter's matrices.
+            version: their version.
+
+        Raises:
+            RolloutError: responses are generated at this moment.
+            WeightSyncError: the set is incomplete or does not fit the model.
+        """
         self._require_idle("load_weights")
         # A copy of the old weights is freed before the new ones arrive.
         self._network = None
         if self._shards is not None:
-            weights = self._shards.with_adapter(dict(weights))
+            weights = self._shards.merge_adapter(dict(weights))
         super().load_weights(weights, version)
 
     def sleep(self) -> None:
@@ -408,6 +455,7 @@ class NativeEngine(CausalModelEngine):
         self._network = None
 
     def close(self) -> None:
+        """Abort unfinished responses, and end the engine and its thread."""
         self.abort()
         self._thread.finish()
         super().close()
@@ -430,10 +478,11 @@ class NativeEngine(CausalModelEngine):
 
     # ---- the runner -----------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run_generation(self) -> None:
         """Generate until no request is left; the runner."""
         try:
-            with self._computing(self.cache_memory.max_tokens(self.model.device)) as generation:
+            max_cache_tokens = self.cache_memory.max_tokens(self.model.device)
+            with self._new_generation(max_cache_tokens) as generation:
                 self._generate_all(generation)
         except BaseException as error:
             # The callers wait for their futures, whatever thread this is, and get the error there.
@@ -447,37 +496,43 @@ class NativeEngine(CausalModelEngine):
         """Make steps until there is neither a request nor work."""
         scheduler = generation.scheduler
         while True:
-            self._work_between_steps(generation)
-            added, given_up, goes_on = self._inbox.take(scheduler)
-            # Without the lock of the inbox: a callback may submit requests.
+            self._do_work_between_steps(generation)
+            added, aborted, goes_on = self._inbox.take(scheduler)
+            # Not in `take`, which holds the lock of the inbox: a callback may submit requests.
             for request in added:
                 if request.joined is not None:
                     request.joined(self.num_steps)
             if not goes_on:
                 break
-            # Without a request there may still be work, which the next round does.
+            # There may still be work, which the next round does.
             if scheduler.is_done:
                 continue
-            # The members have to know before the leader computes: layers wait for all ranks.
+            # Sent before the leader computes, because its layers wait for those of all ranks.
             if self._steps is not None:
-                self._steps.tell_step(
-                    added, given_up, scheduler.max_cache_tokens, self.weight_version
+                self._steps.send_step(
+                    added, aborted, scheduler.max_cache_tokens, self.weight_version
                 )
             # Counted before the step: callbacks of responses that end in it read the number.
             self.num_steps += 1
             with PhaseTimer.mark(f"step of version {self.weight_version}"):
-                generation.advance(given_up)
+                generation.advance(aborted)
             if scheduler.is_done:
                 if self._steps is not None:
-                    self._steps.count_tokens()
+                    self._steps.add_finished_to_checksum()
                 # The next requests find an empty KV cache on all ranks, even if they are in the
                 # leader's inbox already.
-                generation.renew(generation.network, self.weight_version, keeps_cache=False)
+                generation.switch_weights(
+                    generation.network, self.weight_version, keeps_cache=False
+                )
 
-    def _work_between_steps(self, generation: Generation) -> None:
-        """Do the submitted work. The generation goes on with the weights that it has loaded."""
+    def _do_work_between_steps(self, generation: Generation) -> None:
+        """Do all submitted work. The generation goes on with the weights that the work has loaded.
+
+        Args:
+            generation: the running generation.
+        """
         while True:
-            # It may submit work, so it is called before each look for work.
+            # The callback may submit work, so it is called before each look for work.
             if self.before_step is not None:
                 self.before_step(self.num_steps)
             work = self._inbox.next_work(partial(_requests_of, generation))
@@ -490,7 +545,7 @@ class NativeEngine(CausalModelEngine):
                 with PhaseTimer.mark("new weights"):
                     work.function()
                 if work.recomputes or self.weight_version != version:
-                    self._renew(generation, keeps_cache=work.keeps_cache)
+                    self._switch_weights(generation, keeps_cache=work.keeps_cache)
             except BaseException as error:
                 work.done.set_exception(error)
                 raise
@@ -498,18 +553,23 @@ class NativeEngine(CausalModelEngine):
                 self._is_between_steps = False
             work.done.set_result(self.num_steps)
 
-    def _renew(self, generation: Generation, *, keeps_cache: bool) -> None:
-        """Continue a generation with the loaded weights, on all ranks of a group."""
+    def _switch_weights(self, generation: Generation, *, keeps_cache: bool) -> None:
+        """Continue a generation with the loaded weights, on all ranks of a group.
+
+        Args:
+            generation: the running generation.
+            keeps_cache: whether it keeps the KV cache of the older weights.
+        """
         steps = self._steps
         if steps is not None:
-            steps.count_tokens(_requests_of(generation))
-            steps.group.tell(Renewal(steps.checksum, self.weight_version, keeps_cache))
-        network = self._packed_network()
-        generation.renew(network, self.weight_version, keeps_cache=keeps_cache)
+            steps.add_finished_to_checksum(_requests_of(generation))
+            steps.group.broadcast(NewWeights(steps.checksum, self.weight_version, keeps_cache))
+        network = self._current_network()
+        generation.switch_weights(network, self.weight_version, keeps_cache=keeps_cache)
 
     @contextmanager
-    def _computing(self, max_cache_tokens: int | None) -> Iterator[Generation]:
-        """Context manager of a generation, with the model in evaluation mode.
+    def _new_generation(self, max_cache_tokens: int | None) -> Iterator[Generation]:
+        """Context manager: a generation without requests, with the model in evaluation mode.
 
         Evaluation mode switches off dropout and gradient checkpointing. The trainer's mode is
         restored on exit.
@@ -524,7 +584,7 @@ class NativeEngine(CausalModelEngine):
                 self._recorder.is_on = True
             # A worker thread begins with the default device.
             with torch.inference_mode(), torch.cuda.device_of(next(self.model.parameters())):
-                network = self._packed_network()
+                network = self._current_network()
                 scheduler = Scheduler[GenerationRequest](
                     self.max_num_seqs, self.max_num_batched_tokens, max_cache_tokens
                 )
@@ -540,7 +600,7 @@ class NativeEngine(CausalModelEngine):
                 self._recorder.is_on = False
             self.model.train(was_training)
 
-    def _packed_network(self) -> Network:
+    def _current_network(self) -> Network:
         """The network of the current parameters, made anew if they have changed."""
         if self._network is None or self._network.state != state_of(self.model):
             # Frees the packed copy of earlier weights before the next one is made.
@@ -575,7 +635,7 @@ def _require_groups(model: PreTrainedModel, group: RolloutGroup) -> None:
 def _require_places(
     where: str, prompt: Prompt, images: Images, image_tokens: ImageTokens | None
 ) -> None:
-    """Refuse images unless the prompt has a token for each of their embeddings."""
+    """Raise a RolloutError unless the prompt has a token for each embedding of its images."""
     if image_tokens is None:
         expected = "text: the model is not a vision-language model"
         raise RolloutError(where, got="images", expected=expected)

@@ -47,11 +47,12 @@ from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopString
 if HAS_TRITON:
     from quadriga.rollout.native.kernels_triton import draw
 
-# Tokens that a response gets room for at first, and that are added when the cache is nearly full.
+# Tokens of a response that the KV cache has room for at first, and that are added when the cache is
+# nearly full.
 _FIRST_ROOM = 64
 _NEXT_ROOM = 16
 # Unused prefixes are dropped from the KV cache if at most this share is in use.
-_KEPT_SHARE = 0.5
+_USED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class GenerationRequest:
 
     Attributes:
         routes: [tokens, L, k] experts of the prefix's tokens, then of one token each.
-        is_given_up: whether the request was aborted, or its caller does not wait any more.
+        is_aborted: whether the request was aborted, or its caller does not wait any more.
         joined: called when the request joins a batch, with the number of steps before that.
         times: when the request arrived, and each time it was admitted, in seconds since 1970.
         future: gets the completion.
@@ -171,25 +172,26 @@ class GenerationRequest:
         self.images = images
         self.end = EndOfResponse(sampling, eos_token_ids, tokenizer)
         self.draws = Draws(sampling.seed)
+        # The response so far, with a value for each token.
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
         self.sampling_log_probs: list[float] = []
         self.routes: list[np.ndarray] = []
         self.finish_reason: FinishReason | None = None
-        self.is_given_up = False
+        self.is_aborted = False
         self.joined: Callable[[int], None] | None = None
         self.times = [time.time()]
         self.future: Future[Completion] = Future()
         self.future.add_done_callback(self._note_cancellation)
-        self.restart()
+        self.reset_prefix()
 
     def _note_cancellation(self, future: Future[Completion]) -> None:
-        """Give the request up if its caller has cancelled the future."""
-        self.is_given_up |= future.cancelled()
+        """Mark the request as aborted if its caller has cancelled the future."""
+        self.is_aborted |= future.cancelled()
 
-    def restart(self) -> None:
-        """Make all tokens so far the prefix, because none of them is in the KV cache."""
+    def reset_prefix(self) -> None:
+        """Make all tokens so far the prefix, which a prefill computes: none is in the KV cache."""
         tokens = (*self.prompt, *self.token_ids)
         self.prefix: Prefix = tokens
         if self.images is not None:
@@ -197,13 +199,19 @@ class GenerationRequest:
 
     @property
     def num_left(self) -> int:
-        """Most tokens that may follow the prefix in the KV cache. The last one is never written."""
+        """Most tokens that may follow the prefix in the KV cache.
+
+        The last token of a response is never written to it, because nothing attends to that token.
+        """
         num_in_prefix = len(self.prefix) - len(self.prompt)
         return max(1, self.sampling.max_tokens - 1 - num_in_prefix)
 
     @property
     def num_written(self) -> int:
-        """Tokens behind the prefix that are in the KV cache, all except the latest one."""
+        """Tokens behind the prefix that are in the KV cache.
+
+        These are all except the latest one, which the next step writes.
+        """
         num_tokens = len(self.prompt) + len(self.token_ids)
         return max(0, num_tokens - len(self.prefix) - 1)
 
@@ -230,8 +238,14 @@ class GenerationRequest:
         self.sampling_log_probs.append(sampling_log_prob)
         self.finish_reason = self.end.reason(self.token_ids)
 
-    def go_on_from(self, earlier: Completion) -> None:
-        """Continue a response that was aborted, with the same tokens as without the abort."""
+    def continue_from(self, earlier: Completion) -> None:
+        """Continue a response that was aborted.
+
+        The random numbers are those that the response would have had without the abort.
+
+        Args:
+            earlier: the aborted response.
+        """
         self.token_ids = list(earlier.token_ids)
         self.log_probs = list(earlier.log_probs)
         self.sampling_log_probs = list(earlier.sampling_log_probs)
@@ -239,10 +253,15 @@ class GenerationRequest:
         # Skip the random numbers of the tokens that exist.
         for _ in self.token_ids:
             self.draws.next()
-        self.restart()
+        self.reset_prefix()
 
     def completion(self, weight_version: int) -> Completion:
-        """The response so far. An unfinished one is reported as aborted."""
+        """Make the completion of the response so far. An unfinished one is reported as aborted.
+
+        Args:
+            weight_version: version of the current weights.
+        """
+        # A request that was aborted before it was admitted has no such time.
         first_admitted_at = math.nan
         if len(self.times) > 1:
             first_admitted_at = self.times[1]
@@ -257,8 +276,8 @@ class GenerationRequest:
             times=(self.times[0], first_admitted_at, time.time()),
         )
 
-    def close(self, weight_version: int) -> None:
-        """Give the caller its completion, unless it has cancelled the future."""
+    def resolve(self, weight_version: int) -> None:
+        """Give the completion to the caller, unless the caller has cancelled the future."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(self.completion(weight_version))
 
@@ -296,10 +315,10 @@ class Generation:
         self.responses = ResponseCache()
         self.routes: dict[Prefix, np.ndarray] = {}
         self.rules: SamplingRules | None = None
-        self._use(network, weight_version)
+        self._set_network(network, weight_version)
 
-    def _use(self, network: Network, weight_version: int) -> None:
-        """Compute with this network from now on."""
+    def _set_network(self, network: Network, weight_version: int) -> None:
+        """Compute with a network from now on; the plan and the graphs of the old one are dropped."""
         self.network = network
         self.weight_version = weight_version
         self.plan: AnyDecodePlan | None = None
@@ -307,27 +326,31 @@ class Generation:
         if self.uses_graphs and GraphedSteps.can_capture(network):
             self.graphs = GraphedSteps(network)
 
-    def advance(self, given_up: Collection[GenerationRequest] = ()) -> None:
-        """Drop aborted requests, start waiting ones, and compute one token of every slot."""
+    def advance(self, aborted: Collection[GenerationRequest] = ()) -> None:
+        """Make a step: end aborted requests, start waiting ones, compute a token of every slot.
+
+        Args:
+            aborted: requests to end.
+        """
         scheduler = self.scheduler
-        if given_up:
-            # From the last slot on: ending a request moves that of the last slot.
+        if aborted:
+            # Backwards, because ending a request moves the one of the last slot.
             for slot in reversed(range(len(scheduler.running))):
-                if scheduler.running[slot] in given_up:
-                    self._end(slot)
+                if scheduler.running[slot] in aborted:
+                    self._end_request(slot)
             still_waiting = []
             for request in scheduler.waiting:
-                if request in given_up:
-                    request.close(self.weight_version)
+                if request in aborted:
+                    request.resolve(self.weight_version)
                 else:
                     still_waiting.append(request)
             scheduler.waiting = still_waiting
         if scheduler.waiting:
             self._admit()
         if scheduler.running:
-            self._step()
+            self._decode_step()
 
-    def renew(self, network: Network, weight_version: int, *, keeps_cache: bool) -> None:
+    def switch_weights(self, network: Network, weight_version: int, *, keeps_cache: bool) -> None:
         """Continue with newer weights.
 
         Args:
@@ -338,11 +361,10 @@ class Generation:
         """
         older_version = self.weight_version
         running = self.scheduler.running
-        # Graphs and the plan are bound to the old network.
-        self._use(network, weight_version)
+        self._set_network(network, weight_version)
         if not keeps_cache:
             while running:
-                self.scheduler.preempt().restart()
+                self.scheduler.preempt().reset_prefix()
             self.prefixes = PrefixCache()
             self.responses = ResponseCache()
             self.routes = {}
@@ -351,6 +373,7 @@ class Generation:
         # Mark the prefixes as old, so that requests that start later do not share them.
         marked: dict[Prefix, OlderPrefix] = {}
         for prefix in self.prefixes.prefixes:
+            # A prefix that is older than one change of weights is marked already.
             is_marked = isinstance(prefix, OlderPrefix)
             marked[prefix] = prefix if is_marked else OlderPrefix(prefix, older_version)
         self.prefixes.prefixes = [marked[prefix] for prefix in self.prefixes.prefixes]
@@ -358,7 +381,7 @@ class Generation:
         for request in running:
             request.prefix = marked[request.prefix]
 
-    def _end(self, slot: int) -> None:
+    def _end_request(self, slot: int) -> None:
         """End the request of a slot. The request of the last slot takes its place."""
         running = self.scheduler.running
         request = running[slot]
@@ -367,14 +390,14 @@ class Generation:
             self.responses.move(last, slot, running[slot].num_written)
         self.plan = None
         # Last, because callbacks of the caller run in it.
-        request.close(self.weight_version)
+        request.resolve(self.weight_version)
 
     def _admit(self) -> None:
         """Start waiting requests: prefill of their prefixes, and the first token of each."""
         running = self.scheduler.running
         num_before = len(running)
 
-        # New slots get as much room as the running ones have.
+        # All slots have the same room, so new ones get at least that of the running ones.
         candidates = self.scheduler.waiting[: self.scheduler.max_num_seqs]
         room = min(_FIRST_ROOM, max(request.num_left for request in candidates))
         if running:
@@ -387,14 +410,13 @@ class Generation:
             request.times.append(admitted_at)
         # Tokens of the longest response that is in the KV cache already.
         length = max((request.num_written for request in running[:num_before]), default=0)
-        # Now that the slots are known: no response needs more room than the longest one may take.
-        room = max(min(room, self._limit()), length)
+        # The requests that have started may need less room than the candidates.
+        room = max(min(room, self._max_room()), length)
         self.responses.resize(len(running), room, num_before, length)
 
-        # A prefix of running slots is in the cache already, and is not computed again.
-        self._keep_prefixes()
+        # Prefill of the prefixes that are not in the cache, each once for all samples of a prompt.
+        self._drop_unused_prefixes()
         cached = set(self.prefixes.prefixes)
-        # A dictionary, because samples of a prompt have the same prefix.
         new_prefixes = dict.fromkeys(
             request.prefix for request in started if request.prefix not in cached
         )
@@ -406,8 +428,18 @@ class Generation:
             for request in started:
                 request.routes = [self.routes[request.prefix]]
 
-        # Logits are computed once for each prefix, and sampled for each slot that starts.
-        places = self._places(started)
+        self._sample_first_tokens(started, num_before)
+
+    def _sample_first_tokens(self, started: Sequence[GenerationRequest], first: int) -> None:
+        """Sample the first token of each slot that starts, from the last hidden state of its prefix.
+
+        Logits are computed once for each prefix, however many samples share it.
+
+        Args:
+            started: the requests that start.
+            first: their first slot.
+        """
+        places = self._prefix_places(started)
         unique_places = sorted(set(places))
         row_of_place = {place: row for row, place in enumerate(unique_places)}
         last_hidden = self.prefixes.last_hidden
@@ -417,13 +449,13 @@ class Generation:
         rows = torch.tensor([row_of_place[place] for place in places], device=self.device)
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
         # Indexing copies the logits, which the sampler overwrites.
-        self._sample(logits[rows], rules, num_before)
+        self._sample(logits[rows], rules, first)
 
-    def _limit(self) -> int:
+    def _max_room(self) -> int:
         """Most tokens that a response of this batch may add to the KV cache."""
         return max(request.num_left for request in self.scheduler.running)
 
-    def _keep_prefixes(self) -> None:
+    def _drop_unused_prefixes(self) -> None:
         """Drop all prefixes from the KV cache except those of the current slots."""
         needed = {request.prefix for request in self.scheduler.running}
         prefixes = self.prefixes.prefixes
@@ -431,10 +463,20 @@ class Generation:
         self.routes = {prefix: routes for prefix, routes in self.routes.items() if prefix in needed}
 
     def _prefill(self, prefixes: Sequence[Prefix]) -> PrefixCache:
-        """KV cache of new prefixes, in rounds of at most `max_num_batched_tokens` tokens."""
+        """Compute the KV cache of new prefixes, in rounds of at most `max_num_batched_tokens` tokens.
+
+        Args:
+            prefixes: the prefixes.
+
+        Returns:
+            Their cache, with the hidden state of the last token of each.
+
+        Raises:
+            RolloutError: a layer has no KV cache.
+        """
         cache = PrefixCache(prefixes)
         last_hidden = []
-        # Buckets of tokens in place of bytes. Their items are indices of prefixes.
+        # `buckets` groups indices of prefixes by their number of tokens, in place of bytes.
         rounds = buckets(
             range(len(prefixes)),
             num_bytes=cache.lengths.__getitem__,
@@ -444,17 +486,18 @@ class Generation:
         for indices in rounds:
             places = slice(indices[0], indices[-1] + 1)
             plan = PrefillPlan(cache, places, self.device)
-            tokens, positions, images = self._packed(prefixes[places])
+            tokens, positions, images = self._pack(prefixes[places])
             hidden = self.network.hidden(tokens, positions, images, plan=plan)[0]
             last_hidden.append(hidden.index_select(0, plan.last))
+            # The routes of all packed tokens, split by prefix.
             if self.recorder is not None:
                 ends = np.cumsum(cache.lengths[places])
                 routes = np.split(self.recorder.take().numpy(), ends[:-1])
                 self.routes |= zip(prefixes[places], routes, strict=True)
         cache.last_hidden = torch.cat(last_hidden)
 
-        # Layers that did not call our attention have no KV cache. Decode steps would silently be
-        # computed without their context.
+        # Layers that did not call our attention have no KV cache. Decode steps would compute them
+        # without their context, and nobody would notice.
         if len(cache.keys) != self.network.num_layers:
             raise RolloutError(
                 f"native.generate with {type(self.network.body).__name__}",
@@ -464,17 +507,20 @@ class Generation:
             )
         return cache
 
-    def _packed(
+    def _pack(
         self, prefixes: Sequence[Prefix]
     ) -> tuple[torch.Tensor, torch.Tensor, PackedImages | None]:
-        """Pack prefixes into one row.
+        """Pack prefixes into one row of tokens.
+
+        Args:
+            prefixes: the prefixes.
 
         Returns:
             Tokens [1, N]; their positions, [1, N], or [3, 1, N] if a prefix has images; and the
             images, None if there are none.
         """
         tokens: list[int] = []
-        axes_positions = []
+        axis_positions = []  # [3, tokens] of each prefix
         images = []
         for prefix in prefixes:
             if isinstance(prefix, ImagePrefix):
@@ -484,41 +530,44 @@ class Generation:
                 # The first tokens with their id stand for images; later ones were generated.
                 image_places, _ = image_tokens.places(np.array(prefix.tokens), inputs)
                 images.append((inputs, len(tokens) + image_places))
-                axes_positions.append(prefix.positions())
+                axis_positions.append(prefix.positions())
             else:
-                axes_positions.append(torch.arange(len(prefix)).expand(3, -1))
+                axis_positions.append(torch.arange(len(prefix)).expand(3, -1))
             tokens += prefix
-        positions = torch.cat(axes_positions, 1)
+        positions = torch.cat(axis_positions, 1)
         positions = positions[:, None] if images else positions[:1]
         packed = torch.tensor([tokens], device=self.device)
         return packed, positions.to(self.device), packed_images(images, self.device)
 
-    def _places(self, requests: Sequence[GenerationRequest]) -> list[int]:
-        """The place of each request's prefix in the cache."""
+    def _prefix_places(self, requests: Sequence[GenerationRequest]) -> list[int]:
+        """Index of each request's prefix in the prefix cache."""
         place_of = {prefix: place for place, prefix in enumerate(self.prefixes.prefixes)}
         return [place_of[request.prefix] for request in requests]
 
-    def _step(self) -> None:
+    def _decode_step(self) -> None:
         """Compute and sample one token of every slot."""
         longest = max(request.num_written for request in self.scheduler.running)
         if longest >= self.responses.room:
             self._make_room(longest)
         requests = self.scheduler.running
         written = [request.num_written for request in requests]
+
         # Plan and rules stay valid until a slot starts or ends.
         if self.plan is None or self.rules is None:
             num_used = len({request.prefix for request in requests})
-            if num_used <= _KEPT_SHARE * len(self.prefixes.prefixes):
-                self._keep_prefixes()
-            places = self._places(requests)
+            if num_used <= _USED_SHARE * len(self.prefixes.prefixes):
+                self._drop_unused_prefixes()
+            places = self._prefix_places(requests)
             self.plan = plan_decoding(self.prefixes, self.responses, places, self.device)
             params = [request.sampling for request in requests]
             self.rules = SamplingRules.from_params(params, self.device)
 
+        # The latest token of each slot is the input of the step.
         tokens = [request.token_ids[-1] for request in requests]
         logits = None
         if self.graphs is not None:
             logits = self.graphs.logits(self.plan, tokens, written)
+        # There are no graphs, or none for the current memory yet.
         if logits is None:
             positions = self.plan.start_step(written)
             inputs = torch.tensor(tokens, device=self.device)[:, None]
@@ -536,17 +585,17 @@ class Generation:
             longest: tokens of the longest response in the KV cache.
         """
         running = self.scheduler.running
-        limit = self._limit()
+        max_room = self._max_room()
         # Doubling keeps the number of copies small. If it does not fit, the room grows slowly.
-        room = min(limit, 2 * longest)
+        room = min(max_room, 2 * longest)
         if not self.scheduler.fits(room):
-            room = min(limit, longest + _NEXT_ROOM)
+            room = min(max_room, longest + _NEXT_ROOM)
         # A single request may exceed the limit, or it could never finish.
         while not self.scheduler.fits(room) and len(running) > 1:
-            self.scheduler.preempt().restart()
+            self.scheduler.preempt().reset_prefix()
             longest = max(request.num_written for request in running)
-            room = min(self._limit(), max(self.responses.room, longest + _NEXT_ROOM))
-        self._keep_prefixes()
+            room = min(self._max_room(), max(self.responses.room, longest + _NEXT_ROOM))
+        self._drop_unused_prefixes()
         self.plan = None
         self.responses.resize(len(running), max(room, longest + 1), len(running), longest)
 
@@ -561,7 +610,7 @@ class Generation:
         running = self.scheduler.running
         requests = running[first:]
         is_cuda = self.device.type == "cuda"
-        # A copy from memory that is not pinned would wait for the logits.
+        # Pinned, because a copy from other memory would wait until the logits are computed.
         draws = torch.empty(len(requests), NUM_DRAWS, dtype=torch.float64, pin_memory=is_cuda)
         for row, request in zip(draws.numpy(), requests, strict=True):
             row[:] = request.draws.next()
@@ -578,7 +627,7 @@ class Generation:
             token, log_prob, sampling_log_prob = numbers
             request.add(int(token), log_prob, sampling_log_prob)
             request.versions.append(self.weight_version)
-        # From the last slot on: ending a request moves that of the last slot.
+        # Backwards, because ending a request moves the one of the last slot.
         for slot in reversed(range(first, len(running))):
             if running[slot].finish_reason is not None:
-                self._end(slot)
+                self._end_request(slot)

@@ -50,13 +50,13 @@ class Graph:
         self.num_rows = num_rows
         self.state = torch.zeros(5, num_rows, dtype=torch.int64, device=plan.device)
         self.host = torch.zeros(3, num_rows, dtype=torch.int64, pin_memory=True)
-        self.plan: Any = plan.on_buffers(self.state)
+        self.plan: Any = plan.copy_for_graph(self.state)
         self.arranged: AnyDecodePlan | None = None
         self.graph = torch.cuda.CUDAGraph()
         self.logits = torch.empty(0)
 
     def load(self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]) -> None:
-        """Fill the buffers.
+        """Fill the buffers with the inputs of a step.
 
         Args:
             plan: the plan of the current slots.
@@ -65,7 +65,7 @@ class Graph:
         """
         # Which rows share a prefix stays the same until a slot starts or ends.
         if plan is not self.arranged:
-            self.plan.arrange(plan, self.state)
+            self.plan.fill_buffers(plan, self.state)
             self.arranged = plan
         starts = zip(plan.first_positions, written, strict=True)
         positions = [first + count for first, count in starts]
@@ -89,8 +89,9 @@ class Graph:
             self.logits = self._compute()
 
     def _compute(self) -> torch.Tensor:
+        """Compute the logits [R, V] of the step whose inputs are in the buffers."""
         tokens, positions, written = self.state[:3]
-        self.plan.start_captured(written)
+        self.plan.start_captured_step(written)
         hidden = self.network.hidden(tokens[:, None], positions[:, None], plan=self.plan)
         return self.network.logits(hidden[:, 0])
 
@@ -123,6 +124,7 @@ class GraphedSteps:
             return False
         if network.group is not None or any(mixtures(network.model)):
             return False
+        # Such embeddings read the largest position on the host, which would wait for the device.
         rotary = getattr(network.body, "rotary_emb", None)
         if getattr(rotary, "rope_type", "default") in _HOST_ROPES:
             return False
@@ -151,13 +153,14 @@ class GraphedSteps:
         responses = plan.responses
         caches = (*prefixes.keys, *prefixes.values, *responses.keys, *responses.values)
         addresses = [states.data_ptr() for states in caches]
-        # The sizes count, too: new memory of another shape may have the addresses of the old one.
+        # The sizes count, too: new memory of another shape may be at the addresses of the old one.
         memory = (responses.room, *prefixes.lengths, *addresses)
         if memory != self.memory:
             self.graphs = []
             self.memory = memory
             self.num_steps = 0
         self.num_steps += 1
+        # Memory that soon changes again is not worth a capture.
         if self.num_steps <= _STEPS_BEFORE:
             return None
         graph = self._graph_for(plan, tokens, written)
@@ -167,7 +170,13 @@ class GraphedSteps:
     def _graph_for(
         self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]
     ) -> Graph:
-        """Find or capture the smallest graph that fits the step, and load the step's inputs."""
+        """Find or capture the smallest graph that fits a step, and load the inputs of the step.
+
+        Args:
+            plan: the plan of the current slots.
+            tokens: last token of each slot.
+            written: response tokens of each slot in the KV cache.
+        """
         # A larger graph would fit, too, but wastes rows as responses end.
         max_rows = min(1 << (len(tokens) - 1).bit_length(), plan.responses.capacity)
         fitting = []

@@ -25,23 +25,23 @@ class NewRequest(NamedTuple):
 
 
 class StepMessage(NamedTuple):
-    """Make a step, after adding some requests and dropping others.
+    """Message: make a step, after adding some requests and dropping others.
 
     A step that changes no requests is sent as None.
 
     Attributes:
         added: new requests.
-        given_up: numbers of aborted requests.
+        aborted: numbers of aborted requests.
         max_cache_tokens: the leader's limit of the KV cache; None: any number.
     """
 
     added: Sequence[NewRequest] = ()
-    given_up: Sequence[int] = ()
+    aborted: Sequence[int] = ()
     max_cache_tokens: int | None = None
 
 
-class Renewal(NamedTuple):
-    """Go on with weights of this version, or with the same ones and a new KV cache.
+class NewWeights(NamedTuple):
+    """Message: go on with weights of this version, or with the same ones and a new KV cache.
 
     Attributes:
         checksum: the leader's checksum of tokens.
@@ -54,8 +54,8 @@ class Renewal(NamedTuple):
     keeps_cache: bool
 
 
-class Over(NamedTuple):
-    """The batch is over; `checksum` is the leader's."""
+class BatchEnd(NamedTuple):
+    """Message: the batch is over. `checksum` is the leader's checksum of tokens."""
 
     checksum: int
 
@@ -89,7 +89,7 @@ class GroupSteps:
         self.requests |= enumerate(requests, start=self._num_requests)
         self._num_requests += len(requests)
 
-    def count_tokens(self, unfinished: Iterable[GenerationRequest] = ()) -> None:
+    def add_finished_to_checksum(self, unfinished: Iterable[GenerationRequest] = ()) -> None:
         """Add the tokens of all finished requests to the checksum, and forget these requests."""
         unfinished_ids = {id(request) for request in unfinished}
         # In the order of the numbers, which is the same on all ranks.
@@ -99,26 +99,26 @@ class GroupSteps:
                 tokens = repr(request.token_ids).encode()
                 self.checksum = zlib.crc32(tokens, self.checksum)
 
-    def tell_step(
+    def send_step(
         self,
         added: Sequence[GenerationRequest],
-        given_up: Sequence[GenerationRequest],
+        aborted: Sequence[GenerationRequest],
         max_cache_tokens: int | None,
         weight_version: int,
     ) -> None:
-        """Tell the members to make the same step as the leader.
+        """Send the leader's next step to the members, which make the same one.
 
         Args:
             added: new requests.
-            given_up: aborted requests.
+            aborted: aborted requests.
             max_cache_tokens: the leader's limit. With it the members preempt where the leader does,
                 however much memory each has free.
             weight_version: version of the weights.
         """
         self.add(added)
-        if not (added or given_up):
+        if not (added or aborted):
             # The shortest message is for the most frequent case.
-            self.group.tell(None)
+            self.group.broadcast(None)
             return
         new_requests = []
         for request in added:
@@ -126,9 +126,10 @@ class GroupSteps:
             new_requests.append(
                 NewRequest(request.prompt, request.sampling, request.images, earlier)
             )
+        # Members know requests only by their numbers.
         numbers = {id(request): number for number, request in self.requests.items()}
-        aborted = [numbers[id(request)] for request in given_up]
-        self.group.tell(StepMessage(new_requests, aborted, max_cache_tokens))
+        aborted = [numbers[id(request)] for request in aborted]
+        self.group.broadcast(StepMessage(new_requests, aborted, max_cache_tokens))
 
     def require_same(self, checksum: int) -> None:
         """Raise an EngineError unless this rank generated the leader's tokens."""

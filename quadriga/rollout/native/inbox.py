@@ -34,13 +34,12 @@ class Inbox:
     """Requests and work that wait for the runner, and the requests that it has.
 
     Attributes:
-        open: requests that the runner has taken, in the order in which they go on; some may be
-            done.
+        taken: requests that the runner has, in the order in which they go on; some may be done.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.open: list[GenerationRequest] = []
+        self.taken: list[GenerationRequest] = []
         self._new: list[GenerationRequest] = []
         self._work: list[Work] = []
         self._has_runner = False
@@ -78,25 +77,25 @@ class Inbox:
             added = self._new
             self._new = []
             scheduler.add(added)
-            self.open = [*scheduler.running, *scheduler.waiting]
-            # Decided under the lock: whoever submits after this starts a new runner if it ends.
+            self.taken = [*scheduler.running, *scheduler.waiting]
+            # Decided under the lock: if the runner ends, whoever calls `put` next starts a new one.
             self._has_runner = bool(self._work) or not scheduler.is_done
-            given_up = [request for request in self.open if request.is_given_up]
-            return added, given_up, self._has_runner
+            aborted = [request for request in self.taken if request.is_aborted]
+            return added, aborted, self._has_runner
 
     def next_work(self, requests: Callable[[], list[GenerationRequest]]) -> Work | None:
         """Take the oldest work; None if there is none.
 
         Args:
-            requests: returns the runner's unfinished requests. They become `open`, because the work
-                may call `unfinished`.
+            requests: returns the runner's unfinished requests. They become `taken`, because the
+                work may call `unfinished`.
         """
         # Only the runner takes work, so seeing that there is none needs no lock.
         if not self._work:
             return None
         with self._lock:
             work = self._work.pop(0)
-            self.open = requests()
+            self.taken = requests()
         return work
 
     def unfinished(self) -> list[GenerationRequest]:
@@ -104,27 +103,32 @@ class Inbox:
         with self._lock:
             return [
                 request
-                for request in (*self.open, *self._new)
-                if not (request.future.done() or request.is_given_up)
+                for request in (*self.taken, *self._new)
+                if not (request.future.done() or request.is_aborted)
             ]
 
     def abort(self) -> None:
         """Mark all requests as aborted; the runner ends them after the current step."""
         with self._lock:
-            for request in (*self.open, *self._new):
-                request.is_given_up = True
+            for request in (*self.taken, *self._new):
+                request.is_aborted = True
 
     def fail(self, error: BaseException) -> None:
-        """Remove everything after the runner has failed; callers get its error where they wait."""
+        """Empty the inbox after the runner has failed. All callers get the error from their futures.
+
+        Args:
+            error: the runner's error.
+        """
         with self._lock:
             requests = [
-                request for request in (*self.open, *self._new) if not request.future.done()
+                request for request in (*self.taken, *self._new) if not request.future.done()
             ]
             undone_work = self._work
-            self.open = []
+            self.taken = []
             self._new = []
             self._work = []
             self._has_runner = False
+        # Without the lock, because callbacks of the futures may use the inbox.
         for work in undone_work:
             work.done.set_exception(error)
         for request in requests:

@@ -36,9 +36,9 @@ _FLAGS = ("-O2", "-march=native", "-fPIC", "-fopenmp")
 _COMPILERS = ("gcc", "cc")
 
 # Sizes must be multiples of these; see kernels.c.
-_COLUMNS = 4
-_PAIR = 32
-_LANES = 16
+_COLUMNS = 4  # outputs of a product
+_PAIR = 32  # bfloat16 numbers that one instruction reads
+_LANES = 16  # float32 numbers of a vector
 
 
 class _UnavailableError(Exception):
@@ -118,7 +118,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, compiler: str) -> None:
         self.compiler = compiler
-        # Without these, ctypes would pass sizes as C's int and cut addresses to 32 bits.
+        # Without these types, ctypes would pass sizes as C's int and cut addresses to 32 bits.
         argument_types = {
             "multiply": (ctypes.POINTER(_Product), *[_POINTER] * 4, _LONG),
             "attend": (ctypes.POINTER(_Decode), *[_POINTER] * 8),
@@ -164,9 +164,9 @@ class Kernels:
             [R, sum of O].
         """
         num_rows, size = states.shape
-        _require(states, torch.bfloat16, num_rows, size)
+        _require_layout(states, torch.bfloat16, num_rows, size)
         out = torch.empty(num_rows, sum(len(weight) for weight in weights), dtype=dtype)
-        room = torch.empty(num_rows, size)  # for the rows in the loop's own order
+        room = torch.empty(num_rows, size)  # in which the loop reorders the rows
 
         product = _Product()
         product.num_rows = num_rows
@@ -179,10 +179,10 @@ class Kernels:
         multiply = self._loops["multiply"]
         for number, weight in enumerate(weights):
             width = len(weight)
-            _require(weight, torch.bfloat16, width, size)
+            _require_layout(weight, torch.bfloat16, width, size)
             bias = None
             if biases is not None:
-                _require(biases[number], torch.bfloat16, width)
+                _require_layout(biases[number], torch.bfloat16, width)
                 bias = biases[number].data_ptr()
             multiply(product, out.data_ptr(), states.data_ptr(), weight.data_ptr(), bias, width)
             # The next weight's outputs begin behind these.
@@ -220,15 +220,15 @@ class Kernels:
         num_rows, num_heads, size = query.shape
         num_key_heads = key.shape[1]
         # The loop takes a stride between rows, so views of a joint projection need no copy.
-        query = with_whole_rows(query)
-        key = with_whole_rows(key)
-        value = with_whole_rows(value)
+        query = with_contiguous_rows(query)
+        key = with_contiguous_rows(key)
+        value = with_contiguous_rows(value)
         for part in (own, prefixes):
             room = part.keys.shape[2]
             for states in part:
-                _require(states, torch.float32, len(states), num_key_heads, room, size)
+                _require_layout(states, torch.float32, len(states), num_key_heads, room, size)
         for tensor in places:
-            _require(tensor, torch.int64, num_rows)
+            _require_layout(tensor, torch.int64, num_rows)
         out = torch.empty(num_rows, num_heads, size, dtype=query.dtype)
 
         step = _Decode()
@@ -252,7 +252,7 @@ class Kernels:
             step.sinks = sinks.data_ptr()
         step.scale = scale
         step.softcap = options.softcap or 0.0
-        step.is_half, step.num_threads = _setting(query)
+        step.is_half, step.num_threads = _dtype_and_threads(query)
 
         tensors = (out, query, key, value, *own, *prefixes)
         self._loops["attend"](step, *(tensor.data_ptr() for tensor in tensors))
@@ -272,7 +272,7 @@ class Kernels:
         states = states.contiguous()
         out = torch.empty_like(states)
         size = states.shape[-1]
-        _require(weight, states.dtype, size)
+        _require_layout(weight, states.dtype, size)
         num_rows = states.numel() // size
         self._loops["normalize"](
             out.data_ptr(),
@@ -281,7 +281,7 @@ class Kernels:
             num_rows,
             size,
             epsilon,
-            *_setting(states),
+            *_dtype_and_threads(states),
         )
         return out
 
@@ -302,14 +302,14 @@ class Kernels:
         states = states + added
         return states, self.normalize(states, weight, epsilon)
 
-    def rotate(self, states: Tensor, num_turned: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, states: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply rotary positions to the first heads, in place.
 
         All tensors are contiguous and of one dtype, bfloat16 or float32.
 
         Args:
             states: [..., H, D].
-            num_turned: number of heads to rotate.
+            num_rotated: number of heads to rotate.
             cos: [..., D].
             sin: [..., D].
 
@@ -317,9 +317,9 @@ class Kernels:
             `states`.
         """
         num_heads, size = states.shape[-2:]
-        _require(states, states.dtype, *states.shape)
+        _require_layout(states, states.dtype, *states.shape)
         for tensor in (cos, sin):
-            _require(tensor, states.dtype, *states.shape[:-2], size)
+            _require_layout(tensor, states.dtype, *states.shape[:-2], size)
         num_rows = states.numel() // (num_heads * size)
         self._loops["rotate"](
             states.data_ptr(),
@@ -327,53 +327,62 @@ class Kernels:
             sin.data_ptr(),
             num_rows,
             num_heads,
-            num_turned,
+            num_rotated,
             size,
-            *_setting(states),
+            *_dtype_and_threads(states),
         )
         return states
 
     def gate(self, states: Tensor) -> Tensor:
         """silu(gate) * up: [..., 2 * F] bfloat16 or float32, contiguous, gate first -> [..., F]."""
-        _require(states, states.dtype, *states.shape)
+        _require_layout(states, states.dtype, *states.shape)
         width = states.shape[-1] // 2
         out = torch.empty(*states.shape[:-1], width, dtype=states.dtype)
         num_rows = out.numel() // width
-        self._loops["gate"](out.data_ptr(), states.data_ptr(), num_rows, width, *_setting(states))
+        self._loops["gate"](
+            out.data_ptr(), states.data_ptr(), num_rows, width, *_dtype_and_threads(states)
+        )
         return out
 
 
-def with_whole_rows(states: Tensor) -> Tensor:
-    """A tensor [R, H, D] whose rows may be apart in memory, but each row is contiguous."""
-    is_whole = states.stride()[1:] == (states.shape[2], 1)
-    return states if is_whole else states.contiguous()
+def with_contiguous_rows(states: Tensor) -> Tensor:
+    """Return a tensor [R, H, D] whose rows are contiguous each; copied if they are not yet.
+
+    The distance between rows may be any: a kernel gets it as a stride.
+    """
+    is_contiguous = states.stride()[1:] == (states.shape[2], 1)
+    return states if is_contiguous else states.contiguous()
 
 
-def _require(tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Check what the loops, which get only addresses, assume about a tensor."""
+def _require_layout(tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """Assert the dtype, the shape and the layout of a tensor, of which a loop gets only the address."""
     actual = (tensor.dtype, tensor.shape, tensor.is_contiguous())
     expected = (dtype, shape, True)
     assert actual == expected, f"got {actual}, expected {expected}"
 
 
-def _setting(states: Tensor) -> tuple[bool, int]:
-    """Whether a tensor is bfloat16, and the number of threads."""
+def _dtype_and_threads(states: Tensor) -> tuple[bool, int]:
+    """Last arguments of a loop: whether the tensor is bfloat16, and the number of threads."""
     return states.dtype == torch.bfloat16, torch.get_num_threads()
 
 
 def kernels() -> Kernels | None:
     """The compiled loops, or None if this machine cannot have them."""
-    return _find()[0]
+    return _load_once()[0]
 
 
 def about_kernels() -> str:
     """Description of this machine's loops, or the reason why it has none."""
-    return _find()[1]
+    return _load_once()[1]
 
 
 @cache
-def _find() -> tuple[Kernels | None, str]:
-    """Load the loops, once per process; returns them, or None, with `about_kernels`."""
+def _load_once() -> tuple[Kernels | None, str]:
+    """Load the compiled loops, once per process.
+
+    Returns:
+        The loops, or None if this machine cannot have them, and the text of `about_kernels`.
+    """
     try:
         loops = _load()
     except _UnavailableError as error:
@@ -397,7 +406,7 @@ def _load() -> Kernels:
         raise _UnavailableError("no C compiler is installed (gcc would make generation faster)")
 
     # The file's name changes with everything that the compiled code depends on.
-    version = _run(compiler, "--version").partition("\n")[0]
+    version = _run_command(compiler, "--version").partition("\n")[0]
     cpu_lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu_flags = next((line for line in cpu_lines if line.startswith("flags")), "")
     source = _SOURCE.read_text(encoding="utf-8")
@@ -415,6 +424,7 @@ def _load() -> Kernels:
 
     library = folder / f"kernels-{digest}.so"
     try:
+        # Compiling takes seconds, so a library of an earlier run is used if it loads.
         return Kernels(ctypes.CDLL(str(library)), version)
     except OSError:  # it is missing or broken
         _compile(compiler, library)
@@ -426,15 +436,15 @@ def _compile(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled = Path(folder) / "kernels.o"
         linked = Path(folder) / "kernels.so"
-        _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
+        _run_command(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
         # Linked without -fopenmp: a second OpenMP library would compete with torch's threads.
-        _run(compiler, "-shared", str(compiled), "-o", str(linked))
+        _run_command(compiler, "-shared", str(compiled), "-o", str(linked))
         # A library that cannot be loaded must not get into the cache.
         ctypes.CDLL(str(linked))
         os.replace(linked, library)
 
 
-def _run(*command: str) -> str:
+def _run_command(*command: str) -> str:
     """Run a command, and return what it prints; raise an _UnavailableError if it fails."""
     done = subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", check=False

@@ -24,7 +24,7 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
 from quadriga.models.attention import PLAIN, AttentionOptions
-from quadriga.rollout.native.kernels import KeysAndValues, SlotPlaces, with_whole_rows
+from quadriga.rollout.native.kernels import KeysAndValues, SlotPlaces, with_contiguous_rows
 
 # Below every score, but finite: a difference of two of them is 0 and not NaN.
 _NOTHING = tl.constexpr(-1e30)
@@ -49,25 +49,33 @@ def _normalize_kernel(
     HAS_ADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Root-mean-square norm of one row [D], after `added` is added to it, if HAS_ADDED.
+    """Root-mean-square norm of one row, after `added` is added to it, if HAS_ADDED.
 
-    The sum is written to `added`.
+    Args:
+        states: [R, D].
+        added: [R, D], overwritten by the sum.
+        weight: [D], factors of the norm.
+        result: [R, D], the norm.
+        epsilon: added to the mean square.
+        SIZE: D.
+        HAS_ADDED: whether there is a tensor to add.
+        COLUMNS: D, rounded up to a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     exists = columns < SIZE
-    narrow: tl.constexpr = result.dtype.element_ty
-    # Float32 inside; rounded wherever torch's operators would round.
+    half: tl.constexpr = result.dtype.element_ty
+    # Computed in float32, and rounded to half precision wherever torch's operators would round.
     offsets = row * SIZE + columns
     x = tl.load(states + offsets, mask=exists, other=0.0).to(tl.float32)
     if HAS_ADDED:
         x += tl.load(added + offsets, mask=exists, other=0.0).to(tl.float32)
-        tl.store(added + offsets, x.to(narrow), mask=exists)
-        x = x.to(narrow).to(tl.float32)
+        tl.store(added + offsets, x.to(half), mask=exists)
+        x = x.to(half).to(tl.float32)
     mean_square = tl.sum(x * x, 0) / SIZE
-    normed = (x * tl.rsqrt(mean_square + epsilon)).to(narrow).to(tl.float32)
+    normed = (x * tl.rsqrt(mean_square + epsilon)).to(half).to(tl.float32)
     factors = tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32)
-    tl.store(result + offsets, (normed * factors).to(narrow), mask=exists)
+    tl.store(result + offsets, (normed * factors).to(half), mask=exists)
 
 
 @triton.jit
@@ -75,58 +83,78 @@ def _rotate_kernel(
     states,
     cos,
     sin,
-    num_turned,
+    num_rotated,
     stride,
     SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Rotary positions of HEADS heads of one row, in place."""
+    """Apply rotary positions to HEADS heads of one row, in place.
+
+    The halves x, y of a head become x * cos - y * sin and y * cos + x * sin.
+
+    Args:
+        states: [R, H, d].
+        cos: [R, d].
+        sin: [R, d].
+        num_rotated: number of heads to rotate, from the first on.
+        stride: distance between two rows of `states`, in elements.
+        SIZE: d.
+        HEADS: heads of one program.
+        COLUMNS: d / 2, rounded up to a power of two.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    half: tl.constexpr = SIZE // 2
-    narrow: tl.constexpr = states.dtype.element_ty
-    is_column = columns < half
+    middle: tl.constexpr = SIZE // 2
+    half: tl.constexpr = states.dtype.element_ty
+    is_column = columns < middle
 
     # Both halves of each head: [HEADS, COLUMNS].
     first_half = states + row * stride + heads[:, None] * SIZE + columns[None, :]
-    second_half = first_half + half
-    exists = (heads[:, None] < num_turned) & is_column[None, :]
+    second_half = first_half + middle
+    exists = (heads[:, None] < num_rotated) & is_column[None, :]
     first = tl.load(first_half, mask=exists, other=0.0).to(tl.float32)
     second = tl.load(second_half, mask=exists, other=0.0).to(tl.float32)
 
     offsets = row * SIZE + columns
     first_cos = tl.load(cos + offsets, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + offsets + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + offsets + middle, mask=is_column, other=0.0).to(tl.float32)[None, :]
     first_sin = tl.load(sin + offsets, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + offsets + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + offsets + middle, mask=is_column, other=0.0).to(tl.float32)[None, :]
 
     # Each product is rounded before the sum, as torch's operators do.
-    straight = (first * first_cos).to(narrow).to(tl.float32)
-    crossed = (second * first_sin).to(narrow).to(tl.float32)
-    tl.store(first_half, (straight - crossed).to(narrow), mask=exists)
-    straight = (second * second_cos).to(narrow).to(tl.float32)
-    crossed = (first * second_sin).to(narrow).to(tl.float32)
-    tl.store(second_half, (straight + crossed).to(narrow), mask=exists)
+    cos_part = (first * first_cos).to(half).to(tl.float32)
+    sin_part = (second * first_sin).to(half).to(tl.float32)
+    tl.store(first_half, (cos_part - sin_part).to(half), mask=exists)
+    cos_part = (second * second_cos).to(half).to(tl.float32)
+    sin_part = (first * second_sin).to(half).to(tl.float32)
+    tl.store(second_half, (cos_part + sin_part).to(half), mask=exists)
 
 
 @triton.jit
 def _gate_kernel(states, result, width, COLUMNS: tl.constexpr):
-    """silu(gate) * up of COLUMNS columns of one row."""
+    """silu(gate) * up of COLUMNS columns of one row.
+
+    Args:
+        states: [R, 2 * F]: gate, then up.
+        result: [R, F].
+        width: F.
+        COLUMNS: columns of one program.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = columns < width
-    narrow: tl.constexpr = result.dtype.element_ty
+    half: tl.constexpr = result.dtype.element_ty
     gates = states + row * 2 * width + columns
     gate = tl.load(gates, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(gates + width, mask=exists, other=0.0).to(tl.float32)
-    opened = (gate / (1 + tl.exp(-gate))).to(narrow).to(tl.float32)
-    tl.store(result + row * width + columns, (opened * up).to(narrow), mask=exists)
+    silu = (gate / (1 + tl.exp(-gate))).to(half).to(tl.float32)
+    tl.store(result + row * width + columns, (silu * up).to(half), mask=exists)
 
 
 @triton.jit
-def _attend(
+def _attend_to_keys(
     query,
     keys,
     values,
@@ -142,10 +170,26 @@ def _attend(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Continue an online softmax over the keys in [start, stop).
+    """Continue an online softmax over the keys in [start, stop), one tile of TOKENS at a time.
 
-    The state is `peak` [G], the maximum of the scores so far, `total` [G], the sum of their
-    exponentials relative to it, and `mixed` [G, d], the values weighted by those.
+    Args:
+        query: queries of a group of heads, [G, d].
+        keys: address of the first key, [tokens, d].
+        values: address of the first value, [tokens, d].
+        peak: [G], maximum of the scores so far.
+        total: [G], sum of exp(score - peak) over the keys so far.
+        mixed: [G, d], sum of exp(score - peak) * value over the keys so far.
+        start: first key.
+        stop: end of the keys, exclusive.
+        scale: factor of the scores.
+        softcap: bound of the scores, if HAS_CAP.
+        SIZE: d.
+        HAS_CAP: whether scores have a bound.
+        COLUMNS: d, rounded up to a power of two.
+        TOKENS: keys of a tile.
+
+    Returns:
+        `peak`, `total` and `mixed` with these keys.
     """
     columns = tl.arange(0, COLUMNS)
     for first in range(start, stop, TOKENS):
@@ -159,14 +203,14 @@ def _attend(
             # softcap * tanh(scores / softcap)
             scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap
         scores = tl.where(exists[None, :], scores, -float("inf"))
-        # Sums so far are relative to the old maximum.
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        shrink = tl.exp(peak - higher)
-        odds = tl.exp(scores - higher[:, None])
-        total = shrink * total + tl.sum(odds, 1)
+        # The sums so far are relative to the old maximum, and are rescaled to the new one.
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        rescale = tl.exp(peak - new_peak)
+        odds = tl.exp(scores - new_peak[:, None])
+        total = rescale * total + tl.sum(odds, 1)
         value = tl.load(values + offsets, mask=inside, other=0.0)
-        mixed = tl.dot(odds.to(value.dtype), value, shrink[:, None] * mixed)
-        peak = higher
+        mixed = tl.dot(odds.to(value.dtype), value, rescale[:, None] * mixed)
+        peak = new_peak
     return peak, total, mixed
 
 
@@ -182,7 +226,30 @@ def _attention_kernel(
 ):  # fmt: skip
     """Attention of one row and key-value head over one of PARTS parts of the keys.
 
-    `result` is [R, H, d]; of several parts [R, H, S, d], with log-sum-exps `sums` [R, H, S].
+    The new token's key and value are also written to the response cache.
+
+    Args:
+        query: [R, H, d], with `query_stride` elements between rows; `key` and `value` alike.
+        key: [R, K, d], of the new token.
+        value: [R, K, d], of the new token.
+        own_keys: [slots, K, own_room, d], cache of the responses; `own_values` alike.
+        shared_keys: [prefixes, K, prefix_room, d], cache of the prefixes; `shared_values` alike.
+        prefix_of: [R], index of each row's prefix.
+        prefix_length: [R], tokens of that prefix.
+        num_written: [R], tokens of each row's response in the cache.
+        sinks: [H], score of each head's sink, if HAS_SINKS.
+        result: [R, H, d], or with several parts [R, H, S, d] in float32.
+        sums: [R, H, S], log-sum-exps of the parts; not written if there is one part.
+        window: tokens that a query sees, itself included, if HAS_WINDOW.
+        scale: factor of the scores.
+        softcap: bound of the scores, if HAS_CAP.
+        NUM_KEYS: K.
+        GROUP: G.
+        SIZE: d.
+        PARTS: S.
+        QUERIES: G, rounded up to a power of two.
+        COLUMNS: d, rounded up to a power of two.
+        TOKENS: keys of a tile.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -196,16 +263,16 @@ def _attention_kernel(
     query_rows = query + row * query_stride + heads[:, None] * SIZE
     q = tl.load(query_rows + columns[None, :], mask=inside, other=0.0)
 
-    # Keys of this part, in whole tiles: [start, stop) of those before the new token, prefix first.
+    # Of the keys before the new token, prefix first, this part has [start, stop), in whole tiles.
     written = tl.load(num_written + row)
     length = tl.load(prefix_length + row)
     end = length + written
     begin = end * 0  # a zero of the type that the other branch has
     if HAS_WINDOW:
         begin = tl.maximum(end + 1 - window, 0)
-    share = (end - begin + PARTS * TOKENS - 1) // (PARTS * TOKENS) * TOKENS
-    start = begin + part * share
-    stop = tl.minimum(start + share, end)
+    tiles_per_part = (end - begin + PARTS * TOKENS - 1) // (PARTS * TOKENS)
+    start = begin + part * tiles_per_part * TOKENS
+    stop = tl.minimum(start + tiles_per_part * TOKENS, end)
 
     own_start = (row * NUM_KEYS + head) * own_room * SIZE
     keys = own_keys + own_start
@@ -214,7 +281,7 @@ def _attention_kernel(
     total = tl.zeros((QUERIES,), dtype=tl.float32)
     mixed = tl.zeros((QUERIES, COLUMNS), dtype=tl.float32)
     if part == 0:
-        # Only this part computes the new token. No program reads it from the cache.
+        # Only this part has the new token, as its first key: the score is the maximum so far.
         new_key_at = key + row * key_stride + head * SIZE + columns
         new_key = tl.load(new_key_at, mask=is_column, other=0.0)
         new_value_at = value + row * value_stride + head * SIZE + columns
@@ -229,7 +296,7 @@ def _attention_kernel(
         mixed += new_value.to(tl.float32)[None, :]
 
     shared_start = (tl.load(prefix_of + row) * NUM_KEYS + head) * prefix_room * SIZE
-    peak, total, mixed = _attend(
+    peak, total, mixed = _attend_to_keys(
         q,
         shared_keys + shared_start,
         shared_values + shared_start,
@@ -245,14 +312,14 @@ def _attention_kernel(
         COLUMNS,
         TOKENS,
     )
-    peak, total, mixed = _attend(
+    peak, total, mixed = _attend_to_keys(
         q,
         keys,
         values,
         peak,
         total,
         mixed,
-        tl.maximum(start - length, 0),
+        tl.maximum(start - length, 0),  # keys of the response are numbered behind the prefix
         stop - length,
         scale,
         softcap,
@@ -289,7 +356,18 @@ def _combine_kernel(
     HAS_SINKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Combine the attention of all parts for one row and query head."""
+    """Combine the attention of all parts for one row and query head (a line).
+
+    Args:
+        parts: [R, H, S, d] float32, attention over each part.
+        sums: [R, H, S], log-sum-exps of the parts.
+        sinks: [H], score of each head's sink, if HAS_SINKS.
+        result: [R, H, d].
+        NUM_HEADS: H.
+        SIZE: d.
+        PARTS: S.
+        COLUMNS: d, rounded up to a power of two.
+    """
     line = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     part_lines = line * PARTS + tl.arange(0, PARTS)
@@ -323,7 +401,19 @@ def _weigh_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Maximum, likeliest token and sum of each block, for one chunk of a row of logits."""
+    """Summarize one chunk of a row of logits: its maximum, its likeliest token, sums of its blocks.
+
+    Args:
+        logits: [R, V] float32.
+        temperature: [R], if HAS_TEMPERATURE.
+        peaks: [R, chunks], gets the maximum of the logits divided by the temperature.
+        likeliest: [R, chunks], gets the first token with the highest logit.
+        sums: [R, blocks], gets the sum of exp(logit / temperature - peak) of each block.
+        num_tokens: V.
+        num_blocks: number of blocks of a row.
+        BLOCKS: blocks of a chunk.
+        BLOCK: tokens of a block.
+    """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
@@ -347,10 +437,23 @@ def _weigh_kernel(
 
 @triton.jit
 def _choose(masses, entries, uniforms, DEPTH: tl.constexpr):
-    """Index of the entry of `masses` [2**DEPTH] float64 that DEPTH halvings lead to."""
-    entry = tl.sum(entries * 0, 0)
+    """Draw an entry in proportion to its mass, by DEPTH halvings.
+
+    A node of the halving at depth i is all entries with the same i lowest bits; the next bit tells
+    its two halves apart.
+
+    Args:
+        masses: [2**DEPTH] float64.
+        entries: [2**DEPTH], 0, 1, 2, ...
+        uniforms: address of the uniform number of the first halving.
+        DEPTH: number of halvings.
+
+    Returns:
+        Index of the entry.
+    """
+    entry = tl.sum(entries * 0, 0)  # a zero of the type of `entries`
     for step in tl.static_range(DEPTH):
-        # Entries with the same lowest bits: first the bits chosen so far, then the next bit.
+        # Compares the bits chosen so far and the next one.
         low_bits = entries % (2 * 2**step)
         lower = tl.sum(tl.where(low_bits == entry, masses, 0.0), 0)
         both = lower + tl.sum(tl.where(low_bits == entry + 2**step, masses, 0.0), 0)
@@ -379,7 +482,26 @@ def _draw_kernel(
     CHUNKS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Draw the token of one row from the results of `_weigh_kernel`; see `draw` for `result`."""
+    """Draw the token of one row from the summaries of its chunks.
+
+    Args:
+        logits: [R, V] float32.
+        temperature: [R], if HAS_TEMPERATURE.
+        peaks: [R, chunks], from `_weigh_kernel`.
+        likeliest: [R, chunks], from `_weigh_kernel`.
+        sums: [R, blocks], from `_weigh_kernel`.
+        uniforms: [R, `uniforms_stride`] float64.
+        is_greedy: [R] bool, whether a row takes its likeliest token, if HAS_GREEDY.
+        result: [R, 3] float64: token, log-probability, and log-probability among the tokens that
+            could be drawn.
+        num_tokens: V.
+        num_blocks: number of blocks of a row.
+        num_chunks: number of chunks of a row.
+        DEPTH: halvings among the blocks.
+        DEPTH_INSIDE: halvings inside a block.
+        CHUNKS: number of chunks, rounded up to a power of two.
+        BLOCKS: blocks of a chunk.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * num_tokens
     row_peaks = peaks + row * num_chunks
@@ -399,7 +521,7 @@ def _draw_kernel(
     masses = (block_sum * tl.exp(chunk_peak - highest)).to(tl.float64)
     total = tl.sum(masses, 0)
 
-    # A block, then a token inside it.
+    # Draw a block, then a token inside it.
     first = _choose(masses, blocks, row_uniforms, DEPTH) * 2**DEPTH_INSIDE
     inside = tl.arange(0, 2**DEPTH_INSIDE)
     is_token = first + inside < num_tokens
@@ -469,7 +591,14 @@ class TritonKernels:
     def _normalize(
         self, states: Tensor, added: Tensor | None, weight: Tensor, epsilon: float
     ) -> Tensor:
-        """The norm of `states`, or, if `added` is given, of the sum, which overwrites `added`."""
+        """Norm of `states`, or of the sum with `added`, which the sum then overwrites.
+
+        Args:
+            states: [..., D], contiguous.
+            added: [..., D], contiguous; None: there is nothing to add.
+            weight: [D].
+            epsilon: added to the mean square.
+        """
         result = torch.empty_like(states)
         size = states.shape[-1]
         columns = triton.next_power_of_2(size)
@@ -487,12 +616,12 @@ class TritonKernels:
         )
         return result
 
-    def rotate(self, states: Tensor, num_turned: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, states: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply rotary positions to the first heads, in place.
 
         Args:
             states: [..., H, d], contiguous.
-            num_turned: number of heads to rotate.
+            num_rotated: number of heads to rotate.
             cos: [..., d], contiguous.
             sin: [..., d], contiguous.
 
@@ -502,11 +631,11 @@ class TritonKernels:
         assert states.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
         num_heads, size = states.shape[-2:]
         num_rows = states.numel() // (num_heads * size)
-        _rotate_kernel[(num_rows, triton.cdiv(num_turned, _HEADS))](
+        _rotate_kernel[(num_rows, triton.cdiv(num_rotated, _HEADS))](
             states,
             cos,
             sin,
-            num_turned,
+            num_rotated,
             num_heads * size,
             SIZE=size,
             HEADS=_HEADS,
@@ -556,11 +685,12 @@ class TritonKernels:
         num_rows, num_heads, size = query.shape
         num_keys = key.shape[1]
         # The kernel takes a stride between rows, so views of a joint projection need no copy.
-        query = with_whole_rows(query)
-        key = with_whole_rows(key)
-        value = with_whole_rows(value)
+        query = with_contiguous_rows(query)
+        key = with_contiguous_rows(key)
+        value = with_contiguous_rows(value)
 
-        # Enough parts to occupy the GPU, but at most one for each tile of keys.
+        # With few rows, the keys are cut into parts to occupy the GPU: a power of two, at most one
+        # part for each tile of keys.
         prefix_room = prefixes.keys.shape[2]
         own_room = own.keys.shape[2]
         num_tiles = triton.cdiv(prefix_room + own_room, _TOKENS)

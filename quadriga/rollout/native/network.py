@@ -94,12 +94,12 @@ class TorchElementwise:
         states = states + added
         return states, self.normalize(states, weight, epsilon)
 
-    def rotate(self, states: Tensor, num_turned: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, states: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply rotary positions to the first heads.
 
         Args:
             states: [..., H, d].
-            num_turned: number of heads to rotate.
+            num_rotated: number of heads to rotate.
             cos: [..., d].
             sin: [..., d].
 
@@ -107,7 +107,7 @@ class TorchElementwise:
             [..., H, d].
         """
         num_heads = states.shape[-2]
-        turned, unturned = states.split((num_turned, num_heads - num_turned), -2)
+        turned, unturned = states.split((num_rotated, num_heads - num_rotated), -2)
         first, second = turned.chunk(2, -1)
         swapped = torch.cat((-second, first), -1).mul_(sin.unsqueeze(-2))
         rotated = (turned * cos.unsqueeze(-2)).add_(swapped)
@@ -151,10 +151,10 @@ class Network:
             bias = getattr(self.head, "bias", None)
             biases = None if bias is None else [bias.detach()]
             self.exact_head = self.forms.make([self.head.weight.detach()], biases, is_head=True)
-            self._take_products(self.forms)
+            self._make_products(self.forms)
 
-    def _take_products(self, forms: Forms) -> None:
-        """Bring the weights of the linear modules and experts below the head into forms."""
+    def _make_products(self, forms: Forms) -> None:
+        """Fill `products` for the linear modules and experts below the head."""
         if forms.many is None:
             return
         for module in self.body.modules():
@@ -227,29 +227,40 @@ class PlainNetwork(Network):
         self.vocabulary_size = config.vocab_size
         self.first_token, _ = part_of(config.vocab_size, num_ranks, rank)
 
-        # Compiled loops and kernels need sizes that they can divide, and one dtype.
-        sizes = {config.hidden_size, self.body.layers[0].self_attn.head_dim}
-        for layer in self.body.layers:
-            if is_mixture(layer.mlp):
-                sizes.add(layer.mlp.experts.intermediate_dim)
-            else:
-                _, width = part_of(config.intermediate_size, num_ranks, rank)
-                sizes.add(width)
-        dtypes = {parameter.dtype for parameter in self.body.parameters()}
-        self.elementwise: Elementwise = TorchElementwise()
-        if self.device.type == "cpu" and dtypes in ({torch.bfloat16}, {torch.float32}):
-            loops = kernels()
-            if loops is not None and Kernels.can_compute(*sizes):
-                self.elementwise = loops
-        if len(dtypes) == 1 and dtypes <= {*HALF_DTYPES} and launches_triton(self.device):
-            self.elementwise = TritonKernels()
+        _, mlp_width = part_of(config.intermediate_size, num_ranks, rank)
+        self.elementwise = self._choose_elementwise(mlp_width)
         self.layers = [
             _Layer(layer, number, self.forms, self.elementwise, group)
             for number, layer in enumerate(self.body.layers)
         ]
 
-    def _take_products(self, forms: Forms) -> None:
-        """Do nothing: the layers bring their weights into forms, side by side."""
+    def _choose_elementwise(self, mlp_width: int) -> Elementwise:
+        """Choose the fastest norms, rotary positions and gates for this model and device.
+
+        Args:
+            mlp_width: F of the MLPs, or of this rank's share of them.
+        """
+        dtypes = {parameter.dtype for parameter in self.body.parameters()}
+        if len(dtypes) > 1:
+            return TorchElementwise()
+        [dtype] = dtypes
+        if dtype in HALF_DTYPES and launches_triton(self.device):
+            return TritonKernels()
+        loops = None
+        if self.device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
+            loops = kernels()
+        # The loops need sizes that they can divide.
+        sizes = {self.model.config.get_text_config().hidden_size}
+        for layer in self.body.layers:
+            sizes.add(layer.self_attn.head_dim)
+            is_moe = is_mixture(layer.mlp)
+            sizes.add(layer.mlp.experts.intermediate_dim if is_moe else mlp_width)
+        if loops is None or not Kernels.can_compute(*sizes):
+            return TorchElementwise()
+        return loops
+
+    def _make_products(self, forms: Forms) -> None:
+        """Do nothing: `_Layer` converts the weights, those with the same input side by side."""
 
     def hidden(
         self,
@@ -259,8 +270,9 @@ class PlainNetwork(Network):
         *,
         plan: AttentionPlan,
     ) -> Tensor:
+        """Hidden states of the last layer, as `Network.hidden` returns them, layer by layer."""
         if images is None:
-            hidden = self._embedded(tokens)
+            hidden = self._embed_tokens(tokens)
         else:
             hidden = decoder_inputs(self.model, tokens, images)["inputs_embeds"]
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
@@ -278,13 +290,14 @@ class PlainNetwork(Network):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """[B, D] -> [B, V] float32. Each rank of a group computes a part of the vocabulary."""
         logits = super().logits(hidden)
         if self.group is None:
             return logits
-        return self.group.join(logits, self.vocabulary_size)
+        return self.group.all_gather_columns(logits, self.vocabulary_size)
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        """[B, N] -> [B, N, D]. A rank of a group has the rows of some tokens."""
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
+        """Embed tokens: [B, N] -> [B, N, D]. A rank of a group has the embeddings of some tokens."""
         table = self.body.embed_tokens.weight
         if self.group is None:
             return embedding(tokens, table)
@@ -292,7 +305,7 @@ class PlainNetwork(Network):
         local = tokens - self.first_token
         is_local = (local >= 0) & (local < len(table))
         rows = embedding(torch.where(is_local, local, 0), table)
-        return self.group.add_up(rows * is_local[..., None])
+        return self.group.all_reduce(rows * is_local[..., None])
 
 
 class _NormWeights(NamedTuple):
@@ -303,6 +316,7 @@ class _NormWeights(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> "_NormWeights":
+        """Weight and epsilon of a norm of transformers."""
         return cls(module.weight, module.variance_epsilon)
 
 
@@ -332,6 +346,7 @@ class _Layer:
         self.scale = attention.scaling
         self.options = AttentionOptions(window=_window_of(attention))
 
+        # A rank of a group has some of the heads, at least one of the key-value heads.
         num_ranks = 1 if group is None else group.size
         self.num_heads = attention.config.num_attention_heads // num_ranks
         self.num_key_heads = max(1, attention.config.num_key_value_heads // num_ranks)
@@ -343,8 +358,8 @@ class _Layer:
             self.head_norms = (_NormWeights.of(attention.q_norm), _NormWeights.of(attention.k_norm))
 
         inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.project = _Projection(inputs, forms, packs=True)
-        self.merge = _Projection((attention.o_proj,), forms, group)
+        self.qkv_projection = _Projection(inputs, forms, packs=True)
+        self.output_projection = _Projection((attention.o_proj,), forms, group)
         mlp_class = _Mixture if is_mixture(layer.mlp) else _MLP
         self.mlp = mlp_class(layer.mlp, forms, elementwise, group)
 
@@ -366,27 +381,28 @@ class _Layer:
         normalize = self.elementwise.normalize
         add_and_normalize = self.elementwise.add_and_normalize
         num_heads = self.num_heads
-        num_keys = self.num_key_heads
-        sizes = (num_heads, num_keys, num_keys)
+        num_key_heads = self.num_key_heads
+        sizes = (num_heads, num_key_heads, num_key_heads)
         if added is None:
             states = normalize(hidden, *self.first_norm)
         else:
             hidden, states = add_and_normalize(hidden, added, *self.first_norm)
 
-        states = self.project(states).unflatten(-1, (-1, self.head_size))  # [B, N, H + 2 K, d]
+        # Heads of queries, keys and values, side by side: [B, N, H + 2 K, d].
+        heads = self.qkv_projection(states).unflatten(-1, (-1, self.head_size))
         if self.head_norms is not None:
             query_norm, key_norm = self.head_norms
-            query, key, value = states.split(sizes, 2)
+            query, key, value = heads.split(sizes, 2)
             query = normalize(query, *query_norm)
             key = normalize(key, *key_norm)
-            states = torch.cat((query, key, value), 2)
+            heads = torch.cat((query, key, value), 2)
         # Queries and keys are rotated, values are not.
-        states = self.elementwise.rotate(states, num_heads + num_keys, cos, sin)
-        query, key, value = states.transpose(1, 2).split(sizes, 1)
+        heads = self.elementwise.rotate(heads, num_heads + num_key_heads, cos, sin)
+        query, key, value = heads.transpose(1, 2).split(sizes, 1)
         mixed = plan.attend(self.number, query, key, value, self.scale, self.options)
-        merged = self.merge(mixed.flatten(2))
+        output = self.output_projection(mixed.flatten(2))
 
-        hidden, states = add_and_normalize(hidden, merged, *self.second_norm)
+        hidden, states = add_and_normalize(hidden, output, *self.second_norm)
         return hidden, self.mlp(states)
 
 
@@ -411,12 +427,12 @@ class _MLP:
         group: RolloutGroup | None = None,
     ) -> None:
         self.elementwise = elementwise
-        self.widen = _Projection((mlp.gate_proj, mlp.up_proj), forms)
-        self.narrow = _Projection((mlp.down_proj,), forms, group)
+        self.gate_up_projection = _Projection((mlp.gate_proj, mlp.up_proj), forms)
+        self.down_projection = _Projection((mlp.down_proj,), forms, group)
 
     def __call__(self, states: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]"""
-        return self.narrow(self.elementwise.gate(self.widen(states)))
+        return self.down_projection(self.elementwise.gate(self.gate_up_projection(states)))
 
 
 class _Mixture:
@@ -434,19 +450,19 @@ class _Mixture:
         self.experts = mlp.experts
         if forms is not None and forms.many is not None:
             self.experts = _NativeExperts(mlp.experts, forms, elementwise.gate)
-        self.shared: _MLP | None = None
+        self.shared_expert: _MLP | None = None
         if hasattr(mlp, "shared_expert"):
-            self.shared = _MLP(mlp.shared_expert, forms, elementwise)
-        self.share = getattr(mlp, "shared_expert_gate", None)
+            self.shared_expert = _MLP(mlp.shared_expert, forms, elementwise)
+        self.shared_gate = getattr(mlp, "shared_expert_gate", None)
 
     def __call__(self, states: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]"""
         rows = states.flatten(0, 1)
         _, scores, chosen = self.router(rows)  # [B N, k] each
         mixed = self.experts(rows, chosen, scores).view_as(states)
-        if self.shared is None or self.share is None:
+        if self.shared_expert is None or self.shared_gate is None:
             return mixed
-        return mixed + torch.sigmoid(self.share(states)) * self.shared(states)
+        return mixed + torch.sigmoid(self.shared_gate(states)) * self.shared_expert(states)
 
 
 class _NativeExperts:
@@ -460,8 +476,8 @@ class _NativeExperts:
 
     def __init__(self, experts: Any, forms: Forms, gate: Callable[[Tensor], Tensor]) -> None:
         self.gate = gate
-        self.wide = _expert_weights(experts, "gate_up_proj", forms)
-        self.narrow = _expert_weights(experts, "down_proj", forms)
+        self.gate_up_weights = _expert_weights(experts, "gate_up_proj", forms)
+        self.down_weights = _expert_weights(experts, "down_proj", forms)
 
     def __call__(self, rows: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """Compute the chosen experts of each token, weighted by their scores.
@@ -476,10 +492,11 @@ class _NativeExperts:
         """
         # Sort the k copies of each token by their expert, so that each expert has a range of rows.
         by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(self.wide)).tolist()
+        counts = chosen.flatten().bincount(minlength=len(self.gate_up_weights)).tolist()
+        # Copy number i is of token i // k.
         states = rows[by_expert // chosen.shape[1]]
-        states = self.gate(_by_expert(self.wide, states, counts))
-        states = _by_expert(self.narrow, states, counts)
+        states = self.gate(_multiply_by_expert(self.gate_up_weights, states, counts))
+        states = _multiply_by_expert(self.down_weights, states, counts)
         # Back to the order of the tokens.
         outputs = torch.empty_like(states).index_copy_(0, by_expert, states)
         weighted = outputs.view(*chosen.shape, -1) * scores[..., None]
@@ -487,8 +504,15 @@ class _NativeExperts:
 
 
 def _expert_weights(experts: Any, name: str, forms: Forms) -> list[Weight]:
-    """The weights of all experts in the forms of a CPU; empty if there are no forms."""
+    """Convert the weights of all experts to the forms of a CPU; empty if there are no forms.
+
+    Args:
+        experts: transformers' module.
+        name: name of its parameter, [E, ...].
+        forms: forms of the weights.
+    """
     parameters = getattr(experts, name).detach()
+    # Some models store the inputs in the rows; the forms take them in the columns.
     if experts.is_transposed:
         parameters = parameters.mT
     weights = []
@@ -502,8 +526,17 @@ def _expert_weights(experts: Any, name: str, forms: Forms) -> list[Weight]:
     return weights
 
 
-def _by_expert(weights: Sequence[Weight], states: Tensor, counts: Sequence[int]) -> Tensor:
-    """Products of rows that are sorted by expert, with `counts` rows for each expert."""
+def _multiply_by_expert(weights: Sequence[Weight], states: Tensor, counts: Sequence[int]) -> Tensor:
+    """Multiply each row with the weight of its expert.
+
+    Args:
+        weights: the weight of each expert.
+        states: [R, D], sorted by expert.
+        counts: number of rows of each expert.
+
+    Returns:
+        [R, outputs].
+    """
     products = []
     for weight, rows in zip(weights, states.split(counts), strict=True):
         # With few rows, many experts have no token.
@@ -540,11 +573,12 @@ class _Projection:
         self.weight: Weight | None = None
         self.factors: list[tuple[Tensor, Tensor | None]] = []
         linears = [module for module in modules if type(module) is nn.Linear]
-        # Modules of other kinds compute by themselves.
+        # Modules of other kinds, such as those with an adapter, compute by themselves.
         if len(linears) < len(modules):
             return
         weights = [module.weight.detach() for module in linears]
         biases = [module.bias.detach() for module in linears if module.bias is not None]
+        # One product needs a bias for each of the weights, or none at all.
         is_uniform = len(biases) in (0, len(linears))
         if forms is not None and is_uniform:
             # In a sum over ranks, only the leader adds the bias.
@@ -566,13 +600,13 @@ class _Projection:
             product = self.weight.multiply(states)
             if self.group is not None:
                 # Summed in float32, and rounded once.
-                product = self.group.add_up(product.float())
+                product = self.group.all_reduce(product.float())
             return product.to(states.dtype)
         # A rank's columns, without forms.
         if self.group is not None:
             (module,) = cast(Any, self.modules)
             bias = module.bias if self.group.is_leader else None
-            return self.group.add_up(linear(states, module.weight, bias))
+            return self.group.all_reduce(linear(states, module.weight, bias))
         # A copy of the weights side by side.
         if len(self.factors) == 1:
             weight, bias = self.factors[0]
@@ -595,13 +629,13 @@ class _Projection:
 
 
 def description_of(model: PreTrainedModel) -> str:
-    """Description of the way a model is computed, and of the copies of weights that this needs."""
+    """Describe how a model is computed, and the copies of its weights that this needs."""
     forms = _forms_for(model)
     text = "layer by layer" if is_plain(model) else "by the model's own module"
-    layers = [*mixtures(model)]
-    if layers:
-        is_loop = all(getattr(layer.experts, "has_gate", False) for layer in layers)
-        if is_loop and forms is not None and forms.many is not None:
+    mixture_layers = [*mixtures(model)]
+    if mixture_layers:
+        have_gates = all(getattr(layer.experts, "has_gate", False) for layer in mixture_layers)
+        if have_gates and forms is not None and forms.many is not None:
             text += ", experts in a loop over those that tokens chose"
         else:
             text += ", experts by the model's own module"
@@ -632,7 +666,7 @@ def is_plain(model: PreTrainedModel) -> bool:
 
 
 def state_of(model: nn.Module) -> State:
-    """Address of each parameter, and torch's count of the writes to it in place."""
+    """Address of each parameter and torch's count of in-place writes to it, to detect changes."""
     state = []
     for parameter in model.parameters():
         # Tensors made in inference mode are not counted.
@@ -659,14 +693,15 @@ def shard_boxes(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Box]:
     config = model.config.get_text_config()
     rank = group.rank
     num_ranks = group.size
-    num_heads = config.num_attention_heads
-    num_keys = config.num_key_value_heads
+    num_key_heads = config.num_key_value_heads
     head_size = model.base_model.layers[0].self_attn.head_dim
 
     # Start and size of the rank's part.
-    num_query_rows = num_heads // num_ranks * head_size
+    num_query_rows = config.num_attention_heads // num_ranks * head_size
     query = (rank * num_query_rows, num_query_rows)
-    key = (rank * num_keys // num_ranks * head_size, max(1, num_keys // num_ranks) * head_size)
+    # With fewer key-value heads than ranks, neighbouring ranks have the same head.
+    first_key_head = rank * num_key_heads // num_ranks
+    key = (first_key_head * head_size, max(1, num_key_heads // num_ranks) * head_size)
     width = part_of(config.intermediate_size, num_ranks, rank)
     vocabulary = part_of(config.vocab_size, num_ranks, rank)
     rows = {
@@ -680,6 +715,7 @@ def shard_boxes(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Box]:
     }
     columns = {"o_proj": query, "down_proj": width}
 
+    # A parameter in neither table is whole. Of `o_proj` and `down_proj` only the weight has columns.
     boxes = {}
     for name, parameter in model.named_parameters():
         *_, module, kind = name.split(".")

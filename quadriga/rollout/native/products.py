@@ -61,7 +61,7 @@ class OwnWeight:
         self.dtype = dtype
 
     @staticmethod
-    def takes(weights: Tensors) -> bool:
+    def is_supported(weights: Tensors) -> bool:
         """Whether this machine has the loop, and it accepts the weights' sizes and dtype."""
         return kernels() is not None and all(map(Kernels.can_multiply, weights))
 
@@ -109,10 +109,11 @@ class WideWeight:
         self.weight = torch.cat([weight.float() for weight in weights])
         self.bias = None if biases is None else torch.cat([bias.float() for bias in biases])
         self.packed: torch.Tensor | None = None
-        self.narrows = weights[0].dtype == torch.bfloat16 and has_fast_bfloat16()
-        if has_mkl() and not self.narrows:
+        self.uses_bfloat16_units = weights[0].dtype == torch.bfloat16 and has_fast_bfloat16()
+        if has_mkl() and not self.uses_bfloat16_units:
             self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _WIDE_ROWS)
-            # MKL's product reads only the shape of the original, so that can be a view of a number.
+            # MKL's product reads only the shape of the original, which is replaced by a view of one
+            # number to free its memory.
             self.weight = self.weight.new_empty(1).expand(self.weight.shape)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
@@ -121,7 +122,7 @@ class WideWeight:
         if self.packed is not None:
             num_rows = states.shape[:-1].numel()
             return torch.ops.mkl._mkl_linear(wide, self.packed, self.weight, self.bias, num_rows)
-        with exact_in_bfloat16() if self.narrows else nullcontext():
+        with exact_in_bfloat16() if self.uses_bfloat16_units else nullcontext():
             return linear(wide, self.weight, self.bias)
 
 
@@ -162,14 +163,14 @@ class Forms:
     def __init__(self, dtype: torch.dtype, num_weights: int) -> None:
         self.few: type[OwnWeight | PackedWeight] | None = None
         self.many: type[WideWeight | PackedWeight] | None = None
-        fits_float32 = 4 * num_weights <= _MAX_WIDE_BYTES
-        widens = has_mkl() and fits_float32
-        if widens and dtype in (torch.bfloat16, torch.float16, torch.float32):
+        # A float32 weight takes 4 bytes.
+        can_widen = has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
+        if can_widen and dtype in (torch.bfloat16, torch.float16, torch.float32):
             self.many = WideWeight
         if dtype == torch.bfloat16 and can_pack():
             is_fast = has_fast_bfloat16()
             self.few = OwnWeight if kernels() is not None and not is_fast else PackedWeight
-            self.many = WideWeight if widens and not is_fast else PackedWeight
+            self.many = WideWeight if can_widen and not is_fast else PackedWeight
 
     @property
     def description(self) -> str:
@@ -186,7 +187,7 @@ class Forms:
         is_head: bool = False,
         is_sum: bool = False,
     ) -> Weight | None:
-        """Bring the weights of modules with the same input into the forms.
+        """Convert the weights of modules with the same input to the forms.
 
         Args:
             weights: [., D] each.
@@ -202,10 +203,11 @@ class Forms:
             return None
         many = WideWeight(weights, biases) if is_head else self.many(weights, biases)
         # Logits and parts of sums must not be rounded to bfloat16, as oneDNN's product does.
+        needs_float32 = is_head or is_sum
         few: OwnWeight | PackedWeight | None = None
-        if (is_head or self.few is OwnWeight) and OwnWeight.takes(weights):
-            few = OwnWeight(weights, biases, torch.float32 if is_head or is_sum else torch.bfloat16)
-        elif self.few is PackedWeight and self.many is WideWeight and not (is_head or is_sum):
+        if (is_head or self.few is OwnWeight) and OwnWeight.is_supported(weights):
+            few = OwnWeight(weights, biases, torch.float32 if needs_float32 else torch.bfloat16)
+        elif self.few is PackedWeight and self.many is WideWeight and not needs_float32:
             few = PackedWeight(weights, biases)
         return Weight(few, many)
 

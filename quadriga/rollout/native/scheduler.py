@@ -55,6 +55,7 @@ class Scheduler(Generic[R]):
 
     def add(self, requests: Iterable[R]) -> None:
         """Queue requests in order, except that those with the same prefix stand together."""
+        # `admit` then starts all samples of a prompt in the same prefill.
         groups: dict[Any, list[R]] = {}
         for request in (*self.waiting, *requests):
             groups.setdefault(request.prefix, []).append(request)
@@ -95,11 +96,11 @@ class Scheduler(Generic[R]):
             # The first one starts in any case, or a request larger than a limit would never start.
             if started and num_tokens > self.max_num_batched_tokens:
                 break
-            prefixes_with = prefixes | {request.prefix}
+            new_prefixes = prefixes | {request.prefix}
             num_slots = len(self.running) + len(started) + 1
-            if num_slots > 1 and not self._fit(prefixes_with, num_slots, room):
+            if num_slots > 1 and not self._can_hold(new_prefixes, num_slots, room):
                 break
-            prefixes = prefixes_with
+            prefixes = new_prefixes
             started.append(request)
         self.waiting = self.waiting[len(started) :]
         self.running += started
@@ -107,7 +108,7 @@ class Scheduler(Generic[R]):
 
     def fits(self, room: int) -> bool:
         """Whether the KV cache has this many tokens for the response of every running request."""
-        return self._fit({request.prefix for request in self.running}, len(self.running), room)
+        return self._can_hold({request.prefix for request in self.running}, len(self.running), room)
 
     def preempt(self) -> R:
         """Take the slot of the last request away. The request waits before all others."""
@@ -115,8 +116,14 @@ class Scheduler(Generic[R]):
         self.waiting.insert(0, request)
         return request
 
-    def _fit(self, prefixes: set[Any], num_slots: int, room: int) -> bool:
-        """Whether the KV cache can hold these prefixes, and `room` tokens for each slot."""
+    def _can_hold(self, prefixes: set[Any], num_slots: int, room: int) -> bool:
+        """Whether the KV cache can hold some prefixes, and the responses of some slots.
+
+        Args:
+            prefixes: the different prefixes.
+            num_slots: number of slots.
+            room: tokens of the response of each slot.
+        """
         # Padding counts: all prefixes take as much as the longest one.
         num_tokens = len(prefixes) * max(map(len, prefixes), default=0) + num_slots * room
         return self.max_cache_tokens is None or num_tokens <= self.max_cache_tokens

@@ -40,17 +40,18 @@ class GroupShards:
         self._manifest = Manifest.of(model)
         self._boxes = shard_boxes(model, group)
         self._adapter = adapter_of(adapted)
-        self._factors = Manifest.of(adapted).part(is_factor).shapes
+        # Shapes of the adapter's matrices; none if there is no adapter.
+        self._factors = Manifest.of(adapted).select(is_factor).shapes
         self.merged = {name for name in self._boxes if factor_names(name)[0] in self._factors}
 
-    def wanted(self) -> Wanted:
+    def wanted_shards(self) -> Wanted:
         """The shards, and the whole matrices of the adapter, by the trainer's names."""
         # The matrices of the adapter are not sharded.
         factors = {name: Box((0, 0), shape) for name, shape in self._factors.items()}
         boxes = self._boxes | factors
         return {name: (box, self._dtype) for name, box in boxes.items()}
 
-    def hold(self, shards: Mapping[str, torch.Tensor]) -> None:
+    def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Put tensors in the place of the model's parameters, under all names of each."""
         tensors: dict[str, torch.Tensor] = {}
         for name, buffer in self._model.named_buffers():
@@ -63,7 +64,7 @@ class GroupShards:
             module, _, attribute = name.rpartition(".")
             setattr(self._model.get_submodule(module), attribute, tensor)
 
-    def with_adapter(
+    def merge_adapter(
         self, shards: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Merge the adapter into the shards, in their own memory.

@@ -34,7 +34,7 @@ from quadriga.http_client import HTTPClient, ServerLostError
 from quadriga.observe.probe import installed, release_numbers
 from quadriga.rollout.sglang.host import LEAST, WHERE, require_version
 from quadriga.rollout.sglang.receiver import LOADER
-from quadriga.rollout.third_party import died, refused
+from quadriga.rollout.third_party import engine_lost_error, start_error
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +102,13 @@ class SGLangProcess:
         except (EOFError, OSError) as error:
             self._end_process()
             status = self.process.returncode
-            raise refused(
+            raise start_error(
                 "sglang", "SGLang", f"a process that ended with status {status}"
             ) from error
         if not is_ready:
             self._end_process()
-            raise refused("sglang", "SGLang", self.version)
-        threading.Thread(target=self._read, name="sglang", daemon=True).start()
+            raise start_error("sglang", "SGLang", self.version)
+        threading.Thread(target=self._read_replies, name="sglang", daemon=True).start()
         threading.Thread(target=self._check_health, name="sglang health", daemon=True).start()
 
     def close(self) -> None:
@@ -130,19 +130,25 @@ class SGLangProcess:
         future: Future[Any] = Future()
         with self._lock:
             if self._has_ended:
-                future.set_exception(died("sglang", "SGLang", "has ended"))
+                future.set_exception(engine_lost_error("sglang", "SGLang", "has ended"))
                 return future
             number = next(self._numbers)
             self._replies[number] = future
+            # Sent under the lock, because two threads may not write to the pipe at once.
             try:
                 self._connection.send((number, method, arguments))
             except OSError as error:
                 self._replies.pop(number)
-                future.set_exception(died("sglang", "SGLang", f"is not there any more ({error})"))
+                future.set_exception(
+                    engine_lost_error("sglang", "SGLang", f"is not there any more ({error})")
+                )
         return future
 
-    def _read(self) -> None:
-        """Set the results of futures until the connection ends, then an error for the others."""
+    def _read_replies(self) -> None:
+        """Main function of the reader thread: set the results of futures until the connection ends.
+
+        Futures without a reply then get an error.
+        """
         while True:
             try:
                 number, is_done, result = self._connection.recv()
@@ -165,7 +171,7 @@ class SGLangProcess:
             self._replies = {}
         for future in unanswered:
             if future.set_running_or_notify_cancel():
-                future.set_exception(died("sglang", "SGLang", "has ended"))
+                future.set_exception(engine_lost_error("sglang", "SGLang", "has ended"))
 
     def _check_health(self) -> None:
         """Kill the process when it does not answer in time, so that its requests fail."""
@@ -278,7 +284,16 @@ class SGLangServer:
         return pool.submit(self._call, method, arguments)
 
     def _call(self, method: str, arguments: dict[str, Any] | None, kind: str = "POST") -> Any:
-        """Send a request over HTTP, and return the reply."""
+        """Send a request over HTTP, and return the reply.
+
+        Args:
+            method: name of the request, which is its path.
+            arguments: fields of the request; None: no body.
+            kind: HTTP method.
+
+        Raises:
+            RolloutError: the server refuses the request or does not answer.
+        """
         try:
             return self._client.call(method, arguments, method=kind, needs_object=False)
         except ServerLostError as error:

@@ -45,8 +45,8 @@ from quadriga.rollout.third_party import (
     FINISH_REASONS,
     SEED_BITS,
     ThirdPartyEngine,
-    data_urls,
     has_filters,
+    image_data_urls,
     require_known_experts,
 )
 from quadriga.weight_sync.buckets import num_bytes
@@ -54,7 +54,7 @@ from quadriga.weight_sync.publish import NamedWeights
 
 _GIB = 1 << 30
 _ABORT_AGAIN_S = 0.2
-# Copies of a bucket at the same time: tensors and bytes, each here and in SGLang's process.
+# Copies of a bucket that exist at once: tensors and bytes, each here and in SGLang's process.
 _COPIES = 4
 # Share of the host's memory on a CPU. It is only a bound there: the KV cache has its own size.
 _SHARE_OF_HOST = 0.9
@@ -117,6 +117,7 @@ class SGLangEngine(ThirdPartyEngine):
             problem = devices_problem(setup.config)
             if problem:
                 raise problem
+        # Makes the engine of a connection, which is a process or a server.
         make = partial(
             cls,
             manifest=Manifest.of(skeleton),
@@ -140,6 +141,7 @@ class SGLangEngine(ThirdPartyEngine):
         arguments = sglang_arguments(setup, cache_tokens)
 
         def start() -> SGLangEngine:
+            """Start SGLang in its own processes, and make the engine on it."""
             process = SGLangProcess(arguments, setup.config.trainer.stall_timeout_s)
             description = f"sglang {process.version} in processes of its own"
             description += f", on a copy of the weights; {cache}"
@@ -152,8 +154,15 @@ class SGLangEngine(ThirdPartyEngine):
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
+        """Generate one response. Cancelling the caller aborts the request.
+
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+        """
         self._require_ready([prompt], [sampling], [images])
-        request_id, future = self._start(prompt, sampling, images)
+        request_id, future = self._start_request(prompt, sampling, images)
         try:
             reply = await asyncio.wrap_future(future)
             return self._completion(request_id, reply, prompt, sampling)
@@ -184,8 +193,8 @@ class SGLangEngine(ThirdPartyEngine):
             images = [None] * len(prompts)
         started = []
         for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
-            started.append(self._start(prompt, params, prompt_images))
-        self._counted([future for _, future in started])
+            started.append(self._start_request(prompt, params, prompt_images))
+        self._count_when_done([future for _, future in started])
         try:
             completions = []
             for (request_id, future), prompt, params in zip(
@@ -211,6 +220,7 @@ class SGLangEngine(ThirdPartyEngine):
 
     @property
     def has_dropped_weights(self) -> bool:
+        """Whether the weights were dropped in a sleep, so that the next load must bring them."""
         return self._has_dropped_weights
 
     def sleep(self) -> None:
@@ -222,6 +232,7 @@ class SGLangEngine(ThirdPartyEngine):
             self._call("release_memory_occupation", tags=["kv_cache", "weights"])
 
     def wake(self) -> None:
+        """End the sleep, and map the released memory again, unless a load has mapped it."""
         has_released = self._state == "asleep" and self.can_sleep
         super().wake()
         if has_released:
@@ -229,6 +240,7 @@ class SGLangEngine(ThirdPartyEngine):
             self._call("resume_memory_occupation", tags=tags)
 
     def close(self) -> None:
+        """End the engine, and SGLang if it was started here."""
         if self._state != "closed":
             super().close()
             self.connection.close()
@@ -257,7 +269,7 @@ class SGLangEngine(ThirdPartyEngine):
                 self._has_resumed_weights = True
             self._call("begin_weight_update")
             num_sent = 0
-            checked = self._manifest.checked(weights)
+            checked = self._manifest.check_stream(weights)
             try:
                 for bucket in buckets(checked, num_bytes, self.bucket_bytes // _COPIES, copy):
                     # Handles are made for each process: each counts as one reader of the memory.
@@ -290,10 +302,19 @@ class SGLangEngine(ThirdPartyEngine):
         self._running.pop(request_id, None)
         self._aborted.discard(request_id)
 
-    def _start(
+    def _start_request(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> tuple[str, Future[Any]]:
-        """Send a request for a response; return its name and the future of SGLang's reply."""
+        """Send a request for a response.
+
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+
+        Returns:
+            The name of the request, and the future of SGLang's reply.
+        """
         request_id = next(self._ids)
         sampling_params = {
             "max_new_tokens": sampling.max_tokens,
@@ -310,7 +331,7 @@ class SGLangEngine(ThirdPartyEngine):
         if images is not None:
             # SGLang repeats the one token of each image by itself.
             request["input_ids"] = list(images.short_prompt)
-            request["image_data"] = data_urls(images, self.name)
+            request["image_data"] = image_data_urls(images, self.name)
         future = self.connection.ask(
             "generate",
             **request,
@@ -324,6 +345,16 @@ class SGLangEngine(ThirdPartyEngine):
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
+        """Check the arguments of a batch, also for combinations that SGLang cannot sample.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Raises:
+            RolloutError: the engine is not ready, or cannot serve a request.
+        """
         super()._require_ready(prompts, sampling, images)
         for row, params in enumerate(sampling):
             where = f"{self.name}.generate, prompt {row}"
@@ -340,7 +371,13 @@ class SGLangEngine(ThirdPartyEngine):
     ) -> Completion:
         """Make the completion of a reply.
 
-        SGLang's log-probabilities are at the temperature and before filters.
+        SGLang's log-probabilities are those after the temperature and before filters.
+
+        Args:
+            request_id: name of the request.
+            reply: SGLang's reply.
+            prompt: token ids, with one for each embedding of an image.
+            sampling: how the response was sampled.
 
         Raises:
             RolloutError: the reply cannot be used.
@@ -354,6 +391,7 @@ class SGLangEngine(ThirdPartyEngine):
                 expected=f"{len(prompt)}, as the data expanded it",
                 fix="SGLang's image processor must have the sizes of data.mm_processor_kwargs.",
             )
+
         tokens = list(reply.get("output_ids") or ())
         log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
         finish = meta.get("finish_reason") or {}
@@ -363,6 +401,7 @@ class SGLangEngine(ThirdPartyEngine):
             length = min(len(tokens), len(log_probs))
             tokens = tokens[:length]
             log_probs = log_probs[:length]
+        # A response that SGLang aborts by itself, for want of memory, is a failure.
         if reason is None or (reason == "abort" and request_id not in self._aborted):
             problem = f"a response that ended with {finish.get('message') or finish}"
         elif len(log_probs) != len(tokens):
@@ -389,11 +428,21 @@ class SGLangEngine(ThirdPartyEngine):
 def _connect_engines(
     setup: EngineSetup, make: Callable[..., SGLangEngine]
 ) -> SGLangEngine | Balancer:
-    """Connect to the servers that `engine_kwargs.sglang` names."""
+    """Connect to the servers that `engine_kwargs.sglang` names.
+
+    Args:
+        setup: the rollout's part of the configuration.
+        make: makes the engine of a connected server.
+
+    Raises:
+        ConfigError: an option is wrong.
+        RolloutError: a server does not answer, or cannot take weights.
+    """
     options = dict(setup.options)
     urls = [options.pop("url")] if "url" in options else options.pop("urls")
-    is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
-    if not is_list or len({*urls}) < len(urls) or options.keys() - {"timeout_s", "headers"}:
+    are_urls = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
+    unknown = options.keys() - {"timeout_s", "headers"}
+    if not are_urls or len({*urls}) < len(urls) or unknown:
         raise ConfigError(
             "actor_rollout_ref.rollout.engine_kwargs.sglang",
             got=f"{setup.rollout.engine_kwargs}",
@@ -402,6 +451,7 @@ def _connect_engines(
         )
 
     def connect(url: str) -> SGLangEngine:
+        """Connect to a server, and make the engine on it."""
         server = SGLangServer(
             url,
             max_model_len=setup.max_model_len,
@@ -428,6 +478,14 @@ def _copy(weight: tuple[str, torch.Tensor], offset: int, device: str) -> tuple[s
     """Copy a weight to a device, without a gradient.
 
     A view would be sent with all of the memory that it is a view of.
+
+    Args:
+        weight: name and tensor.
+        offset: not used: its place in the bucket.
+        device: the device.
+
+    Returns:
+        The name and the copy.
     """
     name, tensor = weight
     return name, tensor.detach().to(device, copy=True).contiguous()

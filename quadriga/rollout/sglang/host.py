@@ -74,6 +74,7 @@ class SGLangLibrary:
         missing = [name for name in _REQUESTS.values() if not hasattr(self._requests, name)]
         self.engine: Any = module.Engine(**options)
         self._manager = self.engine.tokenizer_manager
+        # Private parts of SGLang, which another version may not have.
         for name in (*_REQUESTS, "abort_request", "flush_cache"):
             if not hasattr(self._manager, name):
                 missing.append(name)
@@ -93,6 +94,7 @@ class SGLangLibrary:
             SGLang's result. That of `generate` has only the fields that are used.
         """
         if method == "generate":
+            # A reply has many fields, and pickling all of them takes time.
             reply = await self.engine.async_generate(**arguments)
             meta = reply["meta_info"]
             used = {name: meta[name] for name in _REPLY_FIELDS if name in meta}
@@ -104,6 +106,7 @@ class SGLangLibrary:
         if method == "flush_cache":
             done = await self._manager.flush_cache()
             return done.success, done.message
+        # All other requests have a class each, and the manager has a method of the same name.
         request = getattr(self._requests, _REQUESTS[method])(**arguments)
         return await getattr(self._manager, method)(request, None)
 

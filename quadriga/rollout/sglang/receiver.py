@@ -36,6 +36,7 @@ def load(model: Any, weights: NamedWeights) -> None:
             if name != FINGERPRINTS:
                 return None if original is None else original(name, *args, **options)
             marks = dict(getattr(model, _MARKS))
+            # The next load begins with an empty list.
             getattr(model, _MARKS).clear()
             if not dist.is_initialized() or dist.get_world_size() == 1:
                 return [marks]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A LoRA adapter that vLLM applies to its weights. Each weight sync replaces it under a new name.
 
-    stream of weights -- separated --> frozen weights, loaded as without an adapter
+    stream of weights -- split_off_adapter --> frozen weights, loaded as without an adapter
                                  +---> matrices A and B of all modules -> folder in PEFT's format
     folder -> fingerprints of what each process of vLLM reads -> add_lora -> check of its layers
 
@@ -116,7 +116,7 @@ class AdapterSlot:
         return marks
 
 
-def separated(
+def split_off_adapter(
     weights: NamedWeights, factors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Take the matrices of an adapter out of a stream of weights.

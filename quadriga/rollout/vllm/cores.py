@@ -6,13 +6,13 @@
 
     any thread -- respond(a) ----+                     +------------------+  msgpack  +-------------+
     any thread -- respond(b) ----+-> event loop of --> | vLLM's front end | <-------> | engine core |
-    any thread -- ask, renewed --+   a thread          +------------------+           +-------------+
+    any thread -- ask, paused_for_weights --+   a thread          +------------------+           +-------------+
 
 consumes: requests from any thread and event loop; each is a coroutine on the thread's loop.
 waits for: the process of the engine core; if it dies, every call ends with an error.
 unblocked by: the end of a response, `abort`, the caller's cancellation, `close`.
 
-While requests run, new weights are loaded between two steps (`renewed`). vLLM's worker then reports
+While requests run, new weights are loaded between two steps (`paused_for_weights`). vLLM's worker then reports
 how many tokens each response has, so that each token gets the version that drew it, whenever it is
 delivered. A response without a token begins anew.
 """
@@ -40,7 +40,13 @@ from quadriga.background import EventLoopThread
 from quadriga.errors import RolloutError
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.third_party import FINISH_REASONS, LogProbsOf, split_log_probs
-from quadriga.rollout.vllm.library import WHERE, VLLMLibrary, executor, started, unfinished_outputs
+from quadriga.rollout.vllm.library import (
+    WHERE,
+    VLLMLibrary,
+    engine_environment,
+    executor,
+    partial_outputs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +118,7 @@ class Response:
             )
         [sequence] = output.outputs
         if sequence.token_ids:
+            # In vLLM's flat form there is one number for each token.
             log_probs = list(sequence.logprobs.logprobs)
             if len(log_probs) != len(sequence.token_ids):
                 got = f"{len(log_probs)} log-probabilities of {len(sequence.token_ids)} tokens"
@@ -208,11 +215,11 @@ class Core(ABC):
 
 
 @contextmanager
-def process_state_kept(device: torch.device) -> Iterator[None]:
+def restored_process_state(device: torch.device) -> Iterator[None]:
     """Context manager: restore random states and the number of threads of this process on exit.
 
-    vLLM sets seeds while it starts and, on a GPU, one thread. In this process both are the
-    trainer's.
+    A start of vLLM sets seeds and, on a GPU, the number of threads to 1. In this process both belong
+    to the trainer.
 
     Args:
         device: device of vLLM.
@@ -265,9 +272,9 @@ class InProcessCore(Core):
         # With asynchronous scheduling a batch may be in flight when this process lets vLLM sleep.
         arguments = {"async_scheduling": False} | arguments
         with (
-            started(),
+            engine_environment(),
             torch.compiler.set_stance(self._stance),
-            process_state_kept(device),
+            restored_process_state(device),
         ):
             engine_config = library.module.EngineArgs(**arguments).create_engine_config()
             self.engine: Any = library.module.LLMEngine(
@@ -276,6 +283,16 @@ class InProcessCore(Core):
         InProcessCore._open.add(id(self))
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of vLLM's engine, or else of its engine core.
+
+        Args:
+            method: name of the method.
+            args: positional arguments.
+            options: keyword arguments.
+
+        Returns:
+            The result.
+        """
         owner = self.engine if hasattr(self.engine, method) else self.engine.engine_core
         return getattr(owner, method)(*args, **options)
 
@@ -306,7 +323,8 @@ class InProcessCore(Core):
                         responses[output.request_id].add(output)
                         if count_ended is not None and output.finished:
                             count_ended(1)
-            for output in unfinished_outputs(self.engine, responses):
+            # After `abort`: the tokens so far.
+            for output in partial_outputs(self.engine, responses):
                 responses[output.request_id].add(output)
         finally:
             if self.engine.has_unfinished_requests():
@@ -354,7 +372,7 @@ class ProcessCore(Core):
         self._thread = EventLoopThread("vllm")
         vllm = library.module
         try:
-            with started(arguments["tensor_parallel_size"]):
+            with engine_environment(arguments["tensor_parallel_size"]):
                 start = self._submit(
                     vllm.AsyncLLMEngine.from_engine_args, vllm.AsyncEngineArgs(**arguments)
                 )
@@ -366,9 +384,20 @@ class ProcessCore(Core):
 
     @property
     def is_lost(self) -> bool:
+        """Whether vLLM's processes have ended."""
         return self.engine.errored
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of vLLM's front end on the thread's loop, and wait for its result.
+
+        Args:
+            method: name of the method.
+            args: positional arguments.
+            options: keyword arguments.
+
+        Returns:
+            The result.
+        """
         return self._submit(getattr(self.engine, method), *args, **options).result()
 
     def start(self, work: Coroutine[Any, Any, Completion]) -> Future[Completion]:
@@ -406,8 +435,8 @@ class ProcessCore(Core):
                 return response
 
     @contextmanager
-    def renewed(self, version: int, *, keeps_cache: bool) -> Iterator[None]:
-        """Context manager: load weights while vLLM makes no steps.
+    def paused_for_weights(self, version: int, *, keeps_cache: bool) -> Iterator[None]:
+        """Context manager in which new weights are loaded, while vLLM makes no steps.
 
         On exit unfinished responses go on. After an error vLLM remains paused.
 
@@ -417,6 +446,7 @@ class ProcessCore(Core):
         """
 
         async def pause() -> dict[str, int]:
+            """Pause vLLM; return how many tokens each unfinished response has drawn."""
             self._is_open.clear()
             await self.engine.pause_generation(mode="keep", clear_cache=not keeps_cache)
             if not self._running:
@@ -429,10 +459,12 @@ class ProcessCore(Core):
         yield
 
         async def resume() -> None:
+            """Note the new version in the responses, drop those without a token, and go on."""
             void_ids = []
             for request_id, response in self._running.items():
                 num_drawn = num_tokens.get(request_id)
                 if num_drawn:
+                    # The next tokens are drawn by the new weights.
                     response.versions.append((num_drawn, version))
                 else:
                     # Not begun, or finished but not delivered. Either way it is generated anew.
@@ -448,7 +480,7 @@ class ProcessCore(Core):
 
     def abort(self) -> None:
         """End all unfinished responses. Any thread may call this."""
-        # On the loop, where `_running` changes.
+        # Called on the loop, because `_running` changes only there.
         self._submit(lambda: self.engine.abort(sorted(self._running))).result()
 
     def close(self) -> None:
@@ -465,6 +497,7 @@ class ProcessCore(Core):
             await asyncio.sleep(HEALTH_CHECK_EVERY_S)
             processes = self.engine.engine_core.resources.engine_manager.processes
             try:
+                # Any call would do: vLLM answers it between two steps.
                 await asyncio.wait_for(self.engine.is_sleeping(), self._silent_s)
             except TimeoutError:
                 pids = [process.pid for process in processes]

@@ -43,13 +43,13 @@ from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import (
     LogProbsOf,
     ThirdPartyEngine,
-    died,
-    refused,
+    engine_lost_error,
     require_known_experts,
     require_release,
     results_of,
+    start_error,
 )
-from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
+from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, split_off_adapter
 from quadriga.rollout.vllm.arguments import arguments_of, sampling_of
 from quadriga.rollout.vllm.cores import (
     InProcessCore,
@@ -64,16 +64,16 @@ from quadriga.rollout.vllm.library import (
     WHERE,
     adapter_layers,
     cache_tensors,
+    checkpoint_weights,
     drawn_tokens,
-    forget_packed_experts,
+    drop_packed_experts,
     layerwise_reload,
     load,
-    one_by_one,
     repack_tied,
     tensor_parallel_place,
 )
 from quadriga.rollout.vllm.memory import VLLMMemory
-from quadriga.weight_sync.buckets import pack, unpack
+from quadriga.weight_sync.buckets import num_bytes, pack, unpack
 from quadriga.weight_sync.fingerprint import PendingFingerprints, tensor_fingerprint
 from quadriga.weight_sync.publish import NamedWeights
 from quadriga.weight_sync.reshard import Wanted
@@ -98,8 +98,8 @@ class VLLMEngine(ThirdPartyEngine):
         is_vision: whether the model takes images.
 
     Attributes:
-        rebuilt: most bytes of full tensors that a process of vLLM held at the same time during a
-            load, and the module that it rebuilt from them.
+        rebuilt: most bytes of full tensors that a process of vLLM has held at once in a load, beside
+            its weights, and the module of the last of these tensors.
 
     Raises:
         RolloutError: vLLM is missing, too old, or refuses the model or the options.
@@ -120,7 +120,7 @@ class VLLMEngine(ThirdPartyEngine):
         is_vision: bool = False,
     ) -> None:
         if adapter is not None:
-            manifest = manifest.joined(adapter.manifest)
+            manifest = manifest.union(adapter.manifest)
         super().__init__(manifest, setup.max_model_len)
         self.setup = setup
         self.eos_token_ids = tuple(eos_token_ids)
@@ -166,16 +166,16 @@ class VLLMEngine(ThirdPartyEngine):
         is_vision = hasattr(skeleton.config, "vision_config")
         eos_token_ids = stop_token_ids(skeleton, setup.tokenizer.eos_token_id)
         adapter = None
-        is_wide = setup.device.type != "cpu" and setup.dtype == torch.float32
-        if (
-            model.has_adapter
-            and adapter_route(setup.config, is_wide_on_accelerator=is_wide).is_alone
-        ):
-            # Only names and shapes are needed, so any seed will do.
-            add_adapter(skeleton, model, seed=0)
-            shape = adapter_of(skeleton)
-            assert shape is not None, "it was just added"
-            adapter = Adapter(shape, Manifest.of(skeleton).part(is_factor))
+        if model.has_adapter:
+            is_wide = setup.device.type != "cpu" and setup.dtype == torch.float32
+            route = adapter_route(setup.config, is_wide_on_accelerator=is_wide)
+            # Otherwise the adapter arrives merged into the weights.
+            if route.is_alone:
+                # Only names and shapes are needed, so any seed will do.
+                add_adapter(skeleton, model, seed=0)
+                shape = adapter_of(skeleton)
+                assert shape is not None, "it was just added"
+                adapter = Adapter(shape, Manifest.of(skeleton).select(is_factor))
         make = partial(cls, setup, manifest, eos_token_ids, adapter=adapter, is_vision=is_vision)
         makers = [make] * setup.rollout.data_parallel_size
         return start_balanced(makers)
@@ -207,27 +207,41 @@ class VLLMEngine(ThirdPartyEngine):
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
+        """Generate one response. Cancelling the caller aborts the request.
+
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+        """
         if isinstance(self.core, ProcessCore):
             future = self.core.start(self._complete(self.core, prompt, sampling, images))
             return await asyncio.wrap_future(future)
         if not isinstance(self.core, GroupCore):
             # An engine in this process blocks, so requests are collected into batches.
             return await super().generate(prompt, sampling, images)
-        [request] = self._requests([prompt], [sampling], [images])
-        with self._explained():
+        [request] = self._make_requests([prompt], [sampling], [images])
+        with self._translated_errors():
             response = await self.core.generate(request)
         return response.completion(sampling, self.log_probs_of, self.weight_version)
 
     async def _complete(
         self, core: ProcessCore, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> Completion:
-        """Generate one response, on the loop of the core's thread."""
+        """Generate one response, on the loop of the core's thread.
+
+        Args:
+            core: vLLM's engine.
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+        """
 
         def make_request() -> tuple[VLLMRequest, int]:
-            [request] = self._requests([prompt], [sampling], [images])
+            [request] = self._make_requests([prompt], [sampling], [images])
             return request, self.weight_version
 
-        with self._explained():
+        with self._translated_errors():
             response = await core.respond(make_request)
         _, last_version = response.versions[-1]
         return response.completion(sampling, self.log_probs_of, last_version)
@@ -275,6 +289,7 @@ class VLLMEngine(ThirdPartyEngine):
         """
 
         def load() -> int:
+            # `load_weights`, which `work` calls, has no such argument.
             self._keeps_cache = keeps_cache
             try:
                 work()
@@ -287,18 +302,32 @@ class VLLMEngine(ThirdPartyEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
+        """Generate a response for each prompt.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt; None if no prompt has any.
+
+        Returns:
+            The responses, in order.
+
+        Raises:
+            RolloutError: a request cannot be served.
+        """
         if isinstance(self.core, ProcessCore):
             futures = self.begin(prompts, sampling, images)
-            self._counted(futures)
+            self._count_when_done(futures)
             return results_of(futures)
-        requests = self._requests(prompts, sampling, images or [None] * len(prompts))
-        # Without seeds vLLM draws from torch's generator, which in this process is the trainer's.
+        requests = self._make_requests(prompts, sampling, images or [None] * len(prompts))
+        # Without seeds vLLM draws from torch's generator, which in this process is the trainer's. It
+        # then gets the first request's seed for this batch, and afterwards its own state again.
         shares_generator = self.core.is_in_process and not self.setup.rollout.request_seeds
-        draws_together = shares_generator and bool(sampling)
+        needs_seed = shares_generator and bool(sampling)
         index = self.setup.device.index
         devices = [] if index is None else [index]
-        with self._explained(), torch.random.fork_rng(devices, enabled=draws_together):
-            if draws_together:
+        with self._translated_errors(), torch.random.fork_rng(devices, enabled=needs_seed):
+            if needs_seed:
                 torch.manual_seed(sampling[0].seed)
             responses: list[Response] = self.core.generate_batch(requests, self.count_ended)
         return [
@@ -326,17 +355,23 @@ class VLLMEngine(ThirdPartyEngine):
         if self._keeps_cache is None or not isinstance(self.core, ProcessCore):
             self._load(weights, version, keeps_cache=False)
             return
-        with self.core.renewed(version, keeps_cache=self._keeps_cache):
+        with self.core.paused_for_weights(version, keeps_cache=self._keeps_cache):
             self._load(weights, version, keeps_cache=self._keeps_cache)
 
     def _load(self, weights: NamedWeights, version: int, *, keeps_cache: bool) -> None:
-        """Load weights; see `load_weights`."""
+        """Load a complete set of weights, or only the adapter, and drop what old weights computed.
+
+        Args:
+            weights: names and tensors.
+            version: version of the weights.
+            keeps_cache: whether the KV cache is kept.
+        """
         with self._loading(version) as received:
             self.memory.wake("weights")
             factors: dict[str, torch.Tensor] = {}
-            model_weights = self._manifest.checked(weights, self._frozen)
+            model_weights = self._manifest.check_stream(weights, self._frozen)
             if self._slot is not None:
-                model_weights = separated(model_weights, factors)
+                model_weights = split_off_adapter(model_weights, factors)
             try:
                 with closing(self._buckets(model_weights)) as stream:
                     # There is no bucket if the adapter arrives alone. Otherwise the stream brings
@@ -346,7 +381,7 @@ class VLLMEngine(ThirdPartyEngine):
                         self.core.call("load_bucket", bucket)
             finally:
                 fingerprints = self.core.call("end_weights")
-            self._note_rebuilt()
+            self._log_rebuilt()
             self._drop_caches(keeps_cache=keeps_cache)
             adapter_fingerprints = [{} for _ in fingerprints]
             if self._slot is not None:
@@ -354,11 +389,13 @@ class VLLMEngine(ThirdPartyEngine):
             for of_model, of_adapter in zip(fingerprints, adapter_fingerprints, strict=True):
                 received.append(self._frozen | of_model | of_adapter)
         self.memory.has_dropped_weights = False
+        # Later loads may omit the weights below the adapter.
         if self._slot is not None:
-            arrived = self._arrived.tensors
-            self._frozen = {name: mark for name, mark in arrived.items() if not is_factor(name)}
+            for name, mark in self._arrived.tensors.items():
+                if not is_factor(name):
+                    self._frozen[name] = mark
 
-    def _note_rebuilt(self) -> None:
+    def _log_rebuilt(self) -> None:
         """Log the largest module that vLLM has rebuilt, if it is larger than before."""
         num_bytes, name = max(self.core.call("rebuilt_module"))
         if num_bytes > self.rebuilt[0]:
@@ -375,6 +412,9 @@ class VLLMEngine(ThirdPartyEngine):
 
         Args:
             keeps_cache: whether the KV cache is kept.
+
+        Raises:
+            WeightSyncError: responses are being generated, so vLLM does not drop the KV cache.
         """
         if not keeps_cache:
             if not self.core.ask("reset_prefix_cache"):
@@ -390,15 +430,20 @@ class VLLMEngine(ThirdPartyEngine):
             self.core.ask("reset_encoder_cache")
 
     def _buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Generator[Any, None, None]:
-        """Yield buckets of weights for `load_bucket`.
+        """Pack weights into buckets, in the form in which vLLM's workers can read them.
 
-        In this process a bucket holds tensors, copied unless they stay unchanged during the load.
-        For other processes it is a place in memory: of a GPU that vLLM uses, too, or of shared
-        memory. The content of a bucket is valid until the next one.
+        Args:
+            weights: names and tensors.
+
+        Yields:
+            Arguments of `WorkerExtension.load_bucket`. For vLLM in this process: a list of names
+            and tensors, copied unless they stay unchanged during the load. For other processes:
+            where the content is in the memory of a GPU that vLLM uses, too, or in shared memory.
+            The content of a bucket is valid until the next one.
         """
         if self.core.is_in_process:
 
-            def hold(weight: tuple[str, torch.Tensor], _: int) -> tuple[str, torch.Tensor]:
+            def put(weight: tuple[str, torch.Tensor], _: int) -> tuple[str, torch.Tensor]:
                 # Either way the storage is a new object, so `load_bucket` sees when vLLM frees it.
                 name, tensor = weight
                 tensor = tensor.detach()
@@ -406,7 +451,7 @@ class VLLMEngine(ThirdPartyEngine):
                     return name, torch.from_dlpack(tensor)
                 return name, tensor.clone()
 
-            yield from buckets(weights, lambda weight: weight[1].nbytes, self.bucket_bytes, hold)
+            yield from buckets(weights, num_bytes, self.bucket_bytes, put)
             return
         if self.setup.device.type == "cuda":
             # Handles exist only for memory of a GPU. Tensors from another process are on the host.
@@ -418,7 +463,7 @@ class VLLMEngine(ThirdPartyEngine):
                 place = [content.storage_offset(), content.numel()]
                 yield {"handle": handle, "place": place, "entries": entries}
             return
-        # The file is freed with this process, however that ends.
+        # Shared memory without a name, which is freed with this process, however that ends.
         file = os.memfd_create("quadriga-weights")
         path = f"/proc/{os.getpid()}/fd/{file}"
         allocate = partial(torch.from_file, path, True, dtype=torch.uint8)
@@ -429,11 +474,13 @@ class VLLMEngine(ThirdPartyEngine):
             os.close(file)
 
     def follow(self) -> None:
+        """Make the leader's steps until the batch is over; for a member of a rollout group."""
         assert isinstance(self.core, GroupCore), "only members of a group follow"
-        with self._explained():
+        with self._translated_errors():
             self.core.follow()
 
     def release(self) -> None:
+        """End the batch on all ranks of a rollout group; does nothing except on the leader."""
         if isinstance(self.core, GroupCore):
             self.core.release()
 
@@ -451,6 +498,7 @@ class VLLMEngine(ThirdPartyEngine):
         self.memory.sleep(keeps_weights=self.has_frozen_weights)
 
     def wake(self) -> None:
+        """End the sleep. Memory that a load has not mapped yet is mapped again."""
         super().wake()
         if "kv_cache" in self.memory.released:
             self.memory.wake("weights", "kv_cache")
@@ -458,19 +506,26 @@ class VLLMEngine(ThirdPartyEngine):
             self.core.call("clear_cache")
 
     def close(self) -> None:
+        """End the engine, its processes and its thread."""
         if self._state != "closed":
             super().close()
             self.core.close()
             self._loader.shutdown()
 
     def _make_core(self) -> InProcessCore | ProcessCore:
+        """Start vLLM on the ranks of a group, in this process, or in its own processes.
+
+        Raises:
+            RolloutError: vLLM refuses the model or the options.
+        """
         rollout = self.setup.rollout
-        # Then requests and weights arrive while others are generated, which would block this process.
-        is_beside = rollout.mode == "async" or self.setup.config.async_training.enable
+        # Requests and weights may arrive while others are generated. In this process, generation
+        # would block them.
+        needs_process = rollout.mode == "async" or self.setup.config.async_training.enable
         try:
             if self.setup.group is not None:
                 return GroupCore(self.library, self.arguments, self.setup.group)
-            if not is_beside and rollout.tensor_model_parallel_size == 1:
+            if not needs_process and rollout.tensor_model_parallel_size == 1:
                 return InProcessCore(self.library, self.arguments, self.setup.device)
             if self.setup.device.type == "cuda":
                 require_plain_segments(self.title)
@@ -480,10 +535,11 @@ class VLLMEngine(ThirdPartyEngine):
         except QuadrigaError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
-            raise refused(self.name, self.title, first_line(error)) from error
+            raise start_error(self.name, self.title, first_line(error)) from error
 
     def _describe(self) -> str:
         """Describe what was chosen, and the parts that this version of vLLM does not have."""
+        # Where vLLM is.
         num_ranks = self.arguments["tensor_parallel_size"]
         if not self.core.is_in_process:
             where = f"in processes of its own ({num_ranks})"
@@ -497,6 +553,7 @@ class VLLMEngine(ThirdPartyEngine):
             room = self.adapter.room_for_rank
             weights += f" and the adapter beside them, with room for rank {room}"
 
+        # Its KV cache.
         cache_bytes = self.arguments.get("kv_cache_memory_bytes")
         cache = "as much KV cache as fits"
         if cache_bytes is not None:
@@ -520,10 +577,19 @@ class VLLMEngine(ThirdPartyEngine):
         parts += [f"without {part}" for part in self.missing_parts]
         return "; ".join(parts)
 
-    def _requests(
+    def _make_requests(
         self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]
     ) -> list[VLLMRequest]:
-        """Requests in vLLM's terms."""
+        """Convert requests to vLLM's form, after checking them.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt.
+
+        Raises:
+            RolloutError: the engine is not ready, or cannot serve a request.
+        """
         self._require_ready(prompts, sampling, images)
         if any(images) and not self.is_vision:
             raise RolloutError(
@@ -539,7 +605,8 @@ class VLLMEngine(ThirdPartyEngine):
         for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
             vllm_prompt: dict[str, Any] = {"prompt_token_ids": list(prompt)}
             if keeps_cache:
-                # A request does not read from the KV cache what older weights have computed.
+                # vLLM shares cached prefixes only between requests with the same salt, so none reads
+                # what older weights have computed.
                 vllm_prompt["cache_salt"] = str(self.weight_version)
             expanded = None
             if prompt_images is not None:
@@ -559,7 +626,7 @@ class VLLMEngine(ThirdPartyEngine):
         return requests
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """Context manager: raise vLLM's errors as RolloutError or EngineLostError."""
         try:
             yield
@@ -567,7 +634,9 @@ class VLLMEngine(ThirdPartyEngine):
             raise
         except Exception as error:  # vLLM's failures have no class in common
             if self.core.is_lost:
-                raise died(self.name, self.title, f"has ended: {first_line(error)}") from error
+                raise engine_lost_error(
+                    self.name, self.title, f"has ended: {first_line(error)}"
+                ) from error
             where = f"{self.name}.generate"
             if self.setup.group is not None:
                 where += f", {self.setup.group}"
@@ -579,8 +648,8 @@ class VLLMEngine(ThirdPartyEngine):
             ) from error
 
 
-def own_parts(matrix: torch.Tensor, num_ranks: int, rank: int) -> list[torch.Tensor]:
-    """Parts of a matrix that a tensor-parallel rank may hold if the matrix is split by rows.
+def row_parts(matrix: torch.Tensor, num_ranks: int, rank: int) -> list[torch.Tensor]:
+    """List the parts of a matrix that a tensor-parallel rank may hold if it is split by rows.
 
     Args:
         matrix: [rows, ...].
@@ -623,10 +692,14 @@ class WorkerExtension:
     quadriga_held: list[tuple[StorageWeakRef, int]]
 
     def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
-        """Load a bucket of weights, as `VLLMEngine._buckets` yields them.
+        """Load a bucket of weights.
 
         vLLM holds each tensor until its layer is complete. Fingerprints are taken of the tensors
         that vLLM gets.
+
+        Args:
+            bucket: from `VLLMEngine._buckets`: names and tensors, or the place of a bucket in the
+                memory of another process.
         """
         if isinstance(bucket, list):
             # The list is emptied, so that a tensor is freed once vLLM has copied it to its layer.
@@ -653,28 +726,35 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         model_type = self.model_config.hf_text_config.model_type
         with configured(self.vllm_config):
+            # The first bucket begins the load.
             if self.quadriga_marks is None:
-                forget_packed_experts(model, model_type)
+                drop_packed_experts(model, model_type)
                 begin(model)
                 self.quadriga_marks = PendingFingerprints()
                 self.quadriga_rebuilt = (0, "")
                 self.quadriga_held = []
             marks = self.quadriga_marks
 
-            def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+            def watched_weights() -> Iterator[tuple[str, torch.Tensor]]:
+                """Yield the weights in vLLM's form, after noting their fingerprints."""
                 for name, tensor in weights:
                     marks.add(name, tensor)
-                    self._note_held(name, tensor)
-                    yield from one_by_one(name, tensor, model_type)
+                    self._update_rebuilt(name, tensor)
+                    yield from checkpoint_weights(name, tensor, model_type)
 
             with torch.no_grad():
-                model.load_weights(arriving())
+                model.load_weights(watched_weights())
         if isinstance(bucket, dict) and "handle" in bucket:
             # The copies are complete before the sender writes the next bucket.
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _note_held(self, name: str, tensor: torch.Tensor) -> None:
-        """Update `quadriga_rebuilt` by a new tensor and those that vLLM still holds."""
+    def _update_rebuilt(self, name: str, tensor: torch.Tensor) -> None:
+        """Update `quadriga_rebuilt` by a new tensor, with those that vLLM has not freed yet.
+
+        Args:
+            name: name of the weight.
+            tensor: the weight.
+        """
         self.quadriga_held = [
             (storage, size) for storage, size in self.quadriga_held if not storage.expired()
         ]
@@ -684,7 +764,11 @@ class WorkerExtension:
         self.quadriga_held.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
 
     def rebuilt_module(self) -> tuple[int, str]:
-        """Most bytes of full tensors held at once in the last load, and the last one's module."""
+        """Most bytes of full tensors that this process held at once in the last load.
+
+        Returns:
+            The number of bytes, and the module of the last of these tensors.
+        """
         return self.quadriga_rebuilt
 
     def end_weights(self) -> dict[str, str]:
@@ -695,13 +779,15 @@ class WorkerExtension:
         """
         marks = self.quadriga_marks
         self.quadriga_marks = None
-        if marks is not None:
-            _, end, configured = layerwise_reload()
-            model = self.model_runner.get_model()
-            with configured(self.vllm_config), torch.no_grad():
-                end(model, self.model_config)
-                repack_tied(model)
-        return {} if marks is None else marks.read()
+        # No bucket has arrived: an adapter may arrive alone.
+        if marks is None:
+            return {}
+        _, end, configured = layerwise_reload()
+        model = self.model_runner.get_model()
+        with configured(self.vllm_config), torch.no_grad():
+            end(model, self.model_config)
+            repack_tied(model)
+        return marks.read()
 
     def drawn_tokens(self) -> dict[str, int]:
         """Number of tokens of each request that has begun, by vLLM's name for it.
@@ -738,7 +824,7 @@ class WorkerExtension:
 
         A matrix counts as held if a layer has a tensor with the fingerprint of the matrix, or of a
         part of it that this rank may hold: with tensor parallelism A may be split by rows or by
-        columns, and B by rows as in `own_parts`.
+        columns, and B by rows as in `row_parts`.
         """
         shape = self.quadriga_shape
         factors = self.quadriga_factors
@@ -750,12 +836,12 @@ class WorkerExtension:
         rank, num_ranks = tensor_parallel_place(self)
         # vLLM's tensors are padded to `max_lora_rank`. Without the padding they have the adapter's
         # rank, or a part of it, rounded up, if A is split by rows.
-        sizes = {shape.rank, ceil(shape.rank / num_ranks)}
+        ranks_without_padding = {shape.rank, ceil(shape.rank / num_ranks)}
         loaded = set()
         for a, b in layers:
-            for size in sizes:
-                loaded.add(tensor_fingerprint(a[:size]))
-                loaded.add(tensor_fingerprint(b[:, :size]))
+            for adapter_rank in ranks_without_padding:
+                loaded.add(tensor_fingerprint(a[:adapter_rank]))
+                loaded.add(tensor_fingerprint(b[:, :adapter_rank]))
         dtype = layers[0][0].dtype
         missing = []
         for name, tensor in factors.items():
@@ -764,7 +850,7 @@ class WorkerExtension:
                 parts = [matrix, *matrix.chunk(num_ranks, 0), *matrix.chunk(num_ranks, 1)]
             else:
                 # vLLM multiplies B by the adapter's scale when it loads it.
-                parts = own_parts(matrix * shape.scale, num_ranks, rank)
+                parts = row_parts(matrix * shape.scale, num_ranks, rank)
             if loaded.isdisjoint(tensor_fingerprint(part) for part in parts):
                 missing.append(name)
         return missing

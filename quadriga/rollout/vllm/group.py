@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's engine on the ranks of a rollout group, whose executors all make the same steps.
 
-    leader   generate -> inbox -> tell(added, given up) -> add, abort, step -> responses -> callers
-    member                        hear() ----------------> add, abort, step
+    leader   generate -> inbox -> broadcast(added, aborted) -> add, abort, step -> responses -> callers
+    member                        receive() -----------------> add, abort, step
 
 consumes: requests from the inbox, before each step. The leader steps in the thread that calls
     `generate_batch`, or in one of its own.
@@ -27,14 +27,14 @@ from quadriga.errors import RolloutError
 from quadriga.rollout.group import RolloutGroup, require_same_tokens
 from quadriga.rollout.third_party import process_environment
 from quadriga.rollout.vllm.cores import InProcessCore, Response, VLLMRequest
-from quadriga.rollout.vllm.library import VLLMLibrary, unfinished_outputs
+from quadriga.rollout.vllm.library import VLLMLibrary, partial_outputs
 
 
 class StepChanges(NamedTuple):
     """Changes before a step of all ranks: new requests by name, and names of aborted ones."""
 
     added: dict[str, VLLMRequest]
-    given_up: list[str]
+    aborted: list[str]
 
 
 @dataclass(eq=False)
@@ -44,11 +44,11 @@ class _PendingRequest:
     request: VLLMRequest
     response: Response
     future: Future[Response] = field(default_factory=Future)
-    is_given_up: bool = False
+    is_aborted: bool = False
 
 
 def sees_peers(group: RolloutGroup) -> bool:
-    """Whether this process sees the devices of all ranks of its group. On Ray it sees its own."""
+    """Whether this process sees the devices of all ranks of its group. On Ray it sees only its own."""
     return group.device.type != "cuda" or torch.cuda.device_count() >= group.size
 
 
@@ -84,7 +84,7 @@ class GroupCore(InProcessCore):
         self._lock = threading.Lock()
         # Requests of the leader by name: those that wait for their first step, and running ones.
         self._inbox: dict[str, _PendingRequest] = {}
-        self._calls: dict[str, _PendingRequest] = {}
+        self._running_requests: dict[str, _PendingRequest] = {}
         self._is_running = False
         self._has_failed = False
         self._checksum = 0
@@ -93,9 +93,9 @@ class GroupCore(InProcessCore):
         # Members get the leader's name for the group, which is unique on the machine.
         name = f"quadriga-{uuid4().hex}"
         if group.is_leader:
-            group.tell(name)
+            group.broadcast(name)
         else:
-            name = group.hear()
+            name = group.receive()
         arguments = arguments | group_arguments(group)
         # Symmetric memory needs the peers' devices, too; vLLM would warn and go on without it.
         variables = {} if sees_peers(group) else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
@@ -105,6 +105,17 @@ class GroupCore(InProcessCore):
     def generate_batch(
         self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
     ) -> list[Response]:
+        """Generate responses on all ranks; for the leader.
+
+        This thread makes the steps, unless another one is doing that already.
+
+        Args:
+            requests: the requests.
+            count_ended: called with 1 whenever a response is complete, to report progress.
+
+        Returns:
+            A response for each request, in order.
+        """
         calls = [_PendingRequest(request, Response(request.expanded)) for request in requests]
         if count_ended is not None:
             for call in calls:
@@ -127,15 +138,17 @@ class GroupCore(InProcessCore):
         return await waiting
 
     def abort(self) -> None:
+        """End all unfinished responses before the next step. Any thread may call this."""
         with self._lock:
-            for call in (*self._calls.values(), *self._inbox.values()):
-                call.is_given_up = True
+            for call in (*self._running_requests.values(), *self._inbox.values()):
+                call.is_aborted = True
 
     def follow(self) -> None:
         """Make the leader's steps until the batch is over; for a member."""
         with torch.compiler.set_stance(self._stance):
             while True:
-                message = self.group.hear(is_idle=not self.engine.has_unfinished_requests())
+                message = self.group.receive(is_idle=not self.engine.has_unfinished_requests())
+                # The leader's checksum ends the batch.
                 if isinstance(message, int):
                     break
                 self._make_step(message or StepChanges({}, []))
@@ -151,24 +164,29 @@ class GroupCore(InProcessCore):
             self._turn = None
         # A step fails on all ranks, and the members do not listen any more.
         if not self._has_failed:
-            self.group.tell(self._checksum)
+            self.group.broadcast(self._checksum)
         self._has_failed = False
         self._checksum = 0
 
     def close(self) -> None:
+        """Abort unfinished responses, and end the engine and its thread."""
         self.abort()
         if self._worker is not None:
             self._worker.shutdown()
         super().close()
 
     def _submit(self, calls: list[_PendingRequest]) -> bool:
-        """Put requests into the inbox; return whether the caller has to run them."""
+        """Put requests into the inbox.
+
+        Returns:
+            Whether the caller has to call `_run`, because no thread makes steps.
+        """
         with self._lock:
             for call in calls:
                 self._inbox[str(next(self._ids))] = call
-            starts = bool(calls) and not self._is_running
-            self._is_running |= starts
-            return starts
+            has_to_run = bool(calls) and not self._is_running
+            self._is_running |= has_to_run
+            return has_to_run
 
     def _run(self) -> None:
         """Make steps until no request is left."""
@@ -178,19 +196,19 @@ class GroupCore(InProcessCore):
                     step = self._next_step()
                     if step is None:
                         break
-                    self.group.tell(step if any(step) else None)
+                    self.group.broadcast(step if any(step) else None)
                     outputs = []
-                    if step.given_up:
-                        outputs = unfinished_outputs(self.engine, step.given_up)
+                    if step.aborted:
+                        outputs = partial_outputs(self.engine, step.aborted)
                     outputs += self._make_step(step)
                     for output in outputs:
                         with self._lock:
-                            call = self._calls.pop(output.request_id)
+                            call = self._running_requests.pop(output.request_id)
                         self._finish(call, output)
         except BaseException as error:
             with self._lock:
-                failed = [*self._calls.values(), *self._inbox.values()]
-                self._calls = {}
+                failed = [*self._running_requests.values(), *self._inbox.values()]
+                self._running_requests = {}
                 self._inbox = {}
                 self._is_running = False
                 self._has_failed = True
@@ -202,22 +220,33 @@ class GroupCore(InProcessCore):
                 raise
 
     def _next_step(self) -> StepChanges | None:
-        """Move the requests of the inbox to the next step; return None without any request."""
+        """Move the requests of the inbox to the next step.
+
+        Returns:
+            The changes before the step; None if there is no request, so that the caller must stop.
+        """
         with self._lock:
-            given_up = []
-            for name, call in self._calls.items():
-                if call.is_given_up or call.future.cancelled():
-                    given_up.append(name)
+            aborted = []
+            for name, call in self._running_requests.items():
+                if call.is_aborted or call.future.cancelled():
+                    aborted.append(name)
             added = {name: call.request for name, call in self._inbox.items()}
-            self._calls |= self._inbox
+            self._running_requests |= self._inbox
             self._inbox = {}
-            self._is_running = bool(self._calls)
-        return StepChanges(added, given_up) if self._is_running else None
+            self._is_running = bool(self._running_requests)
+        return StepChanges(added, aborted) if self._is_running else None
 
     def _make_step(self, step: StepChanges) -> list[Any]:
-        """Make a step, on every rank; return vLLM's outputs of finished requests."""
-        if step.given_up:
-            self.engine.abort_request(step.given_up)
+        """Make a step, as every rank does.
+
+        Args:
+            step: changes before it.
+
+        Returns:
+            vLLM's outputs of finished requests.
+        """
+        if step.aborted:
+            self.engine.abort_request(step.aborted)
         for name, request in step.added.items():
             self.engine.add_request(
                 name, request.prompt, request.sampling, lora_request=request.adapter
@@ -232,7 +261,12 @@ class GroupCore(InProcessCore):
 
     @staticmethod
     def _finish(call: _PendingRequest, output: Any) -> None:
-        """Give the caller its response, unless it was cancelled."""
+        """Give a response to its caller, unless the caller has cancelled the request.
+
+        Args:
+            call: the request.
+            output: vLLM's output, complete or partial.
+        """
         if call.future.set_running_or_notify_cancel():
             try:
                 call.response.add(output)

@@ -87,6 +87,7 @@ def load() -> VLLMLibrary:
     _, version = installed(*DISTRIBUTIONS)
     require_version(version)
     warn_about_version(version)
+    # vLLM reads these variables when it is imported.
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -99,8 +100,8 @@ def load() -> VLLMLibrary:
     return VLLMLibrary(version, module, sampling, lora)
 
 
-def started(num_processes: int = 0) -> AbstractContextManager[None]:
-    """Context manager: the environment for making an engine.
+def engine_environment(num_processes: int = 0) -> AbstractContextManager[None]:
+    """Context manager in which an engine is made: sets the environment variables that vLLM reads.
 
     Args:
         num_processes: number of processes for the engine, which share this one's threads; 0: the
@@ -174,10 +175,10 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
         raise RolloutError(f"{WHERE}, weights", got=got, fix=_INSTALL) from error
 
 
-def one_by_one(
+def checkpoint_weights(
     name: str, weight: torch.Tensor, model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Split a weight into the weights of checkpoint files, which vLLM's models load.
+    """Split a weight into those of checkpoint files, which vLLM's models load: one per expert.
 
     Args:
         name: name of the weight.
@@ -194,12 +195,13 @@ def one_by_one(
         yield name, weight
         return
     for number, expert in enumerate(weight):
+        # `gate_up_proj` has both matrices, one above the other.
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         for part, matrix in zip(names, expert.chunk(len(names)), strict=True):
             yield f"{place}.{number}.{part}.weight", matrix
 
 
-def forget_packed_experts(model: torch.nn.Module, model_type: str) -> None:
+def drop_packed_experts(model: torch.nn.Module, model_type: str) -> None:
     """Make the next load pack the experts of a mixture anew, on a CPU.
 
     vLLM packs experts only when it makes their kernel. With the old kernel it would copy new
@@ -218,6 +220,7 @@ def forget_packed_experts(model: torch.nn.Module, model_type: str) -> None:
         if hasattr(method, "moe_kernel"):
             has_kernel = True
             if next(layer.parameters()).device.type == "cpu":
+                # vLLM makes and packs a kernel that is missing.
                 method.moe_kernel = None
     if model_type in MIXTURES and not has_kernel:
         version = installed(*DISTRIBUTIONS)[1]
@@ -235,6 +238,7 @@ def repack_tied(model: torch.nn.Module) -> None:
     A layer is packed when its weights arrive. A head that is tied to the embedding gets none of its
     own, and would keep its packed copy of the old ones.
     """
+    # Names of the modules that have each parameter.
     owners: dict[int, list[str]] = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -274,7 +278,7 @@ def executor(device: torch.device, group: tuple[str, int] | None = None) -> type
     return Executor
 
 
-def unfinished_outputs(engine: Any, names: Container[str]) -> list[Any]:
+def partial_outputs(engine: Any, names: Container[str]) -> list[Any]:
     """Partial outputs of unfinished requests, as if they were aborted.
 
     Args:
@@ -345,6 +349,7 @@ def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     for module in worker.model_runner.get_model().modules():
         stacked_a = getattr(module, "lora_a_stacked", ())
         stacked_b = getattr(module, "lora_b_stacked", ())
+        # [adapters, 1, rows, columns] each; vLLM holds one adapter at a time.
         for a, b in zip(stacked_a, stacked_b, strict=False):
             if a.dim() == b.dim() == 4:
                 layers.append((a[0, 0], b[0, 0]))

@@ -25,7 +25,7 @@ class Tied(nn.Module):
 def test_a_tied_weight_is_complete_under_any_name(name: str) -> None:
     """One of its names is enough."""
     stream = [(name, torch.ones(5, 3)), ("norm.weight", torch.ones(3))]
-    assert [one for one, _ in Manifest.of(Tied()).checked(stream)] == [name, "norm.weight"]
+    assert [one for one, _ in Manifest.of(Tied()).check_stream(stream)] == [name, "norm.weight"]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_tied_weight_is_complete_under_any_name(name: str) -> None:
 def test_a_stream_that_is_not_the_models(stream: list, message: str) -> None:
     """Each way in which it can differ."""
     with pytest.raises(WeightSyncError, match=message):
-        list(Manifest.of(Tied()).checked(stream))
+        list(Manifest.of(Tied()).check_stream(stream))
 
 
 @pytest.mark.parametrize("found", ["", "0.19.1", "0.29"])

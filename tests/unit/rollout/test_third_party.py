@@ -18,7 +18,11 @@ from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.engine import SGLangEngine
-from quadriga.rollout.third_party import ThirdPartyEngine, process_environment, require_room
+from quadriga.rollout.third_party import (
+    ThirdPartyEngine,
+    process_environment,
+    require_device_memory,
+)
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
 from quadriga.weight_sync.fingerprint import fingerprint
@@ -49,7 +53,8 @@ class TwoProcesses(ThirdPartyEngine):
     def load_weights(self, weights: Weights, version: int) -> None:
         with self._loading(version) as received:
             first = {
-                name: tensor.detach().clone() for name, tensor in self._manifest.checked(weights)
+                name: tensor.detach().clone()
+                for name, tensor in self._manifest.check_stream(weights)
             }
             second = {name: self.meddle(tensor) for name, tensor in first.items()}
             received += [fingerprint(one.items()).tensors for one in (first, second)]
@@ -126,14 +131,14 @@ def test_training_and_engine_share_the_memory_of_a_gpu(
     """A device of 80 GiB, half of it for the engine: refused with what training keeps, and the share that is left."""
     gib = 1 << 30
     if fits:
-        require_room(80 * gib, held * gib, to_come * gib, 0.5)
+        require_device_memory(80 * gib, held * gib, to_come * gib, 0.5)
         return
     rest = f"{(80 - held - to_come) * 100 // 80 / 100:g}"
     with pytest.raises(
         ConfigError,
         match=rf"0.5, which is 40.0 GiB of 80.0, while .* {held + to_come}.0.* {rest}\.",
     ):
-        require_room(80 * gib, held * gib, to_come * gib, 0.5)
+        require_device_memory(80 * gib, held * gib, to_come * gib, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_a_repeated_call_has_the_same_seed() -> None:
     seeds = Seeds(7)
     lost = seeds.ask("a", [1])
     answered = seeds.ask("a", [1])
-    lost.lose()
+    lost.give_back()
     assert seeds.ask("a", [1]).seed == lost.seed
     assert seeds.ask("a", [1], is_retry=True).seed == answered.seed
     assert seeds.ask("a", [1]).seed not in (lost.seed, answered.seed)

@@ -13,7 +13,7 @@ import pytest
 
 from quadriga.observe import watchdog
 from quadriga.protocol import DataProto
-from quadriga.rollout.agent_loop.guards import BoundedOutput, guarded, printed
+from quadriga.rollout.agent_loop.guards import BoundedOutput, guard_users_code, num_printed
 from quadriga.rollout.agent_loop.loops import REGISTRY
 
 
@@ -86,9 +86,9 @@ def test_batches_that_overlap_restore_the_streams() -> None:
     before = (sys.stdout, sys.stderr)
 
     async def overlap() -> None:
-        first = guarded(60)
+        first = guard_users_code(60)
         first.__enter__()
-        with guarded(60):
+        with guard_users_code(60):
             first.__exit__(None, None, None)
             assert isinstance(sys.stdout, BoundedOutput)
 
@@ -103,9 +103,9 @@ def test_prints_that_cannot_be_shown_are_counted() -> None:
         io.TextIOWrapper(disk, "ascii", write_through=True) as text,
     ):
         output = BoundedOutput(text)
-        is_conversation = printed.set([0])
+        is_conversation = num_printed.set([0])
         print("é", file=output, flush=True)
-        printed.reset(is_conversation)
+        num_printed.reset(is_conversation)
         assert output.num_left_out == 2
         with pytest.raises(OSError, match="No space left"):
             print("e", file=output, flush=True)

@@ -25,7 +25,7 @@ from quadriga.rollout.agent_loop.tool_calls import (
     ToolThread,
     truncate,
 )
-from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, describe, spec_of
+from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, describe, function_spec
 from tests.limits import HANGS_S, SOON_S
 
 Answer = Callable[..., ToolResult]
@@ -46,7 +46,7 @@ def answer(thread: ToolThread) -> Answer:
     def ask(
         function: Callable[..., Any], config: dict[str, Any] | None = None, **arguments: Any
     ) -> ToolResult:
-        spec = spec_of(function, name="act", description="Acts.")
+        spec = function_spec(function, name="act", description="Acts.")
         settings = MultiTurnConfig.model_validate(config or {})
 
         async def call() -> ToolResult:
@@ -208,7 +208,7 @@ def test_mistakes_of_the_model(thread: ToolThread, call: ToolCall, expected: str
         raise AssertionError
 
     settings = MultiTurnConfig(max_tool_response_length=1000)
-    box = ToolBox({"act": spec_of(act)}, {}, settings, thread)
+    box = ToolBox({"act": function_spec(act)}, {}, settings, thread)
     (told,) = asyncio.run(box.call_all([call]))
     assert told.is_refused and expected in told.text
 
@@ -221,7 +221,7 @@ def test_options_that_a_function_does_not_have(thread: ToolThread) -> None:
         return a * scale
 
     def box(**kwargs: Any) -> ToolBox:
-        return ToolBox({"act": spec_of(act)}, {"act": kwargs}, MultiTurnConfig(), thread)
+        return ToolBox({"act": function_spec(act)}, {"act": kwargs}, MultiTurnConfig(), thread)
 
     async def call() -> list[ToolResult]:
         async with box(execute_kwargs={"scale": 3, "absent": None}) as tools:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, spec_of, validator_of
+from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, function_spec, validator_of
 
 
 class Place(BaseModel):
@@ -42,7 +42,7 @@ def forecast(
 
 def test_schema_says_what_the_function_says() -> None:
     """Types, defaults, choices and the words of the docstring; what is hidden and titles are left out."""
-    function = spec_of(forecast).schema["function"]
+    function = function_spec(forecast).schema["function"]
     assert function["name"] == "forecast"
     assert function["description"] == "The weather to come.\n\nIt is never right."
     properties = function["parameters"]["properties"]
@@ -53,12 +53,12 @@ def test_schema_says_what_the_function_says() -> None:
     assert properties["hours"]["description"] == "which hours"
     assert function["parameters"]["required"] == ["place"]
     assert "title" not in str(function["parameters"])
-    assert spec_of(forecast).options == {"execute_kwargs": {"key"}}
+    assert function_spec(forecast).options == {"execute_kwargs": {"key"}}
 
 
 def test_arguments_come_in_their_types() -> None:
     """JSON becomes what the function takes; what was not given is left to its default."""
-    checked = spec_of(forecast).check({"place": {"city": "Rome"}, "days": "3"})
+    checked = function_spec(forecast).check({"place": {"city": "Rome"}, "days": "3"})
     assert checked == {"place": Place(city="Rome"), "days": 3}
 
 
@@ -73,7 +73,7 @@ def test_arguments_come_in_their_types() -> None:
 def test_wrong_arguments_are_named(arguments: Any, expected: str) -> None:
     """The error names the argument and shows the schema."""
     with pytest.raises(ToolError, match="tool forecast: got ") as raised:
-        spec_of(forecast).check(arguments)
+        function_spec(forecast).check(arguments)
     assert expected in str(raised.value)
     assert '"properties"' in str(raised.value)
 
@@ -112,7 +112,7 @@ def _odd(a: int, b: Handle) -> None:
 def test_functions_that_cannot_be_tools(function: Any, expected: str) -> None:
     """The error names the tool, its file and what is missing."""
     with pytest.raises(RolloutError, match=expected) as raised:
-        spec_of(function)
+        function_spec(function)
     assert function.__name__ in str(raised.value)
     assert __file__.rsplit("/", 1)[-1] in str(raised.value)
 

@@ -263,8 +263,8 @@ def test_several_engines_have_frozen_weights_if_all_have(monkeypatch: pytest.Mon
 def test_a_tied_frozen_weight_stays_under_either_name() -> None:
     embed, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
     head.weight = embed.weight
-    both = Manifest.of(nn.ModuleDict({"embed": embed, "head": head})).joined(manifest(FACTORS))
+    both = Manifest.of(nn.ModuleDict({"embed": embed, "head": head})).union(manifest(FACTORS))
     alone = [(name, torch.zeros(shape)) for name, shape in FACTORS.items()]
-    assert len(list(both.checked(alone, {"embed.weight": "its mark"}))) == 4
+    assert len(list(both.check_stream(alone, {"embed.weight": "its mark"}))) == 4
     with pytest.raises(WeightSyncError, match="without 2 of 6 weights"):
-        list(both.checked(alone))
+        list(both.check_stream(alone))

@@ -16,8 +16,8 @@ from quadriga.errors import ConfigError
 from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.arguments import arguments_of
-from quadriga.rollout.vllm.cores import Response, process_state_kept
-from quadriga.rollout.vllm.engine import own_parts
+from quadriga.rollout.vllm.cores import Response, restored_process_state
+from quadriga.rollout.vllm.engine import row_parts
 from quadriga.rollout.vllm.group import group_arguments
 from quadriga.rollout.vllm.library import cache_folder, drawn_tokens, warn_about_version
 
@@ -78,7 +78,7 @@ def test_a_start_of_vllm_leaves_the_trainers_random_states() -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    with process_state_kept(torch.device("cpu")):
+    with restored_process_state(torch.device("cpu")):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -124,6 +124,6 @@ def test_defaults_on_a_gpu(words: tuple[str, ...], max_num_seqs: int, share: flo
 def test_the_part_of_an_adapter_that_a_rank_holds() -> None:
     """Rank 3 of 4 holds the last quarter of the rows, the last half (of two heads), or all."""
     matrix = torch.arange(8).view(4, 2)
-    parts = own_parts(matrix, 4, 3)
+    parts = row_parts(matrix, 4, 3)
     assert [part.flatten().tolist() for part in parts] == [list(range(8)), [4, 5, 6, 7], [6, 7]]
-    assert len(own_parts(matrix, 1, 0)) == 1
+    assert len(row_parts(matrix, 1, 0)) == 1
