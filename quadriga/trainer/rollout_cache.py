@@ -27,7 +27,7 @@ from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import TIMES
 from quadriga.protocol.memory import images_key
-from quadriga.trainer.responses import repeat_prompts, without_passing
+from quadriga.trainer.responses import drop_prompt_only, repeat_prompts
 from quadriga.trainer.rollout_rows import ROLLOUT_ID, forget_times, rollout_numbers
 from quadriga.workers.base import MODEL_OBJECTS
 
@@ -124,7 +124,7 @@ class RolloutCache:
         if not self.is_repeated and cached.meta_info[_PROMPTS] != _digest(prompts):
             expected = f"responses to those of step {prompts.meta_info['global_steps']}"
             raise self._refusal(path, "responses to other prompts", expected)
-        rows = without_passing(repeat_prompts(prompts, num_samples))
+        rows = drop_prompt_only(repeat_prompts(prompts, num_samples))
         rows = rows.select_idxs(rollout_numbers(cached))
         names = cached.meta_info[_OBJECTS]
         if self.is_repeated:
@@ -160,7 +160,7 @@ class RolloutCache:
         self, path: Path, prompts: DataProto, rows: DataProto, facts: dict[str, Any]
     ) -> None:
         """Write the responses to a batch, without the tensors of its prompts, to a file."""
-        prompt_columns = without_passing(prompts)
+        prompt_columns = drop_prompt_only(prompts)
         tensors = {}
         for name in rows.batch.keys():
             if name not in prompt_columns.batch.keys():
