@@ -32,7 +32,7 @@ from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.rewards.by_name import ROW
 from quadriga.single_controller import ClassWithInitArgs, WorkerGroup, WorkerGroups
 from quadriga.trainer.asynchronous.streams import StreamPool
-from quadriga.trainer.checkpoint import start_of
+from quadriga.trainer.checkpoint import checkpoint_to_resume
 from quadriga.trainer.launch import cluster_of
 from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
@@ -251,7 +251,7 @@ def check_before_start(config: Config, needs: Needs) -> None:
         check_overlap(config, needs)
         check_server(config)
     check_models(config, has_critic=needs.critic)
-    check_checkpoint(config, start_of(config.trainer))
+    check_checkpoint(config, checkpoint_to_resume(config.trainer))
 
 
 def _with_counted_epochs(config: Config, num_batches: int) -> Config:
