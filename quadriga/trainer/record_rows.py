@@ -285,7 +285,7 @@ def _null_if_nan(values: np.ndarray) -> pa.Array:
     return pa.array(values, mask=np.isnan(values))
 
 
-def joined_tables(tables: Iterable[pa.Table]) -> pa.Table:
+def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
     """Concatenate the rows of several batches, and number them consecutively."""
     table = pa.concat_tables(tables)
     numbers = pa.array(np.arange(len(table)), pa.int32())
