@@ -87,26 +87,28 @@ class RolloutCache:
         for name in _SAMPLING:
             facts[f"{_ROLLOUT}.{name}"] = getattr(rollout, name)
         if path.is_file():
-            return self._replayed(path, prompts, num_samples, facts)
+            return self._replay(path, prompts, num_samples, facts)
         rows = self.generate(prompts, num_samples)
         self._write(path, prompts, rows, facts)
         return rows
 
     def _path_of(self, prompts: DataProto) -> Path:
         """File of the responses to a batch of prompts; with `repeat` the first one in the folder."""
-        greedy = "" if prompts.meta_info.get("do_sample", True) else "_greedy"
+        suffix = "" if prompts.meta_info.get("do_sample", True) else "_greedy"
         step = int(prompts.meta_info["global_steps"])
+        # Uids are STEP-NUMBER, see `assign_uids`.
         first_prompt = int(prompts.non_tensor_batch["uid"][0].rpartition("-")[2])
         if self.is_repeated:
-            batches = []
+            stored_batches = []
             for path in self.directory.glob("*.answers"):
                 match = _NAME.fullmatch(path.name)
-                if match and (match[3] or "") == greedy:
-                    batches.append((int(match[1]), int(match[2])))
-            step, first_prompt = min(batches, default=(step, first_prompt))
-        return self.directory / f"{step}_{first_prompt}{greedy}.answers"
+                if match and (match[3] or "") == suffix:
+                    stored_batches.append((int(match[1]), int(match[2])))
+            # If there is none yet, this batch becomes the first one.
+            step, first_prompt = min(stored_batches, default=(step, first_prompt))
+        return self.directory / f"{step}_{first_prompt}{suffix}.answers"
 
-    def _replayed(
+    def _replay(
         self, path: Path, prompts: DataProto, num_samples: int, facts: dict[str, Any]
     ) -> DataProto:
         """Read the responses of a file, and make the rows that the rollout would have returned.
@@ -124,6 +126,8 @@ class RolloutCache:
         if not self.is_repeated and cached.meta_info[_PROMPTS] != _digest(prompts):
             expected = f"responses to those of step {prompts.meta_info['global_steps']}"
             raise self._refusal(path, "responses to other prompts", expected)
+
+        # The columns of this step's prompts, in a row for each row of the responses.
         rows = drop_prompt_only(repeat_prompts(prompts, num_samples))
         rows = rows.select_idxs(rollout_numbers(cached))
         names = cached.meta_info[_OBJECTS]
@@ -168,6 +172,7 @@ class RolloutCache:
         objects = dict(rows.non_tensor_batch)
         # Responses from a file are graded again.
         objects.pop("reward_outcome", None)
+
         # Columns that the rollout has made. Conversations may also add images to the model's inputs.
         response_objects = []
         for name in objects:
@@ -177,6 +182,7 @@ class RolloutCache:
         for name, value in reduce_metrics(rows.meta_info.get("metrics", {})).items():
             if not name.startswith("timing_s/"):
                 metrics[name] = value
+
         meta_info = {
             _FACTS: facts,
             _PROMPTS: _digest(prompts),

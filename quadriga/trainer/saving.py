@@ -111,6 +111,7 @@ class CheckpointSaver:
                     worker.save_checkpoint(folder.absolute())
                 write_own_part(folder)
         except KeyboardInterrupt:
+            # `guarded` leaves the folder, which nothing would complete.
             self.checkpoints.abandon(step)
             raise
         self._pending = PendingCheckpoint(step, folder, begun, begun_at)
