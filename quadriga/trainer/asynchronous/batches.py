@@ -479,7 +479,7 @@ class AsyncBatches(WeightPublisher):
             schedule = self._running
             assert isinstance(schedule, RecordedSchedule)
             (worker,) = self._workers.streams
-            self._carry_out(schedule.at(num_steps, worker))
+            self._carry_out(schedule.decisions_at(num_steps, worker))
 
     # Carrying out decisions, in any thread, with the lock.
 
