@@ -193,8 +193,10 @@ def test_a_deterministic_run_saves_what_is_under_way(
         *CONTINUES[side],
     )
     options = (*options, *VARIED, f"{ROLLOUT}.max_num_seqs=12")
-    apart, take = (*APART, "trainer.resource_pools.generation=[1]"), RemoteStream._take
-    monkeypatch.setattr(RemoteStream, "_take", lambda *event: (time.sleep(0.01), take(*event)))
+    apart, take = (*APART, "trainer.resource_pools.generation=[1]"), RemoteStream._handle_event
+    monkeypatch.setattr(
+        RemoteStream, "_handle_event", lambda *event: (time.sleep(0.01), take(*event))
+    )
     expected, unfinished = metric_lines(train(*options, run="one process")), 0
     first = train(*options, *apart, run="apart")
     for step, own in {0: apart, 2: (), 4: apart}.items():

@@ -73,7 +73,7 @@ from quadriga.trainer.asynchronous.rules import (
     Start,
 )
 from quadriga.trainer.asynchronous.schedule import Schedule
-from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, written
+from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, rows_to_tensors
 from quadriga.trainer.asynchronous.staleness import measure_staleness, token_versions
 from quadriga.trainer.asynchronous.streams import Pause, Stream, StreamPool, StreamWorkers
 from quadriga.trainer.prompts import PromptStream
@@ -191,20 +191,23 @@ class AsyncBatches(WeightPublisher):
             self._tend()
             schedule.wants_batch()
             self._act()
-            with waiting(f"the responses of step {step}", self._state):
+            with waiting(f"the responses of step {step}", self._describe_progress):
                 self._wait_for(lambda: self._prefetcher.handed is not None)
             handed, parts, group_filter = self._prefetcher.pop_batch()
             assert handed.step == step
+            # Groups that are ready for later steps.
             depth = sum(group.is_kept for group in schedule.groups.values())
             versions = [part.batch["token_versions"] for part in parts]
-            assert self._schedule_record is not None
             versions_by_group = dict(zip(handed.groups, versions, strict=True))
+            assert self._schedule_record is not None
             self._schedule_record.add_step(step, versions_by_group)
 
         # Without the lock, because nothing else has these groups any more.
         batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
         batch.meta_info["global_steps"] = step
         batch.meta_info["total_training_steps"] = self.rules.num_steps
+        # Unless weights were published after the last step, the actor has already left the newest
+        # version behind. During the critic's warm-up it stays as it is.
         is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
         # A later mini-batch of the step follows an update on the earlier ones.
         self.is_current = is_newest and step != self._last_taken
@@ -232,12 +235,12 @@ class AsyncBatches(WeightPublisher):
             if not self.rules.pauses_to_save:
                 self._announce()
             self._act()
-            with waiting("the rollout, whose state is saved", self._state):
+            with waiting("the rollout, whose state is saved", self._describe_progress):
                 self._wait_for(lambda: self._snapshot.state is not None)
             state = self._snapshot.state
             self._snapshot.state = None
         assert state is not None
-        return written(state)
+        return rows_to_tensors(state)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Store a state of `state_dict`, from which the first `take` resumes.
@@ -378,15 +381,16 @@ class AsyncBatches(WeightPublisher):
         self._workers.joining[number] = stream
         versions = [worker.version for worker in schedule.workers.values()]
         version = min(versions, default=schedule.published)
-        copied = self._workers.weights[version]
+        weights = self._workers.weights[version]
 
         def join(loaded: Future[int]) -> None:
+            """Callback of the load, in another thread."""
             with self._deciding(), self._changed:
                 loaded.result()
                 self._workers.join(number)
                 schedule.joined(number, version)
 
-        stream.load(lambda: copied, version, keeps_cache=False).add_done_callback(join)
+        stream.load(lambda: weights, version, keeps_cache=False).add_done_callback(join)
 
     def _announce(self) -> None:
         """Tell the schedule about a published version, if it does not know it yet."""
@@ -396,7 +400,7 @@ class AsyncBatches(WeightPublisher):
             self._running.has_published(version)
         self._changed.notify_all()
 
-    def _state(self) -> str:
+    def _describe_progress(self) -> str:
         """Progress of generation, for the notice about a long wait."""
         num_complete = len(self._prefetcher.complete)
         return f"{len(self._running.groups)} groups are started, {num_complete} complete"
@@ -545,15 +549,16 @@ class AsyncBatches(WeightPublisher):
         # Groups of the checkpoint continue. Their starts are in the record of the earlier run.
         unfinished = self._prefetcher.pop_unfinished(groups)
         resumed_groups = {response[0] for response in unfinished}
-        new = [
-            (start.group, start.batch, start.row)
-            for start in starts
-            if start.group not in resumed_groups
-        ]
+        new_groups = []
+        for start in starts:
+            if start.group not in resumed_groups:
+                new_groups.append((start.group, start.batch, start.row))
+
+        # A local engine says at which of its steps the groups begin.
         if self._workers.pool is not None:
-            record.add_start(new, version=starts[0].version)
+            record.add_start(new_groups, version=starts[0].version)
         self._workers.streams[worker].start(
-            groups, lambda num_steps: record.add_start(new, at=num_steps), unfinished
+            groups, lambda num_steps: record.add_start(new_groups, at=num_steps), unfinished
         )
 
     def _load(self, worker: int, version: int) -> None:
@@ -607,6 +612,7 @@ class AsyncBatches(WeightPublisher):
             return
 
         def report(num_steps: int, under_way: Sequence[UnderWay]) -> None:
+            """Store the unfinished responses of the worker, between two steps of its engine."""
             with self._changed:
                 self._snapshot.reports[worker] = under_way
                 self._take_snapshot(step, num_steps)
@@ -615,6 +621,7 @@ class AsyncBatches(WeightPublisher):
                     self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
 
         def end_save(done: Future[int]) -> None:
+            """Pass an error of the save on to the trainer's thread."""
             with self._deciding():
                 done.result()
 

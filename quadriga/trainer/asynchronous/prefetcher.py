@@ -100,7 +100,8 @@ class Prefetcher:
 
     def _take_prompt(self, start: Start) -> DataProto:
         """Take the prompt of a new group from the data, and name it."""
-        # A schedule that repeats a record on several workers may start groups in another order.
+        # A schedule that repeats a record on several workers may start groups in another order. The
+        # groups before this one keep their prompts until they start.
         while start.group not in self._assigned:
             if not self._unassigned:
                 batch = self._prompts.take()
@@ -202,8 +203,8 @@ class Prefetcher:
         # A checkpoint before this has the round, so that a resumed run grades it again.
         del self._rounds[graded.batch]
         group_filter = self._filters.setdefault(graded.batch, GroupFilter(self._config))
-        # The filter now has the rows of the batch; those in `complete` are dropped with their group
-        # or when the batch is taken.
+        # The filter now has the rows of the batch. Those in `complete` are no longer needed, and are
+        # dropped with their group or when the batch is taken.
         kept_uids = group_filter.add(graded.rows)
         verdicts: dict[int, Verdict] = {}
         for number in graded.groups:
