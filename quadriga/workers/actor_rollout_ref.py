@@ -100,18 +100,11 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the models and build the engines. Returns choices, with reasons, to be printed."""
-        actor = self.section
         choices: dict[str, str] = {}
-        self.join(actor, actor.fsdp_config, ACTOR)
+        self.join(self.section, self.section.fsdp_config, ACTOR)
         if self.parts.actor:
-            # The weights below an adapter are frozen: they need no float32 masters.
-            dtype = torch.float32 if self.is_trained and not self.has_adapter else self.dtype.value
-            loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
-            model = self.config.actor_rollout_ref.model if self.is_trained else None
-            choices = self.make_engine(loaded, model, "actor")
-            correction = self.config.algorithm.rollout_correction
-            self.objective = PolicyObjective(actor, correction, self.config.distillation)
-            choices |= self.describe("actor", has_adapter=self.has_adapter)
+            choices = self._make_actor()
+
         reserves_memory = False
         if self.parts.rollout:
             device = self.engine.device
@@ -145,6 +138,17 @@ class ActorRolloutRefWorker(Learner):
             # Weights that never change can be used at any time.
             self.generation.calls.accept()
         return choices
+
+    def _make_actor(self) -> dict[str, str]:
+        """Load the actor, and build its engine and loss. Returns choices, to be printed."""
+        # The weights below an adapter are frozen: they need no float32 masters.
+        dtype = torch.float32 if self.is_trained and not self.has_adapter else self.dtype.value
+        loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
+        model = self.config.actor_rollout_ref.model if self.is_trained else None
+        choices = self.make_engine(loaded, model, "actor")
+        correction = self.config.algorithm.rollout_correction
+        self.objective = PolicyObjective(self.section, correction, self.config.distillation)
+        return choices | self.describe("actor", has_adapter=self.has_adapter)
 
     def _make_rollout(self, device: torch.device) -> None:
         """Build `generation`, and the weight sync from the actor."""
@@ -389,6 +393,7 @@ class ActorRolloutRefWorker(Learner):
         """
         bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
         device = self.processes.world.device
+        # All ranks send parts of the weights, and meet at the store of rank 0.
         if sends_parts(self.config):
             own_address = None
             store = None
@@ -400,6 +405,8 @@ class ActorRolloutRefWorker(Learner):
             size = self.world_size + len(ranks)
             self.resharding = sync(self.rank, size, device, bucket_bytes, meeting)
             return address if self.rank == 0 else None
+
+        # Rank 0 alone sends full weights.
         if self.rank != 0:
             return None
         # A restarted rollout needs a new connection.

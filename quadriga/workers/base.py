@@ -326,8 +326,8 @@ class EngineWorker(Worker):
         kinds = ["weights"] if fsdp.param_offload else []
         offloaded = engine.rest_between_phases(kinds, self.config.trainer.offload_directory)
         facts = engine.describe()
-        text = f"{facts['parameters'] / 1e6:.1f} M parameters, {facts['weights']} "
-        return engine, f"{text}({self.dtype.reason}){offloaded}"
+        size = f"{facts['parameters'] / 1e6:.1f} M parameters"
+        return engine, f"{size}, {facts['weights']} ({self.dtype.reason}){offloaded}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -480,13 +480,13 @@ class Learner(EngineWorker):
             temperature=temperature,
             first_outputs=first_outputs,
         )
-        rate = metrics.pop(f"perf/flops/{name}").value / (time.perf_counter() - start)
+        num_flops = metrics.pop(f"perf/flops/{name}").value
+        flops_per_s = num_flops / (time.perf_counter() - start)
         release_free_memory()
         # A device that was busy when its peak was measured may exceed the measured peak.
-        self._peak_flops = max(
-            self._peak_flops or peak_flops_once(self.device, self.dtype.value), rate
-        )
-        metrics[f"perf/mfu/{name}"] = Metric(rate / self._peak_flops)
+        measured_peak = self._peak_flops or peak_flops_once(self.device, self.dtype.value)
+        self._peak_flops = max(measured_peak, flops_per_s)
+        metrics[f"perf/mfu/{name}"] = Metric(flops_per_s / self._peak_flops)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

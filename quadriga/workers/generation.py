@@ -72,10 +72,12 @@ class ResponseGenerator:
         self.grader = None
         self.calls: CallQueue | None = None
         self.choices = {"rollout": self.engine.description}
+        # Only leaders have graders, agent loops and environments, which they share evenly.
         is_leader = group is None or group.is_leader
         num_leaders = num_processes // (1 if group is None else group.size)
         if is_leader:
             self.grader = early_grader(config, tokenizer, num_leaders)
+
         if rollout.serve.enable and is_leader:
             self.calls = CallQueue(self.engine)
         if rollout.mode == "async" and is_leader:
@@ -98,6 +100,7 @@ class ResponseGenerator:
                 self.choices["environment"] = config.env.name
             if self.loops.description:
                 self.choices["tools"] = self.loops.description
+
         # Leave the device to training until the first call.
         if self.sleeps:
             self.engine.sleep()

@@ -87,13 +87,15 @@ def choose_memory(
     reason = "as configured"
     recomputes = plan.recomputes
     if setting == "auto":
+        # Recomputing costs time, so it is chosen only if the activations would not fit.
         peak = max(phase.total for phase in predicted)
         recomputes = peak > _RECOMPUTE_SHARE * device_bytes
         reason = f"activations kept, the peak is {peak / 1e9:.3g} GB"
         plans[role] = replace(plan, recomputes=recomputes)
         predicted = phases(config, plans, role, device_bytes)
     largest = max(predicted, key=lambda phase: phase.total)
-    _check(config, role, largest, device_bytes)
+    _check_peak(config, role, largest, device_bytes)
+
     state = "on" if recomputes else "off"
     texts = [phase.describe() for phase in predicted]
     texts.append(f"gradient checkpointing {state} ({reason}, of {device_bytes / 1e9:.3g} GB)")
@@ -113,11 +115,12 @@ def _choose_unpredicted(
     """
     model = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
     is_adapted = role == ACTOR and config.actor_rollout_ref.model.has_adapter
-    state = plan.layout.state_bytes(
+    # Unlike activations, the state of weights and optimizer has a known size for any model.
+    state_bytes = plan.layout.state_bytes(
         0, plan.sizes.num_parameters, plan.itemsize, is_trained=not is_adapted
     )
-    if not plan.layout.has_own_modules and state >= _WARN_SHARE * device_bytes:
-        _warn(config, f"weights and optimizer of {role} alone", state, device_bytes)
+    if not plan.layout.has_own_modules and state_bytes >= _WARN_SHARE * device_bytes:
+        _warn(config, f"weights and optimizer of {role} alone", state_bytes, device_bytes)
     recomputes = model.enable_gradient_checkpointing is not False
     reason = "as configured"
     if model.enable_gradient_checkpointing == "auto":
@@ -158,7 +161,7 @@ def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePla
     return plans
 
 
-def _check(config: Config, role: str, phase: Phase, device_bytes: float) -> None:
+def _check_peak(config: Config, role: str, phase: Phase, device_bytes: float) -> None:
     """Warn about a phase that may not fit, and refuse a phase that cannot fit.
 
     Args:

@@ -133,7 +133,10 @@ def load_model(
         options["override_config"] = model.override_config
     is_critic = scorer is ValueScorer
     is_replicated = processes.layout.is_whole
-    folder = model_folder(path) if is_critic or not is_replicated else None
+    # Weights are read from the folder shard by shard; of replicated weights, only the value head.
+    folder = None
+    if is_critic or not is_replicated:
+        folder = model_folder(path)
     # Without a folder that can be read shard by shard, transformers loads all weights.
     if folder is None or is_replicated:
         device = processes.world.device
@@ -143,12 +146,9 @@ def load_model(
         replicated = scorer(causal_lm)
         # transformers does not know the value head, so it is read separately.
         if is_critic and folder is not None:
-            files = _files(replicated, folder)
-            head = replicated.model.get_submodule("value_head")
-            for name, parameter in head.named_parameters("value_head"):
-                if name in files.shapes:
-                    parameter.data.copy_(files.read(name))
+            _read_value_head(replicated, folder)
         return LoadedModel(replicated, None)
+
     loaded, missing = _read_by_shard(scorer(skeleton_causal_lm(folder, **options)), folder)
     # The files of a policy have no value head, which then is zero.
     missing = [name for name in missing if not name.startswith("value_head.")]
@@ -160,6 +160,15 @@ def load_model(
             fix="Load and save it once with transformers, or set fsdp_config.fsdp_size=1.",
         )
     return loaded
+
+
+def _read_value_head(critic: Scorer, folder: Path) -> None:
+    """Copy the value head from the files of a folder into a critic; without one it stays zero."""
+    files = _open_files(critic, folder)
+    head = critic.model.get_submodule("value_head")
+    for name, parameter in head.named_parameters("value_head"):
+        if name in files.shapes:
+            parameter.data.copy_(files.read(name))
 
 
 def load_judge(
@@ -213,7 +222,7 @@ def _read_by_shard(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[st
         The model with the source of its weights, and the names of weights that the files lack,
         which are read as zeros.
     """
-    files = ConvertedFiles(_files(skeleton, folder), skeleton.model)
+    files = ConvertedFiles(_open_files(skeleton, folder), skeleton.model)
     names = files.shapes
     shapes = {name: parameter.shape for name, parameter in skeleton.model.named_parameters()}
 
@@ -230,7 +239,7 @@ def _read_by_shard(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[st
     return LoadedModel(skeleton, read), missing
 
 
-def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
+def _open_files(scorer: Scorer, folder: Path) -> RenamedFiles:
     """Open the weights of a folder. The value head of a critic gets Quadriga's names.
 
     Args:
@@ -241,12 +250,14 @@ def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
         EngineError: the value head has several labels.
     """
 
-    def renamed(name: str) -> str:
-        """Name in a critic of Quadriga."""
-        match = _VALUE_HEAD.fullmatch(name) if isinstance(scorer, ValueScorer) else None
+    def rename_head(name: str) -> str:
+        """Translate the name of a weight in the files to the name in the scorer."""
+        match = None
+        if isinstance(scorer, ValueScorer):
+            match = _VALUE_HEAD.fullmatch(name)
         return f"{scorer.head}.{match[1]}" if match else name
 
-    files = RenamedFiles(open_model(folder), renamed)
+    files = RenamedFiles(open_model(folder), rename_head)
     num_labels = files.shapes.get(f"{ValueScorer.head}.weight", (1,))[0]
     if num_labels != 1:
         raise EngineError(
@@ -271,17 +282,8 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     """
     policy = _model_config(config, ACTOR)
     path = config.actor_rollout_ref.model.path
-    # Without architectures, the model may be of any kind, which only loading it shows.
-    names = policy.architectures or []
-    has_custom_code = "AutoModelForCausalLM" in getattr(policy, "auto_map", {})
-    generates = not names or has_custom_code or any(name.endswith(_GENERATING) for name in names)
-    if not generates and config.task != "reward_model":
-        raise ConfigError(
-            "actor_rollout_ref.model.path",
-            got=f"'{path}', whose config.json names {', '.join(names)}",
-            expected="a causal language model, which generates text",
-            fix="Name a model whose architecture ends in ForCausalLM.",
-        )
+    if config.task != "reward_model":
+        _require_causal_lm(policy, path)
     _check_vision(config, policy, has_critic=has_critic)
     text = policy.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -297,18 +299,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     _check_ways(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
 
-    # The rollout divides attention heads over its ranks, and repeats key-value heads if needed.
-    size = rollout_group_size(config) * rollout_devices(config)
-    num_heads, num_kv_heads = _num_heads(text)
-    if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
-        expected = f"a number that divides them, and that {num_kv_heads} key-value heads "
-        expected += "divide or are divided by"
-        raise ConfigError(
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            got=f"{size}, for {num_heads} heads and {num_kv_heads} key-value heads",
-            expected=expected,
-            fix="Choose another one.",
-        )
+    _check_rollout_heads(config, text)
 
     # Each training engine has its own rules about dividing heads and layers.
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
@@ -326,6 +317,55 @@ def check_models(config: Config, *, has_critic: bool) -> None:
                 num_experts=_num_experts(text),
             )
             check_model(layout, shape, where)
+
+
+def _require_causal_lm(model: Any, path: str) -> None:
+    """Check that a model generates text.
+
+    Args:
+        model: configuration of the model.
+        path: its folder or hub name, for the error.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    # Without architectures, the model may be of any kind, which only loading it shows.
+    names = model.architectures or []
+    has_custom_code = "AutoModelForCausalLM" in getattr(model, "auto_map", {})
+    if not names or has_custom_code or any(name.endswith(_GENERATING) for name in names):
+        return
+    raise ConfigError(
+        "actor_rollout_ref.model.path",
+        got=f"'{path}', whose config.json names {', '.join(names)}",
+        expected="a causal language model, which generates text",
+        fix="Name a model whose architecture ends in ForCausalLM.",
+    )
+
+
+def _check_rollout_heads(config: Config, text: Any) -> None:
+    """Check that the rollout can divide the attention heads of the policy over its ranks.
+
+    Args:
+        config: the configuration.
+        text: configuration of the policy's decoder.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    size = rollout_group_size(config) * rollout_devices(config)
+    num_heads, num_kv_heads = _num_heads(text)
+    # With fewer key-value heads than ranks, each is repeated on several ranks.
+    fits_kv_heads = num_kv_heads % size == 0 or size % num_kv_heads == 0
+    if num_heads % size == 0 and fits_kv_heads:
+        return
+    expected = f"a number that divides them, and that {num_kv_heads} key-value heads "
+    expected += "divide or are divided by"
+    raise ConfigError(
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        got=f"{size}, for {num_heads} heads and {num_kv_heads} key-value heads",
+        expected=expected,
+        fix="Choose another one.",
+    )
 
 
 def _num_heads(text: Any) -> tuple[int, int]:
@@ -401,16 +441,18 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         # The weights below an adapter get no gradients, which costs less.
         cost = model_cost(skeleton.requires_grad_(not is_adapted))
         total = sum(parameter.numel() for parameter in skeleton.parameters())
-        layers = list(mixtures(skeleton))
+        mixture_layers = list(mixtures(skeleton))
         in_experts = 0
-        for layer in layers:
+        for layer in mixture_layers:
             in_experts += sum(parameter.numel() for parameter in layer.experts.parameters())
         text = f"{where}: {total / 1e6:.1f} M parameters"
-        if layers:
-            top_k = router_of(layers[0]).top_k
-            counts = f"{top_k} of {layers[0].experts.num_experts} in each of {len(layers)} layers"
+        if mixture_layers:
+            first_layer = mixture_layers[0]
+            counts = f"{router_of(first_layer).top_k} of {first_layer.experts.num_experts}"
+            counts += f" in each of {len(mixture_layers)} layers"
             text += f", {in_experts / 1e6:.1f} M of them experts, {counts} for a token"
-        # Of a mixture of experts, these count only the experts that a token goes through.
+        # Of a mixture of experts, these count only the experts that a token goes through. The FLOPs
+        # are those of a single token, which attends to none before it.
         num_active = cost.num_block_parameters + cost.num_head_parameters
         forward = cost.forward_flops(1, 1, 0) / 1e9
         update = cost.update_flops(1, 1, 0) / 1e9
@@ -477,7 +519,7 @@ def _check_routers(config: Config, policy: Any) -> None:
     """Check keys that need a mixture of experts. Raises ConfigError if the policy is none."""
     actor = config.actor_rollout_ref.actor
     fix = "Leave the key out."
-    # Values that dense models have, too.
+    # Values with which a key needs no experts, where that is not 0.
     defaults = {"router_replay": "off", "expert_parallel_size": 1}
     values = {
         f"{ACTOR}.router_aux_loss_coef": actor.router_aux_loss_coef,

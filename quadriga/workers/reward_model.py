@@ -87,6 +87,7 @@ class RewardModelWorker(EngineWorker):
             RewardError: a score is not finite.
         """
         rows = self.sequences(data)
+        # Too long sequences lose their beginning.
         num_cut = 0
         if self.limit is not None:
             for number, row in enumerate(rows):
@@ -135,6 +136,7 @@ class RewardModelWorker(EngineWorker):
         image_inputs = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
         rows: list[SequenceTokens] = []
         for number, (tokens, valid) in enumerate(zip(input_ids, is_valid, strict=True)):
+            # Without padding.
             prompt = tokens[:width][valid[:width]].tolist()
             response = tokens[width:][valid[width:]].tolist()
             positions = None
@@ -156,6 +158,7 @@ class RewardModelWorker(EngineWorker):
                     fix=f"Set {_KEY}=null, for the policy's tokens.",
                 )
             return rendered_chats(data, [row.response for row in rows], self.tokenizer, self.judge)
+
         highest = max((max(*row.prompt, *row.response) for row in rows), default=0)
         if highest >= self.vocabulary_size:
             raise EngineError(
@@ -242,16 +245,10 @@ def rendered_chats(
     rendered = []
     for chat, text, uid, solution in zip(chats, texts, uids, solutions, strict=True):
         # Turns of tools or users have messages; other responses are decoded text.
-        messages = [*chat, {"role": "assistant", "content": text}]
+        response = [{"role": "assistant", "content": text}]
         if solution is not None and len(solution) > 1:
-            messages = [*chat, *solution]
-        if ends_with_assistant(chat):
-            # The response continues the last message of the prompt.
-            beginning = chat[-1]
-            response = messages[len(chat)]
-            content = beginning["content"] + response["content"]
-            joined = {**beginning, **response, "content": content}
-            messages = [*chat[:-1], joined, *messages[len(chat) + 1 :]]
+            response = solution
+        messages = _messages_of(chat, response)
         try:
             rendering = judge.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=False
@@ -279,6 +276,19 @@ def rendered_chats(
         length = shared_lengths[uid]
         rows.append(SequenceTokens(tokens[:length], tokens[length:]))
     return rows
+
+
+def _messages_of(
+    prompt: Sequence[Mapping[str, Any]], response: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Join the messages of a prompt and a response to a chat."""
+    if not ends_with_assistant(prompt):
+        return [*prompt, *response]
+    # The response continues the last message of the prompt.
+    *earlier, beginning = prompt
+    first, *later = response
+    joined = {**beginning, **first, "content": beginning["content"] + first["content"]}
+    return [*earlier, joined, *later]
 
 
 def _shared_length(sequences: Sequence[list[int]]) -> int:
@@ -311,12 +321,12 @@ def choose_tokenizer(
     model = config.reward_model.model
     if model.input_tokenizer is None:
         return None, None, f"the policy's tokens as they are ({_KEY} is null)"
-    judge = _load(str(model.path), "reward_model.model.path", model.trust_remote_code)
+    judge = _load_tokenizer(str(model.path), "reward_model.model.path", model.trust_remote_code)
     # transformers represents an unknown limit by a huge number.
     limit = int(judge.model_max_length) if judge.model_max_length < 2**31 else None
     template = config.data.apply_chat_template_kwargs.get("chat_template", policy.chat_template)
     if model.input_tokenizer != "auto":
-        source = _load(model.input_tokenizer, _KEY, model.trust_remote_code)
+        source = _load_tokenizer(model.input_tokenizer, _KEY, model.trust_remote_code)
         if source.get_vocab() != policy.get_vocab():
             raise ConfigError(
                 _KEY,
@@ -343,7 +353,7 @@ def choose_tokenizer(
     return judge, limit, f"chats rendered by its own template: {difference}"
 
 
-def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load a tokenizer that `key` names. Raises ConfigError if it cannot be loaded."""
     try:
         return read_tokenizer(path, trust_remote_code=trust_remote_code)
