@@ -676,9 +676,10 @@ class DataProto:
                 )
             return column.reshape(shape[0] * n_split, shape[1] // n_split, *shape[2:])
 
-        repeated = self.select()
-        repeated.pop(list(tensor_keys), list(array_keys))
-        unfolded = repeated.repeat(n_split)
+        # The other columns are repeated, and the split ones added to them.
+        other_columns = self.select()
+        other_columns.pop(list(tensor_keys), list(array_keys))
+        unfolded = other_columns.repeat(n_split)
         for key in tensor_keys:
             unfolded.batch[key] = unfold(key, self.batch[key])
         for key in array_keys:
