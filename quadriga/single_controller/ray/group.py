@@ -162,6 +162,8 @@ class WorkerProcesses:
         self.name = name
         self.entries = dict(entries)
         self.bundles, share = pool.take_share(name)
+
+        # Threads of each process, by node.
         counts = Counter(bundle.node_id for bundle in self.bundles)
         threads = {}
         for node, count in counts.items():
@@ -174,6 +176,7 @@ class WorkerProcesses:
             mkl_threads = os.environ.get("MKL_NUM_THREADS", num_threads)
             variables = {THREADS: num_threads, "MKL_NUM_THREADS": mkl_threads}
             self.threads = f"{THREADS}={num_threads} in each process, as on the driver"
+
         actor_options = dict(options)
         runtime_env = dict(actor_options.pop("runtime_env", None) or {})
         variables |= runtime_env.pop("env_vars", {})
@@ -192,6 +195,7 @@ class WorkerProcesses:
                 runtime_env={**runtime_env, "env_vars": bundle_variables},
             )
             self._factories.append(factory)
+
         self.is_ended = False
         self.actors = [factory.remote(name, rank) for rank, factory in enumerate(self._factories)]
         self.address_refs = [actor.address.remote() for actor in self.actors]
