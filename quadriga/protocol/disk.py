@@ -129,6 +129,7 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
     expected = "a saved DataProto"
     fix = "Write the file with DataProto.save_to_disk."
     try:
+        # safetensors would only say that the header is wrong.
         with open(filepath, "rb") as file:
             if file.read(len(_PICKLE_HEADER)) == _PICKLE_HEADER:
                 raise ProtocolError(
@@ -145,6 +146,7 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
                     got = f"format {version} instead of {_VERSION}"
                 raise ProtocolError(where, got=got, expected=expected, fix=fix)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+
         layout = tensors["layout"].numpy().tobytes()
         rows, batch, arrays, facts = _Reader(tensors).from_json(layout)
         return rebuild_proto(cls, rows, batch, dict(arrays), dict(facts))

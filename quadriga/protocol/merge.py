@@ -245,6 +245,7 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     expected="the same value in every part",
                     fix="Report what differs between parts as a metric or as a column.",
                 )
+
         part_metrics = part.get(METRICS) or {}
         if not isinstance(part_metrics, list):
             part_metrics = [part_metrics]

@@ -82,6 +82,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     columns: list[Any] = list(data.non_tensor_batch.values())
     if data.batch is not None:
         columns += data.batch.values()
+    # A single shape, if all columns have the same leading dimensions.
     shapes = {tuple(column.shape[:batch_dims]) for column in columns}
     if batch_dims < 1 or len(shapes) > 1 or any(len(shape) < batch_dims for shape in shapes):
         raise ProtocolError(
@@ -89,6 +90,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
             got=f"leading shapes {sorted(shapes)}",
             expected=f"the same first {batch_dims} dimensions in every column",
         )
+    # Without columns there is no shape, and no row.
     shape = next(iter(shapes), (len(data),))
     num_rows = torch.Size(shape).numel()
     return _with_leading_dims(data, batch_dims, (num_rows,))
@@ -98,6 +100,7 @@ def _with_leading_dims(data: DataProto, count: int, dims: tuple[int, ...]) -> Da
     """Reshape the first `count` dimensions of every column to `dims`."""
 
     def reshape(column: Any) -> Any:
+        """Reshape a tensor or an array."""
         return column.reshape(*dims, *column.shape[count:])
 
     return map_rows(data, reshape, reshape, dims[0])

@@ -164,6 +164,7 @@ class DataProto:
             self.non_tensor_batch = {}
         if self.meta_info is None:
             self.meta_info = {}
+        # The batch decides on the number of rows; without one, the first array.
         num_rows = None
         if self.batch is not None:
             num_rows = check_batch(self.batch)
@@ -264,6 +265,7 @@ class DataProto:
             )
         tensors = dict(tensors or {})
         batch = None
+        # The first tensor decides on the leading dimensions.
         if tensors:
             first, first_tensor = next(iter(tensors.items()))
             batch_shape = tuple(first_tensor.shape[:num_batch_dims])
@@ -374,6 +376,7 @@ class DataProto:
                     f"row mask: got {len(rows)} entries, expected {num_rows}, one per row"
                 )
             rows = rows.nonzero().flatten()
+
         rows = rows.to(torch.int64)
         if len(rows):
             smallest = int(rows.min())
@@ -383,6 +386,7 @@ class DataProto:
                     f"row index: got values from {smallest} to {largest}, "
                     f"expected numbers of {num_rows} rows"
                 )
+        # Negative numbers count from the end.
         return torch.where(rows < 0, rows + num_rows, rows)
 
     def reorder(self, indices: RowIndex) -> None:
@@ -601,6 +605,7 @@ class DataProto:
         names = [*self._tensor_keys(), *self.non_tensor_batch]
         check_names("DataProto.rename", old_names, names)
         mapping = dict(zip(old_names, new_names, strict=False))
+        # A set is smaller than the list if two columns would have one name.
         renamed = {mapping.get(name, name) for name in names}
         if len(old_names) != len(new_names) or len(renamed) != len(names):
             raise ProtocolError(
@@ -727,7 +732,7 @@ class DataProto:
             )
 
         num_rows = len(self)
-        end = num_rows
+        end = num_rows  # the number of the row at which an epoch ends
         if options.get("drop_last", False):
             end -= num_rows % mini_batch_size
         if not options.get("shuffle", False):

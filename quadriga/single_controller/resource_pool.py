@@ -202,12 +202,14 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
     if cores < 1 or processes < 1:
         got = f"{cores} cores for {processes} processes"
         raise WorkerError("share of cores", got=got, expected="at least 1 each")
+    # Pools take turns, so only the processes of the same pool compute at the same time.
     num_processes = max(processes_on_node, processes)
     num_threads = max(1, cores // processes)
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} a process"
     of_cores = f"{cores} core{'s' if cores > 1 else ''}"
     if num_processes == 1:
         return ThreadShare(num_threads, False, f"{threads}: alone on {of_cores}")
+
     share = f"{processes} processes of the pool share {of_cores}"
     if processes == 1:
         share = f"its pool has {of_cores} to itself while it computes"

@@ -321,6 +321,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
                     if inspect.iscoroutine(output):
                         output = run_coroutine(output)
                     outcome.set_result(output)
+            # `resolve` raises the error, as with workers in other processes.
             except QuadrigaError as error:
                 outcome.set_exception(error)
             except Exception as error:

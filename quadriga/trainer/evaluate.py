@@ -101,6 +101,7 @@ def evaluate(config: Config) -> Grades:
         )
     tokenizer = build_tokenizer(config)
     loader = build_val_loader(config, tokenizer, prompt_context(config, tokenizer))
+
     roles = [Role.ActorRollout]
     if config.reward_model.enable:
         roles.append(Role.RewardModel)
@@ -109,6 +110,7 @@ def evaluate(config: Config) -> Grades:
         frozen_workers(config, tokenizer, *roles) as (policy, *reward_models),
     ):
         reward = ModelReward(reward_models[0], grader) if reward_models else grader
+        # Step 0: the policy is not trained.
         rows, errors = Validator(config, tokenizer, policy, reward, loader).grade_all(0)
     grades = Grades.of(rows)
     return grades._replace(metrics=grades.metrics | errors)
@@ -136,6 +138,8 @@ def answer(
     processor = build_processor(config)
     encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
     images = images or [()] * len(chats)
+
+    # The rows of a data set, as `RLHFDataset` would make them of these chats.
     rows = []
     for number, (chat, files) in enumerate(zip(chats, images, strict=True)):
         where = f"prompt {number}"
@@ -165,6 +169,7 @@ def answer(
     prompts.non_tensor_batch["uid"] = object_array(str(row) for row in range(len(rows)))
     prompts.meta_info["global_steps"] = 0
     prompts.meta_info["do_sample"] = rollout.do_sample
+
     with frozen_workers(config, tokenizer, Role.ActorRollout) as (policy,):
         responses = policy.generate_sequences(repeat_prompts(prompts, rollout.n))
     return texts_of(tokenizer, responses, rollout.n)
@@ -374,6 +379,7 @@ def _check_settings(folder: Path, config: Config) -> None:
     settings = _settings_of_responses(config)
     settings_before = RunSettings.read(file, config.task)
     changes = []
+    # Responses depend only on some keys, and on the content of files.
     if settings_before is not None:
         for change in settings_before.changes(settings):
             if change.startswith(_RESPONSE_KEYS) or change.endswith(CONTENT):
@@ -415,6 +421,7 @@ def _answer_rest(
     ):
         for columns in watched(loader, "a batch of prompts"):
             prompts = DataProto.from_single_dict(columns)
+            # Seeds depend on the uids, so the responses are those of an uninterrupted call.
             assign_row_uids(prompts, rows, len(journal.texts))
             prompts.meta_info["global_steps"] = 0
             prompts.meta_info["do_sample"] = rollout.do_sample
@@ -595,6 +602,7 @@ def _samples_of(
         texts = row[responses]
         if isinstance(texts, str):
             texts = [texts]
+        # At least one text, and nothing else.
         is_list = isinstance(texts, list) and bool(texts)
         if not is_list or not all(isinstance(text, str) for text in texts):
             raise DataError(
@@ -603,6 +611,7 @@ def _samples_of(
                 expected="a text, or a list of texts",
             )
         truth = ground_truth(row[truths], place, truths)
+
         for text in texts:
             samples.append(
                 {

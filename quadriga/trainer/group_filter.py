@@ -180,6 +180,7 @@ def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
     """
     if metric in SCORE_NAMES:
         return scores_of_rows(batch)
+
     extras = batch.non_tensor_batch["reward_extra"]
     values = [extra.get(metric) for extra in extras]
     for value in values:
@@ -190,6 +191,7 @@ def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
                 expected="a number for each response",
                 fix=f"Set {_KEY}.metric=score, or have the grader return a number under this name.",
             )
+    # No value at all is probably a wrong name, and not a failure of every grader.
     if all(value is None for value in values):
         names = sorted({name for extra in extras for name in extra} - {"reward_error"})
         raise RewardError(

@@ -128,6 +128,7 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             previous_handler = signal.signal(number, child.pass_on)
             stack.callback(signal.signal, number, previous_handler)
+
         while True:
             status = child.run(command)
             # After an exit with an error, a restart would meet the same error.
@@ -135,6 +136,7 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
                 return status
             if -status in (signal.SIGTERM, signal.SIGINT):
                 return 128 - status
+
             step = _read_step(step_file.fileno())
             num_futile = 0 if step > newest_step else num_futile + 1
             newest_step = max(step, newest_step)

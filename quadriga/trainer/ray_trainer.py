@@ -238,6 +238,7 @@ class RayPPOTrainer(TrainingLoop):
         Returns:
             The rows of the step with everything that was computed for them.
         """
+        # Several parts only with `async_training.by_mini_batch`.
         parts = []
         metrics_of_parts = []
         for batch in self.batches():
@@ -541,6 +542,7 @@ class RayPPOTrainer(TrainingLoop):
             batch: rows of the step; None if it was skipped.
         """
         trainer = self.config.trainer
+        # A checkpoint of an earlier step may have been written meanwhile.
         self.saver.poll()
         if batch is not None:
             facts = {"total_training_steps": self.total_training_steps, "metrics": self.metrics}
@@ -552,6 +554,7 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics["training/global_step"] = self.global_steps
         self.metrics["training/epoch"] = self.prompts.epoch
         self.log_step()
+        # Before the checkpoint, which has the states of the sampler and the data set.
         if batch is not None:
             self.hand_back(batch)
         self.save_where_due()
@@ -573,6 +576,7 @@ class RayPPOTrainer(TrainingLoop):
         loader = self.train_dataloader
         if not hasattr(loader.sampler, "update") and not hasattr(loader.dataset, "on_batch_end"):
             return
+        # A column for each value of the graders; a row without it has None.
         columns = dict(batch.non_tensor_batch)
         extras = columns.get("reward_extra", ())
         grader_names = set().union(*extras)

@@ -284,6 +284,7 @@ class RolloutPool(WeightPublisher):
         """Add engines that have been restarted. Returns whether any has no weights yet."""
         for rank, start in self._restarts.ended().items():
             error = start.exception()
+            # It is tried again, after a longer pause.
             if error:
                 logger.warning(
                     "rollout engine %d did not start again, the run goes on without it: %s",

@@ -52,15 +52,19 @@ Curve = list[tuple[int, float]]
 def summary(run: RunFolder) -> list[str]:
     """Summarize a run in at most `MAX_SUMMARY_LINES` lines."""
     lines = []
+    # Reward or loss, and results of validations.
     name, curve = headline_curve(run.metrics)
     if curve:
         lines.append(f"{name}: {_first_and_last(curve)}")
     lines += _validation_lines(run)
+
     seconds, total_s = phase_seconds(run.metrics)
     phases = _longest_phases(seconds, seconds.keys() - _ALL_PARTS)
     if phases:
         shares = [f"{phase} {seconds[phase] / total_s:.0%}" for phase in phases[:MAX_PHASES]]
         lines.append(f"time in steps: {clock_text(total_s)}, of which {', '.join(shares)}")
+
+    # One of the best responses of the last step, and one of the worst.
     if run.responses:
         step, read_samples = list(run.responses.items())[-1]
         samples = _graded_samples(read_samples())
@@ -122,6 +126,7 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
         yield from (f"  {line}" for line in validations)
     yield from _phase_rows(run)
 
+    # The step whose responses are shown.
     if step is None and responses:
         step = max(responses)
     if step in run.metrics:

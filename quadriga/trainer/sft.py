@@ -79,6 +79,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
         with self.reporting():
             if validates_first and self.global_steps == 0:
                 self.tracking.log(self.validate(), 0)
+            # Each round is a pass over the data; the first one may begin in the middle.
             while not self.is_last_step:
                 for columns in watched(self.train_dataloader, "a batch of training rows"):
                     rows = DataProto.from_single_dict(columns)
@@ -153,6 +154,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
         """Evaluate the model on all validation rows. Returns metrics; empty without such rows."""
         if self.val_dataloader is None:
             return {}
+        # Batches differ in their counts, so means are taken only at the end.
         sums = {}
         counts = {}
         with self.timer.phase("validation"):

@@ -106,6 +106,7 @@ class TimedSaver(CheckpointSaver):
                 f"it takes {needed_bytes / _GB:.2f} GB, and the disk of {directory} has "
                 f"{free_bytes / _GB:.2f} GB left. Free space."
             )
+
         expected_s = self._longest_work_s or self._num_bytes / ASSUMED_BYTES_PER_S
         run_s = self._clock() - self._run_start_s
         if not is_last and self._spent_s + expected_s > MAX_SHARE_OF_TIME * run_s:

@@ -125,6 +125,7 @@ class Validator:
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
         dataset = getattr(self.dataloader, "dataset", None)
         num_prompts = 0
+
         for columns in watched(self.dataloader or (), "a batch of validation prompts"):
             # Seeds depend on the uids of rows, so responses do not depend on the batch size.
             prompts = assign_row_uids(DataProto.from_single_dict(columns), dataset, num_prompts)
@@ -132,14 +133,17 @@ class Validator:
             prompts.meta_info["global_steps"] = step
             prompts.meta_info["validate"] = True
             prompts.meta_info["do_sample"] = sampling.do_sample
+
             batch = generate_responses(self.rollout, self.config, prompts, sampling.n)
             reward_metrics = reduce_metrics(grade(self.reward, batch).metrics)
             rows += sample_rows(batch, self.tokenizer, self.config.data)
             if self.recorder is not None:
                 self.recorder.add_validation(batch)
+            # Only some reward managers count the responses that they could not grade.
             if "reward/errors" in reward_metrics:
                 num_errors = errors.get("val-aux/reward/errors", 0.0)
                 errors["val-aux/reward/errors"] = num_errors + reward_metrics["reward/errors"]
+
         if self.recorder is not None:
             self.recorder.end_validation(step)
         if rows and self.config.trainer.validation_data_dir:

@@ -280,6 +280,7 @@ class ActorRolloutRefWorker(Learner):
         temperature = self.rollout_config.temperature
         if not with_log_probs:
             return self.learn(data, num_samples, temperature=temperature)
+
         outputs = FirstOutputs(len(data), data.batch["response_mask"].shape[1])
         result = self.learn(data, num_samples, temperature=temperature, first_outputs=outputs)
         columns = {

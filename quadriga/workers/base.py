@@ -295,6 +295,7 @@ class EngineWorker(Worker):
             "memory": memory,
             "name": name,
         }
+
         settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
         if settings is None:
             # The comparison needs all weights, which only a single process has.
@@ -370,6 +371,7 @@ class Learner(EngineWorker):
         """
         section = self.section if model else None
         memory = MemoryChoice(recomputes=False)
+        # Inference keeps no activations, so there is nothing to choose.
         if section is not None:
             role = CRITIC if self.part == "critic" else ACTOR
             memory = choose_memory(

@@ -260,9 +260,11 @@ def embedding_limit(config: Config, tokenizer: Any) -> int | None:
                 expected=f"an id below {size}, the rows of the model's embedding",
                 fix="The model can never write it: correct the file, or use the model's tokenizer.",
             )
+
     beyond = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= size)
     if not beyond:
         return None
+    # Padding is never computed with.
     unusable = [token for token in beyond if token != tokenizer.pad_token]
     if unusable:
         examples = ", ".join(map(repr, unusable[:5]))

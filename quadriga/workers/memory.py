@@ -77,12 +77,14 @@ def choose_memory(
     setting = section.enable_gradient_checkpointing
     if device.type != "cuda":
         return MemoryChoice(setting is True)
+
     device_bytes = float(torch.cuda.mem_get_info(device)[1])
     plan = RolePlan(module_sizes(model), layout, dtype.itemsize, recomputes=setting is True)
     if plan.unknown_part:
         return _choose_unpredicted(config, role, plan, device_bytes)
 
-    plans = {role: plan, **_plans_beside(config, role, dtype.itemsize)}
+    # Other roles on the device take memory, too.
+    plans = {role: plan, **_plan_other_roles(config, role, dtype.itemsize)}
     predicted = phases(config, plans, role, device_bytes)
     reason = "as configured"
     recomputes = plan.recomputes
@@ -130,8 +132,9 @@ def _choose_unpredicted(
     )
 
 
-def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:
+def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:
     """Plan the other roles on the same devices, whose state takes memory, too."""
+    # Roles on one pool share its devices.
     pools = role_pools(config.trainer, asked_roles(config))
     pool_of_role = {CRITIC: pools.get("critic"), "reward_model": pools.get("reward_model")}
     pool_of_role[DISTILLATION] = pools.get("teacher")
@@ -144,12 +147,15 @@ def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePla
         "reward_model": config.reward_model.model.path,
     }
     if config.distillation.enable:
+        # Only the first teacher is counted.
         paths[DISTILLATION] = next(iter(config.distillation.loaded.values()), None)
+
     plans = {}
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         path = paths.get(where)
         if where == role or not path or pool_of_role[where] != pool_of_role[role]:
             continue
+        # Without loading the model: its sizes follow from its config.json.
         settings = config.actor_rollout_ref.actor.megatron_if_chosen
         text = load_config(path, trust_remote_code=model.trust_remote_code).to_dict()
         try:

@@ -90,6 +90,7 @@ def load_policy(
         return loaded
     read_factor = add_adapter(loaded.scorer.model, section, config.trainer.seed)
     read_base = loaded.read
+    # The scorer has its weights already, and the adapter's factors are initialized.
     if read_base is None:
         return loaded
 
@@ -282,6 +283,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     """
     policy = _model_config(config, ACTOR)
     path = config.actor_rollout_ref.model.path
+    # A reward model is trained from a model of any kind, which gets a new head.
     if config.task != "reward_model":
         _require_causal_lm(policy, path)
     _check_vision(config, policy, has_critic=has_critic)
@@ -388,6 +390,7 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
     rollout = rollout_engine_class(config)
     code = config.actor_rollout_ref.model.trust_remote_code
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
+        # Rows of a reward model are packed, whatever its architecture.
         way = PACKED if where == "reward_model" else way_of(model, trust_remote_code=code)
         if not way.reason:
             continue
@@ -406,6 +409,8 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
                 expected="an engine that knows its layers",
                 fix="Set it to hf, or to vllm where it loads the model.",
             )
+
+    # Beyond its limit, the positions of a token depend on the length of its sequence.
     limit = length_limit(policy)
     num_tokens = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and num_tokens > limit and rollout.needs_packed_rows:

@@ -42,12 +42,14 @@ class RewardModelWorker(EngineWorker):
         section = self.config.reward_model
         model_section = section.model
         self.join(section, model_section.fsdp_config, "reward_model.model")
+
         path = str(model_section.path)
         trust = model_section.trust_remote_code
         loaded = load_judge(path, self.dtype.value, self.processes, trust_remote_code=trust)
         model = loaded.scorer.model
         self.vocabulary_size = model.get_input_embeddings().num_embeddings
         self.engine, about = self.build_frozen(loaded, model_section.fsdp_config, "reward model")
+
         self.judge, tokenizer_limit, reason = choose_tokenizer(self.config, self.tokenizer)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         max_length = section.max_length
@@ -201,10 +203,13 @@ class SequenceTokens:
             fix = "Raise reward_model.max_length, or lower data.max_prompt_length."
             raise EngineError("reward model", got=f"{length} tokens", expected=expected, fix=fix)
         tokens = [*self.prompt, *self.response][-limit:]
+        # If the response alone is longer than the limit, its first remaining token is the prompt.
         prompt_length = max(1, len(tokens) - len(self.response))
         positions = self.positions
         if positions is not None:
-            positions = positions[:, -limit:] - positions[:, -limit:].min()
+            positions = positions[:, -limit:]
+            # Positions of a sequence begin at 0.
+            positions = positions - positions.min()
         return SequenceTokens(tokens[:prompt_length], tokens[prompt_length:], positions)
 
 
@@ -325,6 +330,8 @@ def choose_tokenizer(
     # transformers represents an unknown limit by a huge number.
     limit = int(judge.model_max_length) if judge.model_max_length < 2**31 else None
     template = config.data.apply_chat_template_kwargs.get("chat_template", policy.chat_template)
+
+    # The reward model can read the policy's tokens if both tokenize and render chats alike.
     if model.input_tokenizer != "auto":
         source = _load_tokenizer(model.input_tokenizer, _KEY, model.trust_remote_code)
         if source.get_vocab() != policy.get_vocab():
@@ -342,6 +349,7 @@ def choose_tokenizer(
         difference = "its chat template is not the policy's"
     else:
         return None, limit, "the policy's tokens as they are: one tokenizer for both"
+
     if not judge.chat_template:
         raise ConfigError(
             "reward_model.model.path",

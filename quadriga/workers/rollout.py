@@ -57,6 +57,7 @@ class RolloutWorker(Worker):
         if rollout_group_size(self.config) > 1:
             self.world = process_group.join(self.place, self.device)
         settings = self.config.async_training
+        # With a stream, the generator of `generate_sequences` is built only if it is needed.
         if settings.enable:
             self.stream = ServedStream(self._make_generator(), waits=settings.deterministic)
             choices = self.stream.generation.choices

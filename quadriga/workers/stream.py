@@ -231,10 +231,12 @@ class GenerationStream:
             for group, futures in groups:
                 for row, future in enumerate(futures):
                     places[future] = (group, row)
+            # In the order in which they are reported: ended ones, then those that continue.
             responses = {future: future.result() for future in places if future.done()}
             responses |= engine.unfinished()
             under_way: list[UnderWay] = []
             for future, response in responses.items():
+                # The engine also has responses of groups that were aborted or started meanwhile.
                 if future in places:
                     under_way.append((*places[future], *_response_fields(response)))
             saved(engine.num_steps, under_way)

@@ -172,6 +172,7 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             continue
         trusts = config.actor_rollout_ref.model.trust_remote_code
         _check_vocabulary(key, path, vocab, trusts_code=trusts, needs_all=bool(num_top))
+
         text = load_config(path, trust_remote_code=trusts).get_text_config()
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None and positions < longest:
@@ -216,6 +217,7 @@ def _check_vocabulary(
             expected="a model with its tokenizer",
             fix="Put the tokenizer beside the model: it shows that both know the same tokens.",
         ) from error
+
     differing = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
     if needs_all:
         differing += [token for token in teacher_vocab if token not in vocab]

@@ -271,6 +271,8 @@ class _PendingCalls:
                 expected="a cluster that stays up until the run ends",
                 fix="A run restarts the cluster that it started itself; restart any other by hand.",
             )
+
+        # Each node is checked once, however many calls it runs.
         refs_by_node: dict[tuple[str, int], list[Any]] = {}
         for ref in self.pending():
             address = self.calls[ref].address
@@ -285,6 +287,7 @@ class _PendingCalls:
         """The error to raise. Waits a moment for further failures, which become its notes."""
         start = time.monotonic()
         while pending := self.pending():
+            # A lost peer is a consequence, so its cause is awaited for longer.
             waited_s = time.monotonic() - start
             kinds = {_cause_order(failure)[0] for failure in self.failed()}
             grace_s = PEER_LOST_GRACE_S if kinds == {_LOST_PEER} else GRACE_S

@@ -441,6 +441,7 @@ def await_lost_nodes(limit_s: float = 30.0) -> None:
     """
     deadline = time.monotonic() + limit_s
     while True:
+        # Nodes that Ray considers alive, but whose raylet does not respond.
         lost = []
         for node in ray.nodes():
             address = node["NodeManagerAddress"]

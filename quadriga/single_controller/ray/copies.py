@@ -62,15 +62,18 @@ class Keeper:
         while self._files:
             _, file = self._files.popitem()
             os.close(file)
+
         needed = sum(sizes.values())
         free = available_bytes()
         if needed > free / 2:
             reason = f"they need {needed / GIB:.2f} GiB and may have half of the "
             reason += f"{free / GIB:.2f} GiB that are free"
             return {}, reason
+
         for owner, size in sizes.items():
             self._files[owner] = os.memfd_create("quadriga-state-copy")
             os.truncate(self._files[owner], size)
+        # Files without a name, which other processes open through this process's descriptors.
         folder = f"/proc/{os.getpid()}/fd"
         return {owner: f"{folder}/{file}" for owner, file in self._files.items()}, ""
 

@@ -128,6 +128,7 @@ def create_colocated_worker_cls(
     roles = {str(role): entry for role, entry in class_dict.items()}
     attributes = {"roles": roles, "__module__": __name__}
     colocated = RayClassWithInitArgs(type("WorkerDict", (WorkerDict,), attributes))
+    # The options are those of the common processes.
     for role, entry in roles.items():
         for key, value in entry.options.items():
             earlier = colocated.options.setdefault(key, value)

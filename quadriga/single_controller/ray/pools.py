@@ -260,6 +260,7 @@ class ResourcePoolManager:
         }
         self.mapping = dict(mapping)
         self._roles = ", ".join(map(str, mapping)) or "none"
+        # Every role must have a pool, and every pool a role.
         known_pools = ", ".join(self.resource_pool_spec)
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:

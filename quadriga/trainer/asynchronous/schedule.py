@@ -439,6 +439,7 @@ class Schedule:
             batch = self._next_batch()
             if batch is None:
                 break
+            # A later batch needs weights that are at least as new, so no worker could take that.
             worker = self._worker_for(batch, self.rules.group_size)
             if worker is None:
                 break

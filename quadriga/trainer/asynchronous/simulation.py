@@ -219,6 +219,7 @@ class Simulation:
                 case Start():
                     self.start(decision)
                 case Load(worker, version):
+                    # The worker generates nothing until it has loaded the weights.
                     self.pause(worker, True)
                     if version <= self.published:
                         self.after(self.load_s(worker), partial(self.loaded, worker, version))
@@ -232,6 +233,7 @@ class Simulation:
                 case HandOver():
                     self.train(decision)
                 case Drop(group, _, running):
+                    # Its samples are aborted, which takes no time.
                     for number, sample in running:
                         self.workers[number].advance(self.now)
                         del self.workers[number].begins[group, sample]
@@ -300,11 +302,12 @@ class Simulation:
     def train(self, batch: HandOver) -> None:
         """Train on the groups that are handed over: a whole batch, or a part of it."""
         num_tokens = 0.0
-        current = self.rules.version_at(batch.step)
+        current_version = self.rules.version_at(batch.step)
         for group in batch.groups:
             for version, tokens in self.tokens.pop(group).items():
-                self.ages[current - version] += tokens
+                self.ages[current_version - version] += tokens
                 num_tokens += tokens
+        # A part of a batch takes its share of the time of a step.
         share = len(batch.groups) / self.rules.num_groups
         seconds = self.costs.step_s * share + num_tokens * self.costs.token_s / self.train_gpus
         self.train_s += seconds
