@@ -159,6 +159,7 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check that every column has one entry per row."""
         # None is accepted for both dictionaries.
         if self.non_tensor_batch is None:
             self.non_tensor_batch = {}
@@ -306,6 +307,7 @@ class DataProto:
         return self.batch is not None or bool(self.non_tensor_batch)
 
     def __getitem__(self, index: int | slice | RowIndex) -> "DataProto | DataProtoItem":
+        """Take a single row by number, or several rows by slice, numbers or mask."""
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
@@ -772,11 +774,13 @@ class DataProto:
         return DataProto(batch, dict(self.non_tensor_batch), dict(self.meta_info))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DataProto":
+        """Copy columns and entries with their memory."""
         batch = None if self.batch is None else self.batch.clone()
         arrays = deep_copy(self.non_tensor_batch, memo)
         return DataProto(batch, arrays, deep_copy(self.meta_info, memo))
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        """Pickle columns and entries, with tensors in the form of `wire.py`."""
         rows = 0
         tensors = None
         if self.batch is not None:

@@ -251,6 +251,7 @@ class Dispatch(metaclass=_Members):
         return f"Dispatch.{self.name}" if self.name else "a custom dispatch function"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a named mode by its name, so that it is the same object everywhere."""
         if self.name:
             return type(Dispatch).__getitem__, (Dispatch, self.name)
         return Dispatch, ("", self.dispatch_fn, self.collect_fn, self.mesh)
@@ -474,6 +475,7 @@ def register(
     def decorate(method: Method) -> Method:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            """Call the method with the values of futures."""
             args = tuple(_materialize(value) for value in args)
             kwargs = {key: _materialize(value) for key, value in kwargs.items()}
             return method(self, *args, **kwargs)

@@ -342,6 +342,7 @@ class ResponseJournal:
         self.texts += texts
 
     def close(self) -> None:
+        """Close the file, which stays on disk."""
         self._file.close()
 
 

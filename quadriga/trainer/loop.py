@@ -125,6 +125,7 @@ class TrainingLoop:
         """Make the saver of checkpoints: by steps, or by the clock if `saves_by_time`."""
 
         def report(text: str) -> None:
+            """Print a message of the saver above the progress bar."""
             # A copy in memory may be saved before there is a progress bar.
             if hasattr(self, "progress"):
                 self.progress.message(text)

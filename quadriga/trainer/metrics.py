@@ -229,6 +229,7 @@ def performance_metrics(
     attention = batch.batch["attention_mask"]
     num_tokens = int(attention.sum())
     num_response_tokens = int(attention[:, -batch.batch["response_mask"].shape[1] :].sum())
+
     metrics = {f"timing_s/{phase}": duration for phase, duration in seconds.items()}
     # Phases that overlapped were measured by the workers.
     all_metrics = {**measured, **metrics}
@@ -237,9 +238,11 @@ def performance_metrics(
         if duration is not None:
             divisor = num_response_tokens if phase == "gen" else num_tokens
             metrics[f"timing_per_token_ms/{phase}"] = 1000 * duration / max(divisor, 1)
+
     metrics["perf/total_num_tokens"] = float(num_tokens)
     metrics["perf/time_per_step"] = seconds["step"]
     metrics["perf/throughput"] = num_tokens / seconds["step"]
+    # Responses from the rollout cache were not generated in this step.
     num_generated = measured.get("rollout/num_response_tokens", 0.0)
     if seconds.get("gen") and num_generated and not measured.get("rollout/replayed"):
         metrics["perf/generated_tokens_per_s"] = num_generated / seconds["gen"]

@@ -394,6 +394,7 @@ class RayPPOTrainer(TrainingLoop):
         futures = []
 
         def begin(method: Callable[..., Any], *args: Any) -> None:
+            """Start a pass: call a method that returns a future of columns."""
             futures.append(method(*args))
 
         with self.timer.phase("prepare"), ExitStack() as stack:

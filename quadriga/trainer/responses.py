@@ -437,6 +437,7 @@ class ModelReward(RewardManager):
             raise
 
         def result() -> RewardOutput:
+            """Wait for the graders, then for the reward model."""
             by_rules = grading.result()
             return _add_model_scores(data, by_rules, scores.get())
 

@@ -99,15 +99,18 @@ class RolloutPool(WeightPublisher):
         self.publish(0)
 
     def take_counts(self) -> dict[str, int]:
+        """Engine restarts and rerouted requests since the last call, as metrics."""
         counts = self._counts
         self._counts = Counter()
         return dict(counts)
 
     def close(self) -> None:
+        """Wait for engines that are being restarted. The workers must have been shut down."""
         # An engine that is still being started would connect to Ray again.
         self._restarts.wait()
 
     def publish(self, step: int) -> None:
+        """Set the weights to generate with, and send them unless `is_lazy`."""
         self._version = step
         self._is_sent = False
         if not self.is_lazy:

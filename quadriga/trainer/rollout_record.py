@@ -153,6 +153,7 @@ class RolloutRecorder:
             return
 
         def write() -> None:
+            """Write the file, and shrink the record if needed. Called in a thread."""
             self._num_bytes += self._folder.write(step, kind, rows, dict(facts))
             self._thin()
 

@@ -148,4 +148,5 @@ class RunFolder:
 
 
 def _read_samples(path: Path) -> list[Sample]:
+    """Read the samples of a JSONL file."""
     return [sample for _, sample in complete_lines(path)]

@@ -175,10 +175,12 @@ class SFTTrainer(SupervisedTrainer):
     """
 
     def step(self, rows: DataProto) -> int:
+        """Take an optimizer step on conversations. Returns the number of tokens."""
         self.update(conversations_batch(rows))
         return int(rows.batch["attention_mask"].sum())
 
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
+        """Sum of the losses of the trained tokens, in nats, and their number."""
         batch = conversations_batch(rows)
         log_probs = self.learner.predict(batch).batch["old_log_probs"]
         loss = -float(log_probs.double().sum())
@@ -223,6 +225,7 @@ class RewardModelTrainer(SupervisedTrainer):
     """
 
     def step(self, rows: DataProto) -> int:
+        """Take an optimizer step on pairs of responses. Returns the number of tokens."""
         batch = pairs_batch(rows)
         with self.timer.phase("scores"):
             scores = self._scores(batch)
@@ -240,6 +243,7 @@ class RewardModelTrainer(SupervisedTrainer):
         return int(rows.batch["attention_mask"].sum())
 
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
+        """Sum of the losses and number of correctly ordered pairs, each with the number of pairs."""
         scores = self._scores(pairs_batch(rows))
         losses, _ = bradley_terry(scores)
         num_right = float((scores[:, 0] > scores[:, 1]).sum())

@@ -200,6 +200,7 @@ def timed(phase: str) -> Callable[[Pass], Pass]:
     def decorate(method: Pass) -> Pass:
         @wraps(method)
         def measured(*args: Any, **kwargs: Any) -> DataProto:
+            """Call the method, and add its time to the metrics of its result."""
             start = time.perf_counter()
             rows = method(*args, **kwargs)
             metrics = dict(rows.meta_info.get("metrics", {}))

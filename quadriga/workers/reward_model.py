@@ -94,13 +94,16 @@ class RewardModelWorker(EngineWorker):
         if self.limit is not None:
             for number, row in enumerate(rows):
                 rows[number] = row.cut(self.limit)
-                num_cut += rows[number] is not row
+                if rows[number] is not row:
+                    num_cut += 1
+
         section = self.config.reward_model
         num_sequences = None if section.use_dynamic_bsz else section.micro_batch_size_per_gpu
         max_tokens = section.forward_max_token_len_per_gpu
         micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
         scores = infer(self.engine, sequences_batch(rows), micro)["scores"].sum(-1)
         release_free_memory()
+
         # A single such score would spoil the advantages of all responses to its prompt.
         broken_rows = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
         if broken_rows:
@@ -110,6 +113,7 @@ class RewardModelWorker(EngineWorker):
             fix = "Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's "
             fix += "weights."
             raise RewardError("reward model", got=got, expected="finite scores", fix=fix)
+
         # The score belongs to the last valid token, even if the response mask leaves it out.
         num_columns = data.batch["response_mask"].shape[1]
         lengths = data.batch["attention_mask"][:, -num_columns:].sum(-1)

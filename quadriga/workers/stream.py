@@ -347,10 +347,12 @@ class ServedStream(GenerationStream):
             )
 
     def start(self, groups: Mapping[int, DataProto], *args: Any) -> None:
+        """Start groups, and remember the batch of each for `events`."""
         self._batches |= {group: rows.meta_info["global_steps"] for group, rows in groups.items()}
         super().start(groups, *args)
 
     def abort(self, group: int) -> None:
+        """Abort a group. Its end is not reported."""
         super().abort(group)
         self._batches.pop(group, None)
 
@@ -363,10 +365,12 @@ class ServedStream(GenerationStream):
         """
 
         def report(done: Future[int]) -> None:
+            """Report the end of the load to the driver."""
             # Read now: the version may be newer when the driver asks for the outcome.
             current_version = self.weight_version
 
             def outcome() -> int:
+                """The version that the driver gets, or the error of the load."""
                 done.result()  # raises the error of a failed load
                 return current_version
 
@@ -393,9 +397,11 @@ class ServedStream(GenerationStream):
         """Report unfinished responses at the next step; see `save`."""
 
         def report_responses(_: int, under_way: list[UnderWay]) -> None:
+            """Report the responses to the driver."""
             self._report("under way", 0, lambda: under_way)
 
         def report_failure(done: Future[int]) -> None:
+            """Report an error of the save to the driver."""
             if done.exception() is not None:
                 self._queued_events.put(("under way", 0, done.result))
 
@@ -441,6 +447,7 @@ class ServedStream(GenerationStream):
         return any(self._batches.get(open_group) == batch for open_group in tuple(self._open))
 
     def close(self) -> None:
+        """Unblock all waits, and end the stream and its engine."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

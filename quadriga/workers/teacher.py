@@ -171,7 +171,7 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
                 server.close()
             continue
         trusts = config.actor_rollout_ref.model.trust_remote_code
-        _check_vocabulary(key, path, vocab, trusts_code=trusts, needs_all=bool(num_top))
+        _check_vocabulary(config, key, path, vocab)
 
         text = load_config(path, trust_remote_code=trusts).get_text_config()
         positions = getattr(text, "max_position_embeddings", None)
@@ -191,24 +191,21 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             )
 
 
-def _check_vocabulary(
-    key: str, path: str, vocab: Mapping[str, int], *, trusts_code: bool, needs_all: bool
-) -> None:
+def _check_vocabulary(config: Config, key: str, path: str, vocab: Mapping[str, int]) -> None:
     """Check that a teacher in an engine has the student's tokens under the same ids.
 
     Args:
+        config: the configuration.
         key: key that names the teacher, for errors.
         path: folder or hub name of the teacher.
         vocab: ids of the student's tokens.
-        trusts_code: whether to run code of the folder.
-        needs_all: whether the student must also have all tokens of the teacher, because any of
-            them may be among the likeliest.
 
     Raises:
         ConfigError: it does not, or its tokenizer cannot be loaded.
     """
     try:
-        teacher_vocab = read_tokenizer(path, trust_remote_code=trusts_code).get_vocab()
+        trusts = config.actor_rollout_ref.model.trust_remote_code
+        teacher_vocab = read_tokenizer(path, trust_remote_code=trusts).get_vocab()
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
@@ -219,7 +216,8 @@ def _check_vocabulary(
         ) from error
 
     differing = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
-    if needs_all:
+    if config.distillation.num_top_tokens:
+        # Any token of the teacher may be among the likeliest, so the student must have all.
         differing += [token for token in teacher_vocab if token not in vocab]
     if not differing:
         return

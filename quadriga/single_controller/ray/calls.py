@@ -79,6 +79,7 @@ class RemoteCall:
     arguments: Callable[[], str]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the call with the text of its arguments instead of the arguments."""
         text = partial(str, self.arguments())
         return RemoteCall, (self.ref, self.actor, self.address, self.worker, self.method, text)
 

@@ -360,6 +360,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         return [copy(self).use_ranks([rank]) for rank in self.ranks]
 
     def restart(self, rank: int) -> None:
+        """End the process of a rank, and start another in its place; see `WorkerProcesses.restart`."""
         self.processes.restart(rank)
 
     def method(self, name: str) -> Callable[..., Any]:
@@ -450,12 +451,14 @@ class RayWorkerGroups(WorkerGroups):
             raise
 
     def await_start(self) -> None:
+        """Wait until all processes have started and have imported the modules of their workers."""
         loads: list[RemoteCall] = []
         for group in self._pool_groups.values():
             loads += group.processes.loads()
         calls.resolve(loads)
 
     def describe(self) -> dict[str, str]:
+        """Nodes, roles and threads of each pool, to be printed."""
         choices = {}
         for pool, group in self._pool_groups.items():
             roles = ", ".join(role for role in self.groups if self._manager.mapping[role] == pool)
@@ -465,6 +468,7 @@ class RayWorkerGroups(WorkerGroups):
         return choices
 
     def take_call_times(self) -> list[CallTime]:
+        """Times of the calls of all processes since the last request."""
         actors = [actor for group in self._pool_groups.values() for actor in group.processes.actors]
         if len(actors) == 1:
             return []

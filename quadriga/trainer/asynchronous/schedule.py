@@ -251,13 +251,14 @@ class Schedule:
         state = self.groups.get(group)
         if state is None or state.running.get(sample) != worker:
             return False
-        started = state.sample_versions[sample]
-        if oldest is not None and oldest < started:
+        first_version = state.sample_versions[sample]
+        if oldest is not None and oldest < first_version:
             got = (
                 f"a token of version {oldest} from worker {worker}, in a sample that it began with "
-                f"version {started}"
+                f"version {first_version}"
             )
-            raise RolloutError("async_training", got=got, expected=f"version {started} or newer")
+            expected = f"version {first_version} or newer"
+            raise RolloutError("async_training", got=got, expected=expected)
 
         # A sample without generated tokens keeps the version that it began with.
         if oldest is not None:
