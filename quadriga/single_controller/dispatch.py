@@ -209,6 +209,8 @@ class _Members(type):
         return cls.members[name]
 
     def __getattr__(cls, name: str) -> "Dispatch":
+        """The mode `Dispatch.NAME`."""
+        # Not `cls.members`, which would call this method again if there are no members yet.
         members = type.__getattribute__(cls, "members")
         if name not in members:
             known = ", ".join(members)
@@ -220,6 +222,9 @@ class Dispatch(metaclass=_Members):
     """The dispatch modes: an enumeration to which `register_dispatch_mode` adds members.
 
     Attributes:
+        name: name of the mode; "" for one of a worker's own.
+        dispatch_fn: splits the arguments of a call; None until it is set.
+        collect_fn: joins the outputs.
         mesh: name of the mesh over whose data-parallel ranks the mode splits rows, joining the
             collected outputs with `DataProto.concat` ("" for all ranks). Only such a mode supports
             auto padding, and a backend may lend its outputs as views of shared memory. None for

@@ -156,6 +156,7 @@ class TrainingLoop:
             source = self._load_copy(self.newest_copy)
         if source is not None:
             print(f"resumed from {source}")
+
         if self.copies is not None:
             print(f"state copies: {self._attach_copies()}")
         # A copy must exist before the next step, which may lose workers.

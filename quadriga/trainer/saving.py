@@ -132,6 +132,7 @@ class CheckpointSaver:
         if pending is None:
             return True
         try:
+            # First the workers write their parts, then a thread completes the checkpoint.
             if pending.completion is None:
                 with self.checkpoints.guarded(pending.step):
                     # Every group is asked, even if one has not finished: the call also lets the

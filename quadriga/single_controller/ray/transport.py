@@ -308,12 +308,12 @@ class Outbox:
         if num_bytes <= INLINE_UP_TO_BYTES:
             return locations
         # A put costs more than a few kilobytes inside a message, so short streams stay there.
-        large = []
+        parts_to_put = []
         for draft, part in missing:
             is_stream = part is draft.parts[0]
             if not is_stream or part.memory.nbytes > INLINE_UP_TO_BYTES:
-                large.append((draft, part))
-        return locations | self._put(large)
+                parts_to_put.append((draft, part))
+        return locations | self._put(parts_to_put)
 
     def _put(
         self, missing: Sequence[tuple[_PickledArguments, _OutOfBandBuffer]]
