@@ -222,7 +222,7 @@ class Dispatch(metaclass=_Members):
     """The dispatch modes: an enumeration to which `register_dispatch_mode` adds members.
 
     Attributes:
-        name: name of the mode; "" for one of a worker's own.
+        name: name of the mode; "" if it is not a member.
         dispatch_fn: splits the arguments of a call; None until it is set.
         collect_fn: joins the outputs.
         mesh: name of the mesh over whose data-parallel ranks the mode splits rows, joining the
