@@ -156,6 +156,7 @@ class ActorRolloutRefWorker(Learner):
         group = RolloutGroup(self.rank, self.world_size, size, device) if size > 1 else None
         # All ranks of a rollout group get the same prompts; the first rank returns the responses.
         self.register_mesh(GROUPS, self.rank // size, self.rank % size == 0)
+        # The rollout may compute in the actor's own modules, if they have all weights.
         has_actor = self.engine.has_replicated_weights and group is None
         self.generation = ResponseGenerator(
             self.config,

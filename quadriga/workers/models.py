@@ -523,18 +523,20 @@ def _num_experts(text: Any) -> int:
 def _check_routers(config: Config, policy: Any) -> None:
     """Check keys that need a mixture of experts. Raises ConfigError if the policy is none."""
     actor = config.actor_rollout_ref.actor
+    num_ranks = config.actor_rollout_ref.rollout.expert_parallel_size
     fix = "Leave the key out."
-    # Values with which a key needs no experts, where that is not 0.
-    defaults = {"router_replay": "off", "expert_parallel_size": 1}
-    values = {
-        f"{ACTOR}.router_aux_loss_coef": actor.router_aux_loss_coef,
-        f"{ACTOR}.router_z_loss_coef": actor.router_z_loss_coef,
-        f"{ACTOR}.router_replay": actor.router_replay,
-        f"{ROLLOUT}.expert_parallel_size": config.actor_rollout_ref.rollout.expert_parallel_size,
-    }
+    # Values that need experts, by key.
+    values: dict[str, Any] = {}
+    if actor.router_aux_loss_coef:
+        values[f"{ACTOR}.router_aux_loss_coef"] = actor.router_aux_loss_coef
+    if actor.router_z_loss_coef:
+        values[f"{ACTOR}.router_z_loss_coef"] = actor.router_z_loss_coef
+    if actor.router_replay != "off":
+        values[f"{ACTOR}.router_replay"] = actor.router_replay
+    if num_ranks != 1:
+        values[f"{ROLLOUT}.expert_parallel_size"] = num_ranks
+
     for key, value in values.items():
-        if value == defaults.get(key.rpartition(".")[2], 0.0):
-            continue
         if not _num_experts(policy.get_text_config()):
             got = f"{value}, with a model without experts ({policy.model_type})"
             raise ConfigError(key, got=got, expected="a mixture of experts", fix=fix)

@@ -95,6 +95,7 @@ class Keeper:
             another step.
         """
         slot = slot_of(self._content(owner), step)
+        # The first number of a slot is its step, or 0 while it is written.
         header = slot[:8].view(np.int64)
         if header[0] != step:
             return None
