@@ -184,7 +184,7 @@ class AsyncBatches(WeightPublisher):
         with self._changed:
             if self.schedule is None:
                 self._begin(step)
-            schedule = self._running
+            schedule = self._begun_schedule
             # A save after the previous step is over, so engines that paused for it continue.
             schedule.release()
             self._announce()
@@ -280,7 +280,7 @@ class AsyncBatches(WeightPublisher):
     # Called by the trainer's thread, with the lock.
 
     @property
-    def _running(self) -> Schedule:
+    def _begun_schedule(self) -> Schedule:
         """The schedule, which exists once the first batch is taken."""
         assert self.schedule is not None, "the first step has begun"
         return self.schedule
@@ -357,7 +357,7 @@ class AsyncBatches(WeightPublisher):
         pool = self._workers.pool
         if pool is None:
             return
-        schedule = self._running
+        schedule = self._begun_schedule
         new, lost = pool.tend(self._end_group, pauses=self.rules.deterministic)
         for worker in self._workers.remove(lost):
             schedule.lost(worker)
@@ -376,7 +376,7 @@ class AsyncBatches(WeightPublisher):
         It gets the oldest version among the workers, because in a deterministic run all workers
         generate with every version.
         """
-        schedule = self._running
+        schedule = self._begun_schedule
         number = next(self._workers.numbers)
         self._workers.joining[number] = stream
         versions = [worker.version for worker in schedule.workers.values()]
@@ -397,13 +397,13 @@ class AsyncBatches(WeightPublisher):
         version = self._workers.unannounced
         if version is not None:
             self._workers.unannounced = None
-            self._running.has_published(version)
+            self._begun_schedule.has_published(version)
         self._changed.notify_all()
 
     def _describe_progress(self) -> str:
         """Progress of generation, for the notice about a long wait."""
         num_complete = len(self._prefetcher.complete)
-        return f"{len(self._running.groups)} groups are started, {num_complete} complete"
+        return f"{len(self._begun_schedule.groups)} groups are started, {num_complete} complete"
 
     # Called by other threads.
 
@@ -434,7 +434,7 @@ class AsyncBatches(WeightPublisher):
         """
         with self._deciding(), self._changed:
             rows = output()
-            schedule = self._running
+            schedule = self._begun_schedule
             group = schedule.groups.get(number)
             if group is None:
                 # The group was dropped before its end was reported.
@@ -460,27 +460,27 @@ class AsyncBatches(WeightPublisher):
 
     def _grade_round(self, batch: int) -> None:
         """Start to grade the round of a batch, if all of its groups are complete."""
-        graded = self._prefetcher.find_round(batch)
-        if graded is None:
+        complete_round = self._prefetcher.find_round(batch)
+        if complete_round is None:
             return
         if self.rules.deterministic:
             # The rollout waits for the graders, so that nothing depends on how long they take.
-            self._grade(graded)
+            self._grade(complete_round)
         else:
-            in_background(partial(self._grade, graded), "grading of a round")
+            in_background(partial(self._grade, complete_round), "grading of a round")
 
-    def _grade(self, graded: SamplingRound) -> None:
+    def _grade(self, complete_round: SamplingRound) -> None:
         """Grade a round, and tell the schedule which groups are kept."""
         with self._deciding():
-            self._prefetcher.grade(graded)
+            self._prefetcher.grade(complete_round)
             with self._changed:
-                for number, verdict in self._prefetcher.close_round(graded).items():
-                    self._running.graded(number, verdict)
+                for number, verdict in self._prefetcher.close_round(complete_round).items():
+                    self._begun_schedule.graded(number, verdict)
 
     def _replay(self, num_steps: int) -> None:
         """Carry out a record's decisions before the engine's next step, in the engine's thread."""
         with self._deciding(), self._changed:
-            schedule = self._running
+            schedule = self._begun_schedule
             assert isinstance(schedule, RecordedSchedule)
             (worker,) = self._workers.streams
             self._carry_out(schedule.decisions_at(num_steps, worker))
@@ -493,10 +493,10 @@ class AsyncBatches(WeightPublisher):
             return
         decisions: list[Decision] = []
         # A decision may make room for others.
-        new_decisions = self._running.decide()
+        new_decisions = self._begun_schedule.decide()
         while new_decisions:
             decisions += new_decisions
-            new_decisions = self._running.decide()
+            new_decisions = self._begun_schedule.decide()
         self._carry_out(decisions)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
@@ -563,7 +563,7 @@ class AsyncBatches(WeightPublisher):
 
     def _load(self, worker: int, version: int) -> None:
         """Load weights on a worker, which pauses until they are published."""
-        schedule = self._running
+        schedule = self._begun_schedule
         pause = Pause()
         self._workers.pauses[worker] = pause
 
@@ -588,7 +588,7 @@ class AsyncBatches(WeightPublisher):
             stream = self._workers.streams.get(worker)
             if stream is None or stream.weight_version != version:
                 return
-            schedule = self._running
+            schedule = self._begun_schedule
             # Only a local engine's loads are recorded: those of several engines have no common
             # count of steps.
             if self._workers.pool is None and self._schedule_record is not None:
@@ -600,7 +600,7 @@ class AsyncBatches(WeightPublisher):
 
     def _save(self, worker: int, step: int) -> None:
         """Save the unfinished responses of a worker; with the last worker's, take the snapshot."""
-        schedule = self._running
+        schedule = self._begun_schedule
         stream = self._workers.streams[worker]
         if not self.rules.saves_running:
             # There are no unfinished responses, so the first worker's decision is enough.
@@ -643,5 +643,5 @@ class AsyncBatches(WeightPublisher):
         assert self._schedule_record is not None
         self._schedule_record.add(at=num_steps, save=step)
         if self._config.async_training.replay is None:
-            self._snapshot.take(self._running, self._prefetcher, under_way, num_steps)
+            self._snapshot.take(self._begun_schedule, self._prefetcher, under_way, num_steps)
             self._changed.notify_all()
