@@ -93,9 +93,11 @@ def to_tensordict(data: "DataProto") -> TensorDict:
     joined = TensorDict({}, batch_size=[num_rows])
     if data.batch is not None:
         joined = data.batch.copy()
-    tensors = set(joined.keys())
+
+    # The entries of a TensorDict share one namespace.
+    tensor_keys = set(joined.keys())
     for key in [*arrays, *facts]:
-        if key in tensors or (key in arrays and key in facts):
+        if key in tensor_keys or (key in arrays and key in facts):
             where = f"to_tensordict: {key!r}"
             got = "two entries of this name"
             raise ProtocolError(where, got=got, expected="one", fix="Rename one.")
@@ -108,6 +110,7 @@ def to_tensordict(data: "DataProto") -> TensorDict:
         else:
             # An empty stack needs its batch size.
             joined.set(key, NonTensorStack(batch_size=[0]))
+        # What `from_tensordict` cannot infer from the objects.
         if array.dtype != object or array.ndim > 1:
             array_types[key] = (array.dtype.str, array.shape[1:])
 
@@ -122,6 +125,7 @@ def get_data_info(data: "DataProto") -> str:
     """Describe the layout: shape, dtype, device of each column, type of each `meta_info` entry."""
 
     def tensor_lines(tensors: TensorDict, indent: str) -> list[str]:
+        """A line for each column; those of nested columns are indented."""
         lines = []
         for key, value in tensors.items():
             if isinstance(value, TensorDict):
@@ -155,6 +159,7 @@ def print_size(data: "DataProto", prefix: str = "") -> None:
     """
 
     def object_bytes(value: Any) -> int:
+        """Size of an object, with the values of a dictionary."""
         if isinstance(value, torch.Tensor):
             return value.nbytes
         entries = value.values() if isinstance(value, Mapping) else ()

@@ -25,7 +25,7 @@ from datetime import date, datetime, time
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,6 +129,7 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
     expected = "a saved DataProto"
     fix = "Write the file with DataProto.save_to_disk."
     try:
+        # safetensors would only say that the header is wrong.
         with open(filepath, "rb") as file:
             if file.read(len(_PICKLE_HEADER)) == _PICKLE_HEADER:
                 raise ProtocolError(
@@ -145,6 +146,7 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
                     got = f"format {version} instead of {_VERSION}"
                 raise ProtocolError(where, got=got, expected=expected, fix=fix)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+
         layout = tensors["layout"].numpy().tobytes()
         rows, batch, arrays, facts = _Reader(tensors).from_json(layout)
         return rebuild_proto(cls, rows, batch, dict(arrays), dict(facts))
@@ -158,6 +160,15 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
         raise ProtocolError(where, got=got, expected=expected, fix=fix) from error
 
 
+class _FileTensor(NamedTuple):
+    """A tensor of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    memory: Any  # its bytes
+
+
 class _Writer:
     """Converts a DataProto to the parts of a file: memory of tensors, and JSON.
 
@@ -169,8 +180,7 @@ class _Writer:
         self._where = where
         # Name of the column or entry that is being converted, for errors.
         self._place = ""
-        # Name, dtype, shape and memory of each tensor in the file.
-        self._memory: list[tuple[str, torch.dtype, list[int], Any]] = []
+        self._tensors: list[_FileTensor] = []
         # Values that are tensors in the file, with their form in the layout, by id. Keeping the
         # value keeps it alive: an id is unique only among living objects.
         self._stored_values: dict[int, tuple[Any, Any]] = {}
@@ -186,21 +196,21 @@ class _Writer:
 
         # The format allows no gaps, and a tensor must begin at a multiple of its item size. With the
         # largest dtypes first, this is always so.
-        self._memory.sort(key=lambda part: -part[1].itemsize)
+        self._tensors.sort(key=lambda tensor: -tensor.dtype.itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt", _VERSION_KEY: _VERSION}}
         end = 0
-        for name, dtype, shape, memory in self._memory:
+        for tensor in self._tensors:
             start = end
-            end += len(memory)
-            header[name] = {
-                "dtype": _SAFETENSORS_DTYPES[dtype],
-                "shape": shape,
+            end += len(tensor.memory)
+            header[tensor.name] = {
+                "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+                "shape": tensor.shape,
                 "data_offsets": [start, end],
             }
         text = json.dumps(header).encode()
         # Spaces after the JSON make the memory begin at a multiple of 8 bytes.
         text += b" " * (-len(text) % 8)
-        blocks = [memory for *_, memory in self._memory]
+        blocks = [tensor.memory for tensor in self._tensors]
         return [struct.pack("<Q", len(text)), text, *blocks]
 
     def _add_layout(self, data: Any) -> None:
@@ -236,10 +246,11 @@ class _Writer:
         Rows that share an object, as repeated rows do, share it again when they are read. Lists of
         integers, such as token ids, become one array and the length of each list.
         """
-        distinct = {id(value): value for value in array}
-        numbers = {key: number for number, key in enumerate(distinct)}
-        values = list(distinct.values())
-        rows = [numbers[id(value)] for value in array]
+        # Number the distinct objects. `rows` has the number of each row's object.
+        value_of_id = {id(value): value for value in array}
+        number_of_id = {key: number for number, key in enumerate(value_of_id)}
+        values = list(value_of_id.values())
+        rows = [number_of_id[id(value)] for value in array]
 
         are_lists = set(map(type, values)) == {list}
         if are_lists and {int}.issuperset(map(type, chain.from_iterable(values))):
@@ -292,7 +303,7 @@ class _Writer:
     def _store(self, value: Any) -> dict[str, Any]:
         """Add a tensor with the memory of a value to the file; return its form in the layout."""
         kind = type(value)
-        name = str(len(self._memory))
+        name = str(len(self._tensors))
         if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
             tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             shape = list(tensor.shape)
@@ -327,7 +338,7 @@ class _Writer:
         """Add a tensor to the file: by default one of bytes."""
         if shape is None:
             shape = [len(memory)]
-        self._memory.append((name, dtype, shape, memory))
+        self._tensors.append(_FileTensor(name, dtype, shape, memory))
 
     def _refusal(self, got: str) -> ProtocolError:
         """Make the error for a value that a file cannot hold."""

@@ -38,6 +38,7 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
         num_bytes: length of the range.
         advice: value for `madvise`, such as MADV_HUGEPAGE.
     """
+    # Rounded up to the first page that begins in the range, and down to the last one that ends there.
     start = -(-address // PAGE_BYTES) * PAGE_BYTES
     end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES
     size = end - start

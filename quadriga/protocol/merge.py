@@ -41,11 +41,10 @@ def deep_equal(left: Any, right: Any) -> bool:
                 return False
             continue
 
-        entries = _paired_entries(left, right)
-        if entries is False:
-            return False
-        # A list: compare the entries. None: no container, so the values are compared here.
-        if isinstance(entries, list):
+        if _is_container(left):
+            entries = _pair_entries(left, right)
+            if entries is None:
+                return False
             seen.add((id(left), id(right)))
             pairs.extend(entries)
         elif isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
@@ -78,39 +77,46 @@ def unequal(left: Any, right: Any) -> Any:
     return (left != right) & ((left == left) | (right == right))
 
 
-def _paired_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | bool | None:
-    """Pair the entries of two containers.
+def _is_container(value: Any) -> bool:
+    """Whether a value is compared by its entries, or an object by its attributes."""
+    if isinstance(value, np.ndarray):
+        return value.dtype == object
+    if isinstance(value, (Mapping, list, tuple)):
+        return True
+    # `==` would compare objects without a comparison of their own by identity, and fail for tensors
+    # in dataclasses.
+    has_plain_equality = type(value).__eq__ is object.__eq__
+    if not has_plain_equality and not hasattr(type(value), "__dataclass_fields__"):
+        return False
+    return hasattr(value, "__dict__") and not callable(value)
+
+
+def _pair_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | None:
+    """Pair the entries of two values, of which `left` is a container.
 
     Returns:
-        The pairs of entries that must be equal. False: the containers differ in their keys, shape
-        or length. None: `left` is no container.
+        The pairs of entries that must be equal. None: the values differ in their type, keys, shape
+        or length.
     """
     if isinstance(left, Mapping):
         if not isinstance(right, Mapping) or left.keys() != right.keys():
-            return False
+            return None
         return [(left[key], right[key]) for key in left]
     if isinstance(left, np.ndarray):
-        if left.dtype != object:
-            return None
         if not isinstance(right, np.ndarray) or left.shape != right.shape:
-            return False
+            return None
         return list(zip(left.flat, right.flat, strict=True))
     if isinstance(left, (list, tuple)):
         # Long lists, such as token ids, are compared by Python at once.
         if _PLAIN_TYPES.issuperset(map(type, left)) and left == right:
             return []
         if not isinstance(right, (list, tuple)) or len(left) != len(right):
-            return False
+            return None
         return list(zip(left, right, strict=True))
-
-    # Objects without a comparison of their own, and dataclasses, are compared by their attributes:
-    # `==` would compare the former by identity, and fail for tensors in the latter.
-    has_plain_equality = type(left).__eq__ is object.__eq__
-    if not has_plain_equality and not hasattr(type(left), "__dataclass_fields__"):
+    # An object, which is compared by its attributes.
+    if type(left) is not type(right):
         return None
-    if not hasattr(left, "__dict__") or callable(left):
-        return None
-    return type(left) is type(right) and [(vars(left), vars(right))]
+    return [(vars(left), vars(right))]
 
 
 # ---- union --------------------------------------------------------------------------------------
@@ -239,6 +245,7 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     expected="the same value in every part",
                     fix="Report what differs between parts as a metric or as a column.",
                 )
+
         part_metrics = part.get(METRICS) or {}
         if not isinstance(part_metrics, list):
             part_metrics = [part_metrics]

@@ -82,6 +82,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     columns: list[Any] = list(data.non_tensor_batch.values())
     if data.batch is not None:
         columns += data.batch.values()
+    # A single shape, if all columns have the same leading dimensions.
     shapes = {tuple(column.shape[:batch_dims]) for column in columns}
     if batch_dims < 1 or len(shapes) > 1 or any(len(shape) < batch_dims for shape in shapes):
         raise ProtocolError(
@@ -89,6 +90,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
             got=f"leading shapes {sorted(shapes)}",
             expected=f"the same first {batch_dims} dimensions in every column",
         )
+    # Without columns there is no shape, and no row.
     shape = next(iter(shapes), (len(data),))
     num_rows = torch.Size(shape).numel()
     return _with_leading_dims(data, batch_dims, (num_rows,))
@@ -98,6 +100,7 @@ def _with_leading_dims(data: DataProto, count: int, dims: tuple[int, ...]) -> Da
     """Reshape the first `count` dimensions of every column to `dims`."""
 
     def reshape(column: Any) -> Any:
+        """Reshape a tensor or an array."""
         return column.reshape(*dims, *column.shape[count:])
 
     return map_rows(data, reshape, reshape, dims[0])
@@ -121,7 +124,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     dist.all_gather_object(parts, own_part, group=process_group)
 
     # Every rank compares the columns of all ranks, so that all of them raise or none does.
-    layouts = [_layout(part) for part in parts]
+    layouts = [_column_layout(part) for part in parts]
     for rank, layout in enumerate(layouts):
         if layout != layouts[0]:
             columns, arrays = layout
@@ -143,7 +146,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
             data.batch[name] = gathered.batch[name].to(batch[name].device)
 
 
-def _layout(data: DataProto) -> tuple[dict[Any, Any], list[str]]:
+def _column_layout(data: DataProto) -> tuple[dict[Any, Any], list[str]]:
     """Row shape and dtype of each tensor column, and the names of the other columns."""
     tensors: dict[Any, Any] = {}
     if data.batch is not None:
@@ -171,16 +174,17 @@ def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:
     """
     if not futures:
         return []
-    # The `resolve` of a future with `rows_of` may return lent rows, because its `get` copies them.
-    # One without `rows_of` does not, so its `resolve` is right for all.
-    careful = next((future for future in futures if future.rows_of is None), futures[0])
+    # A single `resolve` waits for all handles. That of a future with `rows_of` may return lent rows,
+    # because its `get` copies them. One without `rows_of` does not, so its `resolve` is right for
+    # all.
+    never_lends = next((future for future in futures if future.rows_of is None), futures[0])
     handles = [handle for future in futures for handle in future.futures]
-    outputs = iter(careful.resolve(handles))
+    outputs = iter(never_lends.resolve(handles))
 
     values = []
     for future in futures:
-        own_outputs = list(islice(outputs, len(future.futures)))
-        resolved = replace(future, futures=own_outputs, resolve=list)
+        outputs_of_future = list(islice(outputs, len(future.futures)))
+        resolved = replace(future, futures=outputs_of_future, resolve=list)
         values.append(resolved.get())
     return values
 
@@ -253,6 +257,7 @@ class DataProtoFuture:
         Args:
             parts: the outputs whose rows are concatenated, in order.
         """
+        # Row numbers of the chunk, which are consecutive.
         rows = np.arange(sum(map(len, parts)))
         for number, count in self.chunks:
             rows = np.array_split(rows, count)[number]
@@ -263,7 +268,7 @@ class DataProtoFuture:
             end = int(rows[-1]) + 1
 
         views = []
-        first_row = 0
+        first_row = 0  # number of the part's first row among the rows of all parts
         # Parts without a row in the chunk are included, because their `meta_info` is merged too.
         for part in parts:
             views.append(part.slice(max(0, start - first_row), max(0, end - first_row)))

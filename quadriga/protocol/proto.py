@@ -159,11 +159,13 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check that every column has one entry per row."""
         # None is accepted for both dictionaries.
         if self.non_tensor_batch is None:
             self.non_tensor_batch = {}
         if self.meta_info is None:
             self.meta_info = {}
+        # The batch decides on the number of rows; without one, the first array.
         num_rows = None
         if self.batch is not None:
             num_rows = check_batch(self.batch)
@@ -264,6 +266,7 @@ class DataProto:
             )
         tensors = dict(tensors or {})
         batch = None
+        # The first tensor decides on the leading dimensions.
         if tensors:
             first, first_tensor = next(iter(tensors.items()))
             batch_shape = tuple(first_tensor.shape[:num_batch_dims])
@@ -304,6 +307,7 @@ class DataProto:
         return self.batch is not None or bool(self.non_tensor_batch)
 
     def __getitem__(self, index: int | slice | RowIndex) -> "DataProto | DataProtoItem":
+        """Take a single row by number, or several rows by slice, numbers or mask."""
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
@@ -374,6 +378,7 @@ class DataProto:
                     f"row mask: got {len(rows)} entries, expected {num_rows}, one per row"
                 )
             rows = rows.nonzero().flatten()
+
         rows = rows.to(torch.int64)
         if len(rows):
             smallest = int(rows.min())
@@ -383,6 +388,7 @@ class DataProto:
                     f"row index: got values from {smallest} to {largest}, "
                     f"expected numbers of {num_rows} rows"
                 )
+        # Negative numbers count from the end.
         return torch.where(rows < 0, rows + num_rows, rows)
 
     def reorder(self, indices: RowIndex) -> None:
@@ -601,6 +607,7 @@ class DataProto:
         names = [*self._tensor_keys(), *self.non_tensor_batch]
         check_names("DataProto.rename", old_names, names)
         mapping = dict(zip(old_names, new_names, strict=False))
+        # A set is smaller than the list if two columns would have one name.
         renamed = {mapping.get(name, name) for name in names}
         if len(old_names) != len(new_names) or len(renamed) != len(names):
             raise ProtocolError(
@@ -676,9 +683,10 @@ class DataProto:
                 )
             return column.reshape(shape[0] * n_split, shape[1] // n_split, *shape[2:])
 
-        repeated = self.select()
-        repeated.pop(list(tensor_keys), list(array_keys))
-        unfolded = repeated.repeat(n_split)
+        # The other columns are repeated, and the split ones added to them.
+        other_columns = self.select()
+        other_columns.pop(list(tensor_keys), list(array_keys))
+        unfolded = other_columns.repeat(n_split)
         for key in tensor_keys:
             unfolded.batch[key] = unfold(key, self.batch[key])
         for key in array_keys:
@@ -726,7 +734,7 @@ class DataProto:
             )
 
         num_rows = len(self)
-        end = num_rows
+        end = num_rows  # the number of the row at which an epoch ends
         if options.get("drop_last", False):
             end -= num_rows % mini_batch_size
         if not options.get("shuffle", False):
@@ -766,11 +774,13 @@ class DataProto:
         return DataProto(batch, dict(self.non_tensor_batch), dict(self.meta_info))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DataProto":
+        """Copy columns and entries with their memory."""
         batch = None if self.batch is None else self.batch.clone()
         arrays = deep_copy(self.non_tensor_batch, memo)
         return DataProto(batch, arrays, deep_copy(self.meta_info, memo))
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        """Pickle columns and entries, with tensors in the form of `wire.py`."""
         rows = 0
         tensors = None
         if self.batch is not None:

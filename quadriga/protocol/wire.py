@@ -29,6 +29,7 @@ class PackedTensor:
         self.tensor = tensor
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        """Pickle the tensor as dtype, shape and a buffer over its memory."""
         tensor = self.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         memory = bytes_of(tensor)
         if protocol >= OUT_OF_BAND_PROTOCOL:

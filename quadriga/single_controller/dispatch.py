@@ -119,14 +119,14 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
     """
     dp_ranks = group.mesh(mesh_name).dp_ranks
     num_chunks = max(dp_ranks) + 1
-    chunks: dict[str, list[Any]] = {}
+    # For each argument, positional ones first, its value for each data-parallel rank.
+    chunks: list[list[Any]] = []
     num_rows = {}
-    positional = {str(number): value for number, value in enumerate(args)}
-    for name, value in (*positional.items(), *kwargs.items()):
+    for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, (DataProto, DataProtoFuture)):
-            chunks[name] = value.chunk(num_chunks)
+            chunks.append(value.chunk(num_chunks))
         elif isinstance(value, _PLAIN):
-            chunks[name] = [value] * num_chunks
+            chunks.append([value] * num_chunks)
         else:
             raise DispatchError(
                 f"argument {name}",
@@ -136,14 +136,16 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
             )
         # A DataProto with nothing but meta_info has no rows to compare.
         if isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch):
-            num_rows[name] = len(value)
+            num_rows[str(name)] = len(value)
     if len(set(num_rows.values())) > 1:
         raise DispatchError(
             "arguments to split",
             got=f"{num_rows} rows",
             expected="the same number in each DataProto",
         )
-    per_rank = [[values[dp_rank] for dp_rank in dp_ranks] for values in chunks.values()]
+
+    # From the values of data-parallel ranks to those of all ranks.
+    per_rank = [[values[dp_rank] for dp_rank in dp_ranks] for values in chunks]
     named = dict(zip(kwargs, per_rank[len(args) :], strict=True))
     return per_rank[: len(args)], named
 
@@ -207,6 +209,8 @@ class _Members(type):
         return cls.members[name]
 
     def __getattr__(cls, name: str) -> "Dispatch":
+        """The mode `Dispatch.NAME`."""
+        # Not `cls.members`, which would call this method again if there are no members yet.
         members = type.__getattribute__(cls, "members")
         if name not in members:
             known = ", ".join(members)
@@ -218,6 +222,9 @@ class Dispatch(metaclass=_Members):
     """The dispatch modes: an enumeration to which `register_dispatch_mode` adds members.
 
     Attributes:
+        name: name of the mode; "" if it is not a member.
+        dispatch_fn: splits the arguments of a call; None until it is set.
+        collect_fn: joins the outputs.
         mesh: name of the mesh over whose data-parallel ranks the mode splits rows, joining the
             collected outputs with `DataProto.concat` ("" for all ranks). Only such a mode supports
             auto padding, and a backend may lend its outputs as views of shared memory. None for
@@ -249,6 +256,7 @@ class Dispatch(metaclass=_Members):
         return f"Dispatch.{self.name}" if self.name else "a custom dispatch function"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a named mode by its name, so that it is the same object everywhere."""
         if self.name:
             return type(Dispatch).__getitem__, (Dispatch, self.name)
         return Dispatch, ("", self.dispatch_fn, self.collect_fn, self.mesh)
@@ -332,7 +340,9 @@ def rank_arguments(
     if mode.dispatch_fn is None:
         fix = f"Call update_dispatch_mode({mode!r}, ..., ...)."
         raise DispatchError("dispatch mode", got="a mode without functions", fix=fix)
+
     padding = (0, 0)
+    # Positional arguments, then named ones.
     values = [*args, *kwargs.values()]
     protos = [value for value in values if isinstance(value, DataProto)]
     if mode.mesh is not None and any(proto.is_padding_enabled() for proto in protos):
@@ -344,6 +354,7 @@ def rank_arguments(
                 values[number] = padded
                 # Of several DataProtos, report the one with the most padding rows.
                 padding = max(padding, (pad_size, len(padded)))
+
     named_values = dict(zip(kwargs, values[len(args) :], strict=True))
     args_by_rank, kwargs_by_rank = mode.dispatch_fn(group, *values[: len(args)], **named_values)
     # The dispatch function may be the user's, so check its result.
@@ -352,6 +363,8 @@ def rank_arguments(
             got = f"{len(by_rank)} values for an argument"
             expected = f"{group.world_size}, one per rank"
             raise DispatchError("dispatch function", got=got, expected=expected)
+
+    # From values of all ranks for each argument to arguments for each rank.
     arguments: list[Arguments] = []
     for rank in range(group.world_size):
         rank_args = [by_rank[rank] for by_rank in args_by_rank]
@@ -396,7 +409,8 @@ def collect_outputs(
                 expected="the same number of rows for each row",
                 fix="Send the data without auto_padding: chunks are then ragged.",
             )
-        return unpad_dataproto(result, pad_size * (len(result) // padded_rows))
+        rows_per_row = len(result) // padded_rows
+        return unpad_dataproto(result, pad_size * rows_per_row)
     except DispatchError as error:
         error.where = f"{where}: {error.where}"
         raise
@@ -466,6 +480,7 @@ def register(
     def decorate(method: Method) -> Method:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            """Call the method with the values of futures."""
             args = tuple(_materialize(value) for value in args)
             kwargs = {key: _materialize(value) for key, value in kwargs.items()}
             return method(self, *args, **kwargs)

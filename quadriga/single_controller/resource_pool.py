@@ -84,19 +84,22 @@ def choose_nodes(
             missing.
     """
     free = {node.node_id: dict(node.free) for node in nodes}
+    # The chosen nodes of each pool, None where there is none yet.
     chosen: dict[str, list[NodeResources | None]] = {}
+    # The nodes of pools: number of processes, name of the pool, and place among its nodes.
     parts: list[tuple[int, str, int]] = []
     for name, counts in pools.items():
         chosen[name] = [None] * len(counts)
         parts += [(count, name, index) for index, count in enumerate(counts)]
     # The largest parts first: they fit on the fewest nodes.
     parts.sort(key=lambda part: -part[0])
+
     for count, name, index in parts:
         needed = {resource: amount * count for resource, amount in each.items()}
         used_ids = {node.node_id for node in chosen[name] if node}
-        fitting = [node for node in nodes if not _missing(needed, free[node.node_id])]
+        fitting = [node for node in nodes if not _missing_resources(needed, free[node.node_id])]
         if not fitting:
-            raise _not_enough(name, pools, needed, nodes, free)
+            raise _no_room_error(name, pools, needed, nodes, free)
         # Prefer a node that the pool does not use yet, then the fullest, then the lowest address.
         node = min(
             fitting,
@@ -112,14 +115,14 @@ def choose_nodes(
     return {name: [node for node in row if node] for name, row in chosen.items()}
 
 
-def _missing(needed: Mapping[str, float], free: Mapping[str, float]) -> dict[str, float]:
+def _missing_resources(needed: Mapping[str, float], free: Mapping[str, float]) -> dict[str, float]:
     """Amounts of the resources that are missing, by resource."""
     gaps = {name: amount - free.get(name, 0) for name, amount in needed.items()}
     # Shares of a device do not add up exactly.
     return {name: gap for name, gap in gaps.items() if gap > 1e-6}
 
 
-def _not_enough(
+def _no_room_error(
     name: str,
     pools: Mapping[str, Sequence[int]],
     needed: Mapping[str, float],
@@ -136,10 +139,10 @@ def _not_enough(
         free: free resources of each node, without what was chosen for other parts.
     """
     # If even an idle cluster is too small, do not blame its other users.
-    gaps = [_missing(needed, node.total) for node in nodes]
+    gaps = [_missing_resources(needed, node.total) for node in nodes]
     is_too_small = all(gaps)
     if not is_too_small:
-        gaps = [_missing(needed, free[node.node_id]) for node in nodes]
+        gaps = [_missing_resources(needed, free[node.node_id]) for node in nodes]
     smallest_gap = min(gaps, key=lambda gap: sum(gap.values()), default=needed)
     where = f"resource pool {name} {list(pools[name])}"
     other_pools = [f"{other} {list(pools[other])}" for other in pools if other != name]
@@ -150,14 +153,15 @@ def _not_enough(
     return NoRoomError(
         where,
         got=available or "a cluster without nodes",
-        expected=f"{_amounts(needed)}{state} on one node: {_amounts(smallest_gap)} missing",
+        expected=f"{_amounts_text(needed)}{state} on one node: {_amounts_text(smallest_gap)} missing",
         fix="Ask for fewer processes (trainer.n_gpus_per_node, trainer.nnodes, "
         "trainer.resource_pools), put roles on a common pool, or start Ray with more resources: "
         "ray_kwargs.ray_init.num_cpus, ray start --num-cpus/--num-gpus.",
     )
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
+def _amounts_text(resources: Mapping[str, float]) -> str:
+    """Amounts of resources as text: `2 CPU, 1 GPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
@@ -198,12 +202,14 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
     if cores < 1 or processes < 1:
         got = f"{cores} cores for {processes} processes"
         raise WorkerError("share of cores", got=got, expected="at least 1 each")
+    # Pools take turns, so only the processes of the same pool compute at the same time.
     num_processes = max(processes_on_node, processes)
     num_threads = max(1, cores // processes)
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} a process"
     of_cores = f"{cores} core{'s' if cores > 1 else ''}"
     if num_processes == 1:
         return ThreadShare(num_threads, False, f"{threads}: alone on {of_cores}")
+
     share = f"{processes} processes of the pool share {of_cores}"
     if processes == 1:
         share = f"its pool has {of_cores} to itself while it computes"

@@ -82,6 +82,7 @@ class Worker:
     _recording: Recording | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
+        """Create the worker at its place; see `placed`."""
         # Set here, so that a subclass knows its rank before it calls super().__init__().
         worker = super().__new__(cls)
         place = _place.get() or WorkerPlace.from_environment()

@@ -148,12 +148,14 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         """
         if name in self.meshes:
             return self.meshes[name]
+        # Of each rank: its data-parallel rank, and whether its output is collected.
         places = self.resolve(self.start_all("mesh_place", [((name,), {})] * self.world_size))
         dp_ranks = tuple(dp_rank for dp_rank, _ in places)
         collected = []
         for rank, (dp_rank, is_collect) in enumerate(places):
             if is_collect:
                 collected.append((dp_rank, rank))
+        # In the order of the chunks.
         collected.sort()
         collected_dp_ranks = [dp_rank for dp_rank, _ in collected]
         if min(dp_ranks) < 0 or collected_dp_ranks != list(range(max(dp_ranks) + 1)):
@@ -223,6 +225,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
             handles = self.start_all(method_name, [(args, kwargs)])
             future = DataProtoFuture(itemgetter(0), handles, resolve=self.resolve)
             return future.get() if registration.blocking else future
+
         mode = registration.dispatch_mode
         where = f"{self.name}.{method_name} on {self.world_size} ranks ({mode!r})"
         try:
@@ -231,6 +234,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
             error.where = f"{where}: {error.where}"
             raise
         handles = self.start_all(method_name, arguments)
+
         # The future gets a copy of the layout: it may be resolved in another process.
         layout = GroupLayout(self.world_size, dict(self.meshes))
         collect = partial(
@@ -289,6 +293,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
         pool = resource_pool or ResourcePool([1])
         super().__init__(cls_with_init.cls, pool.world_size, name)
         self._entry = cls_with_init
+        # On each node of the pool, ranks are counted from 0.
         self._places: list[WorkerPlace] = []
         for num_processes in pool.process_on_nodes:
             for local_rank in range(num_processes):
@@ -316,6 +321,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
                     if inspect.iscoroutine(output):
                         output = run_coroutine(output)
                     outcome.set_result(output)
+            # `resolve` raises the error, as with workers in other processes.
             except QuadrigaError as error:
                 outcome.set_exception(error)
             except Exception as error:

@@ -72,8 +72,10 @@ class SequenceCost:
             num_response_tokens: length of the response.
             images: cost of the prompt's images.
         """
-        prompt_cost = self._tokens(num_prompt_tokens)
-        response_cost = self._tokens(num_prompt_tokens + num_response_tokens) - prompt_cost
+        prompt_cost = self._layers_cost(num_prompt_tokens)
+        # Response tokens also attend to the prompt, so their cost is a difference.
+        length = num_prompt_tokens + num_response_tokens
+        response_cost = self._layers_cost(length) - prompt_cost
         return Row(
             prompt,
             num_prompt_tokens,
@@ -82,8 +84,8 @@ class SequenceCost:
             response_cost=response_cost + self.head * num_response_tokens,
         )
 
-    def _tokens(self, length: int) -> float:
-        """Cost of a sequence in the layers; attention is quadratic in its length."""
+    def _layers_cost(self, length: int) -> float:
+        """Cost of a sequence of `length` tokens in the layers; attention makes it quadratic."""
         return length * (1 + length / self.attention_tokens)
 
 
@@ -115,6 +117,7 @@ def order_for_ranks(
         batch.batch["rollout_index"] = torch.tensor(rollout_numbers(batch))
     if num_ranks == 1:
         return {}
+
     attention = batch.batch["attention_mask"]
     response_lengths = attention[:, -batch.batch["responses"].shape[1] :].sum(-1)
     prompt_lengths = attention.sum(-1) - response_lengths
@@ -161,13 +164,13 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balanc
         mini_batch_size: rows of an optimizer step; all rows if they are shuffled later.
     """
     # The rank of each row if the order stayed as it is, see `DataProto.chunk`.
-    size, num_larger = divmod(len(rows), num_ranks)
+    chunk_size, num_larger_chunks = divmod(len(rows), num_ranks)
     rank_of_row = []
     for rank in range(num_ranks):
-        rank_of_row += [rank] * (size + (rank < num_larger))
+        rank_of_row += [rank] * (chunk_size + (rank < num_larger_chunks))
 
-    # Row numbers, for each mini-batch and rank.
-    shares = []
+    # For each mini-batch, the row numbers of each rank.
+    balanced_shares = []
     original_shares = []
     for start in range(0, len(rows), mini_batch_size):
         members = range(start, min(start + mini_batch_size, len(rows)))
@@ -176,19 +179,21 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balanc
         quotas = [0] * num_ranks
         for number in members:
             quotas[number % num_ranks] += 1
-        ranks = _share(rows, members, quotas)
-        _even_out(rows, ranks)
-        shares.append(ranks)
-        original_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-        for number in members:
-            original_ranks[rank_of_row[number]].append(number)
-        original_shares.append(original_ranks)
+        rows_of_ranks = _assign_groups(rows, members, quotas)
+        _even_out(rows, rows_of_ranks)
+        balanced_shares.append(rows_of_ranks)
 
+        original_rows: list[list[int]] = [[] for _ in range(num_ranks)]
+        for number in members:
+            original_rows[rank_of_row[number]].append(number)
+        original_shares.append(original_rows)
+
+    # A rank's chunk consists of its rows of the first mini-batch, of the second, and so on.
     order = []
     for rank in range(num_ranks):
-        for ranks in shares:
-            order += sorted(ranks[rank])
-    return Balance(order, _imbalance(rows, shares), _imbalance(rows, original_shares))
+        for rows_of_ranks in balanced_shares:
+            order += sorted(rows_of_ranks[rank])
+    return Balance(order, _imbalance(rows, balanced_shares), _imbalance(rows, original_shares))
 
 
 def cost_of_share(rows: Sequence[Row], share: Iterable[int]) -> float:
@@ -203,7 +208,9 @@ def cost_of_share(rows: Sequence[Row], share: Iterable[int]) -> float:
     return sum(prompt_costs.values()) + sum(row.response_cost for row in members)
 
 
-def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
+def _assign_groups(
+    rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]
+) -> list[list[int]]:
     """Assign the rows of a mini-batch to ranks in groups of the same prompt, the costliest first.
 
     A group goes to the least loaded rank that has room for all of it. If there is none, its rows
@@ -220,14 +227,14 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
     groups = {}
     for number in members:
         groups.setdefault(rows[number].prompt, []).append(number)
-    ranks = BalancedParts(quotas)
+    parts = BalancedParts(quotas)
     prompts_of_rank: list[set[Hashable]] = [set() for _ in quotas]
 
-    def give(numbers: Sequence[int]) -> bool:
+    def assign(numbers: Sequence[int]) -> bool:
         """Assign rows with the same prompt to one rank. Returns False if no rank has room."""
         first = rows[numbers[0]]
         has_prompt = np.array([first.prompt in prompts for prompts in prompts_of_rank])
-        rank = ranks.give(
+        rank = parts.give(
             numbers,
             sum(rows[number].response_cost for number in numbers),
             size=len(numbers),
@@ -239,10 +246,10 @@ def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -
         return rank is not None
 
     for group in sorted(groups.values(), key=lambda group: -cost_of_share(rows, group)):
-        if not give(group):
+        if not assign(group):
             for number in sorted(group, key=lambda number: -rows[number].response_cost):
-                give([number])
-    return ranks.items
+                assign([number])
+    return parts.items
 
 
 def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
@@ -259,9 +266,14 @@ def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
         light = loads.index(min(loads))
         if heavy == light or not shares[light]:
             return
-        out, into = _best_swap(rows, shares[heavy], shares[light], loads[heavy], loads[light])
-        heavy_share = [*(number for number in shares[heavy] if number != out), into]
-        light_share = [*(number for number in shares[light] if number != into), out]
+        from_heavy, from_light = _best_swap(
+            rows, shares[heavy], shares[light], loads[heavy], loads[light]
+        )
+        heavy_share = [number for number in shares[heavy] if number != from_heavy]
+        heavy_share.append(from_light)
+        light_share = [number for number in shares[light] if number != from_light]
+        light_share.append(from_heavy)
+        # Prompts that rows share are counted here, so the swap may shorten nothing after all.
         heavy_load = cost_of_share(rows, heavy_share)
         light_load = cost_of_share(rows, light_share)
         if max(heavy_load, light_load) >= loads[heavy] * (1 - WORTHWHILE):
@@ -299,8 +311,8 @@ def _best_swap(
     heavy_loads = heavy_load - heavy_loses[:, None] + heavy_gains[None, :]
     light_loads = light_load + light_gains[:, None] - light_loses[None, :]
     longest = np.maximum(heavy_loads, light_loads)
-    out, into = np.unravel_index(np.argmin(longest), longest.shape)
-    return heavy_share[int(out)], light_share[int(into)]
+    from_heavy, from_light = np.unravel_index(np.argmin(longest), longest.shape)
+    return heavy_share[int(from_heavy)], light_share[int(from_light)]
 
 
 def _costs_of_moves(origin: Sequence[Row], target: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -320,11 +332,17 @@ def _costs_of_moves(origin: Sequence[Row], target: Sequence[Row]) -> tuple[np.nd
 
 
 def _imbalance(rows: Sequence[Row], shares: Sequence[Sequence[Sequence[int]]]) -> float:
-    """Sum of the longest shares of all optimizer steps, divided by the sum of the mean shares."""
-    longest = 0.0
-    total = 0.0
-    for ranks in shares:
-        costs = [cost_of_share(rows, share) for share in ranks]
-        longest += max(costs) * len(costs)
-        total += sum(costs)
-    return longest / total if total else 1.0
+    """Time of all optimizer steps divided by the time with even shares; see `Balance`.
+
+    Args:
+        rows: all rows.
+        shares: for each mini-batch, the row numbers of each rank.
+    """
+    # Both times are multiplied by R. A step takes as long as its costliest share.
+    actual_time = 0.0
+    even_time = 0.0
+    for rows_of_ranks in shares:
+        costs = [cost_of_share(rows, share) for share in rows_of_ranks]
+        actual_time += max(costs) * len(costs)
+        even_time += sum(costs)
+    return actual_time / even_time if even_time else 1.0

@@ -32,7 +32,7 @@ from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.rewards.by_name import ROW
 from quadriga.single_controller import ClassWithInitArgs, WorkerGroup, WorkerGroups
 from quadriga.trainer.asynchronous.streams import StreamPool
-from quadriga.trainer.checkpoint import start_of
+from quadriga.trainer.checkpoint import checkpoint_to_resume
 from quadriga.trainer.launch import cluster_of
 from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
@@ -70,11 +70,10 @@ NSIGHT = {
     "o": "'quadriga_%p'",
 }
 """Arguments of `nsys profile` for each process: a report per profile, without ending the process."""
-SUPERVISED = {
-    "sft": (SFTWorker, SFTTrainer),
-    "reward_model": (RewardModelTrainingWorker, RewardModelTrainer),
-}
-"""Classes of the worker and the loop of each `task` except `rl`."""
+SUPERVISED_WORKERS = {"sft": SFTWorker, "reward_model": RewardModelTrainingWorker}
+"""Class of the worker of each `task` except `rl`."""
+SUPERVISED_TRAINERS = {"sft": SFTTrainer, "reward_model": RewardModelTrainer}
+"""Class of the training loop of each `task` except `rl`."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class BuiltRun:
                 self.trainer.weights.close()
 
 
-def check_overlap(config: Config, needs: Needs) -> None:
+def check_async_training(config: Config, needs: Needs) -> None:
     """Check that the algorithm works with `async_training`.
 
     Raises:
@@ -165,6 +164,10 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
         config: the resolved configuration.
         timeline: records how long each part of the start-up takes.
         parts: objects that replace those that the configuration names.
+
+    Raises:
+        QuadrigaError: the configuration, the data or a model is wrong, or a worker is lost. The
+            workers have been ended.
     """
     config = with_episodes(config)
     with timeline.part("checks"):
@@ -200,13 +203,14 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
         trainer: RayPPOTrainer | SupervisedTrainer
         if reward is None:
             learner = team.groups[Role.ActorRollout].as_worker()
-            trainer = SUPERVISED[config.task][1](config, learner, train, val, num_steps)
+            trainer_class = SUPERVISED_TRAINERS[config.task]
+            trainer = trainer_class(config, learner, train, val, num_steps)
         else:
-            workers = handles(team, config)
+            workers = make_handles(team, config)
             if workers.reward_model is not None:
                 reward = ModelReward(workers.reward_model, reward)
-            trainer_class = parts.trainer or RayPPOTrainer
-            trainer = trainer_class(config, tokenizer, workers, reward, train, val, num_steps)
+            rl_class = parts.trainer or RayPPOTrainer
+            trainer = rl_class(config, tokenizer, workers, reward, train, val, num_steps)
             if parts.val_reward:
                 trainer.validator.reward = parts.val_reward()
             trainer.recorder.take_call_times = team.take_call_times
@@ -218,13 +222,14 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
                 )
             server = serve_rollout(config, tokenizer, rollout_of(team))
     except BaseException:
-        # Graders and workers are processes, which would otherwise go on.
+        # Graders and workers are processes, which would otherwise keep running.
         if reward is not None:
             reward.close()
         team.end()
         raise
 
     trainer.profiler = Profiler(config, team.groups)
+    # Everything that was chosen automatically is printed, with its reason.
     width = max(map(len, choices), default=0)
     for name, choice in choices.items():
         print(f"  {name:<{width}}  {choice}")
@@ -248,10 +253,10 @@ def check_before_start(config: Config, needs: Needs) -> None:
         # The first two are called only for their errors: a wrong loss, option or engine.
         UpdateInputs(config)
         rollout_engine_class(config)
-        check_overlap(config, needs)
+        check_async_training(config, needs)
         check_server(config)
     check_models(config, has_critic=needs.critic)
-    check_checkpoint(config, start_of(config.trainer))
+    check_checkpoint(config, checkpoint_to_resume(config.trainer))
 
 
 def _with_counted_epochs(config: Config, num_batches: int) -> Config:
@@ -280,6 +285,7 @@ def start_workers(
     Raises:
         ConfigError: a replacement is not a subclass of its role's class.
     """
+    # A replacement for any role with the policy.
     policy_roles = [Role(role) for role in POLICIES]
     policy_class = next((replacements[role] for role in policy_roles if role in replacements), None)
     role_classes: dict[Role, type[Any]] = {
@@ -292,7 +298,7 @@ def start_workers(
     if config.task == "rl":
         asked = asked_roles(config)
     else:
-        role_classes[Role.ActorRollout] = SUPERVISED[config.task][0]
+        role_classes[Role.ActorRollout] = SUPERVISED_WORKERS[config.task]
     placement = place_roles(
         config.trainer, has_reference=needs.reference, has_critic=needs.critic, asked=asked
     )
@@ -361,13 +367,13 @@ def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
 
     choices = dict(team.describe())
     for choices_of_ranks in choices_of_groups:
-        choices_of_first = choices_of_ranks[0]
-        merged = dict(choices_of_first)
+        choices_of_group = dict(choices_of_ranks[0])
         for rank, choices_of_rank in enumerate(choices_of_ranks):
             for name, choice in choices_of_rank.items():
-                if choice != choices_of_first.get(name):
-                    merged[name] = f"{merged.get(name, 'none')}; rank {rank}: {choice}"
-        choices |= merged
+                if choice != choices_of_ranks[0].get(name):
+                    so_far = choices_of_group.get(name, "none")
+                    choices_of_group[name] = f"{so_far}; rank {rank}: {choice}"
+        choices |= choices_of_group
     return choices
 
 
@@ -377,7 +383,7 @@ def rollout_of(team: WorkerGroups) -> WorkerGroup[Any]:
     return next(team.groups[role] for role in roles if role in team.groups)
 
 
-def handles(team: WorkerGroups, config: Config) -> Workers:
+def make_handles(team: WorkerGroups, config: Config) -> Workers:
     """Make the handles through which the training loop calls the team's groups.
 
     A rollout in separate processes receives the actor's weights through a `RolloutPool`.
@@ -510,7 +516,7 @@ def build_tokenizer(config: Config) -> Any:
     )
 
 
-def _dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_train: bool) -> Any:
+def _load_dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_train: bool) -> Any:
     """Load the training or the validation data set of a task."""
     data = config.data
     files = data.train_files if is_train else data.val_files
@@ -558,7 +564,7 @@ def build_train_loader(
     data = config.data
     rows = parts.train
     if rows is None:
-        rows = _dataset(config, tokenizer, context, is_train=True)
+        rows = _load_dataset(config, tokenizer, context, is_train=True)
     if config.distillation.enable and isinstance(rows, RLHFDataset):
         require_teachers(config, rows.column(data.reward_fn_key))
 
@@ -601,7 +607,7 @@ def build_val_loader(
     data = config.data
     rows = parts.val
     if rows is None:
-        rows = _dataset(config, tokenizer, context, is_train=False)
+        rows = _load_dataset(config, tokenizer, context, is_train=False)
     return create_dataloader(
         rows,
         data,

@@ -83,21 +83,22 @@ class Checkpoints:
             before_step: consider only earlier steps, and no superseded checkpoints.
         """
         steps = [step for step in self.steps() if step < before_step]
-        written = self._written()
-        if written in map(str, steps):
-            return int(written)
+        latest = self._read_latest()
+        if latest in map(str, steps):
+            return int(latest)
         # LATEST is missing or damaged, or names a checkpoint that is not considered.
-        past_steps = self._without_superseded(steps)
-        if not past_steps and before_step == math.inf:
-            past_steps = steps
-        return max(past_steps, default=None)
+        candidates = self._without_superseded(steps)
+        # To resume, a superseded checkpoint is better than none.
+        if not candidates and before_step == math.inf:
+            candidates = steps
+        return max(candidates, default=None)
 
     def newest_path(self) -> Path | None:
         """Folder of the checkpoint that was written last; None if there is none."""
         newest = self.newest()
         return None if newest is None else self.path(newest)
 
-    def _written(self) -> str:
+    def _read_latest(self) -> str:
         """Read the file `LATEST`.
 
         Returns:
@@ -118,7 +119,7 @@ class Checkpoints:
         return text.removesuffix("\n")
 
     def _without_superseded(self, steps: list[int]) -> list[int]:
-        """The steps among `steps` whose checkpoints belong to this run, and not to one that it replaced."""
+        """Leave out the steps whose checkpoints are superseded: the run has resumed before them."""
         return [step for step in steps if not os.path.exists(self.path(step) / _SUPERSEDED)]
 
     def path(self, step: int) -> Path:
@@ -160,12 +161,12 @@ class Checkpoints:
                 if path.is_file():
                     name = path.relative_to(unfinished).as_posix()
                     entries[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            (unfinished / MANIFEST).write_text(
-                json.dumps(entries, indent=2) + "\n", encoding="utf-8"
-            )
+            manifest = json.dumps(entries, indent=2) + "\n"
+            (unfinished / MANIFEST).write_text(manifest, encoding="utf-8")
             # On disk before they are read back, and both before the folder gets its name.
             _sync(unfinished)
             verify(unfinished)
+
             if self.path(step).exists():
                 self._make_room(step)
             unfinished.rename(self.path(step))
@@ -174,12 +175,16 @@ class Checkpoints:
             write_atomically(self.directory / LATEST, f"{step}\n")
             self.last_written = step
             if self.max_to_keep is not None:
-                # Checkpoints of later steps are superseded: they are neither counted nor deleted.
-                steps = [past_step for past_step in self.steps() if past_step <= step]
-                if self.is_by_time:
-                    steps = [past for past in steps if (self.path(past) / _BY_TIME).exists()]
-                for surplus_step in steps[: -self.max_to_keep]:
-                    self._discard(self.path(surplus_step))
+                self._delete_surplus(step, self.max_to_keep)
+
+    def _delete_surplus(self, newest: int, max_to_keep: int) -> None:
+        """Delete older checkpoints, so that at most `max_to_keep` up to step `newest` are left."""
+        # Checkpoints of later steps are superseded: they are neither counted nor deleted.
+        steps = [step for step in self.steps() if step <= newest]
+        if self.is_by_time:
+            steps = [step for step in steps if (self.path(step) / _BY_TIME).exists()]
+        for step in steps[:-max_to_keep]:
+            self._discard(self.path(step))
 
     def abandon(self, step: int) -> None:
         """Delete the folder of a checkpoint that will not be completed."""
@@ -203,7 +208,7 @@ class Checkpoints:
                 advice = "There is no earlier checkpoint."
             raise CheckpointError(
                 f"checkpoint of step {step} in {self.directory}",
-                got=_reason(error),
+                got=_short_reason(error),
                 expected="room and permission to write it",
                 fix=f"Free space or set trainer.default_local_dir. {advice}",
             ) from error
@@ -218,7 +223,7 @@ class Checkpoints:
 
     def _make_room(self, step: int) -> None:
         """Remove an older checkpoint of the same step, or rename it if it is damaged."""
-        if self._written() == str(step):
+        if self._read_latest() == str(step):
             # If the process is killed after this, LATEST must not name a missing checkpoint.
             (self.directory / LATEST).unlink()
         try:
@@ -272,25 +277,32 @@ class Checkpoints:
                 load(path)
             except DamagedCheckpointError as error:
                 # The user may have named the directory of a run instead of a checkpoint in it.
-                siblings = Checkpoints(path if Checkpoints(path).steps() else path.parent)
-                error.fix = siblings._advice({path})
+                checkpoints = Checkpoints(path)
+                if not checkpoints.steps():
+                    checkpoints = Checkpoints(path.parent)
+                error.fix = checkpoints._advice({path})
                 raise
         elif config.resume_mode == "auto":
-            path, damaged = self._load_newest(config.resume_fallback == "newest_intact", load)
+            takes_older = config.resume_fallback == "newest_intact"
+            path, damaged = self._load_newest(load, takes_older=takes_older)
         try:
-            self._separate_past(path, damaged, config)
+            self._set_others_aside(path, damaged, config)
         except OSError as error:
             raise CheckpointError(
                 str(self.directory),
-                got=_reason(error),
+                got=_short_reason(error),
                 expected="permission to rename and write there",
             ) from error
         return path
 
     def _load_newest(
-        self, takes_older: bool, load: Callable[[Path], None]
+        self, load: Callable[[Path], None], *, takes_older: bool
     ) -> tuple[Path | None, dict[Path, DamagedCheckpointError]]:
-        """Load the newest checkpoint, or with `takes_older` the newest one that is intact.
+        """Verify and load the newest checkpoint.
+
+        Args:
+            load: as for `resume`.
+            takes_older: whether an older one may be loaded if the newest is damaged.
 
         Returns:
             The checkpoint, None if there is none; and the errors of the damaged files and
@@ -301,22 +313,23 @@ class Checkpoints:
         """
         steps = self.steps()
         newest = self.newest()
-        written = self._written()
+        latest = self._read_latest()
         damaged = {}
-        if written and written != str(newest):
+        if latest and latest != str(newest):
             # LATEST is damaged, or the checkpoint that it names is gone.
             place = self.directory / LATEST
             known_steps = ", ".join(map(str, steps)) or "there is none"
             damaged[place] = DamagedCheckpointError(
                 str(place),
-                got=repr(written),
+                got=repr(latest),
                 expected=f"the step of a checkpoint that is there: {known_steps}",
             )
 
+        # From the newest to the oldest.
         candidates = []
         if newest is not None:
-            past_steps = [step for step in self._without_superseded(steps) if step < newest]
-            candidates = [newest, *reversed(past_steps)]
+            older_steps = [step for step in self._without_superseded(steps) if step < newest]
+            candidates = [newest, *reversed(older_steps)]
         for step in candidates:
             if damaged and not takes_older:
                 break
@@ -330,21 +343,23 @@ class Checkpoints:
         if not damaged:
             return None, {}
 
+        # Nothing was loaded: the first error is raised, with the others in its advice.
         first_error, *other_errors = damaged.values()
         findings = [f"{error.where}: got {error.got}." for error in other_errors]
         first_error.fix = " ".join([*findings, self._advice(damaged)])
         raise first_error
 
-    def _separate_past(
+    def _set_others_aside(
         self,
         path: Path | None,
         damaged: Mapping[Path, DamagedCheckpointError],
         config: TrainerConfig,
     ) -> None:
-        """Report and rename damaged checkpoints; mark or move those of steps that come later.
+        """Set aside the checkpoints in the directory that a starting run does not continue.
 
-        Later checkpoints are superseded if the run resumes by itself. If the user said where it
-        starts, they belong to another run.
+        Damaged ones are reported and renamed. Those of steps after the start are marked as
+        superseded if the run resumes by itself. If the user said where it starts, they belong to
+        another run, and are moved to a folder.
 
         Args:
             path: the checkpoint that the run resumes from; None: it starts from the beginning.
@@ -355,6 +370,7 @@ class Checkpoints:
         if path is not None and path.resolve().parent == self.directory.resolve():
             resumed_step = step_of(path)
         for place, error in damaged.items():
+            # One of them may be LATEST, which is written again below.
             print(f"DAMAGED: {error.where}: got {error.got}, expected {error.expected}.")
             if place.name != LATEST:
                 print(f"It is kept as {self._keep_damaged(place)}.")
@@ -368,20 +384,27 @@ class Checkpoints:
             return
 
         later_steps = [step for step in self.steps() if step > resumed_step]
-        skipped_rows = quarantined_files(self.directory)
-        later_rows = [file for step, file in skipped_rows.items() if step > resumed_step]
+        quarantined = quarantined_files(self.directory)
+        later_files = [file for step, file in quarantined.items() if step > resumed_step]
         if config.resume_mode == "auto":
             for step in later_steps:
                 (self.path(step) / _SUPERSEDED).touch()
-        elif later_steps or later_rows:
-            self._move_aside(later_steps, later_rows)
+        elif later_steps or later_files:
+            self._move_aside(later_steps, later_files)
+
+        # LATEST must name the checkpoint that the run continues from.
         if not resumed_step:
             (self.directory / LATEST).unlink(missing_ok=True)
-        elif self._written() != str(resumed_step):
+        elif self._read_latest() != str(resumed_step):
             write_atomically(self.directory / LATEST, f"{resumed_step}\n")
 
-    def _move_aside(self, steps: list[int], skipped: list[Path]) -> None:
-        """Move checkpoints, and files of skipped rows, of another run to a folder `superseded_N`."""
+    def _move_aside(self, steps: list[int], files_of_rows: list[Path]) -> None:
+        """Move what another run has left in the directory to a new folder `superseded_N`.
+
+        Args:
+            steps: steps of its checkpoints.
+            files_of_rows: files with the rows of steps that it has skipped.
+        """
         number = 1
         while (aside := self.directory / f"superseded_{number}").exists():
             number += 1
@@ -390,19 +413,21 @@ class Checkpoints:
             shutil.copy2(file, aside)
         for step in reversed(steps):
             self.path(step).rename(aside / self.path(step).name)
-        for path in skipped:
-            path.rename(aside / path.name)
+        for file in files_of_rows:
+            file.rename(aside / file.name)
         if steps:
             print(
                 "Checkpoints of another run that stood here, steps "
                 f"{', '.join(map(str, steps))}, were moved to {aside}."
             )
-        if skipped:
+        if files_of_rows:
             print(f"The rows of steps that another run has skipped were moved to {aside}.")
 
     def _advice(self, damaged: Collection[Path]) -> str:
-        """Advice on how to continue without the damaged checkpoints."""
-        for path in map(self.path, reversed(self.steps())):
+        """Advice on how to continue without the checkpoints that are known to be damaged."""
+        # The newest one that is intact is recommended.
+        for step in reversed(self.steps()):
+            path = self.path(step)
             if path in damaged:
                 continue
             try:
@@ -428,8 +453,8 @@ def quarantined_files(directory: Path) -> dict[int, Path]:
     return files
 
 
-def start_of(config: TrainerConfig) -> Path | None:
-    """The checkpoint that a run will resume from, if it is intact; None: it starts anew."""
+def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
+    """The checkpoint from which a run would resume, which is not verified; None: it starts anew."""
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path or "")
     if config.resume_mode == "auto":
@@ -463,6 +488,7 @@ def model_folder(path: str | Path) -> str | Path:
     folder = Path(path).expanduser()
     if not folder.exists():
         return path
+    # A run's directory stands for its newest checkpoint.
     checkpoint = Checkpoints(folder).newest_path() or folder
     for candidate in (folder, checkpoint / "actor", checkpoint / "actor" / HF_FOLDER):
         if (candidate / "config.json").is_file():
@@ -484,32 +510,35 @@ def verify(checkpoint: Path) -> None:
             or unreadable.
     """
     manifest = checkpoint / MANIFEST
-    file = manifest  # the file that is being read
+    file = manifest  # the file that is being read, for errors
     try:
-        _require_regular(manifest)
+        _require_regular_file(manifest)
         entries = json.loads(manifest.read_bytes())
         if entries == {}:
             raise ValueError("it is empty")
+        # All entries are checked before the first file, whose checksum may take minutes.
         files = []
         for name, entry in entries.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"it names {name}, which is outside")
             files.append((name, int(entry["bytes"]), str(entry["sha256"])))
+
         for name, size, digest in files:
             file = checkpoint / name
-            _require_regular(file)
+            _require_regular_file(file)
             actual_size = file.stat().st_size
             if actual_size != size:
-                raise _damage(file, f"{actual_size} bytes", f"{size} bytes")
+                raise _damaged_error(file, f"{actual_size} bytes", f"{size} bytes")
             if sha256_of(file) != digest:
-                raise _damage(file, "other content than was written", "its SHA-256")
+                raise _damaged_error(file, "other content than was written", "its SHA-256")
     except FileNotFoundError as error:
         if file == manifest:
-            raise _damage(checkpoint, f"no {MANIFEST}", "a complete checkpoint") from error
-        raise _damage(file, "no such file", "one that was written") from error
+            raise _damaged_error(checkpoint, f"no {MANIFEST}", "a complete checkpoint") from error
+        raise _damaged_error(file, "no such file", "one that was written") from error
     except OSError as error:
         got = f"{type(error).__name__}: {error.strerror}"
-        raise _damage(file, got, "a file that can be read") from error
+        raise _damaged_error(file, got, "a file that can be read") from error
+    # The manifest is no JSON, or JSON of another form.
     except (
         ValueError,
         TypeError,
@@ -519,20 +548,20 @@ def verify(checkpoint: Path) -> None:
         OverflowError,
     ) as error:
         got = f"no list of files ({type(error).__name__}: {error})"
-        raise _damage(manifest, got, "the list of files") from error
+        raise _damaged_error(manifest, got, "the list of files") from error
 
 
-def _damage(path: Path, got: str, expected: str) -> DamagedCheckpointError:
+def _damaged_error(path: Path, got: str, expected: str) -> DamagedCheckpointError:
     """The error for a damaged file of a checkpoint."""
     return DamagedCheckpointError(
         str(path), got=got, expected=expected, fix="Take another checkpoint."
     )
 
 
-def _require_regular(path: Path) -> None:
+def _require_regular_file(path: Path) -> None:
     """Refuse anything but a regular file: reading a named pipe would wait forever."""
     if path.exists() and not path.is_file():
-        raise _damage(path, "no regular file", "a file that can be read")
+        raise _damaged_error(path, "no regular file", "a file that can be read")
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
@@ -566,7 +595,7 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-def _reason(error: OSError | CheckpointError) -> str:
+def _short_reason(error: OSError | CheckpointError) -> str:
     """The part of an error's message that belongs in the message of another one."""
     if isinstance(error, CheckpointError):
         return f"{error.where}: {error.got}"

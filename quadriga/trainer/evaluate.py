@@ -101,6 +101,7 @@ def evaluate(config: Config) -> Grades:
         )
     tokenizer = build_tokenizer(config)
     loader = build_val_loader(config, tokenizer, prompt_context(config, tokenizer))
+
     roles = [Role.ActorRollout]
     if config.reward_model.enable:
         roles.append(Role.RewardModel)
@@ -109,7 +110,8 @@ def evaluate(config: Config) -> Grades:
         frozen_workers(config, tokenizer, *roles) as (policy, *reward_models),
     ):
         reward = ModelReward(reward_models[0], grader) if reward_models else grader
-        rows, errors = Validator(config, tokenizer, policy, reward, loader).graded(0)
+        # Step 0: the policy is not trained.
+        rows, errors = Validator(config, tokenizer, policy, reward, loader).grade_all(0)
     grades = Grades.of(rows)
     return grades._replace(metrics=grades.metrics | errors)
 
@@ -136,6 +138,8 @@ def answer(
     processor = build_processor(config)
     encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
     images = images or [()] * len(chats)
+
+    # The rows of a data set, as `RLHFDataset` would make them of these chats.
     rows = []
     for number, (chat, files) in enumerate(zip(chats, images, strict=True)):
         where = f"prompt {number}"
@@ -146,10 +150,10 @@ def answer(
                 expected="text",
                 fix="Take a vision-language model, or leave out the images.",
             )
-        pictures = [
-            read_picture(file, folder=Path(), where=f"{where}, image {i}")
-            for i, file in enumerate(files)
-        ]
+        pictures = []
+        for i, file in enumerate(files):
+            pictures.append(read_picture(file, folder=Path(), where=f"{where}, image {i}"))
+        # A processor expects messages whose content is a list of texts and images.
         messages = chat
         if processor is not None:
             messages, _, _ = with_parts(chat, pictures, where=where)
@@ -165,6 +169,7 @@ def answer(
     prompts.non_tensor_batch["uid"] = object_array(str(row) for row in range(len(rows)))
     prompts.meta_info["global_steps"] = 0
     prompts.meta_info["do_sample"] = rollout.do_sample
+
     with frozen_workers(config, tokenizer, Role.ActorRollout) as (policy,):
         responses = policy.generate_sequences(repeat_prompts(prompts, rollout.n))
     return texts_of(tokenizer, responses, rollout.n)
@@ -186,9 +191,11 @@ def with_room(config: Config, num_prompt_tokens: int) -> Config:
     data = config.data
     context = num_positions(config)
     is_set_by_user = "max_response_length" in data.model_fields_set
+    # Tokens of the longest response that fits; without a known context, all that are wanted.
     room = data.max_response_length
     if context is not None:
         room = min(room, context - num_prompt_tokens)
+
     if room < 1 or (is_set_by_user and room < data.max_response_length):
         fix = "Shorten the prompt."
         if room >= 1:
@@ -224,7 +231,7 @@ def texts_of(tokenizer: Any, responses: DataProto, num_samples: int) -> list[lis
     rows = zip(rollout_numbers(responses), responses.batch["responses"], masks, strict=True)
     texts = []
     for rollout, tokens, mask in rows:
-        # Rollouts are numbered in their order, so this is the first row of a new one.
+        # Rollouts are numbered in order, so a number without a text is that of a new rollout.
         if rollout == len(texts):
             texts.append(policy_text(tokenizer, tokens.tolist(), mask.tolist()))
     return [texts[start : start + num_samples] for start in range(0, len(texts), num_samples)]
@@ -282,17 +289,17 @@ def answer_files(config: Config, output: Path) -> int:
         longest_prompt = min(rows.longest_prompt, longest_prompt)
     config = with_room(config, longest_prompt)
     output = output.expanduser()
-    with unfinished(output, config) as part:
-        if len(part.texts) < num_rows:
-            _answer_rest(config, tokenizer, rows, part)
-        _write_output(output, tables, part.texts)
+    with open_journal(output, config) as journal:
+        if len(journal.texts) < num_rows:
+            _answer_rest(config, tokenizer, rows, journal)
+        _write_output(output, tables, journal.texts)
     # Only once the output is complete: if this call is killed before, the next one finds the
     # responses here.
-    shutil.rmtree(part.folder)
+    shutil.rmtree(journal.folder)
     return num_rows
 
 
-class Unfinished:
+class ResponseJournal:
     """Journal on disk of the responses to an unfinished output.
 
     Args:
@@ -309,7 +316,7 @@ class Unfinished:
         self.folder = folder
         self.texts: list[list[str]] = []
         path = folder / RESPONSES
-        with _on_disk(path):
+        with _disk_errors_as_data_errors(path):
             self._file = path.open("a+b")
             self._file.seek(0)
             *lines, incomplete_line = self._file.read().split(b"\n")
@@ -328,18 +335,19 @@ class Unfinished:
 
     def add(self, texts: list[list[str]]) -> None:
         """Add the responses to each prompt of a batch; they are on disk when this returns."""
-        with _on_disk(self.folder):
+        with _disk_errors_as_data_errors(self.folder):
             self._file.write(f"{json.dumps(texts)}\n".encode())
             self._file.flush()
             os.fsync(self._file.fileno())
         self.texts += texts
 
     def close(self) -> None:
+        """Close the file, which stays on disk."""
         self._file.close()
 
 
 @contextmanager
-def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
+def open_journal(output: Path, config: Config) -> Iterator[ResponseJournal]:
     """Context manager: open the journal of an output, locked against other processes.
 
     Args:
@@ -351,45 +359,56 @@ def unfinished(output: Path, config: Config) -> Iterator[Unfinished]:
         CheckpointError: another process writes to the output.
     """
     folder = output.with_name(f"{output.name}.part")
-    file = folder / CONFIGURATION
-    settings_now = _settings(config)
     with run_lock(folder, _OUTPUT):
-        settings_before = RunSettings.read(file, config.task)
-        changes = []
-        # Other settings may differ: responses do not depend on them.
-        if settings_before is not None:
-            for change in settings_before.changes(settings_now):
-                if change.startswith(_RESPONSE_KEYS) or change.endswith(CONTENT):
-                    changes.append(change)
-        elif (folder / RESPONSES).exists():
-            changes.append(f"{file}: it cannot be read")
-        if changes:
-            advice = f"Give the settings that it was begun with, or delete {folder} to begin anew."
-            raise DataError(
-                _OUTPUT,
-                got=f"{folder}, which was begun with other settings",
-                expected="the same",
-                fix="\n  ".join([f"{advice} What differs:", *changes]),
-            )
-        if settings_before is None:
-            text = show(config)
-            for name, digest in settings_now.files.items():
-                text += f"# {digest}  {name}\n"
-            with written_aside(file, where=_OUTPUT) as draft:
-                draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        with closing(Unfinished(folder)) as part:
-            if part.texts:
+        _check_settings(folder, config)
+        with closing(ResponseJournal(folder)) as journal:
+            if journal.texts:
                 print(
-                    f"{folder}: {len(part.texts)} prompts have their responses; the others follow.",
+                    f"{folder}: {len(journal.texts)} prompts have their responses; the others follow.",
                     flush=True,
                 )
-            yield part
+            yield journal
 
 
-def _answer_rest(config: Config, tokenizer: Any, rows: RLHFDataset, part: Unfinished) -> None:
+def _check_settings(folder: Path, config: Config) -> None:
+    """Compare the settings with those that a journal was begun with; write those of a new one.
+
+    Raises:
+        DataError: settings that responses depend on differ.
+    """
+    file = folder / CONFIGURATION
+    settings = _settings_of_responses(config)
+    settings_before = RunSettings.read(file, config.task)
+    changes = []
+    # Responses depend only on some keys, and on the content of files.
+    if settings_before is not None:
+        for change in settings_before.changes(settings):
+            if change.startswith(_RESPONSE_KEYS) or change.endswith(CONTENT):
+                changes.append(change)
+    elif (folder / RESPONSES).exists():
+        changes.append(f"{file}: it cannot be read")
+    if changes:
+        advice = f"Give the settings that it was begun with, or delete {folder} to begin anew."
+        raise DataError(
+            _OUTPUT,
+            got=f"{folder}, which was begun with other settings",
+            expected="the same",
+            fix="\n  ".join([f"{advice} What differs:", *changes]),
+        )
+    if settings_before is None:
+        text = show(config)
+        for name, digest in settings.files.items():
+            text += f"# {digest}  {name}\n"
+        with written_aside(file, where=_OUTPUT) as draft:
+            draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def _answer_rest(
+    config: Config, tokenizer: Any, rows: RLHFDataset, journal: ResponseJournal
+) -> None:
     """Generate responses to the rows that have none yet, and add them to the journal."""
     rollout = config.actor_rollout_ref.rollout
-    num_before = len(part.texts)
+    num_before = len(journal.texts)
     loader = create_dataloader(
         rows,
         config.data,
@@ -403,13 +422,14 @@ def _answer_rest(config: Config, tokenizer: Any, rows: RLHFDataset, part: Unfini
     ):
         for columns in watched(loader, "a batch of prompts"):
             prompts = DataProto.from_single_dict(columns)
-            assign_row_uids(prompts, rows, len(part.texts))
+            # Seeds depend on the uids, so the responses are those of an uninterrupted call.
+            assign_row_uids(prompts, rows, len(journal.texts))
             prompts.meta_info["global_steps"] = 0
             prompts.meta_info["do_sample"] = rollout.do_sample
             responses = generate_responses(policy, config, prompts, rollout.n)
-            part.add(texts_of(tokenizer, responses, rollout.n))
+            journal.add(texts_of(tokenizer, responses, rollout.n))
             num_tokens = responses.batch["response_mask"].sum(-1).float().mean().item()
-            progress.update(len(part.texts), {"tokens a response": f"{num_tokens:.0f}"})
+            progress.update(len(journal.texts), {"tokens a response": f"{num_tokens:.0f}"})
 
 
 def _write_output(output: Path, tables: Sequence[RowTable], texts: list[list[str]]) -> None:
@@ -432,7 +452,7 @@ def _write_output(output: Path, tables: Sequence[RowTable], texts: list[list[str
 
 
 @contextmanager
-def _on_disk(path: Path) -> Iterator[None]:
+def _disk_errors_as_data_errors(path: Path) -> Iterator[None]:
     """Context manager: turn an OSError into a DataError about `path`."""
     try:
         yield
@@ -445,8 +465,11 @@ def _on_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _settings(config: Config) -> RunSettings:
-    """Settings of a call, with a digest of the sizes and times of the model's files."""
+def _settings_of_responses(config: Config) -> RunSettings:
+    """Settings of a call, with a digest of the sizes and times of the model's files.
+
+    Reading the files themselves would take too long.
+    """
     settings = RunSettings.of(config)
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     versions = []
@@ -489,13 +512,13 @@ def score_file(
     table = _responses_table(config, path, (source_key, response_key, reward_model_key))
     with closing(load_reward_manager(config, None)) as manager:
         if config.reward_model.enable:
-            raise _needs_texts("reward_model.enable")
+            raise _needs_texts_error("reward_model.enable")
         # A manager that overrides `shaped` reads more of a response than its text.
         if (
             not isinstance(manager, SampleManager)
             or type(manager).shaped is not SampleManager.shaped
         ):
-            raise _needs_texts("reward_model.reward_manager")
+            raise _needs_texts_error("reward_model.reward_manager")
         samples, row_numbers = _samples_of(table, source_key, response_key, reward_model_key)
         if manager.reads_rows:
             for sample, row_number in zip(samples.rows, row_numbers, strict=True):
@@ -513,6 +536,7 @@ def score_file(
             }
         )
     grades = Grades.of(graded_rows)
+
     # Short names for the mean score of each data source.
     metrics = {}
     intervals = {}
@@ -548,7 +572,7 @@ def _responses_table(config: Config, path: str, columns: Sequence[str]) -> RowTa
     return table
 
 
-def _needs_texts(key: str) -> ConfigError:
+def _needs_texts_error(key: str) -> ConfigError:
     """The error for a key that names a grader which cannot grade texts alone."""
     return ConfigError(
         key,
@@ -576,7 +600,10 @@ def _samples_of(
     for row_number in range(len(table)):
         row = table[row_number]
         place = f"{table.path} row {row_number}"
-        texts = [row[responses]] if isinstance(row[responses], str) else row[responses]
+        texts = row[responses]
+        if isinstance(texts, str):
+            texts = [texts]
+        # At least one text, and nothing else.
         is_list = isinstance(texts, list) and bool(texts)
         if not is_list or not all(isinstance(text, str) for text in texts):
             raise DataError(
@@ -585,6 +612,7 @@ def _samples_of(
                 expected="a text, or a list of texts",
             )
         truth = ground_truth(row[truths], place, truths)
+
         for text in texts:
             samples.append(
                 {

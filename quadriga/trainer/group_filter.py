@@ -79,11 +79,12 @@ class GroupFilter:
         rows_of_group = {}
         for row, uid in enumerate(part.non_tensor_batch["uid"]):
             rows_of_group.setdefault(uid, []).append(row)
+
         unequal_rows = []
         for rows in rows_of_group.values():
             values_of_group = [values[row] for row in rows]
             numbers = [value for value in values_of_group if value is not None]
-            # The standard deviation of equal numbers need not be exactly zero.
+            # Not their standard deviation, which need not be exactly zero for equal numbers.
             if numbers and min(numbers) != max(numbers):
                 unequal_rows += rows
                 self._sizes.append(len(rows))
@@ -91,6 +92,7 @@ class GroupFilter:
                 self._equal[numbers[0] if numbers else None] += 1
             self._total += math.fsum(numbers)
             self._num_values += len(numbers)
+
         self.num_groups += len(rows_of_group)
         unequal = part.select_idxs(unequal_rows)
         self._parts.append(unequal)
@@ -105,7 +107,7 @@ class GroupFilter:
             raise DataError(
                 _KEY,
                 got=f"{len(self._sizes)} groups of responses that differ in "
-                f"{self.settings.metric} after {self._so_far()}",
+                f"{self.settings.metric} after {self._describe_progress()}",
                 expected=f"{self.num_wanted}, data.train_batch_size",
                 fix="Take prompts that the model solves sometimes and not always, raise "
                 f"actor_rollout_ref.rollout.n, or raise {_KEY}.max_num_gen_batches.",
@@ -116,7 +118,7 @@ class GroupFilter:
                 _KEY,
                 len(self._sizes),
                 self.num_wanted,
-                self._so_far(),
+                self._describe_progress(),
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,7 +137,7 @@ class GroupFilter:
         self._equal = Counter(state["equal"])
         self._total, self._num_values, self.num_groups = state["counts"]
 
-    def _so_far(self) -> str:
+    def _describe_progress(self) -> str:
         """Describe the batches and groups so far, with the commonest values of equal groups."""
         equal = "none of them equal"
         if self._equal:
@@ -156,8 +158,8 @@ class GroupFilter:
             "filter_groups/num_groups": Metric(self.num_groups, "sum"),
             "filter_groups/num_equal": Metric(self._equal.total(), "sum"),
             "filter_groups/num_surplus": Metric(len(self._sizes) - self.num_wanted, "sum"),
-            # Over all responses. That of the batch would omit the prompts that are always or never
-            # solved.
+            # Over all responses: the mean over the batch would omit the prompts that are always or
+            # never solved.
             f"filter_groups/{self.settings.metric}/mean": Metric(mean, "mean", self._num_values),
         }
         return batch
@@ -178,6 +180,7 @@ def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
     """
     if metric in SCORE_NAMES:
         return scores_of_rows(batch)
+
     extras = batch.non_tensor_batch["reward_extra"]
     values = [extra.get(metric) for extra in extras]
     for value in values:
@@ -188,6 +191,7 @@ def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
                 expected="a number for each response",
                 fix=f"Set {_KEY}.metric=score, or have the grader return a number under this name.",
             )
+    # No value at all is probably a wrong name, and not a failure of every grader.
     if all(value is None for value in values):
         names = sorted({name for extra in extras for name in extra} - {"reward_error"})
         raise RewardError(

@@ -128,6 +128,7 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             previous_handler = signal.signal(number, child.pass_on)
             stack.callback(signal.signal, number, previous_handler)
+
         while True:
             status = child.run(command)
             # After an exit with an error, a restart would meet the same error.
@@ -135,6 +136,7 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
                 return status
             if -status in (signal.SIGTERM, signal.SIGINT):
                 return 128 - status
+
             step = _read_step(step_file.fileno())
             num_futile = 0 if step > newest_step else num_futile + 1
             newest_step = max(step, newest_step)
@@ -159,7 +161,7 @@ class _Child:
     def __init__(self, step_fd: int) -> None:
         self._step_fd = step_fd
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_requests = 0
+        self._num_signals = 0
 
     def run(self, command: Sequence[str]) -> int:
         """Run the command to its end. Returns its status: -N if signal N has killed it."""
@@ -180,12 +182,13 @@ class _Child:
         """Signal handler: pass the signal on to the child, or exit if none runs."""
         if self._process is None:
             raise SystemExit(128 + number)
-        self._num_requests += 1
-        is_first_request = number == signal.SIGTERM and self._num_requests == 1
-        if not (is_first_request and self._has_request(self._process.pid)):
-            self._process.send_signal(number)
+        self._num_signals += 1
+        is_first = number == signal.SIGTERM and self._num_signals == 1
+        if is_first and self._has_received_sigterm(self._process.pid):
+            return
+        self._process.send_signal(number)
 
-    def _has_request(self, pid: int) -> bool:
+    def _has_received_sigterm(self, pid: int) -> bool:
         """Whether the child has already received SIGTERM itself.
 
         Schedulers may signal every process of a job. A second SIGTERM would end the training at
@@ -193,17 +196,24 @@ class _Child:
         """
         time.sleep(_NOTICED_S)
         status = Path(f"/proc/{pid}/status")
-        if _read_step(self._step_fd) < 0 or not status.is_file():
+        has_begun = _read_step(self._step_fd) >= 0
+        if not has_begun or not status.is_file():
             return False
-        # Training catches SIGTERM until it receives one, and then removes its handler.
-        caught = re.search(r"^SigCgt:\s*(\w+)$", status.read_text(encoding="utf-8"), re.MULTILINE)
-        return caught is not None and not int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
+        # Training catches SIGTERM until it receives one, and then removes its handler. The mask of
+        # caught signals has signal N in bit N - 1.
+        mask = re.search(r"^SigCgt:\s*(\w+)$", status.read_text(encoding="utf-8"), re.MULTILINE)
+        if mask is None:
+            return False
+        catches_sigterm = int(mask[1], 16) >> (signal.SIGTERM - 1) & 1
+        return not catches_sigterm
 
 
 def _write_step(descriptor: int, step: int) -> None:
+    """Write a number to the step file."""
     # With a fixed width, a number overwrites all of a longer one.
     os.pwrite(descriptor, f"{step:{_WIDTH}}".encode(), 0)
 
 
 def _read_step(descriptor: int) -> int:
+    """Read the number in the step file; -1 before training has begun."""
     return int(os.pread(descriptor, _WIDTH, 0))

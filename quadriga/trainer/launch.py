@@ -101,12 +101,13 @@ def cluster_of(
         yield
         return
     pools = set(role_pools(config.trainer, asked_roles(config)).values())
-    processes_of_nodes = [config.trainer.processes_of(pool) for pool in pools]
-    num_processes = sum(map(sum, processes_of_nodes))
-    num_nodes = max(map(len, processes_of_nodes))
+    # For each pool, the number of processes on each of its nodes; the first node is this one.
+    counts_of_pools = [config.trainer.processes_of(pool) for pool in pools]
+    num_processes = sum(map(sum, counts_of_pools))
+    num_nodes = max(map(len, counts_of_pools))
     timeline = timeline or Timeline()
     # Processes of a cluster that is started here inherit the limits.
-    num_processes_here = sum(counts[0] for counts in processes_of_nodes)
+    num_processes_here = sum(counts[0] for counts in counts_of_pools)
     check_machine(config.trainer.device, num_processes_here, num_nodes)
     # This process computes little; spinning threads would take the workers' cores.
     with timeline.part("imports", since_origin=True), sleeping_threads():

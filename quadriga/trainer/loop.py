@@ -122,10 +122,15 @@ class TrainingLoop:
         self._longest_step_s = 0.0
 
     def _make_saver(self, learners: Mapping[str, Any]) -> saving.CheckpointSaver:
+        """Make the saver of checkpoints: by steps, or by the clock if `saves_by_time`."""
+
         def report(text: str) -> None:
+            """Print a message of the saver above the progress bar."""
             # A copy in memory may be saved before there is a progress bar.
-            show = self.progress.message if hasattr(self, "progress") else print
-            show(text)
+            if hasattr(self, "progress"):
+                self.progress.message(text)
+            else:
+                print(text)
 
         settings = self.settings
         num_kept = settings.max_ckpt_to_keep
@@ -151,21 +156,22 @@ class TrainingLoop:
             source = self._load_copy(self.newest_copy)
         if source is not None:
             print(f"resumed from {source}")
+
         if self.copies is not None:
             print(f"state copies: {self._attach_copies()}")
         # A copy must exist before the next step, which may lose workers.
         if source is not None:
-            self._copy()
+            self._copy_state()
 
-        settings_now = RunSettings.of(self.config)
+        run_settings = RunSettings.of(self.config)
         last = self.total_training_steps
         # `has_nothing_to_do` could not always tell. Now the data are loaded, so the last step is
         # known.
         if isinstance(source, Path) and self.is_last_step and not self.settings.val_only:
             last = min(last, self.global_steps)
-            say_nothing_to_do(self.config, source, last, settings_now)
+            say_nothing_to_do(self.config, source, last, run_settings)
         self._keep_settings = partial(
-            keep_settings, self.config, settings_now, self.global_steps, last
+            keep_settings, self.config, run_settings, self.global_steps, last
         )
         # A resumed run writes its settings after its first step, see `log_step`.
         if source is None:
@@ -200,6 +206,7 @@ class TrainingLoop:
         self._restore(newest.driver, newest.step, with_random_states=True)
         # Workers may have been lost before the checkpoint of this step was complete.
         is_due = self.is_due(self.settings.save_freq)
+        # Checkpoints by the clock are never due, except at the end.
         if saves_by_time(self.config):
             is_due = self.is_last_step
         if is_due and self.checkpoints.newest() != newest.step:
@@ -327,7 +334,7 @@ class TrainingLoop:
                 is_due=self.is_due(settings.save_freq),
                 is_last=may_be_last or self.is_last_step,
             )
-        self._copy()
+        self._copy_state()
         if may_be_last:
             self.saver.finish()
 
@@ -351,7 +358,7 @@ class TrainingLoop:
                 shutil.rmtree(parts, ignore_errors=True)
         self.progress.message(f"model: {target}")
 
-    def _copy(self) -> None:
+    def _copy_state(self) -> None:
         """Copy the state of this step in memory, if copies are kept."""
         if self.copies is not None:
             state = self._run_state() | {"random": saving.random_states()}

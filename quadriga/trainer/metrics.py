@@ -8,7 +8,7 @@ import logging
 import math
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -101,27 +101,18 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
         responses; `size` of a score, too large for float32.
     """
     warnings = {}
-    scores = scores_of_rows(batch)
     columns = batch.non_tensor_batch
-    rollout_ids = columns.get("rollout_id", range(len(scores)))
-    scores_of_group = defaultdict(set)
+    scores = scores_of_rows(batch)
     # Rows without a score are neither learned from nor part of a group.
-    known_scores = []
-    for uid, score in zip(columns["uid"], scores, strict=True):
-        if score is not None:
-            known_scores.append(score)
-            scores_of_group[uid].add(score)
-    groups = list(scores_of_group.values())
-    # With one rollout per prompt, the batch is the group.
-    if len(set(columns["uid"])) == len(set(rollout_ids)):
-        groups = [set(known_scores)]
-    if len(known_scores) > 1 and all(len(group) == 1 for group in groups):
+    known_scores = [score for score in scores if score is not None]
+    num_groups = _count_equal_groups(batch, scores)
+    if num_groups:
         advice = "trainer.rollout_record=all records them."
         if trainer.rollout_data_dir is not None:
             advice = f"they are in {trainer.rollout_data_dir}."
         elif trainer.rollout_record != "off":
             advice = f"quadriga show {shlex.quote(str(trainer.directory))}"
-        where = "all responses" if len(groups) == 1 else "all responses of every group"
+        where = "all responses" if num_groups == 1 else "all responses of every group"
         warnings["scores"] = (
             f"{where} scored alike (mean {sum(known_scores) / len(known_scores):g}): no reward to "
             f"learn from. Read them with their scores: {advice}"
@@ -147,6 +138,33 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
             "so advantages are 0 or not finite. Scale the rewards."
         )
     return warnings
+
+
+def _count_equal_groups(batch: DataProto, scores: Sequence[float | None]) -> int:
+    """Count the groups of a batch if the scores are equal within each of them.
+
+    Args:
+        batch: graded responses.
+        scores: [B], None for a row without a score.
+
+    Returns:
+        The number of groups with scores; 0 if one has different scores, or if there are less than
+        two scores.
+    """
+    columns = batch.non_tensor_batch
+    scores_of_group = defaultdict(set)
+    num_scores = 0
+    for uid, score in zip(columns["uid"], scores, strict=True):
+        if score is not None:
+            scores_of_group[uid].add(score)
+            num_scores += 1
+    groups = list(scores_of_group.values())
+    # With one rollout per prompt, the batch is the group.
+    rollout_ids = columns.get("rollout_id", range(len(scores)))
+    if len(set(columns["uid"])) == len(set(rollout_ids)):
+        groups = [set().union(*groups)]
+    is_equal = num_scores > 1 and all(len(group) == 1 for group in groups)
+    return len(groups) if is_equal else 0
 
 
 def lost_gradients(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -211,6 +229,7 @@ def performance_metrics(
     attention = batch.batch["attention_mask"]
     num_tokens = int(attention.sum())
     num_response_tokens = int(attention[:, -batch.batch["response_mask"].shape[1] :].sum())
+
     metrics = {f"timing_s/{phase}": duration for phase, duration in seconds.items()}
     # Phases that overlapped were measured by the workers.
     all_metrics = {**measured, **metrics}
@@ -219,9 +238,11 @@ def performance_metrics(
         if duration is not None:
             divisor = num_response_tokens if phase == "gen" else num_tokens
             metrics[f"timing_per_token_ms/{phase}"] = 1000 * duration / max(divisor, 1)
+
     metrics["perf/total_num_tokens"] = float(num_tokens)
     metrics["perf/time_per_step"] = seconds["step"]
     metrics["perf/throughput"] = num_tokens / seconds["step"]
+    # Responses from the rollout cache were not generated in this step.
     num_generated = measured.get("rollout/num_response_tokens", 0.0)
     if seconds.get("gen") and num_generated and not measured.get("rollout/replayed"):
         metrics["perf/generated_tokens_per_s"] = num_generated / seconds["gen"]
@@ -258,12 +279,14 @@ def check_log_probs(
         return {}
     largest = metrics["rollout/log_prob_diff_max"]
     got = f"a mean difference of {mean:.3g} nats (at most {largest:.3g}) from the trainer's"
+
     stop = config.log_prob_diff_stop
     if stop is None and num_steps <= NUM_EARLY_STEPS and config.traits.package is not None:
         # An external engine rearranges the weights for its kernels. Fingerprints compare only what
         # it received; its log-probabilities show whether it computes the same model. The second
         # step is the first one after weights were replaced during training.
         stop = EARLY_STOP
+
     if math.isnan(mean) or (stop is not None and mean > stop):
         expected = "a number"
         if stop is not None:

@@ -166,7 +166,9 @@ class _Checks:
         if train is None:
             return None
         # Only the sampler of a mixture knows how many rows an epoch has.
-        return len(train.sampler if data.mixture else train.dataset)
+        if data.mixture:
+            return len(train.sampler)
+        return len(train.dataset)
 
     def _grade_first_row(self, reward: RewardManager, rows: Any) -> None:
         """Grade the ground truth of the first row as if it were a response.
@@ -190,7 +192,9 @@ class _Checks:
             return
         truth = facts_of_row["ground_truth"]
         place = row.get("source_row", "the first row")
-        (outcome,) = reward.submit([self._with_response(facts_of_row, str(truth))]).result()
+
+        # An error of the grader would end the run, so it is a problem; a low score is a notice.
+        (outcome,) = reward.submit([self._sample_with(facts_of_row, str(truth))]).result()
         if outcome.error:
             raise RewardError(
                 f"{place}, graded with its ground truth as the response",
@@ -204,9 +208,10 @@ class _Checks:
 
         forms = [form.format(truth) for form in ANSWER_FORMS]
         responses = ["", *forms]
-        samples = [self._with_response(facts_of_row, response) for response in responses]
+        samples = [self._sample_with(facts_of_row, response) for response in responses]
         outcomes = reward.submit(samples).result()
         empty_score, *scores = [0.0 if outcome.error else outcome.score for outcome in outcomes]
+        # If the truth scores in any form, the grader compares with it, and there is nothing to say.
         # With rewards that are never above 0, the truth still scores more than an empty response.
         if score > empty_score or max(scores) > max(0.0, empty_score):
             return
@@ -252,7 +257,7 @@ class _Checks:
             "extra_info": extra_info,
         }
 
-    def _with_response(self, facts: dict[str, Any], response: str) -> dict[str, Any]:
+    def _sample_with(self, facts: dict[str, Any], response: str) -> dict[str, Any]:
         """Add a response to the facts of a row, under every name under which graders read it."""
         facts = {
             **facts,
@@ -300,6 +305,7 @@ def _is_answer(function: ScoreFunction, facts: dict[str, Any]) -> bool:
         return False
     text = str(truth).strip()
     is_short = 0 < len(text) <= MAX_ANSWER_CHARS and "\n" not in text
+    # A text that begins with a bracket is probably a list or a dictionary in JSON.
     return is_short and text[0] not in "{["
 
 
@@ -324,8 +330,9 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
             got="none",
             expected="metrics and responses (trainer.rollout_record) of a run in lockstep",
         )
+
     steps = []
-    # Numbers of prompts and of responses to a prompt.
+    # Pairs of the number of prompts and of responses to a prompt.
     shapes = set()
     for step, metrics in folder.metrics.items():
         gen_s = metrics.get("timing_s/gen")

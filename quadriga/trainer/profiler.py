@@ -128,14 +128,17 @@ class Profiler:
         first = self._open[0]
         last = self._open[-1]
         self._open = []
+        # The recording that `_start` has made in this process.
         recording = Recording.current
         if recording is not None:
             parts = {recording.title: recording.finish(), **parts}
+
         name = f"step_{first}" if first == last else f"steps_{first}-{last}"
         tool = self._section.tool
         if tool == "nsys":
             self._emit(f"profile {name}: Nsight Systems has its range, and writes its reports")
             return
+
         folder = Path(self._section.save_path).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         if tool == "torch_memory":
@@ -144,6 +147,7 @@ class Profiler:
                 path.write_bytes(zlib.decompress(part))
                 self._emit(f"profile written to {path}")
             return
+
         path = folder / f"{name}.json.gz"
         # Each part is a comma-separated list of events; together they are one JSON document.
         with gzip.open(path, "wb", compresslevel=6) as file:

@@ -54,7 +54,7 @@ class PromptStream:
         # The batch that is read in advance, and the loader's state after it.
         self._next: Future[tuple[dict[str, Any], dict[str, Any]]] | None = None
         # The loader's state after the last batch taken; None if it is the loader's current state.
-        self._place: dict[str, Any] | None = None
+        self._state_after_taken: dict[str, Any] | None = None
         if is_saved and self.cannot_resume:
             logger.warning(
                 "data.sampler: no run can resume from the checkpoints: got %s.", self.cannot_resume
@@ -96,7 +96,7 @@ class PromptStream:
             # If reading fails, the next call must not get the same error again.
             self._next = None
             with waiting(_BATCH):
-                batch, self._place = current.result()
+                batch, self._state_after_taken = current.result()
             self._next = in_background(self._read_ahead, "reading prompts")
         else:
             batch = self._read()
@@ -128,8 +128,11 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was taken."""
-        place = self.loader.state_dict() if self._place is None else self._place
-        return {"loader": place, "num_taken": self.num_taken}
+        state = self._state_after_taken
+        # Without reading ahead, the loader itself is at this position.
+        if state is None:
+            state = self.loader.state_dict()
+        return {"loader": state, "num_taken": self.num_taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position.
@@ -161,7 +164,7 @@ class PromptStream:
         self.num_taken = state["num_taken"]
         self._batches = None
         self._next = None
-        self._place = None
+        self._state_after_taken = None
 
 
 def assign_uids(prompts: DataProto, prefix: str, first: int = 0) -> DataProto:

@@ -152,8 +152,8 @@ class RayPPOTrainer(TrainingLoop):
         self.num_ranks = 1
         self.cost = SequenceCost()
         if config.trainer.balance_batch:
-            self.num_ranks, *costs = self.actor.ranks_and_costs()
-            self.cost = SequenceCost(*costs)
+            self.num_ranks, attention_tokens, head, images = self.actor.ranks_and_costs()
+            self.cost = SequenceCost(attention_tokens, head=head, images=images)
         self.recorder = RolloutRecorder(config, tokenizer, self.checkpoints)
         self.validator = Validator(
             config, tokenizer, workers.rollout, reward, val_dataloader, self.recorder
@@ -238,6 +238,7 @@ class RayPPOTrainer(TrainingLoop):
         Returns:
             The rows of the step with everything that was computed for them.
         """
+        # Several parts only with `async_training.by_mini_batch`.
         parts = []
         metrics_of_parts = []
         for batch in self.batches():
@@ -391,6 +392,11 @@ class RayPPOTrainer(TrainingLoop):
         graders are stopped. Each column of results is in memory twice while it is joined.
         """
         futures = []
+
+        def begin(method: Callable[..., Any], *args: Any) -> None:
+            """Start a pass: call a method that returns a future of columns."""
+            futures.append(method(*args))
+
         with self.timer.phase("prepare"), ExitStack() as stack:
             self.record(batch)
             rewards = None
@@ -398,8 +404,9 @@ class RayPPOTrainer(TrainingLoop):
             if "token_level_scores" not in batch.batch.keys():
                 with self.timer.phase("reward"):
                     rewards = BatchRewards(self.reward, batch)
+                # If a pass fails, nobody waits for the graders.
                 stack.callback(rewards.cancel)
-            yield lambda method, *args: futures.append(method(*args))
+            yield begin
             if rewards is not None:
                 with self.timer.phase("reward"):
                     rewards.join(batch)
@@ -478,7 +485,8 @@ class RayPPOTrainer(TrainingLoop):
         is_scored = scored_rows(batch)
         scored = batch
         if not is_scored.all():
-            # They must not be part of a baseline either, so the estimator does not see them.
+            # Rows without a score must not be part of a baseline either, so the estimator does not
+            # get them.
             batch.batch["response_mask"] = batch.batch["response_mask"] * is_scored[:, None]
             scored = batch.select_idxs(is_scored)
         fields = {**dict(scored.batch.items()), **scored.non_tensor_batch}
@@ -507,16 +515,19 @@ class RayPPOTrainer(TrainingLoop):
         ordered = batch.select_idxs(order)
         scores = rollout_means(ordered.batch["token_level_scores"].sum(-1), ordered)
         seed = self.config.trainer.seed + self.global_steps
-        drawn = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=seed)
+        drawn_rollouts = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=seed)
+
         rows_of_rollout: list[list[int]] = [[] for _ in scores]
         for row, rollout in enumerate(rollout_numbers(ordered)):
             rows_of_rollout[rollout].append(row)
         rows = []
-        # A rollout that is drawn twice counts as two.
         rollout_index = []
-        for number, rollout in enumerate(drawn.tolist()):
+        for number, rollout in enumerate(drawn_rollouts.tolist()):
             rows += rows_of_rollout[rollout]
+            # A rollout that is drawn twice counts as two.
             rollout_index += [number] * len(rows_of_rollout[rollout])
+
+        # The sample is a batch of its own, whose rows and rollouts are numbered anew.
         sample = ordered.select_idxs(rows)
         sample.batch["row_index"] = torch.arange(len(sample))
         if "rollout_index" in sample.batch.keys():
@@ -532,6 +543,7 @@ class RayPPOTrainer(TrainingLoop):
             batch: rows of the step; None if it was skipped.
         """
         trainer = self.config.trainer
+        # A checkpoint of an earlier step may have been written meanwhile.
         self.saver.poll()
         if batch is not None:
             facts = {"total_training_steps": self.total_training_steps, "metrics": self.metrics}
@@ -543,6 +555,7 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics["training/global_step"] = self.global_steps
         self.metrics["training/epoch"] = self.prompts.epoch
         self.log_step()
+        # Before the checkpoint, which has the states of the sampler and the data set.
         if batch is not None:
             self.hand_back(batch)
         self.save_where_due()
@@ -564,9 +577,11 @@ class RayPPOTrainer(TrainingLoop):
         loader = self.train_dataloader
         if not hasattr(loader.sampler, "update") and not hasattr(loader.dataset, "on_batch_end"):
             return
+        # A column for each value of the graders; a row without it has None.
         columns = dict(batch.non_tensor_batch)
         extras = columns.get("reward_extra", ())
-        for name in set().union(*extras) - columns.keys():
+        grader_names = set().union(*extras)
+        for name in grader_names - columns.keys():
             columns[name] = object_array([extra.get(name) for extra in extras])
         batch = DataProto(batch.batch, columns, batch.meta_info)
         with waiting("the sampler and the data set to take note of a batch (update, on_batch_end)"):
@@ -649,5 +664,6 @@ def rollout_means(values: torch.Tensor, rows: DataProto) -> torch.Tensor:
     """Mean of values [B] over the rows of each rollout, [rollouts]."""
     numbers = torch.tensor(rollout_numbers(rows))
     groups = Groups.of(numbers, values)
+    # The means are those of each row's rollout, [B], so one row of each rollout is enough.
     _, first_rows = np.unique(numbers.numpy(), return_index=True)
     return groups.mean(values)[torch.from_numpy(first_rows)]

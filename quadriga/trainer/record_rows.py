@@ -67,6 +67,7 @@ def record_table(batch: DataProto, config: DataConfig, *, not_computed: str = ""
 
 
 def _json(value: Any) -> str:
+    """A value as JSON, without secrets."""
     return _utf8(json.dumps(redacted(jsonable(value)), ensure_ascii=False))
 
 
@@ -80,7 +81,6 @@ class _ConvertedBatch:
 
     Attributes:
         order: [B], places in the batch of the rows in the order of the data.
-        lengths: [B], tokens of each response, in the order of the data.
     """
 
     def __init__(self, batch: DataProto, config: DataConfig) -> None:
@@ -88,17 +88,15 @@ class _ConvertedBatch:
         self.tensors = batch.batch
         self.objects = batch.non_tensor_batch
         self.config = config
-        num_rows = len(batch)
         # Rows that were not ordered for the ranks have no index.
-        self.order = torch.arange(num_rows)
+        self.order = torch.arange(len(batch))
         if "row_index" in self.tensors.keys():
             self.order = self.tensors["row_index"].cpu().argsort()
-        masks = self._in_order("attention_mask").astype(bool)
+        # Masks of the tokens, as opposed to padding: [B, P + T], [B, P], [B, T].
+        self._token_mask = self._in_order("attention_mask").astype(bool)
         width = self.tensors["responses"].shape[1]
-        self._prompt_mask = masks[:, :-width]
-        self._response_mask = masks[:, -width:]
-        self._all_mask = masks
-        self.lengths = self._response_mask.sum(1)
+        self._prompt_mask = self._token_mask[:, :-width]
+        self._response_mask = self._token_mask[:, -width:]
 
     def table(self, not_computed: str) -> pa.Table:
         """Convert all columns; those that the batch does not have are null."""
@@ -112,13 +110,14 @@ class _ConvertedBatch:
         columns |= self._log_probs(not_computed)
         for name, source in _JSON_COLUMNS.items():
             columns[name] = self._texts(source, _json)
-        columns |= self._graded()
+        columns |= self._grader_outputs()
         columns["row"] = self._data_rows()
         if ROUTES in self.tensors.keys():
             # Numbers of experts fit into 16 bits, and are the largest column by far.
             routes = self._in_order(ROUTES).astype(np.int16)
-            masks_of_rows = zip(routes, self._all_mask, strict=True)
-            columns["routed_experts"] = [row[mask].tobytes() for row, mask in masks_of_rows]
+            routes_and_masks = zip(routes, self._token_mask, strict=True)
+            columns["routed_experts"] = [row[mask].tobytes() for row, mask in routes_and_masks]
+
         arrays = []
         # Every file has all columns in the same order, so that files can be read together.
         for field in SCHEMA:
@@ -137,8 +136,7 @@ class _ConvertedBatch:
 
     def _objects_in_order(self, name: str) -> list[Any]:
         """An object column, in the order of the data."""
-        column = self.objects[name]
-        return [column[place] for place in self.order.tolist()]
+        return list(self.objects[name][self.order.numpy()])
 
     def _texts(self, name: str, convert: Callable[[Any], str] = _utf8) -> list[str | None] | None:
         """An object column as texts; None if the batch does not have it."""
@@ -169,10 +167,11 @@ class _ConvertedBatch:
         }
         if TIMES in self.tensors.keys():
             times = self._in_order(TIMES).T
+            # The last one, the time of grading, is a column of its own.
             for name, values in zip(TIME_COLUMNS[:-1], times, strict=True):
-                columns[name] = _known(values)
+                columns[name] = _null_if_nan(values)
         if GRADED_AT in self.tensors.keys():
-            columns[GRADED_AT] = _known(self._in_order(GRADED_AT))
+            columns[GRADED_AT] = _null_if_nan(self._in_order(GRADED_AT))
         if "num_turns" in self.objects:
             columns["num_turns"] = self._objects_in_order("num_turns")
         if "token_level_rewards" in self.tensors.keys():
@@ -180,47 +179,61 @@ class _ConvertedBatch:
         if "reward_baselines" in self.tensors.keys():
             columns["reward_baseline"] = self._in_order("reward_baselines")
         if "multi_modal_inputs" in self.objects:
-            hash_of = _once_for_each_object(images_key)
-            inputs = self._objects_in_order("multi_modal_inputs")
-            columns["image_hash"] = [hash_of(images) if images else None for images in inputs]
+            columns["image_hash"] = self._image_hashes()
         return columns
+
+    def _image_hashes(self) -> list[str | None]:
+        """Hash of the images of each row; None for a row without any."""
+        # Responses to the same prompt share one object, whose hash is computed once.
+        hash_of_object: dict[int, str] = {}
+        hashes = []
+        for inputs in self._objects_in_order("multi_modal_inputs"):
+            if inputs and id(inputs) not in hash_of_object:
+                hash_of_object[id(inputs)] = images_key(inputs)
+            hashes.append(hash_of_object.get(id(inputs)))
+        return hashes
 
     def _masks(self) -> dict[str, Any]:
         """`response_mask` as generated, and `trained_mask` if tokens were masked later."""
-        mask = self._in_order("response_mask").astype(bool)
+        trained_mask = self._in_order("response_mask").astype(bool)
         if "token_versions" not in self.tensors.keys():
-            return {"response_mask": _lists(mask, self._response_mask)}
+            return {"response_mask": _lists(trained_mask, self._response_mask)}
         # Off-policy correction changes the mask, but not the versions of the tokens, which are
         # negative where the policy did not generate the token.
         is_generated = self._in_order("token_versions") >= 0
         columns = {"response_mask": _lists(is_generated, self._response_mask)}
-        if not np.array_equal(is_generated, mask):
-            columns["trained_mask"] = _lists(mask, self._response_mask)
+        if not np.array_equal(is_generated, trained_mask):
+            columns["trained_mask"] = _lists(trained_mask, self._response_mask)
         return columns
 
     def _log_probs(self, not_computed: str) -> dict[str, Any]:
         """Log-probs and entropies of the trainer, or why there are none.
 
         They come from the pass for old log-probs or from the update's first forward pass.
+
+        Args:
+            not_computed: as for `record_table`.
         """
-        num_rows = len(self.order)
         if "old_log_probs" in self.tensors.keys():
             columns = {"log_probs": _lists(self._in_order("old_log_probs"), self._response_mask)}
             if "entropys" in self.tensors.keys():
                 columns["entropies"] = _lists(self._in_order("entropys"), self._response_mask)
             return columns
         if "is_computed" not in self.tensors.keys():
-            return {"not_computed": [not_computed or None] * num_rows}
-        is_computed = self._in_order("is_computed").astype(bool)
-        columns = {}
-        for name, source in {"log_probs": "log_probs", "entropies": "entropys"}.items():
-            column = self._in_order(f"update_{source}")
-            columns[name] = _lists(column, self._response_mask, is_computed)
-        reason = not_computed or "the row cannot change the gradient: its advantages are 0"
-        columns["not_computed"] = [None if computed else reason for computed in is_computed]
-        return columns
+            return {"not_computed": [not_computed or None] * len(self.order)}
 
-    def _graded(self) -> dict[str, Any]:
+        # The update has computed only some of the rows.
+        is_computed = self._in_order("is_computed").astype(bool)
+        log_probs = self._in_order("update_log_probs")
+        entropies = self._in_order("update_entropys")
+        reason = not_computed or "the row cannot change the gradient: its advantages are 0"
+        return {
+            "log_probs": _lists(log_probs, self._response_mask, is_computed),
+            "entropies": _lists(entropies, self._response_mask, is_computed),
+            "not_computed": [None if computed else reason for computed in is_computed],
+        }
+
+    def _grader_outputs(self) -> dict[str, Any]:
         """Errors of graders, and the values that they returned beside the score."""
         errors = []
         parts = []
@@ -250,43 +263,29 @@ class _ConvertedBatch:
 def _lists(
     values: np.ndarray, mask: np.ndarray, has_values: np.ndarray | None = None
 ) -> pa.ListArray:
-    """Values [B, T] under a mask [B, T] as one list for each row.
+    """Remove the padding of token values: a list for each row.
 
     Args:
-        values: values with padding.
-        mask: True where there is a token.
-        has_values: [B], False for rows that become null. None: there are none.
+        values: [B, T], with padding.
+        mask: [B, T], True where there is a token.
+        has_values: [B], False for rows that become null. None: no row does.
     """
     is_null = None
     if has_values is not None:
         mask = mask & has_values[:, None]
         is_null = pa.array(~has_values)
+    # List i has the values from offset i to offset i + 1.
     offsets = np.zeros(len(mask) + 1, np.int32)
     np.cumsum(mask.sum(1), out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values[mask]), mask=is_null)
 
 
-def _known(values: np.ndarray) -> pa.Array:
+def _null_if_nan(values: np.ndarray) -> pa.Array:
     """Values [B] with null instead of NaN."""
     return pa.array(values, mask=np.isnan(values))
 
 
-def _once_for_each_object(function: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Wrap a function so that it is called only once for an object that several rows share.
-
-    The objects must live as long as the wrapped function is used, as they are known by their `id`.
-    """
-    results: dict[int, str] = {}
-
-    def call(value: Any) -> str:
-        if id(value) not in results:
-            results[id(value)] = function(value)
-        return results[id(value)]
-
-    return call
-
-
-def joined_tables(tables: Iterable[pa.Table]) -> pa.Table:
+def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
     """Concatenate the rows of several batches, and number them consecutively."""
     table = pa.concat_tables(tables)
     numbers = pa.array(np.arange(len(table)), pa.int32())

@@ -53,8 +53,8 @@ from quadriga.workers.base import (
 logger = logging.getLogger(__name__)
 
 # Columns that `RLHFDataset` derives from others, or that a written sample has under another name.
-_NOT_OF_ROW = {"reward_model", "index", "tools_kwargs", "interaction_kwargs"}
-PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
+_DERIVED_COLUMNS = {"reward_model", "index", "tools_kwargs", "interaction_kwargs"}
+PROMPT_ONLY = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
 """Columns of prompts that responses do not have, or have with other contents."""
 
 
@@ -97,7 +97,7 @@ def with_prompt_columns(rows: DataProto, responses: DataProto) -> DataProto:
     Returns:
         The responses with the columns that prompts keep.
     """
-    columns = without_passing(rows)
+    columns = drop_prompt_only(rows)
     if ROLLOUT_ID in responses.non_tensor_batch:
         columns = columns.select_idxs(rollout_numbers(responses))
     # The responses' own column has more images than the prompt's if a conversation has added some.
@@ -137,10 +137,10 @@ def repeat_prompts(prompts: DataProto, count: int) -> DataProto:
     return rows
 
 
-def without_passing(rows: DataProto) -> DataProto:
-    """Drop the `PASSING` columns of prompts."""
-    tensors = [name for name in rows.batch.keys() if name not in PASSING]
-    objects = [name for name in rows.non_tensor_batch if name not in PASSING]
+def drop_prompt_only(rows: DataProto) -> DataProto:
+    """Drop the columns of prompts that their responses do not have (`PROMPT_ONLY`)."""
+    tensors = [name for name in rows.batch.keys() if name not in PROMPT_ONLY]
+    objects = [name for name in rows.non_tensor_batch if name not in PROMPT_ONLY]
     return rows.select(tensors, objects)
 
 
@@ -151,6 +151,7 @@ def prompt_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
     """Make readable rows of prompts: uid, place in the data, text, and the user's columns."""
     columns = batch.non_tensor_batch
     names = [name for name in columns if name in ("uid", "source_row") or name not in RESERVED]
+    # Responses have `prompts`; prompts without responses have only `input_ids`.
     prompts = batch.batch["prompts" if "prompts" in batch.batch.keys() else "input_ids"]
     masks = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
     rows = []
@@ -184,6 +185,7 @@ def sample_rows(
     optional_names = [name for name in ("num_turns", "finish_reason") if name in columns]
     if has_larger_rollouts(batch):
         optional_names += [ROLLOUT_ID, "agent"]
+
     rows = []
     for row in range(len(batch)):
         prompt = tensors["prompts"][row][masks[row, :-width]]
@@ -199,6 +201,8 @@ def sample_rows(
         }
         for name in optional_names:
             facts[name] = columns[name][row]
+
+        # Then what the user and the graders have added.
         extra_info = (columns["extra_info"][row] if "extra_info" in columns else None) or {}
         reserved = {name: value for name, value in extra_info.items() if name in RESERVED}
         _add_entries(facts, reserved, "data")
@@ -219,10 +223,12 @@ def user_columns(columns: Mapping[str, np.ndarray], row: int, config: DataConfig
         row: number of the row in the batch.
         config: names of the columns with the data source, images and videos, which are left out.
     """
-    names = columns.keys() - RESERVED - _NOT_OF_ROW
+    names = columns.keys() - RESERVED - _DERIVED_COLUMNS
     names -= {config.reward_fn_key, config.image_key, config.video_key}
-    values = {name: columns[name][row] for name in sorted(names)}
-    values = {name: value for name, value in values.items() if value is not None}
+    values = {}
+    for name in sorted(names):
+        if columns[name][row] is not None:
+            values[name] = columns[name][row]
     if isinstance(values.get("extra_info"), Mapping):
         # Runs from Python have all columns once more in `ROW`, for reward functions.
         hidden_names = RESERVED | {ROW}
@@ -294,14 +300,14 @@ class BatchRewards:
         outcomes = batch.non_tensor_batch.pop("reward_outcome", None)
         # [B], the row whose grade each row has. None: each row has its own.
         self._sources: np.ndarray | None = None
-        graded = batch
+        rows_to_grade = batch
         if has_larger_rollouts(batch):
             self._sources = _sources_of_grades(batch, outcomes)
-            graded_rows = np.unique(self._sources)
-            graded = batch.select_idxs(graded_rows)
+            numbers = np.unique(self._sources)
+            rows_to_grade = batch.select_idxs(numbers)
             if outcomes is not None:
-                outcomes = outcomes[graded_rows]
-        self._grading = reward.begin(graded, outcomes)
+                outcomes = outcomes[numbers]
+        self._grading = reward.begin(rows_to_grade, outcomes)
         self.is_joined = False
 
     def join(self, batch: DataProto) -> RewardOutput:
@@ -318,8 +324,10 @@ class BatchRewards:
         """
         output = self._grading.result()
         if self._sources is not None:
-            output = _shared(output, self._sources, batch)
+            output = _expand_grades(output, self._sources, batch)
+
         batch.batch["token_level_scores"] = output.scores
+        # From a column for each name to a dictionary for each row.
         extras: list[dict[str, Any]] = [{} for _ in range(len(batch))]
         for name, values in output.extra.items():
             for extra, value in zip(extras, values, strict=True):
@@ -338,7 +346,17 @@ class BatchRewards:
 
 
 def _sources_of_grades(batch: DataProto, outcomes: np.ndarray | None) -> np.ndarray:
-    """The row whose grade each row has, [B]; see `BatchRewards`."""
+    """Find the row whose grade each row has.
+
+    It is the row itself if it was graded early, else the first row of its rollout that was not.
+
+    Args:
+        batch: the responses.
+        outcomes: [B], outcomes of early grading, None where a row has none; or None for no row.
+
+    Returns:
+        Row numbers, [B].
+    """
     first_rows: dict[int, int] = {}
     sources = []
     for row, number in enumerate(rollout_numbers(batch)):
@@ -349,19 +367,21 @@ def _sources_of_grades(batch: DataProto, outcomes: np.ndarray | None) -> np.ndar
     return np.array(sources)
 
 
-def _shared(output: RewardOutput, sources: np.ndarray, batch: DataProto) -> RewardOutput:
-    """Expand the rewards of the graded rows to all rows.
+def _expand_grades(output: RewardOutput, sources: np.ndarray, batch: DataProto) -> RewardOutput:
+    """Give each row the rewards of the row whose grade it has.
 
     Args:
         output: rewards of the distinct rows in `sources`, in ascending order.
         sources: row whose grade each row has, [B].
         batch: all rows.
     """
+    # [B], the place of each row's grade in the output.
     places = np.searchsorted(np.unique(sources), sources)
     scores = output.scores[torch.from_numpy(places)]
     lengths = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1).tolist()
-    for row in np.flatnonzero(sources != np.arange(len(sources))).tolist():
-        # Move the score to this row's own last token.
+    has_other_source = sources != np.arange(len(sources))
+    for row in np.flatnonzero(has_other_source).tolist():
+        # The score is at the last token of the graded row; move it to the last token of this one.
         total = scores[row].sum()
         scores[row] = 0.0
         scores[row, max(lengths[row] - 1, 0)] = total
@@ -417,28 +437,42 @@ class ModelReward(RewardManager):
             raise
 
         def result() -> RewardOutput:
+            """Wait for the graders, then for the reward model."""
             by_rules = grading.result()
-            by_model = scores.get()
-            model_metrics = reduce_metrics(by_model.meta_info.pop("metrics"))
-            num_cut = model_metrics["reward/rm_cut"]
-            if num_cut:
-                logger.warning(
-                    "reward model: %d of %d inputs were too long (reward_model.max_length) and "
-                    "lost their beginning.",
-                    num_cut,
-                    len(data),
-                )
-            model_scores = data.union(by_model).batch["rm_scores"]
-            totals = model_scores.sum(-1)
-            summands = spread("reward/rm_score", totals)
-            summands |= spread("reward/rule_score", by_rules.scores.sum(-1))
-            metrics = dict(by_rules.metrics)
-            for name, value in summands.items():
-                # The last part of the name says how batches are combined: mean, max or min.
-                metrics[name] = Metric(value, name.rpartition("/")[2], len(totals))
-            metrics["reward/rm_cut"] = Metric(num_cut, "sum")
-            metrics["timing_s/rm"] = Metric(model_metrics["timing_s/rm"], "max")
-            extra = {**by_rules.extra, "rm_score": object_array(totals.tolist())}
-            return RewardOutput(model_scores + by_rules.scores, extra, metrics, by_rules.graded_at)
+            return _add_model_scores(data, by_rules, scores.get())
 
         return Grading(result, grading.cancel)
+
+
+def _add_model_scores(data: DataProto, by_rules: RewardOutput, by_model: DataProto) -> RewardOutput:
+    """Add the scores of a reward model to those of graders.
+
+    Args:
+        data: the responses, which get the column `rm_scores` [B, T].
+        by_rules: rewards of the graders.
+        by_model: output of the reward model: `rm_scores` and metrics.
+
+    Returns:
+        The sums, with the metrics of `ModelReward`.
+    """
+    model_metrics = reduce_metrics(by_model.meta_info.pop("metrics"))
+    num_cut = model_metrics["reward/rm_cut"]
+    if num_cut:
+        logger.warning(
+            "reward model: %d of %d inputs were too long (reward_model.max_length) and "
+            "lost their beginning.",
+            num_cut,
+            len(data),
+        )
+    model_scores = data.union(by_model).batch["rm_scores"]
+    totals = model_scores.sum(-1)
+    summands = spread("reward/rm_score", totals)
+    summands |= spread("reward/rule_score", by_rules.scores.sum(-1))
+    metrics = dict(by_rules.metrics)
+    for name, value in summands.items():
+        # The last part of the name says how batches are combined: mean, max or min.
+        metrics[name] = Metric(value, name.rpartition("/")[2], len(totals))
+    metrics["reward/rm_cut"] = Metric(num_cut, "sum")
+    metrics["timing_s/rm"] = Metric(model_metrics["timing_s/rm"], "max")
+    extra = {**by_rules.extra, "rm_score": object_array(totals.tolist())}
+    return RewardOutput(model_scores + by_rules.scores, extra, metrics, by_rules.graded_at)

@@ -27,7 +27,7 @@ from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import TIMES
 from quadriga.protocol.memory import images_key
-from quadriga.trainer.responses import repeat_prompts, without_passing
+from quadriga.trainer.responses import drop_prompt_only, repeat_prompts
 from quadriga.trainer.rollout_rows import ROLLOUT_ID, forget_times, rollout_numbers
 from quadriga.workers.base import MODEL_OBJECTS
 
@@ -87,26 +87,28 @@ class RolloutCache:
         for name in _SAMPLING:
             facts[f"{_ROLLOUT}.{name}"] = getattr(rollout, name)
         if path.is_file():
-            return self._replayed(path, prompts, num_samples, facts)
+            return self._replay(path, prompts, num_samples, facts)
         rows = self.generate(prompts, num_samples)
         self._write(path, prompts, rows, facts)
         return rows
 
     def _path_of(self, prompts: DataProto) -> Path:
         """File of the responses to a batch of prompts; with `repeat` the first one in the folder."""
-        greedy = "" if prompts.meta_info.get("do_sample", True) else "_greedy"
+        suffix = "" if prompts.meta_info.get("do_sample", True) else "_greedy"
         step = int(prompts.meta_info["global_steps"])
+        # Uids are STEP-NUMBER, see `assign_uids`.
         first_prompt = int(prompts.non_tensor_batch["uid"][0].rpartition("-")[2])
         if self.is_repeated:
-            batches = []
+            stored_batches = []
             for path in self.directory.glob("*.answers"):
                 match = _NAME.fullmatch(path.name)
-                if match and (match[3] or "") == greedy:
-                    batches.append((int(match[1]), int(match[2])))
-            step, first_prompt = min(batches, default=(step, first_prompt))
-        return self.directory / f"{step}_{first_prompt}{greedy}.answers"
+                if match and (match[3] or "") == suffix:
+                    stored_batches.append((int(match[1]), int(match[2])))
+            # If there is none yet, this batch becomes the first one.
+            step, first_prompt = min(stored_batches, default=(step, first_prompt))
+        return self.directory / f"{step}_{first_prompt}{suffix}.answers"
 
-    def _replayed(
+    def _replay(
         self, path: Path, prompts: DataProto, num_samples: int, facts: dict[str, Any]
     ) -> DataProto:
         """Read the responses of a file, and make the rows that the rollout would have returned.
@@ -124,7 +126,9 @@ class RolloutCache:
         if not self.is_repeated and cached.meta_info[_PROMPTS] != _digest(prompts):
             expected = f"responses to those of step {prompts.meta_info['global_steps']}"
             raise self._refusal(path, "responses to other prompts", expected)
-        rows = without_passing(repeat_prompts(prompts, num_samples))
+
+        # The columns of this step's prompts, in a row for each row of the responses.
+        rows = drop_prompt_only(repeat_prompts(prompts, num_samples))
         rows = rows.select_idxs(rollout_numbers(cached))
         names = cached.meta_info[_OBJECTS]
         if self.is_repeated:
@@ -160,7 +164,7 @@ class RolloutCache:
         self, path: Path, prompts: DataProto, rows: DataProto, facts: dict[str, Any]
     ) -> None:
         """Write the responses to a batch, without the tensors of its prompts, to a file."""
-        prompt_columns = without_passing(prompts)
+        prompt_columns = drop_prompt_only(prompts)
         tensors = {}
         for name in rows.batch.keys():
             if name not in prompt_columns.batch.keys():
@@ -168,6 +172,7 @@ class RolloutCache:
         objects = dict(rows.non_tensor_batch)
         # Responses from a file are graded again.
         objects.pop("reward_outcome", None)
+
         # Columns that the rollout has made. Conversations may also add images to the model's inputs.
         response_objects = []
         for name in objects:
@@ -177,6 +182,7 @@ class RolloutCache:
         for name, value in reduce_metrics(rows.meta_info.get("metrics", {})).items():
             if not name.startswith("timing_s/"):
                 metrics[name] = value
+
         meta_info = {
             _FACTS: facts,
             _PROMPTS: _digest(prompts),

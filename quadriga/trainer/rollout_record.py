@@ -28,7 +28,7 @@ from quadriga.observe.machine import describe_numerics
 from quadriga.observe.records import STEP, VALIDATION, RecordFolder
 from quadriga.protocol import DataProto
 from quadriga.trainer.checkpoint import Checkpoints
-from quadriga.trainer.record_rows import ROUTES, joined_tables, record_table
+from quadriga.trainer.record_rows import ROUTES, join_tables, record_table
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class RolloutRecorder:
         tables = self._validation_tables
         self._validation_tables = []
         if self.is_on and tables:
-            self._write(step, VALIDATION, joined_tables(tables), {})
+            self._write(step, VALIDATION, join_tables(tables), {})
 
     def finish(self) -> None:
         """Wait until everything is on disk."""
@@ -153,6 +153,7 @@ class RolloutRecorder:
             return
 
         def write() -> None:
+            """Write the file, and shrink the record if needed. Called in a thread."""
             self._num_bytes += self._folder.write(step, kind, rows, dict(facts))
             self._thin()
 

@@ -52,20 +52,23 @@ class RunFolder:
         self.directory = Path(directory).expanduser()
         files = [self.directory / name for name in (CONFIGURATION, METRICS_FILE, LOCK)]
         if not any(file.is_file() for file in files):
-            is_inside = (self.directory.resolve().parent / CONFIGURATION).is_file()
-            fix = (
-                "Give trainer.default_local_dir of the run, by default outputs/PROJECT/EXPERIMENT."
-            )
-            if is_inside:
-                fix = f"Give the run's directory, {self.directory.resolve().parent}."
-            got = "no such folder"
-            if self.directory.exists():
-                got = f"a folder without {CONFIGURATION}" if self.directory.is_dir() else "a file"
-            raise DataError(
-                str(self.directory), got=got, expected="the directory of a run", fix=fix
-            )
+            raise self._not_a_run()
         self.record = RecordFolder(self.directory)
         self.settings = RunSettings.read(self.directory / CONFIGURATION, "rl")
+
+    def _not_a_run(self) -> DataError:
+        """The error for a path that is not the directory of a run."""
+        got = "no such folder"
+        if self.directory.is_dir():
+            got = f"a folder without {CONFIGURATION}"
+        elif self.directory.exists():
+            got = "a file"
+        fix = "Give trainer.default_local_dir of the run, by default outputs/PROJECT/EXPERIMENT."
+        # The path may be that of a checkpoint.
+        parent = self.directory.resolve().parent
+        if (parent / CONFIGURATION).is_file():
+            fix = f"Give the run's directory, {parent}."
+        return DataError(str(self.directory), got=got, expected="the directory of a run", fix=fix)
 
     def value(self, key: str) -> Any:
         """Value of a configuration key; None if it is not known."""
@@ -99,9 +102,13 @@ class RunFolder:
 
     @cached_property
     def responses(self) -> dict[int, Callable[[], list[Sample]]]:
-        """Functions that read the responses of a step, by step; empty if none were written."""
+        """Functions that read the responses of a step, by step; empty if none were written.
+
+        The files and their order are those of the module's table: responses of training come before
+        those of validations, files of texts before the record.
+        """
         for name, kind in (("rollout_data_dir", STEP), ("validation_data_dir", VALIDATION)):
-            folder = self._folder(name)
+            folder = self._folder_of_key(name)
             readers: dict[int, Callable[[], list[Sample]]] = {}
             for path in folder.glob("*.jsonl") if folder else ():
                 # Later steps were written by another run.
@@ -112,6 +119,7 @@ class RunFolder:
                 readers = {step: partial(samples_of, self.record, step, kind) for step in steps}
             if readers:
                 return dict(sorted(readers.items()))
+
         path = self.directory / SAMPLES_FILE
         samples: dict[int, list[Sample]] = {}
         if path.is_file() and self.metrics:
@@ -122,11 +130,11 @@ class RunFolder:
     @property
     def has_training_responses(self) -> bool:
         """Whether `responses` are those of training rather than of validation."""
-        folder = self._folder("rollout_data_dir")
+        folder = self._folder_of_key("rollout_data_dir")
         has_files = folder is not None and any(folder.glob("*.jsonl"))
         return has_files or bool(self.record.steps())
 
-    def _folder(self, name: str) -> Path | None:
+    def _folder_of_key(self, name: str) -> Path | None:
         """Folder that a key of `trainer` names; None without a value.
 
         If that folder does not exist, because the run was moved, the folder of the same name in the
@@ -140,4 +148,5 @@ class RunFolder:
 
 
 def _read_samples(path: Path) -> list[Sample]:
+    """Read the samples of a JSONL file."""
     return [sample for _, sample in complete_lines(path)]

@@ -62,7 +62,7 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # Tried again if the holder deletes the file at the same moment.
-        while (descriptor := _take(path)) is None:
+        while (descriptor := _lock_and_sign(path)) is None:
             pass
     except OSError as error:
         file = f" ({error.filename})" if error.filename else ""
@@ -78,6 +78,7 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
     _held.add(descriptor)
 
     def beat() -> None:
+        """Update the file's time until the run is over, as a sign of life for other hosts."""
         while not is_over.wait(BEAT_S):
             # If the disk has gone away, the run's own writes report it.
             with suppress(OSError):
@@ -108,18 +109,25 @@ def is_held(directory: Path) -> bool:
     try:
         # A shared lock, released at once. A run that starts meanwhile tries for a while.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        is_here = _holder(descriptor).get("kernel") == kernel_identity()
-        return not is_here and time.time() - os.fstat(descriptor).st_mtime < SILENCE_S
+        # Nobody on this machine holds it, but the lock of another host may not reach here.
+        if _read_holder(descriptor).get("kernel") == kernel_identity():
+            return False
+        return _was_updated(descriptor)
     except BlockingIOError:
         return True
     except OSError:
         # This file system has no locks.
-        return time.time() - os.fstat(descriptor).st_mtime < SILENCE_S
+        return _was_updated(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _take(path: Path) -> int | None:
+def _was_updated(descriptor: int) -> bool:
+    """Whether the holder has updated the file within `SILENCE_S`."""
+    return time.time() - os.fstat(descriptor).st_mtime < SILENCE_S
+
+
+def _lock_and_sign(path: Path) -> int | None:
     """Lock the file, and write who holds it.
 
     Returns:
@@ -131,11 +139,12 @@ def _take(path: Path) -> int | None:
     # A symbolic link is not followed, because its target would be overwritten.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        without_locks = _lock(descriptor, path)
-        holder = _holder(descriptor)
+        why_not_locked = _lock(descriptor, path)
+        holder = _read_holder(descriptor)
         kernel = kernel_identity()
-        if holder and (without_locks or holder.get("kernel") != kernel):
-            reason = without_locks or "locks may not reach from its host to this one"
+        # The kernel's lock is sufficient if the last holder was on this machine.
+        if holder and (why_not_locked or holder.get("kernel") != kernel):
+            reason = why_not_locked or "locks may not reach from its host to this one"
             _wait_for_silence(path, holder, reason)
         # The previous holder may have deleted the file after it was opened here.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -164,14 +173,14 @@ def _lock(descriptor: int, path: Path) -> str:
     Raises:
         CheckpointError: another process has locked it.
     """
-    until = time.monotonic() + DEATH_S
+    deadline = time.monotonic() + DEATH_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return ""
         except BlockingIOError:
-            if time.monotonic() > until:
-                raise _refusal(path, _holder(descriptor)) from None
+            if time.monotonic() > deadline:
+                raise _held_error(path, _read_holder(descriptor)) from None
             time.sleep(0.1)
         except OSError as error:
             return f"this file system has no locks ({error.strerror})"
@@ -189,42 +198,43 @@ def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
         CheckpointError: the holder is alive.
     """
     print(
-        f"{path} names {_described(holder)}, and {reason}: waiting {SILENCE_S:.0f} s for a sign of "
+        f"{path} names {_describe_holder(holder)}, and {reason}: waiting {SILENCE_S:.0f} s for a sign of "
         "life.",
         flush=True,
     )
-    times = set()
-    until = time.monotonic() + SILENCE_S
-    while time.monotonic() < until:
+    update_times = set()
+    deadline = time.monotonic() + SILENCE_S
+    while time.monotonic() < deadline:
         try:
             # Opened each time, because NFS checks for changes when a file is opened.
             with path.open("rb") as file:
-                times.add(os.fstat(file.fileno()).st_mtime_ns)
+                update_times.add(os.fstat(file.fileno()).st_mtime_ns)
         except FileNotFoundError:
             return
-        if len(times) > 1:
-            raise _refusal(path, holder)
+        if len(update_times) > 1:
+            raise _held_error(path, holder)
         time.sleep(BEAT_S / 10)
     print(f"{path}: none; its run is over.", flush=True)
 
 
-def _refusal(path: Path, holder: dict[str, str]) -> CheckpointError:
+def _held_error(path: Path, holder: dict[str, str]) -> CheckpointError:
     """The error for a directory whose lock another run holds."""
     return CheckpointError(
         str(path.parent),
-        got=f"the directory of a run that is still running: {_described(holder)} holds {path.name}",
+        got=f"the directory of a run that is still running: {_describe_holder(holder)} holds {path.name}",
         expected="one that no other run writes to",
         fix="Wait for its end, or end it; or choose another one.",
     )
 
 
-def _described(holder: dict[str, str]) -> str:
+def _describe_holder(holder: dict[str, str]) -> str:
     """The holder of a lock, for messages."""
-    pid, host, started = (holder.get(name, "unknown") for name in ("pid", "host", "started"))
-    return f"process {pid} on {host}, begun {started}"
+    pid = holder.get("pid", "unknown")
+    host = holder.get("host", "unknown")
+    return f"process {pid} on {host}, begun {holder.get('started', 'unknown')}"
 
 
-def _holder(descriptor: int) -> dict[str, str]:
+def _read_holder(descriptor: int) -> dict[str, str]:
     """Content of the file; empty if its holder died before writing it."""
     try:
         return dict(json.loads(os.pread(descriptor, 4096, 0)))

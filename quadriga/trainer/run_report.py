@@ -52,25 +52,31 @@ Curve = list[tuple[int, float]]
 def summary(run: RunFolder) -> list[str]:
     """Summarize a run in at most `MAX_SUMMARY_LINES` lines."""
     lines = []
+    # Reward or loss, and results of validations.
     name, curve = headline_curve(run.metrics)
     if curve:
         lines.append(f"{name}: {_first_and_last(curve)}")
     lines += _validation_lines(run)
+
     seconds, total_s = phase_seconds(run.metrics)
     phases = _longest_phases(seconds, seconds.keys() - _ALL_PARTS)
     if phases:
         shares = [f"{phase} {seconds[phase] / total_s:.0%}" for phase in phases[:MAX_PHASES]]
         lines.append(f"time in steps: {clock_text(total_s)}, of which {', '.join(shares)}")
+
+    # One of the best responses of the last step, and one of the worst.
     if run.responses:
-        step, read = list(run.responses.items())[-1]
-        graded = _scored(read())
-        best, worst = best_and_worst(graded, 1)
-        titles = {"best": f"best of step {step}", _ALIKE: f"{_ALIKE} in step {step}"}
+        step, read_samples = list(run.responses.items())[-1]
+        samples = _graded_samples(read_samples())
+        best, worst = best_and_worst(samples, 1)
+        title = f"best of step {step}"
+        if _are_alike(samples, worst):
+            title = f"{_ALIKE} in step {step}"
         for sample in best:
-            lines.append(f"{titles[_best_title(graded, worst)]}, {_sample_text(sample)}")
+            lines.append(f"{title}, {_sample_text(sample)}")
         for sample in worst:
             lines.append(f"worst of step {step}, {_sample_text(sample)}")
-    lines += _missing(run)
+    lines += _advice_on_missing_files(run)
     return lines[:MAX_SUMMARY_LINES]
 
 
@@ -85,9 +91,9 @@ def _sample_text(sample: Sample) -> str:
     return text
 
 
-def _best_title(graded: Sequence[Sample], worst: Sequence[Sample]) -> str:
-    """Title of the best samples. Without worst ones, all of several samples have equal scores."""
-    return "best" if worst or len(graded) == 1 else _ALIKE
+def _are_alike(samples: Sequence[Sample], worst: Sequence[Sample]) -> bool:
+    """Whether several samples all have the same score, so that none of them is the worst."""
+    return len(samples) > 1 and not worst
 
 
 def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
@@ -103,11 +109,13 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
     responses = run.responses
     known_steps = sorted({*run.metrics, *responses})
     if step is not None and step not in known_steps:
-        expected = f"one of {_named(known_steps)}" if known_steps else "a step that was written"
-        fix = " ".join(_missing(run))
+        expected = "a step that was written"
+        if known_steps:
+            expected = f"one of {_step_range(known_steps)}"
+        fix = " ".join(_advice_on_missing_files(run))
         raise DataError("--step", got=str(step), expected=expected, fix=fix)
 
-    yield _state(run)
+    yield _state_line(run)
     name, curve = headline_curve(run.metrics)
     if curve:
         yield f"\n{name} over steps"
@@ -118,6 +126,7 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
         yield from (f"  {line}" for line in validations)
     yield from _phase_rows(run)
 
+    # The step whose responses are shown.
     if step is None and responses:
         step = max(responses)
     if step in run.metrics:
@@ -128,14 +137,15 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
     if step in responses:
         yield from _sample_lines(run, step, responses[step]())
     elif responses:
-        yield f"\nNo responses of step {step} were written, only those of {_named([*responses])}"
-    missing = _missing(run)
+        written_steps = _step_range([*responses])
+        yield f"\nNo responses of step {step} were written, only those of {written_steps}"
+    missing = _advice_on_missing_files(run)
     if missing:
         yield ""
         yield from missing
 
 
-def _named(steps: Sequence[int]) -> str:
+def _step_range(steps: Sequence[int]) -> str:
     """The number of some steps, and the first and the last one."""
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
@@ -185,26 +195,29 @@ def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample],
         The best and the worst. All of the best have higher scores than the worst. If all scores are
         equal, there are no worst ones.
     """
-    ranked = sorted(_scored(samples), key=_score, reverse=True)
-    scores = list(map(_score, ranked))
-    if not scores or scores[0] == scores[-1]:
+    ranked = sorted(_graded_samples(samples), key=_score, reverse=True)
+    if not ranked or _score(ranked[0]) == _score(ranked[-1]):
         return _of_distinct_prompts(ranked, count), []
-    above_worst = [sample for sample in ranked if _score(sample) > scores[-1]]
-    best = _of_distinct_prompts(above_worst, count)
+    lowest_score = _score(ranked[-1])
+    above_lowest = [sample for sample in ranked if _score(sample) > lowest_score]
+    best = _of_distinct_prompts(above_lowest, count)
+    # No sample is among both, even if there are only a few.
     below_best = [sample for sample in reversed(ranked) if _score(sample) < _score(best[-1])]
     return best, _of_distinct_prompts(below_best, count)
 
 
-def _scored(samples: Sequence[Sample]) -> list[Sample]:
+def _graded_samples(samples: Sequence[Sample]) -> list[Sample]:
     """The samples that have a score, and whose grader did not fail."""
     return [sample for sample in samples if sample["score"] is not None and not _error(sample)]
 
 
 def _error(sample: Sample) -> str:
+    """Error of the grader of a sample; "" if it did not fail."""
     return str(sample.get("reward_error") or "")
 
 
 def _score(sample: Sample) -> float:
+    """Score of a sample that has one."""
     # JSON has no NaN: it is written as a text.
     return float(sample["score"])
 
@@ -217,7 +230,7 @@ def _of_distinct_prompts(samples: Sequence[Sample], count: int) -> list[Sample]:
     return list(first_samples.values())[:count]
 
 
-def _state(run: RunFolder) -> str:
+def _state_line(run: RunFolder) -> str:
     """A line that says whether the run is going on or finished, and how far it is."""
     last = run.last_step
     done = run.done_steps
@@ -230,7 +243,7 @@ def _state(run: RunFolder) -> str:
     return f"{run.directory}: {state}, step {done}{end}"
 
 
-def _missing(run: RunFolder) -> list[str]:
+def _advice_on_missing_files(run: RunFolder) -> list[str]:
     """Advice on how to record metrics or responses that the run did not write."""
     lines = []
     # Without the configuration it is not known what the run writes.
@@ -258,17 +271,18 @@ def _first_and_last(curve: Curve) -> str:
 
 
 def _curve_rows(curve: Curve) -> Iterator[str]:
-    """Mean of each of at most `MAX_CURVE_ROWS` spans of steps, with a bar."""
-    # Rounded up.
-    length = -(-len(curve) // MAX_CURVE_ROWS)
+    """Lines with the mean of each of at most `MAX_CURVE_ROWS` spans of steps, and a bar."""
+    steps_per_row = math.ceil(len(curve) / MAX_CURVE_ROWS)
     rows = []
-    for start in range(0, len(curve), length):
-        span = curve[start : start + length]
+    for start in range(0, len(curve), steps_per_row):
+        span = curve[start : start + steps_per_row]
         mean = sum(value for _, value in span) / len(span)
         steps = str(span[0][0])
         if len(span) > 1:
             steps += f"-{span[-1][0]}"
         rows.append((steps, mean))
+
+    # Bars begin at the lowest mean, or at 0 if all means are positive.
     finite_means = [mean for _, mean in rows if math.isfinite(mean)]
     low = min([0.0, *finite_means])
     spread = max([0.0, *finite_means]) - low
@@ -288,10 +302,10 @@ def _phase_rows(run: RunFolder) -> Iterator[str]:
     yield f"\nTime: {clock_text(total_s)} in steps"
     width = 2 + max(map(len, seconds))
     for phase in _longest_phases(seconds, seconds.keys() - _ALL_PARTS):
-        names = {phase: phase}
+        labels = {phase: phase}
         for part in _longest_phases(seconds, _PARTS.get(phase, ())):
-            names[part] = f"  {part}"
-        for name, label in names.items():
+            labels[part] = f"  {part}"
+        for name, label in labels.items():
             share = seconds[name] / total_s
             bar = "━" * round(BAR_WIDTH * min(share, 1))
             yield f"  {label:<{width}} {seconds[name]:9.1f} s {share:5.0%}  {bar}".rstrip()
@@ -319,15 +333,15 @@ def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[
     if num_truncated is not None:
         counts += f", truncated at the length limit: {num_truncated}"
     yield counts
-    graded = _scored(samples)
+
+    graded = _graded_samples(samples)
     best, worst = best_and_worst(graded, MAX_RESPONSES)
-    for title, chosen in (
-        (_best_title(graded, worst), best),
-        ("worst", worst),
-        ("grader failed", failed[:1]),
-    ):
-        for sample in chosen:
-            yield from _lines_of_sample(title, sample)
+    for sample in best:
+        yield from _lines_of_sample(_ALIKE if _are_alike(graded, worst) else "best", sample)
+    for sample in worst:
+        yield from _lines_of_sample("worst", sample)
+    for sample in failed[:1]:
+        yield from _lines_of_sample("grader failed", sample)
 
 
 def _num_truncated(run: RunFolder, step: int, samples: Sequence[Sample]) -> int | None:
@@ -343,13 +357,11 @@ def _num_truncated(run: RunFolder, step: int, samples: Sequence[Sample]) -> int 
 
 def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     """A line with the score and other facts of a sample, and its texts."""
-    parts = [
-        f"{name} {_value_text(value)}"
-        for name, value in sample.items()
-        if name not in _NOT_PARTS and value not in (None, "")
-    ]
-    score = "no score" if sample["score"] is None else f"score {_score(sample):.3f}"
-    facts = [score, *parts]
+    facts = ["no score" if sample["score"] is None else f"score {_score(sample):.3f}"]
+    # The parts of the reward.
+    for name, value in sample.items():
+        if name not in _NOT_PARTS and value not in (None, ""):
+            facts.append(f"{name} {_value_text(value)}")
     num_turns = sample.get("num_turns")
     if num_turns is not None:
         facts.append("1 turn" if num_turns == 1 else f"{num_turns} turns")
@@ -358,6 +370,7 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     if sample.get(ANSWER_LEFT_OUT):
         facts.append("the tool's answer did not fit in data.max_response_length")
     yield f"\n  {title}: {', '.join(facts)}"
+
     output = sample["output"]
     # In a conversation, special tokens show where turns begin and end.
     if (num_turns or 0) > 2:
@@ -371,6 +384,7 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     if isinstance(row, Mapping):
         for name, value in row.items():
             texts[f"row.{name}"] = _value_text(value)
+
     for name, text in texts.items():
         first, *further = _shortened(str(text), MAX_CHARACTERS).splitlines() or [""]
         yield f"    {name}: {first}"
@@ -378,6 +392,7 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
 
 
 def _value_text(value: Any) -> str:
+    """A value of a sample as a text: a float with three decimals, a text as it is, else JSON."""
     if isinstance(value, float):
         return f"{value:.3f}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

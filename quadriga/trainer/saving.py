@@ -111,6 +111,7 @@ class CheckpointSaver:
                     worker.save_checkpoint(folder.absolute())
                 write_own_part(folder)
         except KeyboardInterrupt:
+            # `guarded` leaves the folder, which nothing would complete.
             self.checkpoints.abandon(step)
             raise
         self._pending = PendingCheckpoint(step, folder, begun, begun_at)
@@ -131,6 +132,7 @@ class CheckpointSaver:
         if pending is None:
             return True
         try:
+            # First the workers write their parts, then a thread completes the checkpoint.
             if pending.completion is None:
                 with self.checkpoints.guarded(pending.step):
                     # Every group is asked, even if one has not finished: the call also lets the

@@ -25,8 +25,8 @@ from quadriga.config.yaml_text import as_text, parse_yaml
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.observe.watchdog import waiting
 from quadriga.trainer.checkpoint import (
+    checkpoint_to_resume,
     sha256_of,
-    start_of,
     step_of,
     verify,
     write_atomically,
@@ -54,7 +54,7 @@ _WITH_FILES = (
     "algorithm",
 )
 _STEPS_FROM = ("data.", "trainer.total_")  # prefixes of keys that the number of steps depends on
-_MAX_SHOWN = 80  # characters of a value in a message
+_MAX_VALUE_CHARACTERS = 80  # in a message
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class RunSettings:
     def of(cls, config: Config) -> "RunSettings":
         """Compute the settings of a run that starts with a configuration."""
         with waiting("the checksums of data files and of files that the configuration names"):
-            return cls(_values(show(config), config.task), _checksums(config))
+            return cls(_task_values(show(config), config.task), _checksums(config))
 
     @classmethod
     def read(cls, path: Path, task: str) -> "RunSettings | None":
         """Read the settings from a file; None if it is missing or unreadable."""
         try:
             text = path.read_text(encoding="utf-8")
-            values = _values(text, task)
+            values = _task_values(text, task)
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return None
         files = {name: digest for digest, name in _FILE.findall(text)}
@@ -86,26 +86,28 @@ class RunSettings:
             return cls(values, files)
         return cls(values, files, first=int(steps[1]), last=int(steps[2]))
 
-    def changes(self, now: "RunSettings") -> list[str]:
+    def changes(self, later: "RunSettings") -> list[str]:
         """Describe how later settings differ from these, one line per key or file.
 
         A key that only one of the two has was added or removed by another version of Quadriga, and
         is not a change.
         """
         lines = []
-        for key, value in now.values.items():
+        for key, value in later.values.items():
             # `after_each_epoch` is replaced by a number of steps once the data are read.
             if key not in self.values or key in _RESUMING or value == "after_each_epoch":
                 continue
             if value != self.values[key]:
-                before = _shown(self.values[key], key)
-                after = _shown(value, key)
+                before = _short_text(self.values[key], key)
+                after = _short_text(value, key)
                 change = f"{before} -> {after}"
-                # Each version of a user's function is written to a file of another name.
+                # Each version of a user's function is written to a file of another name, so two
+                # versions have different values but the same text.
                 if before == after:
                     change = f"another version of {after}"
                 lines.append(f"{key}: {change}")
-        for name, digest in now.files.items():
+        # Files that only one of the two names are changes of the key that names them.
+        for name, digest in later.files.items():
             if self.files.get(name, digest) != digest:
                 lines.append(f"{name}{CONTENT}")
         return lines
@@ -136,7 +138,7 @@ def configuration_of(directory: Path, step: int, task: str) -> tuple[Path, RunSe
     """
     path = directory / CONFIGURATION
     settings = None
-    for candidate_path in (directory / CONFIGURATION, *_earlier(directory).values()):
+    for candidate_path in (directory / CONFIGURATION, *_earlier_files(directory).values()):
         candidate = RunSettings.read(candidate_path, task)
         if candidate is None or candidate.first > step:
             continue
@@ -146,12 +148,12 @@ def configuration_of(directory: Path, step: int, task: str) -> tuple[Path, RunSe
     return path, settings
 
 
-def has_nothing_to_do(config: Config, now: RunSettings, *, in_python: bool = False) -> bool:
+def has_nothing_to_do(config: Config, settings: RunSettings, *, in_python: bool = False) -> bool:
     """Compare the settings with those of the checkpoint to resume from, and print what differs.
 
     Args:
         config: the resolved configuration.
-        now: its settings.
+        settings: its settings.
         in_python: whether messages name arguments of Python functions rather than keys.
 
     Returns:
@@ -161,16 +163,17 @@ def has_nothing_to_do(config: Config, now: RunSettings, *, in_python: bool = Fal
         ConfigError: no step is left, and settings differ.
     """
     trainer = config.trainer
-    path = start_of(trainer)
+    path = checkpoint_to_resume(trainer)
     if path is None or trainer.val_only:
         return False
     try:
         step = step_of(path)
         before = settings_of(path, config.task)
-        changes = before.changes(now) if before else []
+        changes = before.changes(settings) if before else []
         last = trainer.total_training_steps
+        # Without a number of steps in the configuration, the earlier run's holds if neither the
+        # data nor the number of epochs has changed.
         if not last and before:
-            # The steps of an epoch are the same only if the data are.
             steps_may_differ = any(
                 change.startswith(_STEPS_FROM) or change.endswith(CONTENT) for change in changes
             )
@@ -178,7 +181,7 @@ def has_nothing_to_do(config: Config, now: RunSettings, *, in_python: bool = Fal
         # A supervised run may have been interrupted before it wrote its model, so it goes on.
         if last and step >= last and (config.task == "rl" or changes):
             verify(path)
-            say_nothing_to_do(config, path, last, now, in_python=in_python)
+            say_nothing_to_do(config, path, last, settings, in_python=in_python)
             return True
     except CheckpointError:
         # Loading the checkpoint will raise the error again.
@@ -191,7 +194,7 @@ def has_nothing_to_do(config: Config, now: RunSettings, *, in_python: bool = Fal
 
 
 def say_nothing_to_do(
-    config: Config, checkpoint: Path, last: int, now: RunSettings, *, in_python: bool = False
+    config: Config, checkpoint: Path, last: int, settings: RunSettings, *, in_python: bool = False
 ) -> None:
     """Print that no step is left after a checkpoint.
 
@@ -199,7 +202,7 @@ def say_nothing_to_do(
         config: the resolved configuration.
         checkpoint: the checkpoint to resume from.
         last: number of the last step.
-        now: settings of the configuration.
+        settings: settings of the configuration.
         in_python: whether messages name arguments of Python functions rather than keys.
 
     Raises:
@@ -218,7 +221,7 @@ def say_nothing_to_do(
         length_key = "steps"
         directory_key = "name"
     before = settings_of(checkpoint, config.task)
-    changes = before.changes(now) if before else []
+    changes = before.changes(settings) if before else []
     if not changes:
         where = checkpoint.parent
         print(f"nothing to do: {done} in {where}; raise {length_key} or set {directory_key}")
@@ -235,12 +238,12 @@ def say_nothing_to_do(
     )
 
 
-def keep_settings(config: Config, now: RunSettings, done: int, last: int) -> None:
+def keep_settings(config: Config, settings: RunSettings, done: int, last: int) -> None:
     """Write config.yaml for the coming steps; a file with other settings is kept under a new name.
 
     Args:
         config: the resolved configuration.
-        now: its settings.
+        settings: its settings.
         done: number of steps that are done.
         last: number of the last step.
 
@@ -251,19 +254,21 @@ def keep_settings(config: Config, now: RunSettings, done: int, last: int) -> Non
     path = directory / CONFIGURATION
     first = done + 1
     before = RunSettings.read(path, config.task)
+    # A run that takes no steps must not replace the settings of one that did.
     if path.exists() and (config.trainer.val_only or done >= last):
         return
     # The file is already valid for the coming steps.
-    if before and before.first < first and before.last == last and not before.changes(now):
+    if before and before.first < first and before.last == last and not before.changes(settings):
         return
     text = f"{show(config)}# steps {first} to {last}\n"
-    for name, digest in now.files.items():
+    for name, digest in settings.files.items():
         text += f"# {digest}  {name}\n"
     try:
-        for earlier_first, earlier_path in _earlier(directory).items():
+        for earlier_first, earlier_path in _earlier_files(directory).items():
             # The run is about to take these steps again.
             if earlier_first >= first:
                 earlier_path.unlink()
+        # The existing file stays valid for earlier steps, so it is kept under the name of its first.
         if before and before.first < first:
             path.rename(directory / f"config_from_step_{before.first}.yaml")
         elif not before and path.exists():
@@ -284,7 +289,7 @@ def keep_settings(config: Config, now: RunSettings, done: int, last: int) -> Non
         ) from error
 
 
-def _earlier(directory: Path) -> dict[int, Path]:
+def _earlier_files(directory: Path) -> dict[int, Path]:
     """Files `config_from_step_N.yaml`, by N."""
     files = {}
     for path in directory.glob("config_from_step_*.yaml"):
@@ -294,7 +299,7 @@ def _earlier(directory: Path) -> dict[int, Path]:
     return files
 
 
-def _values(text: str, task: str) -> dict[str, Any]:
+def _task_values(text: str, task: str) -> dict[str, Any]:
     """Values of the keys that a task reads, as far as the text of a configuration has them.
 
     Raises:
@@ -308,6 +313,7 @@ def _values(text: str, task: str) -> dict[str, Any]:
         *sections, name = key.split(".")
         node: Any = tree
         for section in sections:
+            # A file of another version may lack the section.
             node = node.get(section) if isinstance(node, dict) else None
         if isinstance(node, dict) and name in node:
             values[key] = node[name]
@@ -318,7 +324,8 @@ def _checksums(config: Config) -> dict[str, str]:
     """SHA-256 of the files that a configuration names, by path."""
     tree = config.model_dump(mode="json")
     checksums = {}
-    for text in _texts([tree[section] for section in _WITH_FILES]):
+    # Every text in these sections may be a path or a pattern.
+    for text in _strings_in([tree[section] for section in _WITH_FILES]):
         # `path/to/file.py:function` names a file, too.
         name = os.path.expanduser(text.rpartition(":")[0] if ".py:" in text else text)
         paths = [name]
@@ -336,27 +343,27 @@ def _sha256(path: str, _mtime_ns: int) -> str:
     return sha256_of(path)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _strings_in(value: Any) -> Iterator[str]:
     """All strings among the values of nested lists and dictionaries."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        yield from _texts(list(value.values()))
+        yield from _strings_in(list(value.values()))
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from _strings_in(item)
 
 
-def _shown(value: Any, key: str) -> str:
+def _short_text(value: Any, key: str) -> str:
     """The value of a key as a short text for messages."""
-    source = _source(value)
+    source = _function_source(value)
     if source:
         return source
     text = as_text(value, key)
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[: _MAX_VALUE_CHARACTERS - 3]}..."
 
 
-def _source(value: Any) -> str:
+def _function_source(value: Any) -> str:
     """Source of a user's function, if a value names a file that `write_function` wrote; else ""."""
     text = str(value)
     file = Path(text.rpartition(":")[0] if ".py:" in text else text)

@@ -79,6 +79,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
         with self.reporting():
             if validates_first and self.global_steps == 0:
                 self.tracking.log(self.validate(), 0)
+            # Each round is a pass over the data; the first one may begin in the middle.
             while not self.is_last_step:
                 for columns in watched(self.train_dataloader, "a batch of training rows"):
                     rows = DataProto.from_single_dict(columns)
@@ -153,6 +154,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
         """Evaluate the model on all validation rows. Returns metrics; empty without such rows."""
         if self.val_dataloader is None:
             return {}
+        # Batches differ in their counts, so means are taken only at the end.
         sums = {}
         counts = {}
         with self.timer.phase("validation"):
@@ -173,10 +175,12 @@ class SFTTrainer(SupervisedTrainer):
     """
 
     def step(self, rows: DataProto) -> int:
+        """Take an optimizer step on conversations. Returns the number of tokens."""
         self.update(conversations_batch(rows))
         return int(rows.batch["attention_mask"].sum())
 
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
+        """Sum of the losses of the trained tokens, in nats, and their number."""
         batch = conversations_batch(rows)
         log_probs = self.learner.predict(batch).batch["old_log_probs"]
         loss = -float(log_probs.double().sum())
@@ -221,6 +225,7 @@ class RewardModelTrainer(SupervisedTrainer):
     """
 
     def step(self, rows: DataProto) -> int:
+        """Take an optimizer step on pairs of responses. Returns the number of tokens."""
         batch = pairs_batch(rows)
         with self.timer.phase("scores"):
             scores = self._scores(batch)
@@ -238,6 +243,7 @@ class RewardModelTrainer(SupervisedTrainer):
         return int(rows.batch["attention_mask"].sum())
 
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
+        """Sum of the losses and number of correctly ordered pairs, each with the number of pairs."""
         scores = self._scores(pairs_batch(rows))
         losses, _ = bradley_terry(scores)
         num_right = float((scores[:, 0] > scores[:, 1]).sum())

@@ -135,10 +135,12 @@ class TaskRunner:
         """
         now = time.monotonic()
         limit = self.config.trainer.max_worker_restarts
+        # None if the workers were lost before the run was built.
         trainer = self._run.trainer if self._run else None
         step = trainer.global_steps if trainer else 0
         place = f"step {step}" if trainer else f"the start-up after step {self._written or 0}"
         is_repeated = any(place == earlier_place for earlier_place, _ in self._losses)
+
         # With a new checkpoint, earlier restarts do not count any more.
         if trainer and trainer.checkpoints.last_written not in (None, self._written):
             self._written = trainer.checkpoints.last_written
@@ -158,11 +160,12 @@ class TaskRunner:
         if trainer and is_repeated:
             self._quarantine.add(step, trainer.num_rows)
             skipped = f" Step {step} has lost workers twice, and is skipped."
-        resume = {}
+
+        changed_settings = {}
         state = "where it began, for it has written no checkpoint yet"
         if self._written is not None:
             # Even if the user named a checkpoint: this run has written newer ones.
-            resume["resume_mode"] = "auto"
+            changed_settings["resume_mode"] = "auto"
             state = f"the checkpoint of step {self._written}"
         if self._copies is not None and self._copies.steps:
             state = (
@@ -174,7 +177,7 @@ class TaskRunner:
             f"\n{error}\nRecovery: the workers are started again, and the run goes on from "
             f"{state}; {num_left} of {limit} restarts are left ({RESTARTS_KEY}).{skipped}"
         )
-        settings = self.config.trainer.model_copy(update=resume)
+        settings = self.config.trainer.model_copy(update=changed_settings)
         return self.config.model_copy(update={"trainer": settings})
 
     def _obstacle(self, place: str, step: int, *, is_repeated: bool) -> str:
@@ -248,6 +251,7 @@ class TaskRunner:
             print(next_steps(config, trainer.checkpoints.last_written))
 
     def _how_to_go_on(self, config: Config) -> str:
+        """Say how an interrupted run can be resumed, for a command or for Python."""
         return how_to_go_on(config, in_python=self.in_python)
 
     def _build(self, config: Config, timeline: Timeline) -> BuiltRun:
@@ -256,6 +260,7 @@ class TaskRunner:
             return self._build_run(config, timeline)
         except NoRoomError as error:
             no_room = error
+        # At the first start the user gets the error instead.
         if self._losses:
             for smaller_config in with_fewer_processes(config):
                 with suppress(NoRoomError):
@@ -303,6 +308,7 @@ def what_next(config: Config, step: int | None) -> str:
     folder = shlex.quote(str(run))
     file = shlex.quote(str(run / CONFIGURATION))
     rows = "" if config.data.val_files else " data.val_files=FILE"
+    # The key that has limited the run.
     is_by_steps = config.trainer.total_training_steps == step
     length = "total_training_steps" if is_by_steps else "total_epochs"
     return (

@@ -106,6 +106,7 @@ class TimedSaver(CheckpointSaver):
                 f"it takes {needed_bytes / _GB:.2f} GB, and the disk of {directory} has "
                 f"{free_bytes / _GB:.2f} GB left. Free space."
             )
+
         expected_s = self._longest_work_s or self._num_bytes / ASSUMED_BYTES_PER_S
         run_s = self._clock() - self._run_start_s
         if not is_last and self._spent_s + expected_s > MAX_SHARE_OF_TIME * run_s:
@@ -134,10 +135,12 @@ class TimedSaver(CheckpointSaver):
             self.report(sentence)
 
     def start(self, step: int, write_own_part: Callable[[Path], None]) -> None:
+        """Start a checkpoint. An error is reported instead of raised."""
         with self._tolerated():
             super().start(step, write_own_part)
 
     def poll(self, *, wait: bool = False) -> bool:
+        """Check how far the checkpoint is. An error is reported instead of raised."""
         with self._tolerated():
             return super().poll(wait=wait)
         # The checkpoint has failed, so none is being written any more.
@@ -152,6 +155,7 @@ class TimedSaver(CheckpointSaver):
             self._report_once(error.got, f"{error} The run goes on without this checkpoint.")
 
     def complete(self, pending: PendingCheckpoint) -> None:
+        """Complete a checkpoint, and count the time that it took."""
         start_s = time.monotonic()
         super().complete(pending)
         # When the workers had written their last file, in seconds since 1970.

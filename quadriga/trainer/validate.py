@@ -94,7 +94,7 @@ class Validator:
             Metrics, and sample rows for trackers to show; both are empty without validation data.
         """
         with self._tally():
-            rows, errors = self.graded(step)
+            rows, errors = self.grade_all(step)
         if not rows:
             return {}, []
         metrics = means(sample_values(rows)) | errors
@@ -111,7 +111,7 @@ class Validator:
         num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
         return Tally.opened(len(dataset) * num_samples)
 
-    def graded(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    def grade_all(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """Respond to all prompts and grade the responses.
 
         If `trainer.validation_data_dir` is set, the rows are also written there.
@@ -125,6 +125,7 @@ class Validator:
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
         dataset = getattr(self.dataloader, "dataset", None)
         num_prompts = 0
+
         for columns in watched(self.dataloader or (), "a batch of validation prompts"):
             # Seeds depend on the uids of rows, so responses do not depend on the batch size.
             prompts = assign_row_uids(DataProto.from_single_dict(columns), dataset, num_prompts)
@@ -132,14 +133,17 @@ class Validator:
             prompts.meta_info["global_steps"] = step
             prompts.meta_info["validate"] = True
             prompts.meta_info["do_sample"] = sampling.do_sample
+
             batch = generate_responses(self.rollout, self.config, prompts, sampling.n)
             reward_metrics = reduce_metrics(grade(self.reward, batch).metrics)
             rows += sample_rows(batch, self.tokenizer, self.config.data)
             if self.recorder is not None:
                 self.recorder.add_validation(batch)
+            # Only some reward managers count the responses that they could not grade.
             if "reward/errors" in reward_metrics:
                 num_errors = errors.get("val-aux/reward/errors", 0.0)
                 errors["val-aux/reward/errors"] = num_errors + reward_metrics["reward/errors"]
+
         if self.recorder is not None:
             self.recorder.end_validation(step)
         if rows and self.config.trainer.validation_data_dir:
@@ -163,7 +167,7 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         rows: graded responses with `data_source`, `uid` and `score`, and possibly the answer
             `pred`. Rows with the same `rollout_id` count once, with the means of their numbers.
     """
-    rows = _rollouts(rows)
+    rows = _merge_rollouts(rows)
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_MEASURED)
     variables = {"reward": [row["score"] for row in rows]}
     for name in names:
@@ -171,13 +175,13 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         variables.setdefault(name, [row.get(name) for row in rows])
     predictions = None
     if any("pred" in row for row in rows):
-        predictions = [_comparable(row.get("pred")) for row in rows]
+        predictions = [_hashable(row.get("pred")) for row in rows]
     data_sources = [row["data_source"] for row in rows]
     uids = [row["uid"] for row in rows]
     return validation_values(data_sources, uids, variables, predictions)
 
 
-def _rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the rows of each rollout into one: the first row, with numbers averaged over all."""
     rows_of_rollout: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
     for number, row in enumerate(rows):
@@ -185,6 +189,7 @@ def _rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     merged = []
     for members in rows_of_rollout.values():
         first = dict(members[0])
+        # Numbers may be missing in the first row. A rollout of one row stays as it is.
         for name in dict.fromkeys(name for row in members[1:] for name in row):
             column = _numbers([row.get(name) for row in members])
             if column is not None and not np.isnan(column).all():
@@ -193,7 +198,7 @@ def _rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return merged
 
 
-def _comparable(prediction: Any) -> Hashable:
+def _hashable(prediction: Any) -> Hashable:
     """A prediction, or its text if it cannot be a key, such as a list."""
     try:
         hash(prediction)
@@ -216,18 +221,27 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     """
     mean = float(values.mean())
     num_prompts = len(values)
-    # Variance of the mean.
-    variance = float(values.var(ddof=1)) / num_prompts if num_prompts > 1 else 0.0
+    variance_of_mean = 0.0
+    if num_prompts > 1:
+        variance_of_mean = float(values.var(ddof=1)) / num_prompts
+
     if values.min() < 0 or values.max() > 1:
-        half = 1.96 * math.sqrt(variance) if num_prompts > 1 else math.inf
+        half = 1.96 * math.sqrt(variance_of_mean) if num_prompts > 1 else math.inf
         return mean - half, mean + half
-    # A value of 0 or 1 with this mean has variance `spread`, so the mean of n has spread / n.
-    spread = mean * (1 - mean)
-    n = spread / variance if spread and variance else num_prompts
+
+    # The mean of n values of 0 or 1 has the variance mean * (1 - mean) / n, which gives n.
+    bernoulli_variance = mean * (1 - mean)
+    n: float = num_prompts
+    if bernoulli_variance and variance_of_mean:
+        n = bernoulli_variance / variance_of_mean
+    # Wilson's interval: (mean + z²/2n ± z sqrt(mean (1 - mean) / n + z²/4n²)) / (1 + z²/n).
+    z_squared_over_n = 1.96**2 / n
     middle = mean + 1.96**2 / (2 * n)
-    square = 1.96**2 / n
-    half = 1.96 * math.sqrt(spread / n + square / (4 * n))
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+    half = 1.96 * math.sqrt(bernoulli_variance / n + z_squared_over_n / (4 * n))
+    low = (middle - half) / (1 + z_squared_over_n)
+    high = (middle + half) / (1 + z_squared_over_n)
+    # Rounding may carry a limit out of the range.
+    return max(0.0, low), min(1.0, high)
 
 
 def validation_values(
@@ -255,6 +269,7 @@ def validation_values(
         column = _numbers(values)
         if column is not None:
             columns[name] = column
+
     rows_of_source = defaultdict(list)
     for row, source in enumerate(data_sources):
         rows_of_source[source].append(row)
@@ -267,6 +282,7 @@ def validation_values(
             rows_with_number = [row for row in rows if not np.isnan(column[row])]
             if rows_with_number:
                 measured_rows[name] = rows_with_number
+        # The first of `CORE_VARIABLES` that this data source has.
         core_variable = next((name for name in CORE_VARIABLES if name in measured_rows), None)
         for name, rows_with_number in measured_rows.items():
             values_by_metric, num_most = _variable_values(
@@ -335,14 +351,14 @@ def score_values(scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
             n = block.shape[1]
             if n < k:
                 continue
-            # [n]: the chance that the j-th smallest of n is the largest of k drawn without
-            # replacement. For the smallest the order is reversed.
+            # [n]: the chance that the score with j smaller ones is the largest of k drawn without
+            # replacement: the other k - 1 are among those j. For the smallest, the order is reversed.
             chances = np.array([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)])
             moments["best"].append(_moments(block, chances))
             moments["worst"].append(_moments(block[:, ::-1], chances))
         for kind, moments_of_blocks in moments.items():
-            joined = np.concatenate(moments_of_blocks, axis=1)
-            metrics |= _summary(f"{kind}@{k}", joined, is_only_draw=k == num_most)
+            moments_of_prompts = np.concatenate(moments_of_blocks, axis=1)
+            metrics |= _summary(f"{kind}@{k}", moments_of_prompts, is_only_draw=k == num_most)
     return metrics
 
 
@@ -361,21 +377,21 @@ def majority_values(
     num_most = max(map(len, scores))
     moments = defaultdict(list)
     for prompt, answers in zip(scores, predictions, strict=True):
-        # Number the distinct answers.
+        # Number the distinct answers, and compute the count and the mean score of each.
         numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
-        number_of_response = np.array([numbers[answer] for answer in answers])
-        counts = np.bincount(number_of_response)
+        answer_numbers = np.array([numbers[answer] for answer in answers])
+        counts = np.bincount(answer_numbers)
+        mean_scores = np.bincount(answer_numbers, weights=prompt) / counts
         # In ascending order, prompts with the same counts share an entry of the cache.
         order = np.argsort(counts, kind="stable")
-        answer_scores = (np.bincount(number_of_response, weights=prompt) / counts)[order]
         chances = majority_chances(tuple(counts[order].tolist()))
         for k in _draw_sizes(num_most):
             if k <= len(prompt):
-                moments[k].append(_moments(answer_scores[None], chances[k]))
+                moments[k].append(_moments(mean_scores[order][None], chances[k]))
     metrics = {}
-    for k, moments_of_prompts in moments.items():
-        joined = np.concatenate(moments_of_prompts, axis=1)
-        metrics |= _summary(f"maj@{k}", joined, is_only_draw=k == num_most)
+    for k, list_of_moments in moments.items():
+        moments_of_prompts = np.concatenate(list_of_moments, axis=1)
+        metrics |= _summary(f"maj@{k}", moments_of_prompts, is_only_draw=k == num_most)
     return metrics
 
 
@@ -383,10 +399,10 @@ def majority_values(
 def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
     """The probability of each answer to be the most frequent among k drawn responses, for every k.
 
-    A draw in which answer a occurs v times and wins consists of one of C(counts[a], v) choices of
-    responses with a, and a choice of other responses in which no answer occurs more than v times.
-    `ways[t, s]` is the number of such choices of size s in which t answers tie with a, so that each
-    of the 1 + t answers gets an equal part of the win.
+    A draw in which answer a occurs v times and wins consists of v of the counts[a] responses with
+    a, and of s other responses, among which no answer occurs more than v times. If t answers occur
+    v times as well, each of the 1 + t answers gets an equal part of the win. `ways[t, s]` is the
+    number of choices of such s responses.
 
     Args:
         counts: how often each distinct answer was given, ascending; their sum is at most 1000, for
@@ -403,34 +419,43 @@ def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
         other_counts = list(counts)
         other_counts.remove(count)
         for v in range(1, count + 1):
-            ways = _draws_of_others(tuple(other_counts), v, n)
-            # [n + 1], by the size of the choice: wins of this answer, divided among those that tie.
-            shares = (ways / np.arange(1, len(ways) + 1)[:, None]).sum(0)
+            ways = _count_draws_of_others(other_counts, v, n)
+            # [n + 1], by s: the wins of this answer, each divided among those that tie.
+            num_winners = np.arange(1, len(ways) + 1)
+            shares = (ways / num_winners[:, None]).sum(0)
+            # The draw has k = v + s responses.
             wins[v:, is_alike] += (math.comb(count, v) * shares[: n + 1 - v])[:, None]
     num_draws = np.array([float(math.comb(n, k)) for k in range(n + 1)])
     return wins / num_draws[:, None]
 
 
-def _draws_of_others(other_counts: tuple[int, ...], v: int, n: int) -> np.ndarray:
-    """Number of ways to choose responses with other answers so that none occurs more than v times.
+def _count_draws_of_others(other_counts: Sequence[int], v: int, n: int) -> np.ndarray:
+    """Count the choices of responses among which no answer occurs more than v times.
+
+    Args:
+        other_counts: number of responses with each answer.
+        v: largest number of responses with the same answer in a choice.
+        n: largest number of responses in a choice.
 
     Returns:
-        [ties + 1, n + 1]: by the number of answers that occur exactly v times, and by the number
-        of chosen responses.
+        [ties + 1, n + 1], float64: the number of choices, by the number of answers that occur
+        exactly v times, and by the number of chosen responses.
     """
     # Answers with fewer than v responses cannot even tie, so their responses are one pool.
     num_below = sum(count for count in other_counts if count < v)
     ways = np.array([[float(math.comb(num_below, s)) for s in range(n + 1)]])
     for count in other_counts:
-        if count >= v:
-            # Include another answer. It occurs `num_drawn` times, and ties if that is v.
-            extended = np.zeros((len(ways) + 1, n + 1))
-            for num_drawn in range(v + 1):
-                tie = int(num_drawn == v)
-                extended[tie : len(ways) + tie, num_drawn:] += (
-                    math.comb(count, num_drawn) * ways[:, : n + 1 - num_drawn]
-                )
-            ways = extended
+        if count < v:
+            continue
+        # Add another answer, of which `num_drawn` responses are chosen. It ties if that is v.
+        extended_ways = np.zeros((len(ways) + 1, n + 1))
+        for num_drawn in range(v + 1):
+            choices = math.comb(count, num_drawn) * ways[:, : n + 1 - num_drawn]
+            if num_drawn == v:
+                extended_ways[1:, num_drawn:] += choices
+            else:
+                extended_ways[:-1, num_drawn:] += choices
+        ways = extended_ways
     return ways
 
 

@@ -100,18 +100,11 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the models and build the engines. Returns choices, with reasons, to be printed."""
-        actor = self.section
         choices: dict[str, str] = {}
-        self.join(actor, actor.fsdp_config, ACTOR)
+        self.join(self.section, self.section.fsdp_config, ACTOR)
         if self.parts.actor:
-            # The weights below an adapter are frozen: they need no float32 masters.
-            dtype = torch.float32 if self.is_trained and not self.has_adapter else self.dtype.value
-            loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
-            model = self.config.actor_rollout_ref.model if self.is_trained else None
-            choices = self.make_engine(loaded, model, "actor")
-            correction = self.config.algorithm.rollout_correction
-            self.objective = PolicyObjective(actor, correction, self.config.distillation)
-            choices |= self.describe("actor", has_adapter=self.has_adapter)
+            choices = self._make_actor()
+
         reserves_memory = False
         if self.parts.rollout:
             device = self.engine.device
@@ -146,12 +139,24 @@ class ActorRolloutRefWorker(Learner):
             self.generation.calls.accept()
         return choices
 
+    def _make_actor(self) -> dict[str, str]:
+        """Load the actor, and build its engine and loss. Returns choices, to be printed."""
+        # The weights below an adapter are frozen: they need no float32 masters.
+        dtype = torch.float32 if self.is_trained and not self.has_adapter else self.dtype.value
+        loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
+        model = self.config.actor_rollout_ref.model if self.is_trained else None
+        choices = self.make_engine(loaded, model, "actor")
+        correction = self.config.algorithm.rollout_correction
+        self.objective = PolicyObjective(self.section, correction, self.config.distillation)
+        return choices | self.describe("actor", has_adapter=self.has_adapter)
+
     def _make_rollout(self, device: torch.device) -> None:
         """Build `generation`, and the weight sync from the actor."""
         size = rollout_group_size(self.config)
         group = RolloutGroup(self.rank, self.world_size, size, device) if size > 1 else None
         # All ranks of a rollout group get the same prompts; the first rank returns the responses.
         self.register_mesh(GROUPS, self.rank // size, self.rank % size == 0)
+        # The rollout may compute in the actor's own modules, if they have all weights.
         has_actor = self.engine.has_replicated_weights and group is None
         self.generation = ResponseGenerator(
             self.config,
@@ -276,6 +281,7 @@ class ActorRolloutRefWorker(Learner):
         temperature = self.rollout_config.temperature
         if not with_log_probs:
             return self.learn(data, num_samples, temperature=temperature)
+
         outputs = FirstOutputs(len(data), data.batch["response_mask"].shape[1])
         result = self.learn(data, num_samples, temperature=temperature, first_outputs=outputs)
         columns = {
@@ -389,6 +395,7 @@ class ActorRolloutRefWorker(Learner):
         """
         bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
         device = self.processes.world.device
+        # All ranks send parts of the weights, and meet at the store of rank 0.
         if sends_parts(self.config):
             own_address = None
             store = None
@@ -400,6 +407,8 @@ class ActorRolloutRefWorker(Learner):
             size = self.world_size + len(ranks)
             self.resharding = sync(self.rank, size, device, bucket_bytes, meeting)
             return address if self.rank == 0 else None
+
+        # Rank 0 alone sends full weights.
         if self.rank != 0:
             return None
         # A restarted rollout needs a new connection.

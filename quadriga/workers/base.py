@@ -200,6 +200,7 @@ def timed(phase: str) -> Callable[[Pass], Pass]:
     def decorate(method: Pass) -> Pass:
         @wraps(method)
         def measured(*args: Any, **kwargs: Any) -> DataProto:
+            """Call the method, and add its time to the metrics of its result."""
             start = time.perf_counter()
             rows = method(*args, **kwargs)
             metrics = dict(rows.meta_info.get("metrics", {}))
@@ -295,6 +296,7 @@ class EngineWorker(Worker):
             "memory": memory,
             "name": name,
         }
+
         settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
         if settings is None:
             # The comparison needs all weights, which only a single process has.
@@ -326,8 +328,8 @@ class EngineWorker(Worker):
         kinds = ["weights"] if fsdp.param_offload else []
         offloaded = engine.rest_between_phases(kinds, self.config.trainer.offload_directory)
         facts = engine.describe()
-        text = f"{facts['parameters'] / 1e6:.1f} M parameters, {facts['weights']} "
-        return engine, f"{text}({self.dtype.reason}){offloaded}"
+        size = f"{facts['parameters'] / 1e6:.1f} M parameters"
+        return engine, f"{size}, {facts['weights']} ({self.dtype.reason}){offloaded}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -370,6 +372,7 @@ class Learner(EngineWorker):
         """
         section = self.section if model else None
         memory = MemoryChoice(recomputes=False)
+        # Inference keeps no activations, so there is nothing to choose.
         if section is not None:
             role = CRITIC if self.part == "critic" else ACTOR
             memory = choose_memory(
@@ -480,13 +483,13 @@ class Learner(EngineWorker):
             temperature=temperature,
             first_outputs=first_outputs,
         )
-        rate = metrics.pop(f"perf/flops/{name}").value / (time.perf_counter() - start)
+        num_flops = metrics.pop(f"perf/flops/{name}").value
+        flops_per_s = num_flops / (time.perf_counter() - start)
         release_free_memory()
         # A device that was busy when its peak was measured may exceed the measured peak.
-        self._peak_flops = max(
-            self._peak_flops or peak_flops_once(self.device, self.dtype.value), rate
-        )
-        metrics[f"perf/mfu/{name}"] = Metric(rate / self._peak_flops)
+        measured_peak = self._peak_flops or peak_flops_once(self.device, self.dtype.value)
+        self._peak_flops = max(measured_peak, flops_per_s)
+        metrics[f"perf/mfu/{name}"] = Metric(flops_per_s / self._peak_flops)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

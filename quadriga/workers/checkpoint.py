@@ -67,7 +67,9 @@ class RoleCheckpoint:
         parts = self._parts(contents)
         with self.engine.awake(*ALL_KINDS):
             states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
-            self.writer.start(states, partial(_complete, folder, contents, adapter, self.model))
+            self.writer.start(
+                states, partial(_write_derived_files, folder, contents, adapter, self.model)
+            )
         if not self.engine.world.is_first:
             return
         # Not in the background thread, because a tokenizer must not be saved while it is in use.
@@ -146,7 +148,7 @@ def _kind_of_weights(adapter: AdapterShape | None) -> str:
     return f"an adapter of rank {adapter.rank} and scale {adapter.scale:g}"
 
 
-def _complete(
+def _write_derived_files(
     folder: Path, contents: frozenset[str], adapter: AdapterShape | None, model: PreTrainedModel
 ) -> None:
     """Write the files that are made from a complete distributed checkpoint. Called in a thread.

@@ -72,10 +72,12 @@ class ResponseGenerator:
         self.grader = None
         self.calls: CallQueue | None = None
         self.choices = {"rollout": self.engine.description}
+        # Only leaders have graders, agent loops and environments, which they share evenly.
         is_leader = group is None or group.is_leader
         num_leaders = num_processes // (1 if group is None else group.size)
         if is_leader:
             self.grader = early_grader(config, tokenizer, num_leaders)
+
         if rollout.serve.enable and is_leader:
             self.calls = CallQueue(self.engine)
         if rollout.mode == "async" and is_leader:
@@ -98,6 +100,7 @@ class ResponseGenerator:
                 self.choices["environment"] = config.env.name
             if self.loops.description:
                 self.choices["tools"] = self.loops.description
+
         # Leave the device to training until the first call.
         if self.sleeps:
             self.engine.sleep()
@@ -257,9 +260,11 @@ def embedding_limit(config: Config, tokenizer: Any) -> int | None:
                 expected=f"an id below {size}, the rows of the model's embedding",
                 fix="The model can never write it: correct the file, or use the model's tokenizer.",
             )
+
     beyond = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= size)
     if not beyond:
         return None
+    # Padding is never computed with.
     unusable = [token for token in beyond if token != tokenizer.pad_token]
     if unusable:
         examples = ", ".join(map(repr, unusable[:5]))

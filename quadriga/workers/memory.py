@@ -77,23 +77,27 @@ def choose_memory(
     setting = section.enable_gradient_checkpointing
     if device.type != "cuda":
         return MemoryChoice(setting is True)
+
     device_bytes = float(torch.cuda.mem_get_info(device)[1])
     plan = RolePlan(module_sizes(model), layout, dtype.itemsize, recomputes=setting is True)
     if plan.unknown_part:
         return _choose_unpredicted(config, role, plan, device_bytes)
 
-    plans = {role: plan, **_plans_beside(config, role, dtype.itemsize)}
+    # Other roles on the device take memory, too.
+    plans = {role: plan, **_plan_other_roles(config, role, dtype.itemsize)}
     predicted = phases(config, plans, role, device_bytes)
     reason = "as configured"
     recomputes = plan.recomputes
     if setting == "auto":
+        # Recomputing costs time, so it is chosen only if the activations would not fit.
         peak = max(phase.total for phase in predicted)
         recomputes = peak > _RECOMPUTE_SHARE * device_bytes
         reason = f"activations kept, the peak is {peak / 1e9:.3g} GB"
         plans[role] = replace(plan, recomputes=recomputes)
         predicted = phases(config, plans, role, device_bytes)
     largest = max(predicted, key=lambda phase: phase.total)
-    _check(config, role, largest, device_bytes)
+    _check_peak(config, role, largest, device_bytes)
+
     state = "on" if recomputes else "off"
     texts = [phase.describe() for phase in predicted]
     texts.append(f"gradient checkpointing {state} ({reason}, of {device_bytes / 1e9:.3g} GB)")
@@ -113,11 +117,12 @@ def _choose_unpredicted(
     """
     model = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
     is_adapted = role == ACTOR and config.actor_rollout_ref.model.has_adapter
-    state = plan.layout.state_bytes(
+    # Unlike activations, the state of weights and optimizer has a known size for any model.
+    state_bytes = plan.layout.state_bytes(
         0, plan.sizes.num_parameters, plan.itemsize, is_trained=not is_adapted
     )
-    if not plan.layout.has_own_modules and state >= _WARN_SHARE * device_bytes:
-        _warn(config, f"weights and optimizer of {role} alone", state, device_bytes)
+    if not plan.layout.has_own_modules and state_bytes >= _WARN_SHARE * device_bytes:
+        _warn(config, f"weights and optimizer of {role} alone", state_bytes, device_bytes)
     recomputes = model.enable_gradient_checkpointing is not False
     reason = "as configured"
     if model.enable_gradient_checkpointing == "auto":
@@ -127,8 +132,9 @@ def _choose_unpredicted(
     )
 
 
-def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:
+def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:
     """Plan the other roles on the same devices, whose state takes memory, too."""
+    # Roles on one pool share its devices.
     pools = role_pools(config.trainer, asked_roles(config))
     pool_of_role = {CRITIC: pools.get("critic"), "reward_model": pools.get("reward_model")}
     pool_of_role[DISTILLATION] = pools.get("teacher")
@@ -141,12 +147,15 @@ def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePla
         "reward_model": config.reward_model.model.path,
     }
     if config.distillation.enable:
+        # Only the first teacher is counted.
         paths[DISTILLATION] = next(iter(config.distillation.loaded.values()), None)
+
     plans = {}
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         path = paths.get(where)
         if where == role or not path or pool_of_role[where] != pool_of_role[role]:
             continue
+        # Without loading the model: its sizes follow from its config.json.
         settings = config.actor_rollout_ref.actor.megatron_if_chosen
         text = load_config(path, trust_remote_code=model.trust_remote_code).to_dict()
         try:
@@ -158,7 +167,7 @@ def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePla
     return plans
 
 
-def _check(config: Config, role: str, phase: Phase, device_bytes: float) -> None:
+def _check_peak(config: Config, role: str, phase: Phase, device_bytes: float) -> None:
     """Warn about a phase that may not fit, and refuse a phase that cannot fit.
 
     Args:

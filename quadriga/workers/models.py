@@ -90,6 +90,7 @@ def load_policy(
         return loaded
     read_factor = add_adapter(loaded.scorer.model, section, config.trainer.seed)
     read_base = loaded.read
+    # The scorer has its weights already, and the adapter's factors are initialized.
     if read_base is None:
         return loaded
 
@@ -133,7 +134,10 @@ def load_model(
         options["override_config"] = model.override_config
     is_critic = scorer is ValueScorer
     is_replicated = processes.layout.is_whole
-    folder = model_folder(path) if is_critic or not is_replicated else None
+    # Weights are read from the folder shard by shard; of replicated weights, only the value head.
+    folder = None
+    if is_critic or not is_replicated:
+        folder = model_folder(path)
     # Without a folder that can be read shard by shard, transformers loads all weights.
     if folder is None or is_replicated:
         device = processes.world.device
@@ -143,12 +147,9 @@ def load_model(
         replicated = scorer(causal_lm)
         # transformers does not know the value head, so it is read separately.
         if is_critic and folder is not None:
-            files = _files(replicated, folder)
-            head = replicated.model.get_submodule("value_head")
-            for name, parameter in head.named_parameters("value_head"):
-                if name in files.shapes:
-                    parameter.data.copy_(files.read(name))
+            _read_value_head(replicated, folder)
         return LoadedModel(replicated, None)
+
     loaded, missing = _read_by_shard(scorer(skeleton_causal_lm(folder, **options)), folder)
     # The files of a policy have no value head, which then is zero.
     missing = [name for name in missing if not name.startswith("value_head.")]
@@ -160,6 +161,15 @@ def load_model(
             fix="Load and save it once with transformers, or set fsdp_config.fsdp_size=1.",
         )
     return loaded
+
+
+def _read_value_head(critic: Scorer, folder: Path) -> None:
+    """Copy the value head from the files of a folder into a critic; without one it stays zero."""
+    files = _open_files(critic, folder)
+    head = critic.model.get_submodule("value_head")
+    for name, parameter in head.named_parameters("value_head"):
+        if name in files.shapes:
+            parameter.data.copy_(files.read(name))
 
 
 def load_judge(
@@ -213,7 +223,7 @@ def _read_by_shard(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[st
         The model with the source of its weights, and the names of weights that the files lack,
         which are read as zeros.
     """
-    files = ConvertedFiles(_files(skeleton, folder), skeleton.model)
+    files = ConvertedFiles(_open_files(skeleton, folder), skeleton.model)
     names = files.shapes
     shapes = {name: parameter.shape for name, parameter in skeleton.model.named_parameters()}
 
@@ -230,7 +240,7 @@ def _read_by_shard(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[st
     return LoadedModel(skeleton, read), missing
 
 
-def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
+def _open_files(scorer: Scorer, folder: Path) -> RenamedFiles:
     """Open the weights of a folder. The value head of a critic gets Quadriga's names.
 
     Args:
@@ -241,12 +251,14 @@ def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
         EngineError: the value head has several labels.
     """
 
-    def renamed(name: str) -> str:
-        """Name in a critic of Quadriga."""
-        match = _VALUE_HEAD.fullmatch(name) if isinstance(scorer, ValueScorer) else None
+    def rename_head(name: str) -> str:
+        """Translate the name of a weight in the files to the name in the scorer."""
+        match = None
+        if isinstance(scorer, ValueScorer):
+            match = _VALUE_HEAD.fullmatch(name)
         return f"{scorer.head}.{match[1]}" if match else name
 
-    files = RenamedFiles(open_model(folder), renamed)
+    files = RenamedFiles(open_model(folder), rename_head)
     num_labels = files.shapes.get(f"{ValueScorer.head}.weight", (1,))[0]
     if num_labels != 1:
         raise EngineError(
@@ -271,17 +283,9 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     """
     policy = _model_config(config, ACTOR)
     path = config.actor_rollout_ref.model.path
-    # Without architectures, the model may be of any kind, which only loading it shows.
-    names = policy.architectures or []
-    has_custom_code = "AutoModelForCausalLM" in getattr(policy, "auto_map", {})
-    generates = not names or has_custom_code or any(name.endswith(_GENERATING) for name in names)
-    if not generates and config.task != "reward_model":
-        raise ConfigError(
-            "actor_rollout_ref.model.path",
-            got=f"'{path}', whose config.json names {', '.join(names)}",
-            expected="a causal language model, which generates text",
-            fix="Name a model whose architecture ends in ForCausalLM.",
-        )
+    # A reward model is trained from a model of any kind, which gets a new head.
+    if config.task != "reward_model":
+        _require_causal_lm(policy, path)
     _check_vision(config, policy, has_critic=has_critic)
     text = policy.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -297,18 +301,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     _check_ways(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
 
-    # The rollout divides attention heads over its ranks, and repeats key-value heads if needed.
-    size = rollout_group_size(config) * rollout_devices(config)
-    num_heads, num_kv_heads = _num_heads(text)
-    if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
-        expected = f"a number that divides them, and that {num_kv_heads} key-value heads "
-        expected += "divide or are divided by"
-        raise ConfigError(
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            got=f"{size}, for {num_heads} heads and {num_kv_heads} key-value heads",
-            expected=expected,
-            fix="Choose another one.",
-        )
+    _check_rollout_heads(config, text)
 
     # Each training engine has its own rules about dividing heads and layers.
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
@@ -326,6 +319,55 @@ def check_models(config: Config, *, has_critic: bool) -> None:
                 num_experts=_num_experts(text),
             )
             check_model(layout, shape, where)
+
+
+def _require_causal_lm(model: Any, path: str) -> None:
+    """Check that a model generates text.
+
+    Args:
+        model: configuration of the model.
+        path: its folder or hub name, for the error.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    # Without architectures, the model may be of any kind, which only loading it shows.
+    names = model.architectures or []
+    has_custom_code = "AutoModelForCausalLM" in getattr(model, "auto_map", {})
+    if not names or has_custom_code or any(name.endswith(_GENERATING) for name in names):
+        return
+    raise ConfigError(
+        "actor_rollout_ref.model.path",
+        got=f"'{path}', whose config.json names {', '.join(names)}",
+        expected="a causal language model, which generates text",
+        fix="Name a model whose architecture ends in ForCausalLM.",
+    )
+
+
+def _check_rollout_heads(config: Config, text: Any) -> None:
+    """Check that the rollout can divide the attention heads of the policy over its ranks.
+
+    Args:
+        config: the configuration.
+        text: configuration of the policy's decoder.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    size = rollout_group_size(config) * rollout_devices(config)
+    num_heads, num_kv_heads = _num_heads(text)
+    # With fewer key-value heads than ranks, each is repeated on several ranks.
+    fits_kv_heads = num_kv_heads % size == 0 or size % num_kv_heads == 0
+    if num_heads % size == 0 and fits_kv_heads:
+        return
+    expected = f"a number that divides them, and that {num_kv_heads} key-value heads "
+    expected += "divide or are divided by"
+    raise ConfigError(
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        got=f"{size}, for {num_heads} heads and {num_kv_heads} key-value heads",
+        expected=expected,
+        fix="Choose another one.",
+    )
 
 
 def _num_heads(text: Any) -> tuple[int, int]:
@@ -348,6 +390,7 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
     rollout = rollout_engine_class(config)
     code = config.actor_rollout_ref.model.trust_remote_code
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
+        # Rows of a reward model are packed, whatever its architecture.
         way = PACKED if where == "reward_model" else way_of(model, trust_remote_code=code)
         if not way.reason:
             continue
@@ -366,6 +409,8 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
                 expected="an engine that knows its layers",
                 fix="Set it to hf, or to vllm where it loads the model.",
             )
+
+    # Beyond its limit, the positions of a token depend on the length of its sequence.
     limit = length_limit(policy)
     num_tokens = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and num_tokens > limit and rollout.needs_packed_rows:
@@ -401,16 +446,18 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         # The weights below an adapter get no gradients, which costs less.
         cost = model_cost(skeleton.requires_grad_(not is_adapted))
         total = sum(parameter.numel() for parameter in skeleton.parameters())
-        layers = list(mixtures(skeleton))
+        mixture_layers = list(mixtures(skeleton))
         in_experts = 0
-        for layer in layers:
+        for layer in mixture_layers:
             in_experts += sum(parameter.numel() for parameter in layer.experts.parameters())
         text = f"{where}: {total / 1e6:.1f} M parameters"
-        if layers:
-            top_k = router_of(layers[0]).top_k
-            counts = f"{top_k} of {layers[0].experts.num_experts} in each of {len(layers)} layers"
+        if mixture_layers:
+            first_layer = mixture_layers[0]
+            counts = f"{router_of(first_layer).top_k} of {first_layer.experts.num_experts}"
+            counts += f" in each of {len(mixture_layers)} layers"
             text += f", {in_experts / 1e6:.1f} M of them experts, {counts} for a token"
-        # Of a mixture of experts, these count only the experts that a token goes through.
+        # Of a mixture of experts, these count only the experts that a token goes through. The FLOPs
+        # are those of a single token, which attends to none before it.
         num_active = cost.num_block_parameters + cost.num_head_parameters
         forward = cost.forward_flops(1, 1, 0) / 1e9
         update = cost.update_flops(1, 1, 0) / 1e9
@@ -476,18 +523,20 @@ def _num_experts(text: Any) -> int:
 def _check_routers(config: Config, policy: Any) -> None:
     """Check keys that need a mixture of experts. Raises ConfigError if the policy is none."""
     actor = config.actor_rollout_ref.actor
+    num_ranks = config.actor_rollout_ref.rollout.expert_parallel_size
     fix = "Leave the key out."
-    # Values that dense models have, too.
-    defaults = {"router_replay": "off", "expert_parallel_size": 1}
-    values = {
-        f"{ACTOR}.router_aux_loss_coef": actor.router_aux_loss_coef,
-        f"{ACTOR}.router_z_loss_coef": actor.router_z_loss_coef,
-        f"{ACTOR}.router_replay": actor.router_replay,
-        f"{ROLLOUT}.expert_parallel_size": config.actor_rollout_ref.rollout.expert_parallel_size,
-    }
+    # Values that need experts, by key.
+    values: dict[str, Any] = {}
+    if actor.router_aux_loss_coef:
+        values[f"{ACTOR}.router_aux_loss_coef"] = actor.router_aux_loss_coef
+    if actor.router_z_loss_coef:
+        values[f"{ACTOR}.router_z_loss_coef"] = actor.router_z_loss_coef
+    if actor.router_replay != "off":
+        values[f"{ACTOR}.router_replay"] = actor.router_replay
+    if num_ranks != 1:
+        values[f"{ROLLOUT}.expert_parallel_size"] = num_ranks
+
     for key, value in values.items():
-        if value == defaults.get(key.rpartition(".")[2], 0.0):
-            continue
         if not _num_experts(policy.get_text_config()):
             got = f"{value}, with a model without experts ({policy.model_type})"
             raise ConfigError(key, got=got, expected="a mixture of experts", fix=fix)

@@ -42,12 +42,14 @@ class RewardModelWorker(EngineWorker):
         section = self.config.reward_model
         model_section = section.model
         self.join(section, model_section.fsdp_config, "reward_model.model")
+
         path = str(model_section.path)
         trust = model_section.trust_remote_code
         loaded = load_judge(path, self.dtype.value, self.processes, trust_remote_code=trust)
         model = loaded.scorer.model
         self.vocabulary_size = model.get_input_embeddings().num_embeddings
         self.engine, about = self.build_frozen(loaded, model_section.fsdp_config, "reward model")
+
         self.judge, tokenizer_limit, reason = choose_tokenizer(self.config, self.tokenizer)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         max_length = section.max_length
@@ -87,17 +89,21 @@ class RewardModelWorker(EngineWorker):
             RewardError: a score is not finite.
         """
         rows = self.sequences(data)
+        # Too long sequences lose their beginning.
         num_cut = 0
         if self.limit is not None:
             for number, row in enumerate(rows):
                 rows[number] = row.cut(self.limit)
-                num_cut += rows[number] is not row
+                if rows[number] is not row:
+                    num_cut += 1
+
         section = self.config.reward_model
         num_sequences = None if section.use_dynamic_bsz else section.micro_batch_size_per_gpu
         max_tokens = section.forward_max_token_len_per_gpu
         micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
         scores = infer(self.engine, sequences_batch(rows), micro)["scores"].sum(-1)
         release_free_memory()
+
         # A single such score would spoil the advantages of all responses to its prompt.
         broken_rows = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
         if broken_rows:
@@ -107,6 +113,7 @@ class RewardModelWorker(EngineWorker):
             fix = "Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's "
             fix += "weights."
             raise RewardError("reward model", got=got, expected="finite scores", fix=fix)
+
         # The score belongs to the last valid token, even if the response mask leaves it out.
         num_columns = data.batch["response_mask"].shape[1]
         lengths = data.batch["attention_mask"][:, -num_columns:].sum(-1)
@@ -135,6 +142,7 @@ class RewardModelWorker(EngineWorker):
         image_inputs = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
         rows: list[SequenceTokens] = []
         for number, (tokens, valid) in enumerate(zip(input_ids, is_valid, strict=True)):
+            # Without padding.
             prompt = tokens[:width][valid[:width]].tolist()
             response = tokens[width:][valid[width:]].tolist()
             positions = None
@@ -156,6 +164,7 @@ class RewardModelWorker(EngineWorker):
                     fix=f"Set {_KEY}=null, for the policy's tokens.",
                 )
             return rendered_chats(data, [row.response for row in rows], self.tokenizer, self.judge)
+
         highest = max((max(*row.prompt, *row.response) for row in rows), default=0)
         if highest >= self.vocabulary_size:
             raise EngineError(
@@ -198,10 +207,13 @@ class SequenceTokens:
             fix = "Raise reward_model.max_length, or lower data.max_prompt_length."
             raise EngineError("reward model", got=f"{length} tokens", expected=expected, fix=fix)
         tokens = [*self.prompt, *self.response][-limit:]
+        # If the response alone is longer than the limit, its first remaining token is the prompt.
         prompt_length = max(1, len(tokens) - len(self.response))
         positions = self.positions
         if positions is not None:
-            positions = positions[:, -limit:] - positions[:, -limit:].min()
+            positions = positions[:, -limit:]
+            # Positions of a sequence begin at 0.
+            positions = positions - positions.min()
         return SequenceTokens(tokens[:prompt_length], tokens[prompt_length:], positions)
 
 
@@ -242,16 +254,10 @@ def rendered_chats(
     rendered = []
     for chat, text, uid, solution in zip(chats, texts, uids, solutions, strict=True):
         # Turns of tools or users have messages; other responses are decoded text.
-        messages = [*chat, {"role": "assistant", "content": text}]
+        response = [{"role": "assistant", "content": text}]
         if solution is not None and len(solution) > 1:
-            messages = [*chat, *solution]
-        if ends_with_assistant(chat):
-            # The response continues the last message of the prompt.
-            beginning = chat[-1]
-            response = messages[len(chat)]
-            content = beginning["content"] + response["content"]
-            joined = {**beginning, **response, "content": content}
-            messages = [*chat[:-1], joined, *messages[len(chat) + 1 :]]
+            response = solution
+        messages = _messages_of(chat, response)
         try:
             rendering = judge.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=False
@@ -279,6 +285,19 @@ def rendered_chats(
         length = shared_lengths[uid]
         rows.append(SequenceTokens(tokens[:length], tokens[length:]))
     return rows
+
+
+def _messages_of(
+    prompt: Sequence[Mapping[str, Any]], response: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Join the messages of a prompt and a response to a chat."""
+    if not ends_with_assistant(prompt):
+        return [*prompt, *response]
+    # The response continues the last message of the prompt.
+    *earlier, beginning = prompt
+    first, *later = response
+    joined = {**beginning, **first, "content": beginning["content"] + first["content"]}
+    return [*earlier, joined, *later]
 
 
 def _shared_length(sequences: Sequence[list[int]]) -> int:
@@ -311,12 +330,14 @@ def choose_tokenizer(
     model = config.reward_model.model
     if model.input_tokenizer is None:
         return None, None, f"the policy's tokens as they are ({_KEY} is null)"
-    judge = _load(str(model.path), "reward_model.model.path", model.trust_remote_code)
+    judge = _load_tokenizer(str(model.path), "reward_model.model.path", model.trust_remote_code)
     # transformers represents an unknown limit by a huge number.
     limit = int(judge.model_max_length) if judge.model_max_length < 2**31 else None
     template = config.data.apply_chat_template_kwargs.get("chat_template", policy.chat_template)
+
+    # The reward model can read the policy's tokens if both tokenize and render chats alike.
     if model.input_tokenizer != "auto":
-        source = _load(model.input_tokenizer, _KEY, model.trust_remote_code)
+        source = _load_tokenizer(model.input_tokenizer, _KEY, model.trust_remote_code)
         if source.get_vocab() != policy.get_vocab():
             raise ConfigError(
                 _KEY,
@@ -332,6 +353,7 @@ def choose_tokenizer(
         difference = "its chat template is not the policy's"
     else:
         return None, limit, "the policy's tokens as they are: one tokenizer for both"
+
     if not judge.chat_template:
         raise ConfigError(
             "reward_model.model.path",
@@ -343,7 +365,7 @@ def choose_tokenizer(
     return judge, limit, f"chats rendered by its own template: {difference}"
 
 
-def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load a tokenizer that `key` names. Raises ConfigError if it cannot be loaded."""
     try:
         return read_tokenizer(path, trust_remote_code=trust_remote_code)

@@ -57,8 +57,9 @@ class RolloutWorker(Worker):
         if rollout_group_size(self.config) > 1:
             self.world = process_group.join(self.place, self.device)
         settings = self.config.async_training
+        # With a stream, the generator of `generate_sequences` is built only if it is needed.
         if settings.enable:
-            self.stream = ServedStream(self._make(), waits=settings.deterministic)
+            self.stream = ServedStream(self._make_generator(), waits=settings.deterministic)
             choices = self.stream.generation.choices
         else:
             choices = self.generation.choices
@@ -70,9 +71,9 @@ class RolloutWorker(Worker):
 
         Beside a stream, it is for validation, and has its own weights.
         """
-        return self._make()
+        return self._make_generator()
 
-    def _make(self) -> ResponseGenerator:
+    def _make_generator(self) -> ResponseGenerator:
         """Build a generator."""
         model_dtype = self.config.actor_rollout_ref.actor.fsdp_config.model_dtype
         size = rollout_group_size(self.config)

@@ -38,9 +38,12 @@ def rollout_engine_class(config: Config) -> type[RolloutEngine]:
         raise problem
     if rollout.name in ENGINES:
         return ENGINES[rollout.name]
+
+    # A reference to a user's class.
     where = f"{ROLLOUT}.name"
     engine: type[RolloutEngine] = referred(rollout.name, where, base=RolloutEngine)
     missing_methods = sorted(engine.__abstractmethods__)
+    # `from_config` is not abstract, but the inherited one only raises.
     if engine.from_config.__qualname__ == RolloutEngine.from_config.__qualname__:
         missing_methods.append("from_config")
     if missing_methods:

@@ -69,6 +69,7 @@ class SFTWorker(SupervisedWorker):
     column = "old_log_probs"
 
     def prepare(self) -> tuple[LoadedModel, Objective]:
+        """Load the policy, and build the loss of its responses."""
         has_adapter = self.config.actor_rollout_ref.model.has_adapter
         # The weights below an adapter are frozen: they need no float32 masters.
         dtype = self.dtype.value if has_adapter else torch.float32
@@ -83,6 +84,7 @@ class RewardModelTrainingWorker(SupervisedWorker):
     column = "rm_scores"
 
     def prepare(self) -> tuple[LoadedModel, Objective]:
+        """Load a model with a new score head, and build the ranking loss."""
         # Every rank loads the full model. The engine keeps the rank's shard.
         section = self.config.actor_rollout_ref.model
         model = fresh_reward_model(

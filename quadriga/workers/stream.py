@@ -111,12 +111,14 @@ class GenerationStream:
             return
         length = config.data.max_response_length
         rollout = config.actor_rollout_ref.rollout
+        # A response is known by its group and the number of its row there.
         requests: dict[tuple[int, int], Any] = {}
         for group, rows in groups.items():
             fields = requests_of(rows, rollout, length, config.trainer.seed)
             for row, request in enumerate(zip(*fields, images_of(rows), strict=True)):
                 requests[group, row] = request
-        earlier = {(group, row): _response(fields) for group, row, *fields in under_way}
+        earlier = {(group, row): _response_of(fields) for group, row, *fields in under_way}
+        # Responses that had not ended when they were saved.
         begun = [key for key, response in earlier.items() if response.finish_reason == "abort"]
         if begun and not self.engine.traits.continues_unfinished:
             raise RolloutError(
@@ -125,19 +127,23 @@ class GenerationStream:
                 expected="a checkpoint without",
                 fix=f"Resume with rollout.name={engines_with('continues_unfinished')}.",
             )
+
+        # First those to continue, then those that begin.
         order = [*begun, *(key for key in requests if key not in earlier)]
-        prompts, sampling, images = map(list, zip(*(requests[key] for key in order), strict=True))
+        ordered_requests = [requests[key] for key in order]
+        prompts, sampling, images = map(list, zip(*ordered_requests, strict=True))
         beginnings = [earlier[key] for key in begun]
         futures = self.engine.begin(prompts, sampling, images, joined, beginnings)
-        by_row = dict(zip(order, futures, strict=True))
+        future_of_response = dict(zip(order, futures, strict=True))
         started = time.perf_counter()
         # Responses that had already ended when they were saved.
-        for key in earlier.keys() - by_row.keys():
-            by_row[key] = Future()
-            by_row[key].set_result(earlier[key])
+        for key in earlier.keys() - future_of_response.keys():
+            future_of_response[key] = Future()
+            future_of_response[key].set_result(earlier[key])
+
         # All groups are open before the first callback runs.
         for group, rows in groups.items():
-            self._open[group] = [by_row[group, row] for row in range(len(rows))]
+            self._open[group] = [future_of_response[group, row] for row in range(len(rows))]
         for group, rows in groups.items():
             for future in tuple(self._open[group]):
                 future.add_done_callback(partial(self._end_request, group, rows, started))
@@ -225,12 +231,14 @@ class GenerationStream:
             for group, futures in groups:
                 for row, future in enumerate(futures):
                     places[future] = (group, row)
+            # In the order in which they are reported: ended ones, then those that continue.
             responses = {future: future.result() for future in places if future.done()}
             responses |= engine.unfinished()
             under_way: list[UnderWay] = []
             for future, response in responses.items():
+                # The engine also has responses of groups that were aborted or started meanwhile.
                 if future in places:
-                    under_way.append((*places[future], *_plain(response)))
+                    under_way.append((*places[future], *_response_fields(response)))
             saved(engine.num_steps, under_way)
 
         return engine.between_steps(collect, keeps_cache=False, recomputes=True)
@@ -283,9 +291,9 @@ class GenerationStream:
         if self._loop is not None:
             self.done(group, futures[0].result)
         else:
-            self.done(group, partial(self._joined, rows, futures, started))
+            self.done(group, partial(self._join_responses, rows, futures, started))
 
-    def _joined(
+    def _join_responses(
         self, rows: DataProto, futures: Sequence[Future[Completion]], started: float
     ) -> DataProto:
         """Join the responses of a group to rows. Raises the error of a response that failed."""
@@ -309,7 +317,7 @@ class ServedStream(GenerationStream):
     def __init__(self, generation: ResponseGenerator, *, waits: bool) -> None:
         super().__init__(generation, partial(self._report, "ended"))
         self._changed = Condition()
-        self._happened: queue.Queue[tuple[str, int, Callable[[], Any]]] = queue.Queue()
+        self._queued_events: queue.Queue[tuple[str, int, Callable[[], Any]]] = queue.Queue()
         self._new_weights: dict[int, DataProtoFuture | None] = {}  # by version
         self._num_events = 0
         self._num_handled = 0  # number of events that the driver has handled
@@ -327,19 +335,26 @@ class ServedStream(GenerationStream):
         # The thread in which a rank follows the leader of its rollout group.
         self._following: Future[None] | None = None
         if self.group is not None and not self.group.is_leader:
-            self.engine.take_weights = lambda version: self._publish(
-                self._taken(version).get()[0], version
-            )
+
+            def publish(version: int) -> None:
+                """Load the weights that the leader of the group loads. Called by the engine."""
+                weights = self._wait_for_weights(version)
+                assert weights is not None, "the leader loads only weights that it was given"
+                self._publish(weights.get()[0], version)
+
+            self.engine.take_weights = publish
             self._following = in_background(self.engine.follow, "rank of a rollout group")
             self._following.add_done_callback(
-                lambda done: self._happened.put(("over", 0, done.result))
+                lambda done: self._queued_events.put(("over", 0, done.result))
             )
 
     def start(self, groups: Mapping[int, DataProto], *args: Any) -> None:
+        """Start groups, and remember the batch of each for `events`."""
         self._batches |= {group: rows.meta_info["global_steps"] for group, rows in groups.items()}
         super().start(groups, *args)
 
     def abort(self, group: int) -> None:
+        """Abort a group. Its end is not reported."""
         super().abort(group)
         self._batches.pop(group, None)
 
@@ -352,16 +367,18 @@ class ServedStream(GenerationStream):
         """
 
         def report(done: Future[int]) -> None:
+            """Report the end of the load to the driver."""
             # Read now: the version may be newer when the driver asks for the outcome.
             current_version = self.weight_version
 
             def outcome() -> int:
+                """The version that the driver gets, or the error of the load."""
                 done.result()  # raises the error of a failed load
                 return current_version
 
             self._report("loaded", version, outcome)
 
-        weights = partial(self._taken, version)
+        weights = partial(self._wait_for_weights, version)
         self.load(weights, version, keeps_cache=keeps_cache).add_done_callback(report)
 
     def give_weights(self, version: int, weights: DataProtoFuture | None) -> None:
@@ -381,14 +398,16 @@ class ServedStream(GenerationStream):
     def hand_out(self) -> None:
         """Report unfinished responses at the next step; see `save`."""
 
-        def saved(_: int, under_way: list[UnderWay]) -> None:
+        def report_responses(_: int, under_way: list[UnderWay]) -> None:
+            """Report the responses to the driver."""
             self._report("under way", 0, lambda: under_way)
 
         def report_failure(done: Future[int]) -> None:
+            """Report an error of the save to the driver."""
             if done.exception() is not None:
-                self._happened.put(("under way", 0, done.result))
+                self._queued_events.put(("under way", 0, done.result))
 
-        self.save(saved).add_done_callback(report_failure)
+        self.save(report_responses).add_done_callback(report_failure)
 
     def go_on(self) -> None:
         """Continue after an event: the driver has handled one more."""
@@ -405,21 +424,22 @@ class ServedStream(GenerationStream):
             The events: ("ended", group, its rows), ("loaded", version, version of the weights since
             then) or ("under way", 0, responses from `save`).
         """
-        happened: list[tuple[str, int, Callable[[], Any]]] = []
+        events: list[tuple[str, int, Callable[[], Any]]] = []
         deadline = time.monotonic() + EVENTS_WITHIN_S
         # The other ranks of a group only report errors. They do not wait, because the leader does.
         waits = self._following is None
         with suppress(queue.Empty):
             while True:
-                event = self._happened.get(waits, max(0.0, deadline - time.monotonic()))
-                happened.append(event)
+                event = self._queued_events.get(waits, max(0.0, deadline - time.monotonic()))
+                events.append(event)
                 kind, number, _ = event
                 if kind == "ended" and self._expects_more(number):
                     deadline = min(deadline, time.monotonic() + TOGETHER_WITHIN_S)
                 else:
                     # In the past: take only events that are there already.
                     deadline = 0.0
-        return [(kind, number, value()) for kind, number, value in happened]
+        # Calling a value raises the error of its event.
+        return [(kind, number, value()) for kind, number, value in events]
 
     def _expects_more(self, group: int) -> bool:
         """Whether the end of a group may wait for the ends of other groups of its batch."""
@@ -429,6 +449,7 @@ class ServedStream(GenerationStream):
         return any(self._batches.get(open_group) == batch for open_group in tuple(self._open))
 
     def close(self) -> None:
+        """Unblock all waits, and end the stream and its engine."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -438,7 +459,7 @@ class ServedStream(GenerationStream):
             self.engine.release()
         super().close()
 
-    def _taken(self, version: int) -> DataProtoFuture | None:
+    def _wait_for_weights(self, version: int) -> DataProtoFuture | None:
         """Wait for the weights of a version, and take them."""
         with self._changed:
             self._changed.wait_for(lambda: version in self._new_weights or self._is_closed)
@@ -454,7 +475,7 @@ class ServedStream(GenerationStream):
         """
         with self._changed:
             self._num_events += 1
-        self._happened.put((kind, number, value))
+        self._queued_events.put((kind, number, value))
 
     def _wait_for_driver(self) -> None:
         """Wait until the driver has handled all events.
@@ -466,7 +487,7 @@ class ServedStream(GenerationStream):
             self._changed.wait_for(lambda: self._num_handled >= self._num_events or self._is_closed)
 
 
-def _plain(response: Completion) -> list[Any]:
+def _response_fields(response: Completion) -> list[Any]:
     """Fields of a response for a checkpoint, with lists and arrays as tensors."""
     fields = []
     # Without the last field: the times of this run mean nothing in a resumed run.
@@ -480,8 +501,8 @@ def _plain(response: Completion) -> list[Any]:
     return fields
 
 
-def _response(fields: Sequence[Any]) -> Completion:
-    """Rebuild a response from the fields that `_plain` returned."""
+def _response_of(fields: Sequence[Any]) -> Completion:
+    """Rebuild a response from the fields that `_response_fields` returned."""
     values = []
     for value in fields:
         if isinstance(value, torch.Tensor):

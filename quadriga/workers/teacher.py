@@ -7,7 +7,7 @@
 Legend: B rows, P prompt positions, T response positions, k likeliest tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class TeacherWorker(EngineWorker):
         descriptions: list[str] = []
         for path in self.section.all_teachers:
             if is_served(path):
-                self.servers[path] = _served(self.config, path)
+                self.servers[path] = _make_client(self.config, path)
                 descriptions.append(f"{self.servers[path].model} at {path}")
                 continue
             loaded = load_model(
@@ -81,7 +81,7 @@ class TeacherWorker(EngineWorker):
             RolloutError: a server does not reply as expected.
         """
         num_top = self.section.num_top_tokens
-        owners = self._owners(data)
+        teacher_of_row = self._teachers_of_rows(data)
         shape = data.batch["response_mask"].shape
         columns = {TEACHER_LOG_PROB: torch.zeros(shape)}
         if num_top is not None:
@@ -89,7 +89,7 @@ class TeacherWorker(EngineWorker):
             columns[TEACHER_TOP_IDS] = torch.zeros(*shape, num_top, dtype=torch.int32)
         for path in self.section.all_teachers:
             # Also without rows: if the ranks share the teacher's weights, all must take part.
-            rows = [number for number, owner in enumerate(owners) if owner == path]
+            rows = [row for row, teacher in enumerate(teacher_of_row) if teacher == path]
             part = data if len(rows) == len(data) else data.select_idxs(rows)
             scores: dict[str, torch.Tensor] = {}
             if path in self.engines:
@@ -124,8 +124,9 @@ class TeacherWorker(EngineWorker):
         temperature = self.config.actor_rollout_ref.rollout.temperature
         return infer(teacher, rows, micro, temperature=temperature, top_k=section.num_top_tokens)
 
-    def _owners(self, data: DataProto) -> list[str]:
-        """The teacher of each row."""
+    def _teachers_of_rows(self, data: DataProto) -> list[str]:
+        """Folder or addresses of the teacher of each row, [B]."""
+        # A single teacher scores all rows.
         if not self.section.teachers:
             return self.section.all_teachers * len(data)
         sources = data.non_tensor_batch[self.config.data.reward_fn_key]
@@ -141,7 +142,7 @@ class TeacherWorker(EngineWorker):
         super().close()
 
 
-def _served(config: Config, addresses: str) -> ServedScorer:
+def _make_client(config: Config, addresses: str) -> ServedScorer:
     """Create a client for the servers of a teacher."""
     section = config.distillation
     return ServedScorer(addresses, DISTILLATION, section.engine_kwargs, section.num_top_tokens)
@@ -163,38 +164,15 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     vocab = tokenizer.get_vocab()
     for key, path in section.named.items():
         if is_served(path):
-            server = _served(config, path)
+            server = _make_client(config, path)
             try:
                 server.require_tokens_of(tokenizer, longest)
             finally:
                 server.close()
             continue
         trusts = config.actor_rollout_ref.model.trust_remote_code
-        try:
-            teacher_vocab = read_tokenizer(path, trust_remote_code=trusts).get_vocab()
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ConfigError(
-                key,
-                got=f"'{path}' ({reason})",
-                expected="a model with its tokenizer",
-                fix="Put the tokenizer beside the model: it shows that both know the same tokens.",
-            ) from error
-        differing = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
-        if num_top:
-            # Any token of the teacher may be among the likeliest, so the student must have all.
-            differing += [token for token in teacher_vocab if token not in vocab]
-        if differing:
-            token = differing[0]
-            got = f"'{path}', whose tokenizer has other ids for {len(differing)} tokens, "
-            got += f"first {token!r} ({teacher_vocab.get(token, 'none')}; "
-            got += f"the student's {vocab.get(token, 'none')})"
-            raise ConfigError(
-                key,
-                got=got,
-                expected="the student's tokens under the same ids",
-                fix="Choose a teacher with the student's vocabulary.",
-            )
+        _check_vocabulary(config, key, path, vocab)
+
         text = load_config(path, trust_remote_code=trusts).get_text_config()
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None and positions < longest:
@@ -211,6 +189,48 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
                 expected=f"at most {text.vocab_size}",
                 fix="Lower it.",
             )
+
+
+def _check_vocabulary(config: Config, key: str, path: str, vocab: Mapping[str, int]) -> None:
+    """Check that a teacher in an engine has the student's tokens under the same ids.
+
+    Args:
+        config: the configuration.
+        key: key that names the teacher, for errors.
+        path: folder or hub name of the teacher.
+        vocab: ids of the student's tokens.
+
+    Raises:
+        ConfigError: it does not, or its tokenizer cannot be loaded.
+    """
+    try:
+        trusts = config.actor_rollout_ref.model.trust_remote_code
+        teacher_vocab = read_tokenizer(path, trust_remote_code=trusts).get_vocab()
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            key,
+            got=f"'{path}' ({reason})",
+            expected="a model with its tokenizer",
+            fix="Put the tokenizer beside the model: it shows that both know the same tokens.",
+        ) from error
+
+    differing = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
+    if config.distillation.num_top_tokens:
+        # Any token of the teacher may be among the likeliest, so the student must have all.
+        differing += [token for token in teacher_vocab if token not in vocab]
+    if not differing:
+        return
+    token = differing[0]
+    got = f"'{path}', whose tokenizer has other ids for {len(differing)} tokens, "
+    got += f"first {token!r} ({teacher_vocab.get(token, 'none')}; "
+    got += f"the student's {vocab.get(token, 'none')})"
+    raise ConfigError(
+        key,
+        got=got,
+        expected="the student's tokens under the same ids",
+        fix="Choose a teacher with the student's vocabulary.",
+    )
 
 
 def require_teachers(config: Config, sources: Iterable[tuple[str, Any]]) -> None:

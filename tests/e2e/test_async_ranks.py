@@ -113,7 +113,7 @@ def test_a_rank_that_is_lost_changes_no_number(
             lost.append(stream)
         if stream in lost:
             error = WorkerLostError("rollout[rank 1/2] died in stream_events", got="SIGKILL")
-            stream._happened.put((kind, group, lambda: (_ for _ in ()).throw(error)))
+            stream._queued_events.put((kind, group, lambda: (_ for _ in ()).throw(error)))
         else:
             tell(stream, kind, group, output)
 
@@ -193,8 +193,10 @@ def test_a_deterministic_run_saves_what_is_under_way(
         *CONTINUES[side],
     )
     options = (*options, *VARIED, f"{ROLLOUT}.max_num_seqs=12")
-    apart, take = (*APART, "trainer.resource_pools.generation=[1]"), RemoteStream._take
-    monkeypatch.setattr(RemoteStream, "_take", lambda *event: (time.sleep(0.01), take(*event)))
+    apart, take = (*APART, "trainer.resource_pools.generation=[1]"), RemoteStream._handle_event
+    monkeypatch.setattr(
+        RemoteStream, "_handle_event", lambda *event: (time.sleep(0.01), take(*event))
+    )
     expected, unfinished = metric_lines(train(*options, run="one process")), 0
     first = train(*options, *apart, run="apart")
     for step, own in {0: apart, 2: (), 4: apart}.items():
@@ -241,7 +243,7 @@ def test_a_rank_that_is_lost_in_a_save_holds_up_nothing(
         if len(stream._open) > 1 and not lost:
             lost.append(stream)
             error = WorkerLostError("rollout[rank 1/2] died in stream_events", got="SIGKILL")
-            stream._happened.put(("under way", 0, lambda: (_ for _ in ()).throw(error)))
+            stream._queued_events.put(("under way", 0, lambda: (_ for _ in ()).throw(error)))
         else:
             hand_out(stream)
 

@@ -15,7 +15,7 @@ import pytest
 from quadriga.cli.main import main
 from quadriga.config import load_config
 from quadriga.errors import CheckpointError, DataError
-from quadriga.trainer.evaluate import RESPONSES, Unfinished, unfinished
+from quadriga.trainer.evaluate import RESPONSES, ResponseJournal, open_journal
 from tests.limits import COMMAND_S
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
@@ -33,16 +33,16 @@ def spells(response, ability):
 KILLED = """
 import os, signal
 from quadriga.cli.main import main
-from quadriga.trainer.evaluate import Unfinished
+from quadriga.trainer.evaluate import ResponseJournal
 
-add = Unfinished.add
+add = ResponseJournal.add
 
 def add_and_die(responses, texts):
     add(responses, texts)
     if (responses.folder / "responses.jsonl").read_bytes().count(b"\\n") == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-Unfinished.add = add_and_die
+ResponseJournal.add = add_and_die
 main({arguments!r})
 """
 
@@ -105,14 +105,14 @@ def test_a_call_that_was_killed_goes_on(
     # Killed while it was writing.
     with journal.open("ab") as file:
         file.write(b'[["half')
-    add = Unfinished.add
+    add = ResponseJournal.add
 
-    def add_and_stop(responses: Unfinished, texts: list[list[str]]) -> None:
+    def add_and_stop(responses: ResponseJournal, texts: list[list[str]]) -> None:
         add(responses, texts)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches:
-        patches.setattr(Unfinished, "add", add_and_stop)
+        patches.setattr(ResponseJournal, "add", add_and_stop)
         assert main([*words, "--output", str(output)]) == 130
     assert journal.read_bytes().count(b"\n") == 3
     assert main([*words, "--output", str(output)]) == 0
@@ -129,10 +129,10 @@ def test_what_another_call_began_is_kept(
 ) -> None:
     """Other settings, another process, damage: told, and nothing is lost."""
     output, config = tmp_path / "out.parquet", load_config([f"data.val_files={prompts}"]).config
-    with unfinished(output, config) as part:
+    with open_journal(output, config) as part:
         part.add([["a"] * 3])
         words = rf"--output=.*out.parquet.part: got .*process {os.getpid()} on"
-        with pytest.raises(CheckpointError, match=words), unfinished(output, config):
+        with pytest.raises(CheckpointError, match=words), open_journal(output, config):
             pass
     assert generate(home, prompts, output) == 1
     error = capsys.readouterr().err
@@ -142,12 +142,12 @@ def test_what_another_call_began_is_kept(
     assert journal.read_text() == '[["a", "a", "a"]]\n'
     journal.write_text('[["a"]\n')
     words = r"responses.jsonl line 1: got .* expected the texts of a batch. Delete .*part"
-    with pytest.raises(DataError, match=words), unfinished(output, config):
+    with pytest.raises(DataError, match=words), open_journal(output, config):
         pass
     (part.folder / "config.yaml").write_text("")
     with (
         pytest.raises(DataError, match=r"config.yaml: it cannot be read"),
-        unfinished(output, config),
+        open_journal(output, config),
     ):
         pass
 

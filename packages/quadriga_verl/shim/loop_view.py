@@ -21,7 +21,7 @@ from quadriga.config.placement import asked_roles, role_pools
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.ray_trainer import RayPPOTrainer
-from quadriga.trainer.responses import rollout_inputs, without_passing
+from quadriga.trainer.responses import drop_prompt_only, rollout_inputs
 from quadriga.workers.base import CHAT_OBJECTS, MODEL_OBJECTS, SOLUTION_MESSAGES, model_inputs
 
 RESPONSE_COLUMNS = "response_columns"
@@ -161,5 +161,5 @@ def _with_columns(prompts: DataProto, responses: DataProto) -> DataProto:
     meta_info: dict[str, Any] = {"timing": timing}
     if not prompts.meta_info.get("do_sample", True):
         meta_info[RESPONSE_COLUMNS] = list(responses.non_tensor_batch)
-    columns = without_passing(prompts).non_tensor_batch
+    columns = drop_prompt_only(prompts).non_tensor_batch
     return DataProto(responses.batch, {**columns, **responses.non_tensor_batch}, meta_info)

@@ -57,7 +57,7 @@ GRACE_S = 1.0
 """Time for further failures after the first one, to distinguish the cause from its consequences."""
 PEER_LOST_GRACE_S = 8.0
 """The same if all failures are lost peers: Ray has yet to notice the death that caused them."""
-_LOST_PEER = 2  # rank of a lost peer among causes; see `_cause_first`
+_LOST_PEER = 2  # rank of a lost peer among causes; see `_cause_order`
 STATUS_LIMIT_S = 2.0  # time for processes to report their status
 CRASH_LOG_LIMIT_S = 5.0  # time to read the traces of a dead process on its node
 END_LIMIT_S = 10.0  # time for killed processes to be gone
@@ -79,6 +79,7 @@ class RemoteCall:
     arguments: Callable[[], str]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the call with the text of its arguments instead of the arguments."""
         text = partial(str, self.arguments())
         return RemoteCall, (self.ref, self.actor, self.address, self.worker, self.method, text)
 
@@ -104,21 +105,12 @@ class _Loss:
         call = self.call
         error = self.error
         address = call.address
-        transfer_problem: str | None = None
+        # The process is alive if Ray could not transfer the arguments or the output.
         if isinstance(error, RayTaskError):
-            transfer_problem = f"{type(error.cause).__name__}: {error.cause}"
-        elif isinstance(error, RaySystemError) and error.traceback_str:
-            transfer_problem = str(error.client_exc)
-        if transfer_problem is not None:
-            # The process is alive: Ray could not transfer the arguments or the output.
-            transfer_error = WorkerError(
-                f"{call.worker} failed in {call.method}",
-                got=f"{transfer_problem} (called with {call.arguments()})",
-                expected="arguments and a result that can be pickled here and unpickled there",
-            )
-            transfer_error.worker = str(call.worker)
-            transfer_error.add_note(f"\nRay says:\n{error}")
-            return transfer_error
+            return self._transfer_error(f"{type(error.cause).__name__}: {error.cause}")
+        if isinstance(error, RaySystemError) and error.traceback_str:
+            return self._transfer_error(str(error.client_exc))
+
         if isinstance(error, ActorUnavailableError):
             error = _second_error(call) or error
         log = CrashLog()
@@ -130,6 +122,8 @@ class _Loss:
                 )
             except RayError as failure:
                 log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
+
+        # Without an address, the count at the start of the process is not known.
         oom_kills = address.oom_kills if address else log.oom_kills
         got, fix = _KILLED.get(address) or cause_of_death(error, log, oom_kills, call.worker.pid)
         if call.arguments():
@@ -141,6 +135,18 @@ class _Loss:
             death.add_note(f"\n{process}, its last lines on standard error:")
             death.add_note("\n".join(f"  {line}" for line in log.last_lines))
         return death
+
+    def _transfer_error(self, problem: str) -> WorkerError:
+        """The error for arguments or an output that Ray could not transfer."""
+        call = self.call
+        error = WorkerError(
+            f"{call.worker} failed in {call.method}",
+            got=f"{problem} (called with {call.arguments()})",
+            expected="arguments and a result that can be pickled here and unpickled there",
+        )
+        error.worker = str(call.worker)
+        error.add_note(f"\nRay says:\n{self.error}")
+        return error
 
 
 _FAILED = (Failure, _Loss)
@@ -246,11 +252,11 @@ class _PendingCalls:
         if self.is_over(0):
             return
         with waiting(self.description, self.report, report_every_s, emit):
-            look = time.monotonic() + LOOK_AT_NODES_S
+            next_look = time.monotonic() + LOOK_AT_NODES_S
             while not self.is_over(POLL_S) and not (for_one and self.outputs):
-                if time.monotonic() >= look:
+                if time.monotonic() >= next_look:
                     self.look_at_nodes()
-                    look = time.monotonic() + LOOK_AT_NODES_S
+                    next_look = time.monotonic() + LOOK_AT_NODES_S
 
     def look_at_nodes(self) -> None:
         """Record calls to nodes that accept no connections as lost.
@@ -266,6 +272,8 @@ class _PendingCalls:
                 expected="a cluster that stays up until the run ends",
                 fix="A run restarts the cluster that it started itself; restart any other by hand.",
             )
+
+        # Each node is checked once, however many calls it runs.
         refs_by_node: dict[tuple[str, int], list[Any]] = {}
         for ref in self.pending():
             address = self.calls[ref].address
@@ -280,13 +288,15 @@ class _PendingCalls:
         """The error to raise. Waits a moment for further failures, which become its notes."""
         start = time.monotonic()
         while pending := self.pending():
+            # A lost peer is a consequence, so its cause is awaited for longer.
             waited_s = time.monotonic() - start
-            kinds = {_cause_first(failure)[0] for failure in self.failed()}
-            if waited_s > (PEER_LOST_GRACE_S if kinds == {_LOST_PEER} else GRACE_S):
+            kinds = {_cause_order(failure)[0] for failure in self.failed()}
+            grace_s = PEER_LOST_GRACE_S if kinds == {_LOST_PEER} else GRACE_S
+            if waited_s > grace_s:
                 break
             ray.wait(pending, timeout=POLL_S)
             self.is_over(0)
-        first, *further = sorted(self.failed(), key=_cause_first)
+        first, *further = sorted(self.failed(), key=_cause_order)
         error = first.as_error()
         for failure in further:
             error.add_note(f"And: {failure}")
@@ -301,6 +311,7 @@ class _PendingCalls:
                 done.setdefault(call.worker.role, []).append(call.worker.rank)
             else:
                 late_calls.append(call)
+        # Ranks without an output, by role and what they do: many ranks wait in the same place.
         ranks_at: dict[tuple[str, str], list[int]] = {}
         statuses = ask_status([call.actor for call in late_calls], STATUS_LIMIT_S)
         for call, status in zip(late_calls, statuses, strict=True):
@@ -315,14 +326,16 @@ class _PendingCalls:
             else:
                 phase = f"at {status.phase}"
             ranks_at.setdefault((call.worker.role, phase), []).append(call.worker.rank)
-        has_several = len({call.worker.role for call in self.calls.values()}) > 1
 
-        def named(role: str, ranks: Sequence[int]) -> str:
-            return f"{role} {_ranks(ranks)}" if has_several else _ranks(ranks)
-
-        responded = ", ".join(named(role, ranks) for role, ranks in done.items())
+        # The role is named only if there are several.
+        roles = {call.worker.role for call in self.calls.values()}
+        prefixes = {role: f"{role} " if len(roles) > 1 else "" for role in roles}
+        responded = ", ".join(
+            f"{prefixes[role]}{_ranks_text(ranks)}" for role, ranks in done.items()
+        )
         missing = "; ".join(
-            f"{named(role, ranks)} {phase}" for (role, phase), ranks in ranks_at.items()
+            f"{prefixes[role]}{_ranks_text(ranks)} {phase}"
+            for (role, phase), ranks in ranks_at.items()
         )
         return f"{responded or 'no rank'} answered; not yet: {missing or 'none'}"
 
@@ -343,14 +356,15 @@ def output_or_none(ref: Any) -> Any:
         return None
 
 
-def _cause_first(failure: Failure | _Loss) -> tuple[int, float]:
+def _cause_order(failure: Failure | _Loss) -> tuple[int, float]:
     """Sort key that puts likely causes first: deaths, exceptions in order of time, lost peers."""
     if isinstance(failure, _Loss):
         return 0, failure.call.worker.rank
-    return _LOST_PEER if isinstance(failure.error, PeerLostError) else 1, failure.time_s
+    kind = _LOST_PEER if isinstance(failure.error, PeerLostError) else 1
+    return kind, failure.time_s
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     """Ranks in words: `rank 3`, `ranks 0, 2-5`."""
     # Runs of consecutive ranks: the first rank, and the last one if there are several.
     spans: list[list[int]] = []
@@ -422,7 +436,9 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
             (address.pid, address.started) for address in addresses if address.node_id == node_id
         ]
         try:
-            alive = cluster.run_on_node(node_id, _end, processes, patience_s, limit_s=NODE_LIMIT_S)
+            alive = cluster.run_on_node(
+                node_id, _await_end, processes, patience_s, limit_s=NODE_LIMIT_S
+            )
         except GetTimeoutError:
             alive = [pid for pid, _ in processes]
         except RayError:
@@ -448,10 +464,10 @@ def kill(address: ProcessAddress, got: str, fix: str) -> None:
     """
     _KILLED[address] = (got, fix)
     processes = [(address.pid, address.started)]
-    cluster.run_on_node(address.node_id, _end, processes, 0.0, limit_s=NODE_LIMIT_S)
+    cluster.run_on_node(address.node_id, _await_end, processes, 0.0, limit_s=NODE_LIMIT_S)
 
 
-def _end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> list[int]:
+def _await_end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> list[int]:
     """Wait until processes of this node are gone. Kills them after `patience_s`.
 
     Args:

@@ -101,6 +101,7 @@ def cluster(
     init_arguments = dict(arguments)
     address = str(init_arguments.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
     where = ADDRESS_KEY if arguments.get("address") else "RAY_ADDRESS"
+
     if address == "local":
         # Cores as OpenMP counts them, without the quota of a control group.
         num_cores = os.cpu_count() or 1
@@ -115,6 +116,7 @@ def cluster(
     else:
         runtime_env = init_arguments.get("runtime_env")
         init_arguments["runtime_env"] = _joining_env(where, address, runtime_env)
+
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
@@ -126,6 +128,7 @@ def cluster(
             fix="Start a cluster of several machines with `ray start`, and join it with "
             f"{ADDRESS_KEY}=auto (or RAY_ADDRESS=auto). On one machine set trainer.nnodes=1.",
         )
+
     global_worker_stdstream_dispatcher.add_handler("quadriga", _drop_noise)
     with ExitStack() as stack:
         stack.callback(global_worker_stdstream_dispatcher.remove_handler, "quadriga")
@@ -330,7 +333,8 @@ def _joining_env(where: str, address: str, configured: Mapping[str, Any] | None)
     Raises:
         WorkerError: there is no cluster at the address.
     """
-    is_address = ":" in address and "://" not in address and address.rpartition(":")[2].isdecimal()
+    _, colon, port = address.rpartition(":")
+    is_address = bool(colon) and port.isdecimal() and "://" not in address
     if address != "auto" and not is_address:
         fix = "Use the address that `ray start --head` prints, and run the command on a machine of "
         fix += "the cluster, or with `ray job submit`."
@@ -381,6 +385,7 @@ def is_head(address: str, port: int) -> bool:
         with socket.create_connection((address, port), timeout=CONNECT_LIMIT_S) as connection:
             connection.settimeout(5 * CONNECT_LIMIT_S)  # the head may be busy
             connection.sendall(_HTTP2_GREETING)
+            # The header of a frame has 9 bytes, of which the fourth is its type.
             return connection.recv(9)[3:4] == b"\x04"
     except OSError:
         return False
@@ -436,6 +441,7 @@ def await_lost_nodes(limit_s: float = 30.0) -> None:
     """
     deadline = time.monotonic() + limit_s
     while True:
+        # Nodes that Ray considers alive, but whose raylet does not respond.
         lost = []
         for node in ray.nodes():
             address = node["NodeManagerAddress"]

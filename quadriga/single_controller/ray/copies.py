@@ -62,15 +62,18 @@ class Keeper:
         while self._files:
             _, file = self._files.popitem()
             os.close(file)
+
         needed = sum(sizes.values())
         free = available_bytes()
         if needed > free / 2:
             reason = f"they need {needed / GIB:.2f} GiB and may have half of the "
             reason += f"{free / GIB:.2f} GiB that are free"
             return {}, reason
+
         for owner, size in sizes.items():
             self._files[owner] = os.memfd_create("quadriga-state-copy")
             os.truncate(self._files[owner], size)
+        # Files without a name, which other processes open through this process's descriptors.
         folder = f"/proc/{os.getpid()}/fd"
         return {owner: f"{folder}/{file}" for owner, file in self._files.items()}, ""
 
@@ -92,6 +95,7 @@ class Keeper:
             another step.
         """
         slot = slot_of(self._content(owner), step)
+        # The first number of a slot is its step, or 0 while it is written.
         header = slot[:8].view(np.int64)
         if header[0] != step:
             return None
@@ -193,21 +197,25 @@ class StateCopies:
         self._mirrors = []
         self._driver.clear()
         self._plans = {part: worker.plan_copies()[0] for part, worker in workers.items()}
+
         homes = {}  # the node on which each owner runs
-        sizes = {}
+        sizes = {}  # bytes of each owner's memory
         for part, worker in workers.items():
             for rank, address in enumerate(worker.processes.addresses):
                 homes[part, rank] = HERE if _is_one_node() else address.node_id
                 # Two slots, for even and odd steps.
                 sizes[part, rank] = 2 * self._plans[part].slot_bytes[rank]
+
         # Each node mirrors the copies of the node before it in this cycle.
         cycle = sorted(set(homes.values()))
         self._drop(set(self._keepers) - set(cycle))
-        following = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
+        mirror_of = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
         # Each owner's node, and the one that mirrors it, unless there is only one node.
-        nodes = {
-            owner: list(dict.fromkeys((node, following[node]))) for owner, node in homes.items()
-        }
+        nodes = {}
+        for owner, home in homes.items():
+            nodes[owner] = list(dict.fromkeys((home, mirror_of[home])))
+
+        # The keepers make the memory, and the ranks open it. Without all of it there are no copies.
         paths: dict[str, dict[Owner, str]] = {}
         refusal = ""
         largest = 0
@@ -224,6 +232,7 @@ class StateCopies:
             refusal = next(filter(None, worker.open_copies(rank_paths)), "")
         if refusal:
             return f"none ({refusal}): a lost process costs the steps since the last checkpoint"
+
         remote_keepers = {node: keeper for node, keeper in self._keepers.items() if node != HERE}
         self._memory = _CopyLocations(nodes, paths, remote_keepers)
         ranks = "its ranks and of those of the node before" if len(cycle) > 1 else "its ranks"
@@ -250,11 +259,14 @@ class StateCopies:
             print(f"state copies: none from step {step} on, because a keeper was lost: {error}")
             self._workers = {}
             return
+
         for worker in self._workers.values():
             worker.copy_state(step)
         # A process may be lost before all ranks have copied this step, so keep the previous one.
         history = [*self._driver.items(), (step, deepcopy(driver))]
         self._driver = dict(history[-2:])
+
+        # Each node fetches the copies of which it is the mirror, as soon as they are complete.
         self._mirrors = []
         for source, keeper in memory.keepers.items():
             for node in memory.paths:
@@ -269,6 +281,7 @@ class StateCopies:
         Returns:
             The state; None if there is none.
         """
+        # By node and owner, the steps of complete copies.
         complete: dict[str, dict[Owner, list[int]]] = {}
         for node in list(self._keepers):
             try:
@@ -319,4 +332,5 @@ class StateCopies:
 
 
 def _is_one_node() -> bool:
+    """Whether the cluster has a single living node."""
     return sum(node["Alive"] for node in ray.nodes()) == 1

@@ -89,6 +89,7 @@ class Failure:
         while first is not None and not is_of_interest(first.tb_frame.f_code.co_filename):
             first = first.tb_next
         frames = first or error.__traceback__
+
         driver_error = None
         if isinstance(error, QuadrigaError):
             # The driver may not have a user's subclass: use its nearest base class in `errors`.
@@ -105,6 +106,7 @@ class Failure:
         elif _is_lost_peer(error):
             got = str(error).partition("\n")[0]
             driver_error = PeerLostError("a collective", got, "all ranks to take part")
+
         return cls(
             worker,
             method,
@@ -170,11 +172,11 @@ def location_of(frames: Iterator[FrameType]) -> str:
     while frame is not None and not is_of_interest(frame.f_code.co_filename):
         frame = next(frames, None)
     if innermost is None or frame is None or frame is innermost:
-        return _shown(frame or innermost)
-    return f"{_shown(frame)}, inside {_shown(innermost)}"
+        return _describe_frame(frame or innermost)
+    return f"{_describe_frame(frame)}, inside {_describe_frame(innermost)}"
 
 
-def _shown(frame: FrameType | None) -> str:
+def _describe_frame(frame: FrameType | None) -> str:
     """File, line and function of a frame."""
     if frame is None:
         return "an unknown place"
@@ -275,6 +277,8 @@ def cause_of_death(
     """
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
+
+    # What Ray itself has done or knows.
     if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
         sizes = _RAY_OUT_OF_MEMORY.search(text)
         node = f": {sizes[1]} of the node's {sizes[2]} were in use" if sizes else ""
@@ -285,6 +289,8 @@ def cause_of_death(
         return f"no environment for the process: {lines[0]}", ""
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return f"the process could not be set up: {lines[-1]}", ""
+
+    # What the process or the kernel has left behind, from the surest sign to the weakest.
     if fatal := _fatal_error(log.last_lines):
         return fatal, ""
     if "receives a SIGTERM" in text:

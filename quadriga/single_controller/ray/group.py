@@ -128,6 +128,7 @@ def create_colocated_worker_cls(
     roles = {str(role): entry for role, entry in class_dict.items()}
     attributes = {"roles": roles, "__module__": __name__}
     colocated = RayClassWithInitArgs(type("WorkerDict", (WorkerDict,), attributes))
+    # The options are those of the common processes.
     for role, entry in roles.items():
         for key, value in entry.options.items():
             earlier = colocated.options.setdefault(key, value)
@@ -162,6 +163,8 @@ class WorkerProcesses:
         self.name = name
         self.entries = dict(entries)
         self.bundles, share = pool.take_share(name)
+
+        # Threads of each process, by node.
         counts = Counter(bundle.node_id for bundle in self.bundles)
         threads = {}
         for node, count in counts.items():
@@ -174,6 +177,7 @@ class WorkerProcesses:
             mkl_threads = os.environ.get("MKL_NUM_THREADS", num_threads)
             variables = {THREADS: num_threads, "MKL_NUM_THREADS": mkl_threads}
             self.threads = f"{THREADS}={num_threads} in each process, as on the driver"
+
         actor_options = dict(options)
         runtime_env = dict(actor_options.pop("runtime_env", None) or {})
         variables |= runtime_env.pop("env_vars", {})
@@ -192,6 +196,7 @@ class WorkerProcesses:
                 runtime_env={**runtime_env, "env_vars": bundle_variables},
             )
             self._factories.append(factory)
+
         self.is_ended = False
         self.actors = [factory.remote(name, rank) for rank, factory in enumerate(self._factories)]
         self.address_refs = [actor.address.remote() for actor in self.actors]
@@ -355,6 +360,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         return [copy(self).use_ranks([rank]) for rank in self.ranks]
 
     def restart(self, rank: int) -> None:
+        """End the process of a rank, and start another in its place; see `WorkerProcesses.restart`."""
         self.processes.restart(rank)
 
     def method(self, name: str) -> Callable[..., Any]:
@@ -445,12 +451,14 @@ class RayWorkerGroups(WorkerGroups):
             raise
 
     def await_start(self) -> None:
+        """Wait until all processes have started and have imported the modules of their workers."""
         loads: list[RemoteCall] = []
         for group in self._pool_groups.values():
             loads += group.processes.loads()
         calls.resolve(loads)
 
     def describe(self) -> dict[str, str]:
+        """Nodes, roles and threads of each pool, to be printed."""
         choices = {}
         for pool, group in self._pool_groups.items():
             roles = ", ".join(role for role in self.groups if self._manager.mapping[role] == pool)
@@ -460,6 +468,7 @@ class RayWorkerGroups(WorkerGroups):
         return choices
 
     def take_call_times(self) -> list[CallTime]:
+        """Times of the calls of all processes since the last request."""
         actors = [actor for group in self._pool_groups.values() for actor in group.processes.actors]
         if len(actors) == 1:
             return []

@@ -45,7 +45,7 @@ class _Watched:
     actor: Any
     worker: WorkerName
     address: ProcessAddress
-    question: Any  # pending request of its status
+    status_ref: Any  # reference of the status that was requested last
     silent_s: float = 0.0  # time without an answer
     is_named: bool = False  # whether a message has reported its silence
     long_call: str = ""  # the long call that a message has reported
@@ -71,7 +71,7 @@ class Heartbeat:
         self.phase_s = settings.phase_timeout_s
         self.emit = emit
         self._starts = starts
-        self._known: set[Any] = set()  # refs of the starts that are complete
+        self._started_refs: set[Any] = set()  # refs of the starts that are complete
         self._watched: list[_Watched] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -91,55 +91,56 @@ class Heartbeat:
             if is_cluster_lost():
                 calls.HEAD_LOST.set()
                 return
-            self._take_started()
+            self._watch_started()
             for process in list(self._watched):
                 try:
-                    self._look(process)
+                    self._check_status(process)
                 except RayError:
                     # It has died. The call that waits for it raises the reason.
                     self._watched.remove(process)
 
-    def _take_started(self) -> None:
+    def _watch_started(self) -> None:
         """Watch the processes that have started since the last round."""
-        pending = {}
+        pending = {}  # starts that were not complete in the last round, by reference
         for group in self._starts:
             for start in group():
-                if start.ref not in self._known:
+                if start.ref not in self._started_refs:
                     pending[start.ref] = start
         if not pending:
             return
         ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
-        self._known.update(ready)
+        self._started_refs.update(ready)
         for ref in ready:
             start = pending[ref]
             # If a process could not start, the call that waits for it raises the reason.
             with suppress(RayError):
                 address: ProcessAddress = ray.get(ref)
                 worker = replace(start.worker, node=address.node, pid=address.pid)
-                question = start.actor.status.remote()
-                self._watched.append(_Watched(start.actor, worker, address, question))
+                status_ref = start.actor.status.remote()
+                self._watched.append(_Watched(start.actor, worker, address, status_ref))
 
-    def _look(self, process: _Watched) -> None:
+    def _check_status(self, process: _Watched) -> None:
         """Check the pending status of a process. Raises RayError if the process has died."""
-        ready, _ = ray.wait([process.question], timeout=0)
+        ready, _ = ray.wait([process.status_ref], timeout=0)
         if ready:
-            status: Status = ray.get(process.question)
+            # It has answered; request the next status.
+            status: Status = ray.get(process.status_ref)
             process.silent_s = 0.0
             process.is_named = False
-            process.question = process.actor.status.remote()
+            process.status_ref = process.actor.status.remote()
             if self.phase_s is not None:
                 self._limit_call(process, status, self.phase_s)
             return
         process.silent_s += EVERY_S
         if process.silent_s >= self.stall_s:
             got = f"no answer of its control thread for {process.silent_s:.0f} s"
-            got += self._state(process)
+            got += self._kernel_state(process)
             self._kill(process, got, f"It was killed: trainer.stall_timeout_s is {self.stall_s}.")
         elif process.silent_s >= NAMED_AFTER_S and not process.is_named:
             process.is_named = True
             self.emit(
                 f"{process.worker}, process {process.worker.pid}, has not answered for "
-                f"{process.silent_s:.0f} s{self._state(process)}; after {self.stall_s} s "
+                f"{process.silent_s:.0f} s{self._kernel_state(process)}; after {self.stall_s} s "
                 "(trainer.stall_timeout_s) it is killed, and so lost"
             )
 
@@ -151,9 +152,12 @@ class Heartbeat:
             status: its status.
             limit_s: `trainer.phase_timeout_s`.
         """
-        call = f"{status.role}.{status.method}" if status.running_s > limit_s / 2 else ""
+        call = ""  # the call, if it is long
+        if status.running_s > limit_s / 2:
+            call = f"{status.role}.{status.method}"
         if status.running_s > limit_s:
             self._end_call(process, status)
+        # Each call is reported once.
         elif call and call != process.long_call:
             self.emit(
                 f"{process.worker}: {call} has taken {status.running_s:.0f} s, at {status.phase}; "
@@ -168,7 +172,7 @@ class Heartbeat:
         limit = f"trainer.phase_timeout_s is {self.phase_s}"
         refs = {watched.actor.stacks.remote(): watched.worker for watched in self._watched}
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=STACKS_LIMIT_S)
-        workers_at: dict[str, list[str]] = {}
+        workers_at: dict[str, list[str]] = {}  # names of workers, by their stacks
         for ref in ready:
             stacks = calls.output_or_none(ref)
             if stacks is None:
@@ -184,7 +188,7 @@ class Heartbeat:
         got = f"{name} not done after {status.running_s:.0f} s"
         self._kill(process, got, f"It was killed: {limit}.")
 
-    def _state(self, process: _Watched) -> str:
+    def _kernel_state(self, process: _Watched) -> str:
         """The kernel's state of a process, in parentheses, if it explains the silence; else ""."""
         try:
             state = run_on_node(

@@ -137,8 +137,10 @@ class RayResourcePool(ResourcePool):
         """
         if self._bundles:
             return self._bundles
+        # Resources of a process.
         each = {name: amount * self.num_devices for name, amount in self.device_resources.items()}
         nodes = check_resources({self.name: self.device_on_nodes}, self.device_resources)[self.name]
+        # Pairs of a node and its number of processes. Ranks are in the order of the addresses.
         parts = sorted(
             zip(nodes, self.process_on_nodes, strict=True),
             key=lambda part: (address_order(part[0].address), part[0].node_id),
@@ -152,9 +154,11 @@ class RayResourcePool(ResourcePool):
                 bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count,
             )
             groups.append(group)
-        self._await(groups, each)
+        self._await_placement(groups, each)
+
         for group, (node, count) in zip(groups, parts, strict=True):
             self._bundles += [Bundle(group, index, node.node_id) for index in range(count)]
+        # Several parts may share a node.
         counts = list(Counter(bundle.node_id for bundle in self._bundles).values())
         num_wanted = len(self.process_on_nodes)
         if len(counts) < num_wanted:
@@ -166,7 +170,7 @@ class RayResourcePool(ResourcePool):
         self.process_on_nodes = counts
         return self._bundles
 
-    def _await(self, groups: Sequence[Any], each: Mapping[str, float]) -> None:
+    def _await_placement(self, groups: Sequence[Any], each: Mapping[str, float]) -> None:
         """Wait until placement groups are created. Removes them if they are not in time."""
         deadline = time.monotonic() + PLACEMENT_S
         late = [group for group in groups if not group.wait(max(0.0, deadline - time.monotonic()))]
@@ -256,6 +260,7 @@ class ResourcePoolManager:
         }
         self.mapping = dict(mapping)
         self._roles = ", ".join(map(str, mapping)) or "none"
+        # Every role must have a pool, and every pool a role.
         known_pools = ", ".join(self.resource_pool_spec)
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:

@@ -137,7 +137,7 @@ def _split_header(header: bytes | tuple[str, str, Any]) -> tuple[str, str, Any]:
     return role.decode(), method.decode(), body
 
 
-def _packed(output: Any, where: str) -> Any:
+def _pack_output(output: Any, where: str) -> Any:
     """Pack the output of a method for the caller.
 
     Args:
@@ -279,7 +279,7 @@ class WorkerProcess:
                 # `status` reads the line at which the coroutine waits.
                 running.coroutine = output
                 output = asyncio.run(output)
-            running.outcome = _packed(output, f"{role}.{method}")
+            running.outcome = _pack_output(output, f"{role}.{method}")
         return running.outcome
 
     @ray.method(concurrency_group="beside")

@@ -93,7 +93,7 @@ class _Pickler(cloudpickle.Pickler):
         self._tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]] = {}
         # Not a bound method, whose reference cycle with the pickler would keep the pickled objects
         # alive until the next garbage collection.
-        callback = partial(_take, self.parts, self._tensor_parts)
+        callback = partial(_add_large_buffer, self.parts, self._tensor_parts)
         super().__init__(file, protocol=5, buffer_callback=callback)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -116,6 +116,7 @@ class _Pickler(cloudpickle.Pickler):
         memory = bytes_of(plain)
         buffer = pickle.PickleBuffer(memory)
         if memory.nbytes >= BUFFER_FROM_BYTES:
+            # Whether the bytes are in the tensor's own storage, which other tensors may share.
             is_view = plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
             part = _OutOfBandBuffer(memory, root_of(tensor) if is_view else None, is_column)
             self._tensor_parts[id(buffer)] = (buffer, part)
@@ -123,7 +124,7 @@ class _Pickler(cloudpickle.Pickler):
         return open_column if is_column else unpack_tensor, arguments
 
 
-def _take(
+def _add_large_buffer(
     parts: list[_OutOfBandBuffer],
     tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]],
     buffer: pickle.PickleBuffer,
@@ -161,7 +162,7 @@ def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.T
     return lend(column, release_pages if memory.nbytes >= ALONE_FROM_BYTES else None)
 
 
-def _pickled(value: Any) -> list[_OutOfBandBuffer]:
+def _pickle_parts(value: Any) -> list[_OutOfBandBuffer]:
     """Pickle a value.
 
     Returns:
@@ -260,33 +261,20 @@ class Outbox:
         """Pack `(args, kwargs)` of each rank into a message. Equal arguments are pickled once."""
         drafts: dict[Any, _PickledArguments] = {}
         messages: dict[Any, Message] = {}
+        # Ranks with the same objects as arguments get the same message.
         keys = [(*map(id, args), *kwargs, *map(id, kwargs.values())) for args, kwargs in calls]
         for rank, (key, call) in enumerate(zip(keys, calls, strict=True)):
             if key not in drafts and key not in messages:
                 try:
-                    drafts[key] = _PickledArguments(_pickled(call))
+                    drafts[key] = _PickledArguments(_pickle_parts(call))
                 except _NeedsRayError:
                     messages[key] = Message(call)
             if key in drafts:
                 drafts[key].ranks.add(rank)
+
         locations = self._locations(list(drafts.values()))
         for key, draft in drafts.items():
-            refs: dict[Any, int] = {}
-            # For each part its bytes, or where they are: reference, array, first byte and end.
-            places: list[Any] = []
-            for part in draft.parts:
-                address, size = part.key
-                start = 0
-                location = locations.get(part.key)
-                if part.root is not None and id(part.root) in locations:
-                    start = address - part.root.untyped_storage().data_ptr()
-                    location = locations[id(part.root)]
-                if location is None:
-                    places.append(part.memory.tobytes())
-                    continue
-                ref, array = location
-                places.append((refs.setdefault(ref, len(refs)), array, start, start + size))
-            messages[key] = Message(pickle.dumps(places, protocol=5), tuple(refs))
+            messages[key] = _make_message(draft.parts, locations)
         return [messages[key] for key in keys]
 
     def _locations(self, drafts: Sequence[_PickledArguments]) -> dict[Any, Location]:
@@ -300,6 +288,7 @@ class Outbox:
             of a part. Parts without a location travel in the messages.
         """
         locations: dict[Any, Location] = {}
+        # All parts, each with the arguments that contain it.
         pairs = [(draft, part) for draft in drafts for part in draft.parts]
         # Look up stored tensors, unless there are only the streams.
         if len(pairs) > len(drafts):
@@ -310,19 +299,21 @@ class Outbox:
             roots = {id(part.root): part.root for _, part in pairs if part.root is not None}
             for key, root in roots.items():
                 entry = self._stored.get(root)
+                # The bytes in the store are those of the tensor if it has not changed.
                 if entry and entry[0] == stamp_of(root):
                     locations[key] = entry[1]
+
         missing = [(draft, part) for draft, part in pairs if id(part.root) not in locations]
         num_bytes = sum(len(draft.ranks) * part.memory.nbytes for draft, part in missing)
         if num_bytes <= INLINE_UP_TO_BYTES:
             return locations
         # A put costs more than a few kilobytes inside a message, so short streams stay there.
-        large = []
+        parts_to_put = []
         for draft, part in missing:
             is_stream = part is draft.parts[0]
             if not is_stream or part.memory.nbytes > INLINE_UP_TO_BYTES:
-                large.append((draft, part))
-        return locations | self._put(large)
+                parts_to_put.append((draft, part))
+        return locations | self._put(parts_to_put)
 
     def _put(
         self, missing: Sequence[tuple[_PickledArguments, _OutOfBandBuffer]]
@@ -335,10 +326,14 @@ class Outbox:
         Returns:
             Their locations, as for `_locations`.
         """
-        used: dict[int, set[tuple[int, int]]] = {}
+        # Bytes of each root that the ranks use together; equal parts count once.
+        keys_of_root: dict[int, set[tuple[int, int]]] = {}
         for _, part in missing:
-            used.setdefault(id(part.root), set()).add(part.key)
-        used_bytes = {key: sum(size for _, size in keys) for key, keys in used.items()}
+            keys_of_root.setdefault(id(part.root), set()).add(part.key)
+        used_bytes = {}
+        for root_id, keys_of_parts in keys_of_root.items():
+            used_bytes[root_id] = sum(size for _, size in keys_of_parts)
+
         items: dict[Any, _Item] = {}
         for draft, part in missing:
             storage = None if part.root is None else part.root.untyped_storage()
@@ -350,11 +345,13 @@ class Outbox:
             elif key not in items:
                 items[key] = _Item(part.memory)
             items[key].ranks |= draft.ranks
+
         # Large arrays are alone in their object. Small ones share it with those for the same ranks.
         objects: dict[Any, list[Any]] = {}
         for key, item in items.items():
             is_alone = item.memory.nbytes >= ALONE_FROM_BYTES
             objects.setdefault(key if is_alone else frozenset(item.ranks), []).append(key)
+
         locations: dict[Any, Location] = {}
         for keys in objects.values():
             ref = self.put([items[key].memory for key in keys])
@@ -364,6 +361,32 @@ class Outbox:
                 if items[key].stamp is not None:
                     self._stored[items[key].root] = (items[key].stamp, location)
         return locations
+
+
+def _make_message(parts: Sequence[_OutOfBandBuffer], locations: Mapping[Any, Location]) -> Message:
+    """Make the message of pickled arguments.
+
+    Args:
+        parts: the pickle stream, and the memory outside it.
+        locations: what is in the store; see `Outbox._locations`.
+    """
+    refs: dict[Any, int] = {}  # references, with their places in the message
+    # For each part its bytes, or where they are: reference, array, first byte and end.
+    places: list[Any] = []
+    for part in parts:
+        address, size = part.key
+        start = 0
+        location = locations.get(part.key)
+        if part.root is not None and id(part.root) in locations:
+            # The whole storage is in the store, and the part is somewhere in it.
+            start = address - part.root.untyped_storage().data_ptr()
+            location = locations[id(part.root)]
+        if location is None:
+            places.append(part.memory.tobytes())
+            continue
+        ref, array = location
+        places.append((refs.setdefault(ref, len(refs)), array, start, start + size))
+    return Message(pickle.dumps(places, protocol=5), tuple(refs))
 
 
 OUTBOX = Outbox()
@@ -405,7 +428,7 @@ class PackedResult(NamedTuple):
 def pack_result(value: Any) -> Any:
     """Pack the output of a worker's method for Ray's store, without copying large tensors."""
     try:
-        stream, *parts = _pickled(value)
+        stream, *parts = _pickle_parts(value)
     except _NeedsRayError:
         return value
     memories = [part.memory for part in parts]

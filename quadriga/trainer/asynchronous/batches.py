@@ -73,7 +73,7 @@ from quadriga.trainer.asynchronous.rules import (
     Start,
 )
 from quadriga.trainer.asynchronous.schedule import Schedule
-from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, written
+from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, rows_to_tensors
 from quadriga.trainer.asynchronous.staleness import measure_staleness, token_versions
 from quadriga.trainer.asynchronous.streams import Pause, Stream, StreamPool, StreamWorkers
 from quadriga.trainer.prompts import PromptStream
@@ -184,27 +184,30 @@ class AsyncBatches(WeightPublisher):
         with self._changed:
             if self.schedule is None:
                 self._begin(step)
-            schedule = self._running
+            schedule = self._begun_schedule
             # A save after the previous step is over, so engines that paused for it continue.
             schedule.release()
             self._announce()
             self._tend()
             schedule.wants_batch()
             self._act()
-            with waiting(f"the responses of step {step}", self._state):
+            with waiting(f"the responses of step {step}", self._describe_progress):
                 self._wait_for(lambda: self._prefetcher.handed is not None)
             handed, parts, group_filter = self._prefetcher.pop_batch()
             assert handed.step == step
+            # Groups that are ready for later steps.
             depth = sum(group.is_kept for group in schedule.groups.values())
             versions = [part.batch["token_versions"] for part in parts]
-            assert self._schedule_record is not None
             versions_by_group = dict(zip(handed.groups, versions, strict=True))
+            assert self._schedule_record is not None
             self._schedule_record.add_step(step, versions_by_group)
 
         # Without the lock, because nothing else has these groups any more.
         batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
         batch.meta_info["global_steps"] = step
         batch.meta_info["total_training_steps"] = self.rules.num_steps
+        # Unless weights were published after the last step, the actor has already left the newest
+        # version behind. During the critic's warm-up it stays as it is.
         is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
         # A later mini-batch of the step follows an update on the earlier ones.
         self.is_current = is_newest and step != self._last_taken
@@ -232,12 +235,12 @@ class AsyncBatches(WeightPublisher):
             if not self.rules.pauses_to_save:
                 self._announce()
             self._act()
-            with waiting("the rollout, whose state is saved", self._state):
+            with waiting("the rollout, whose state is saved", self._describe_progress):
                 self._wait_for(lambda: self._snapshot.state is not None)
             state = self._snapshot.state
             self._snapshot.state = None
         assert state is not None
-        return written(state)
+        return rows_to_tensors(state)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Store a state of `state_dict`, from which the first `take` resumes.
@@ -277,7 +280,7 @@ class AsyncBatches(WeightPublisher):
     # Called by the trainer's thread, with the lock.
 
     @property
-    def _running(self) -> Schedule:
+    def _begun_schedule(self) -> Schedule:
         """The schedule, which exists once the first batch is taken."""
         assert self.schedule is not None, "the first step has begun"
         return self.schedule
@@ -354,7 +357,7 @@ class AsyncBatches(WeightPublisher):
         pool = self._workers.pool
         if pool is None:
             return
-        schedule = self._running
+        schedule = self._begun_schedule
         new, lost = pool.tend(self._end_group, pauses=self.rules.deterministic)
         for worker in self._workers.remove(lost):
             schedule.lost(worker)
@@ -373,33 +376,34 @@ class AsyncBatches(WeightPublisher):
         It gets the oldest version among the workers, because in a deterministic run all workers
         generate with every version.
         """
-        schedule = self._running
+        schedule = self._begun_schedule
         number = next(self._workers.numbers)
         self._workers.joining[number] = stream
         versions = [worker.version for worker in schedule.workers.values()]
         version = min(versions, default=schedule.published)
-        copied = self._workers.weights[version]
+        weights = self._workers.weights[version]
 
         def join(loaded: Future[int]) -> None:
+            """Callback of the load, in another thread."""
             with self._deciding(), self._changed:
                 loaded.result()
                 self._workers.join(number)
                 schedule.joined(number, version)
 
-        stream.load(lambda: copied, version, keeps_cache=False).add_done_callback(join)
+        stream.load(lambda: weights, version, keeps_cache=False).add_done_callback(join)
 
     def _announce(self) -> None:
         """Tell the schedule about a published version, if it does not know it yet."""
         version = self._workers.unannounced
         if version is not None:
             self._workers.unannounced = None
-            self._running.has_published(version)
+            self._begun_schedule.has_published(version)
         self._changed.notify_all()
 
-    def _state(self) -> str:
+    def _describe_progress(self) -> str:
         """Progress of generation, for the notice about a long wait."""
         num_complete = len(self._prefetcher.complete)
-        return f"{len(self._running.groups)} groups are started, {num_complete} complete"
+        return f"{len(self._begun_schedule.groups)} groups are started, {num_complete} complete"
 
     # Called by other threads.
 
@@ -430,7 +434,7 @@ class AsyncBatches(WeightPublisher):
         """
         with self._deciding(), self._changed:
             rows = output()
-            schedule = self._running
+            schedule = self._begun_schedule
             group = schedule.groups.get(number)
             if group is None:
                 # The group was dropped before its end was reported.
@@ -456,30 +460,30 @@ class AsyncBatches(WeightPublisher):
 
     def _grade_round(self, batch: int) -> None:
         """Start to grade the round of a batch, if all of its groups are complete."""
-        graded = self._prefetcher.find_round(batch)
-        if graded is None:
+        complete_round = self._prefetcher.find_round(batch)
+        if complete_round is None:
             return
         if self.rules.deterministic:
             # The rollout waits for the graders, so that nothing depends on how long they take.
-            self._grade(graded)
+            self._grade(complete_round)
         else:
-            in_background(partial(self._grade, graded), "grading of a round")
+            in_background(partial(self._grade, complete_round), "grading of a round")
 
-    def _grade(self, graded: SamplingRound) -> None:
+    def _grade(self, complete_round: SamplingRound) -> None:
         """Grade a round, and tell the schedule which groups are kept."""
         with self._deciding():
-            self._prefetcher.grade(graded)
+            self._prefetcher.grade(complete_round)
             with self._changed:
-                for number, verdict in self._prefetcher.close_round(graded).items():
-                    self._running.graded(number, verdict)
+                for number, verdict in self._prefetcher.close_round(complete_round).items():
+                    self._begun_schedule.graded(number, verdict)
 
     def _replay(self, num_steps: int) -> None:
         """Carry out a record's decisions before the engine's next step, in the engine's thread."""
         with self._deciding(), self._changed:
-            schedule = self._running
+            schedule = self._begun_schedule
             assert isinstance(schedule, RecordedSchedule)
             (worker,) = self._workers.streams
-            self._carry_out(schedule.at(num_steps, worker))
+            self._carry_out(schedule.decisions_at(num_steps, worker))
 
     # Carrying out decisions, in any thread, with the lock.
 
@@ -489,10 +493,10 @@ class AsyncBatches(WeightPublisher):
             return
         decisions: list[Decision] = []
         # A decision may make room for others.
-        new_decisions = self._running.decide()
+        new_decisions = self._begun_schedule.decide()
         while new_decisions:
             decisions += new_decisions
-            new_decisions = self._running.decide()
+            new_decisions = self._begun_schedule.decide()
         self._carry_out(decisions)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
@@ -545,20 +549,21 @@ class AsyncBatches(WeightPublisher):
         # Groups of the checkpoint continue. Their starts are in the record of the earlier run.
         unfinished = self._prefetcher.pop_unfinished(groups)
         resumed_groups = {response[0] for response in unfinished}
-        new = [
-            (start.group, start.batch, start.row)
-            for start in starts
-            if start.group not in resumed_groups
-        ]
+        new_groups = []
+        for start in starts:
+            if start.group not in resumed_groups:
+                new_groups.append((start.group, start.batch, start.row))
+
+        # A local engine says at which of its steps the groups begin.
         if self._workers.pool is not None:
-            record.add_start(new, version=starts[0].version)
+            record.add_start(new_groups, version=starts[0].version)
         self._workers.streams[worker].start(
-            groups, lambda num_steps: record.add_start(new, at=num_steps), unfinished
+            groups, lambda num_steps: record.add_start(new_groups, at=num_steps), unfinished
         )
 
     def _load(self, worker: int, version: int) -> None:
         """Load weights on a worker, which pauses until they are published."""
-        schedule = self._running
+        schedule = self._begun_schedule
         pause = Pause()
         self._workers.pauses[worker] = pause
 
@@ -583,7 +588,7 @@ class AsyncBatches(WeightPublisher):
             stream = self._workers.streams.get(worker)
             if stream is None or stream.weight_version != version:
                 return
-            schedule = self._running
+            schedule = self._begun_schedule
             # Only a local engine's loads are recorded: those of several engines have no common
             # count of steps.
             if self._workers.pool is None and self._schedule_record is not None:
@@ -595,7 +600,7 @@ class AsyncBatches(WeightPublisher):
 
     def _save(self, worker: int, step: int) -> None:
         """Save the unfinished responses of a worker; with the last worker's, take the snapshot."""
-        schedule = self._running
+        schedule = self._begun_schedule
         stream = self._workers.streams[worker]
         if not self.rules.saves_running:
             # There are no unfinished responses, so the first worker's decision is enough.
@@ -607,6 +612,7 @@ class AsyncBatches(WeightPublisher):
             return
 
         def report(num_steps: int, under_way: Sequence[UnderWay]) -> None:
+            """Store the unfinished responses of the worker, between two steps of its engine."""
             with self._changed:
                 self._snapshot.reports[worker] = under_way
                 self._take_snapshot(step, num_steps)
@@ -615,6 +621,7 @@ class AsyncBatches(WeightPublisher):
                     self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
 
         def end_save(done: Future[int]) -> None:
+            """Pass an error of the save on to the trainer's thread."""
             with self._deciding():
                 done.result()
 
@@ -636,5 +643,5 @@ class AsyncBatches(WeightPublisher):
         assert self._schedule_record is not None
         self._schedule_record.add(at=num_steps, save=step)
         if self._config.async_training.replay is None:
-            self._snapshot.take(self._running, self._prefetcher, under_way, num_steps)
+            self._snapshot.take(self._begun_schedule, self._prefetcher, under_way, num_steps)
             self._changed.notify_all()

@@ -100,7 +100,8 @@ class Prefetcher:
 
     def _take_prompt(self, start: Start) -> DataProto:
         """Take the prompt of a new group from the data, and name it."""
-        # A schedule that repeats a record on several workers may start groups in another order.
+        # A schedule that repeats a record on several workers may start groups in another order. The
+        # groups before this one keep their prompts until they start.
         while start.group not in self._assigned:
             if not self._unassigned:
                 batch = self._prompts.take()
@@ -189,24 +190,24 @@ class Prefetcher:
         rows = DataProto.concat([self.complete[number] for number in numbers])
         return SamplingRound(batch, numbers, rows)
 
-    def grade(self, graded: SamplingRound) -> None:
+    def grade(self, complete_round: SamplingRound) -> None:
         """Grade the rows of a round in place. The lock is held only in a deterministic run."""
-        grade(self._reward, graded.rows)
+        grade(self._reward, complete_round.rows)
 
-    def close_round(self, graded: SamplingRound) -> dict[int, Verdict]:
+    def close_round(self, complete_round: SamplingRound) -> dict[int, Verdict]:
         """Filter a graded round.
 
         Returns:
             Whether each of its groups is kept, or left out because its rewards are equal.
         """
         # A checkpoint before this has the round, so that a resumed run grades it again.
-        del self._rounds[graded.batch]
-        group_filter = self._filters.setdefault(graded.batch, GroupFilter(self._config))
-        # The filter now has the rows of the batch; those in `complete` are dropped with their group
-        # or when the batch is taken.
-        kept_uids = group_filter.add(graded.rows)
+        del self._rounds[complete_round.batch]
+        group_filter = self._filters.setdefault(complete_round.batch, GroupFilter(self._config))
+        # The filter now has the rows of the batch. Those in `complete` are no longer needed, and are
+        # dropped with their group or when the batch is taken.
+        kept_uids = group_filter.add(complete_round.rows)
         verdicts: dict[int, Verdict] = {}
-        for number in graded.groups:
+        for number in complete_round.groups:
             uid = self.complete[number].non_tensor_batch["uid"][0]
             verdicts[number] = "kept" if uid in kept_uids else "equal"
         return verdicts

@@ -73,8 +73,9 @@ class ScheduleRecord:
         for number, versions in versions_by_group.items():
             spans = []
             for row in versions:
-                values, counts = torch.unique_consecutive(row, return_counts=True)
-                starts = counts.cumsum(0) - counts
+                # Runs of tokens of the same version, and the position at which each begins.
+                values, lengths = torch.unique_consecutive(row, return_counts=True)
+                starts = lengths.cumsum(0) - lengths
                 pairs = zip(values.tolist(), starts.tolist(), strict=True)
                 spans.append([[version, start] for version, start in pairs if version >= 0])
             spans_by_group[number] = spans
@@ -121,7 +122,7 @@ class RecordedSchedule(Schedule):
             for number, *_ in event.get("start", ()):
                 self._versions[number] = event.get("version", version)
 
-    def at(self, num_steps: int, worker: int) -> list[Decision]:
+    def decisions_at(self, num_steps: int, worker: int) -> list[Decision]:
         """Return the recorded decisions before the engine's next step.
 
         Args:
@@ -150,12 +151,13 @@ class RecordedSchedule(Schedule):
         return self._new_group(number, batch, row)
 
     def _start(self) -> None:
-        """Start nothing: `at` does."""
+        """Start nothing: `decisions_at` does."""
 
     def _load(self) -> None:
-        """Load nothing: `at` does."""
+        """Load nothing: `decisions_at` does."""
 
-    def _ready(self) -> Sequence[int] | None:
+    def _take_ready_groups(self) -> Sequence[int] | None:
+        """Take the groups that the record has for the next part of the next step's batch."""
         parts = self._parts[self.step + 1]
         if not parts:
             return None
@@ -181,17 +183,18 @@ class RecordedVersions(RecordedSchedule):
         for event in self._events:
             starts += event.get("start", ())
         # Number, batch and row of the groups that have not started, in the order of their numbers.
-        self._coming: dict[int, list[int]] = {start[0]: start for start in sorted(starts)}
+        self._not_started: dict[int, list[int]] = {start[0]: start for start in sorted(starts)}
 
     def _start(self) -> None:
+        """Start groups on workers that have the recorded versions of their weights."""
         for number in sorted(self._to_start):
             worker = self._worker_with(self._versions[number])
             if worker is not None:
                 self._begin(worker, self.groups[number])
-        for number, batch, row in tuple(self._coming.values()):
+        for number, batch, row in tuple(self._not_started.values()):
             worker = self._worker_with(self._versions[number])
             if worker is not None and self._is_round_due(batch, row):
-                del self._coming[number]
+                del self._not_started[number]
                 self._begin(worker, self._recorded_group(number, batch, row))
 
     def _is_round_due(self, batch: int, row: int) -> bool:
@@ -199,8 +202,10 @@ class RecordedVersions(RecordedSchedule):
         size = self.rules.round_size
         if not size:
             return True
-        started = self._batches.get(batch, Batch(0))
-        return started.num_rows - started.num_open >= row // size * size
+        rows_before_round = row // size * size
+        state = self._batches.get(batch, Batch(0))
+        num_graded = state.num_rows - state.num_open
+        return num_graded >= rows_before_round
 
     def _worker_with(self, version: int) -> int | None:
         """The least loaded worker with weights of a version. None: no worker has them."""
@@ -212,14 +217,17 @@ class RecordedVersions(RecordedSchedule):
 
     def _load(self) -> None:
         """Make workers load the next version if no group needs their present one any more."""
-        incomplete = list(self._coming)
+        incomplete = list(self._not_started)
         for number, group in self.groups.items():
             if not group.is_complete:
                 incomplete.append(number)
-        oldest = min((self._versions[number] for number in incomplete), default=self.published)
+        # The oldest version that a worker may still need. Without any group, the newest one is next.
+        oldest_needed = min(
+            (self._versions[number] for number in incomplete), default=self.published
+        )
         for number in sorted(self.workers.behind):
             version = self.workers[number].version
-            if version < oldest:
+            if version < oldest_needed:
                 self._load_version(number, version + 1)
 
 

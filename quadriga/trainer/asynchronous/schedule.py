@@ -75,8 +75,8 @@ class Group:
         waiting: samples without a worker.
         oldest: version of the oldest token of its samples.
         running: worker of each unfinished sample.
-        starts: for each sample that has begun, the version of its first token; once it has ended,
-            that of its oldest token.
+        sample_versions: for each sample that has begun, the version of its first token; once it has
+            ended, that of its oldest token.
         is_complete: whether all samples have ended.
         is_kept: whether the group is graded and a step may learn from it.
     """
@@ -87,7 +87,7 @@ class Group:
     waiting: list[int]
     oldest: int = 0
     running: dict[int, int] = field(default_factory=dict)
-    starts: dict[int, int] = field(default_factory=dict)
+    sample_versions: dict[int, int] = field(default_factory=dict)
     is_complete: bool = False
     is_kept: bool = False
 
@@ -102,7 +102,7 @@ class Batch:
     Attributes:
         num_wanted: number of groups to start; only with `on_stale="wait"`.
         num_rows: number of groups that were started.
-        num_open: number of groups that are neither graded nor dropped.
+        num_open: number of started groups that are neither graded nor dropped.
         num_handed: number of groups that were handed over.
         kept: numbers of groups that may be handed over, sorted; only with `on_stale="wait"`.
     """
@@ -190,8 +190,8 @@ class Schedule:
         self._batches: dict[int, Batch] = {}  # by step
         self._kept: list[int] = []  # kept groups of all batches, sorted, with on_stale="drop"
         self._to_start: set[int] = set()  # groups with samples that have no worker
-        self._generated = step  # all batches up to this step are generated
-        self._wants = False  # whether the trainer is waiting for a batch
+        self._last_generated = step  # all batches up to this step are generated
+        self._is_batch_wanted = False  # whether the trainer is waiting for a batch or a part
         self._awaits_save = False  # whether `hold` was called, but no worker saved yet
         self._pending: list[Decision] = []  # decisions that `decide` has not returned yet
 
@@ -215,7 +215,7 @@ class Schedule:
         for number, sample in sorted(state.running):
             group = self.groups[number]
             del group.running[sample]
-            del group.starts[sample]
+            del group.sample_versions[sample]
             group.waiting.append(sample)
             self._to_start.add(number)
 
@@ -251,22 +251,23 @@ class Schedule:
         state = self.groups.get(group)
         if state is None or state.running.get(sample) != worker:
             return False
-        started = state.starts[sample]
-        if oldest is not None and oldest < started:
+        first_version = state.sample_versions[sample]
+        if oldest is not None and oldest < first_version:
             got = (
                 f"a token of version {oldest} from worker {worker}, in a sample that it began with "
-                f"version {started}"
+                f"version {first_version}"
             )
-            raise RolloutError("async_training", got=got, expected=f"version {started} or newer")
+            expected = f"version {first_version} or newer"
+            raise RolloutError("async_training", got=got, expected=expected)
 
         # A sample without generated tokens keeps the version that it began with.
         if oldest is not None:
-            state.starts[sample] = oldest
+            state.sample_versions[sample] = oldest
         del state.running[sample]
         self.workers[worker].running.remove((group, sample))
         self._refresh(worker)
         state.is_complete = not state.running and not state.waiting
-        state.oldest = min(state.starts.values())
+        state.oldest = min(state.sample_versions.values())
         return state.is_complete
 
     def graded(self, group: int, verdict: Verdict = "kept") -> None:
@@ -285,18 +286,19 @@ class Schedule:
         if verdict == "kept":
             batch.num_open -= 1
             state.is_kept = True
-            insort(self._kept if self._drops else batch.kept, group)
+            insort(self._kept if self._drops_stale else batch.kept, group)
         else:
             self._drop(state, verdict)
-        # If a round of dynamic sampling has not filled the batch, the next one starts.
-        is_round_over = not batch.num_open and batch.num_rows == batch.num_wanted
-        lacks_groups = not self._drops and len(batch.kept) < rules.num_groups
-        if rules.round_size and is_round_over and lacks_groups:
-            batch.num_wanted += rules.round_size
+        # If a round of dynamic sampling has not filled the batch, the next one starts. With
+        # on_stale="drop", batches are not filled one by one.
+        if rules.round_size and not self._drops_stale:
+            is_round_over = not batch.num_open and batch.num_rows == batch.num_wanted
+            if is_round_over and len(batch.kept) < rules.num_groups:
+                batch.num_wanted += rules.round_size
 
     def wants_batch(self) -> None:
         """The trainer is waiting for its next batch, or for the next part of it."""
-        self._wants = True
+        self._is_batch_wanted = True
 
     def hold(self, published: int | None = None) -> None:
         """A step is over, and will be saved.
@@ -352,11 +354,13 @@ class Schedule:
         rules = self.rules
         workers = self.workers.values()
         if rules.pauses_to_save:
+            # The next version to be published, for which all workers pause.
             next_version = rules.version_at(self.step) + 1
             if all(worker.loading == next_version for worker in workers):
                 return True
             # Near the end of the run there is no next version to pause for.
             return self._all_generated(rules.num_steps)
+        # After the save, workers generate with the newest weights, also in a run that resumes.
         if any(worker.version < self.published for worker in workers):
             return False
         if rules.saves_running:
@@ -376,9 +380,11 @@ class Schedule:
         """State of the schedule for a checkpoint, as plain values."""
         groups = []
         for group in self.groups.values():
-            starts = list(group.starts.items())
+            sample_versions = list(group.sample_versions.items())
             unfinished = sorted([*group.running, *group.waiting])
-            groups.append([group.number, group.batch, group.row, starts, unfinished, group.is_kept])
+            groups.append(
+                [group.number, group.batch, group.row, sample_versions, unfinished, group.is_kept]
+            )
         batches = {}
         for step, batch in self._batches.items():
             batches[step] = [batch.num_wanted, batch.num_rows]
@@ -396,18 +402,20 @@ class Schedule:
         # The state has two fields of a batch; the loop below counts its groups for the others.
         for step, (num_wanted, num_rows) in state["batches"].items():
             self._batches[step] = Batch(num_wanted, num_rows)
-        for number, step, row, starts, unfinished, is_kept in state["groups"]:
-            group = Group(number, step, row, waiting=unfinished, starts=dict(starts))
+        for number, step, row, sample_versions, unfinished, is_kept in state["groups"]:
+            group = Group(
+                number, step, row, waiting=unfinished, sample_versions=dict(sample_versions)
+            )
             group.is_complete = not unfinished
             group.is_kept = is_kept
-            group.oldest = min(group.starts.values(), default=0)
+            group.oldest = min(group.sample_versions.values(), default=0)
             self.groups[number] = group
             if unfinished:
                 self._to_start.add(number)
             batch = self._batches[step]
             if not is_kept:
                 batch.num_open += 1
-            elif self._drops:
+            elif self._drops_stale:
                 self._kept.append(number)
             else:
                 batch.kept.append(number)
@@ -415,15 +423,15 @@ class Schedule:
     # Decisions about starts.
 
     @property
-    def _drops(self) -> bool:
+    def _drops_stale(self) -> bool:
         """Whether a step takes the oldest groups that are ready, for whichever step they began."""
         return self.rules.on_stale == "drop"
 
     def _start(self) -> None:
         """Start samples without a worker, then new groups, as long as workers are free."""
-        # The former are of lost workers or of the checkpoint, and belong to the oldest groups.
-        unfinished = sorted(self._to_start) if self.workers.free else []
-        for number in unfinished:
+        # Samples of lost workers or of the checkpoint, which belong to the oldest groups.
+        waiting_groups = sorted(self._to_start) if self.workers.free else []
+        for number in waiting_groups:
             group = self.groups[number]
             worker = self._worker_for(group.batch, len(group.waiting))
             if worker is not None:
@@ -432,13 +440,15 @@ class Schedule:
             batch = self._next_batch()
             if batch is None:
                 break
+            # A later batch needs weights that are at least as new, so no worker could take that.
             worker = self._worker_for(batch, self.rules.group_size)
             if worker is None:
                 break
             num_wanted = self.rules.round_size or self.rules.num_groups
             row = self._batches.setdefault(batch, Batch(num_wanted)).num_rows
-            self._begin(worker, self._new_group(self.num_groups, batch, row))
+            group = self._new_group(self.num_groups, batch, row)
             self.num_groups += 1
+            self._begin(worker, group)
 
     def _new_group(self, number: int, batch: int, row: int) -> Group:
         """Add a group, whose samples have no worker yet, to a batch."""
@@ -453,7 +463,7 @@ class Schedule:
         last_step = self.rules.num_steps
         if self.hold_after is not None:
             last_step = min(last_step, self.hold_after)
-        if self._drops:
+        if self._drops_stale:
             # Groups belong to no step: the existing ones fill the batches of the next steps.
             step = self.step + 1 + len(self.groups) // self.rules.num_groups
             return step if step <= last_step else None
@@ -474,22 +484,21 @@ class Schedule:
             The number of the worker. None if there is no such worker, or if it is still loading
             published weights: the samples then wait for it, so that loads are shared evenly.
         """
-        best = None
+        candidates = []
         for number in self.workers.free | self.workers.loading:
             worker = self.workers[number]
-            load = len(worker.running)
+            num_running = len(worker.running)
             # A worker without samples takes a group that is larger than its capacity.
-            fits = worker.capacity is None or load + size <= worker.capacity or not load
+            has_room = worker.capacity is None or num_running + size <= worker.capacity
             # A worker that is loading weights will begin samples with those.
             version = worker.version if worker.loading is None else worker.loading
-            if not fits or not self.may_start(version, batch):
-                continue
-            # Among equally loaded workers, the smallest number wins, so that runs can be repeated.
-            if best is None or (load, number) < best:
-                best = (load, number)
-        if best is None or best[1] in self.workers.loading:
+            if (has_room or not num_running) and self.may_start(version, batch):
+                candidates.append((num_running, number))
+        if not candidates:
             return None
-        return best[1]
+        # Among equally loaded workers, the smallest number wins, so that runs can be repeated.
+        _, number = min(candidates)
+        return None if number in self.workers.loading else number
 
     def _begin(self, worker: int, group: Group) -> None:
         """Assign all waiting samples of a group to a worker."""
@@ -498,10 +507,10 @@ class Schedule:
         for sample in samples:
             group.running[sample] = worker
             # A sample that continues from a checkpoint keeps the version of its first token.
-            group.starts.setdefault(sample, state.version)
+            group.sample_versions.setdefault(sample, state.version)
             state.running.add((group.number, sample))
         group.waiting.clear()
-        group.oldest = min(group.starts.values())
+        group.oldest = min(group.sample_versions.values())
         self._to_start.discard(group.number)
         self._refresh(worker)
         self._pending.append(
@@ -517,6 +526,7 @@ class Schedule:
         rules = self.rules
         self.hold_after = 0
         if rules.deterministic and self.step:
+            # The gate admits batches of steps that begin with up to this version.
             newest = rules.version_at(self.step) + rules.max_staleness
             self.hold_after = rules.last_step_with(newest)
         for number, worker in self.workers.items():
@@ -538,18 +548,20 @@ class Schedule:
         workers = self.workers
         worker = workers[number]
         is_loading = worker.loading is not None
+        loads_published = worker.loading is not None and worker.loading <= self.published
+        _set_member(workers.loading, number, loads_published)
+
         # A deterministic worker also waits for weights that are not published yet.
         newest = self.published
         if rules.deterministic and self.hold_after is None:
             newest = rules.version_at(rules.num_steps)
-        # With "finish" a worker must become empty before it can load weights.
-        finishes = rules.in_flight == "finish" and not rules.deterministic
-        is_draining = finishes and worker.version < self.published
-        has_room = worker.capacity is None or len(worker.running) < worker.capacity
-        loads_published = worker.loading is not None and worker.loading <= self.published
-        _set_member(workers.free, number, has_room and not is_loading and not is_draining)
         _set_member(workers.behind, number, not is_loading and worker.version < newest)
-        _set_member(workers.loading, number, loads_published)
+
+        # With "finish" a worker must become empty before it can load weights.
+        finishes_first = rules.in_flight == "finish" and not rules.deterministic
+        is_draining = finishes_first and worker.version < self.published
+        has_room = worker.capacity is None or len(worker.running) < worker.capacity
+        _set_member(workers.free, number, has_room and not is_loading and not is_draining)
 
     def _load(self) -> None:
         """Make workers load newer weights, or pause for them."""
@@ -587,30 +599,31 @@ class Schedule:
     def _all_generated(self, last: int) -> bool:
         """Whether all batches up to a step are generated."""
         # A generated batch stays so, so each is checked only until then.
-        self._generated = max(self._generated, self.step)
-        while self._generated < last:
-            batch = self._batches.get(self._generated + 1)
+        self._last_generated = max(self._last_generated, self.step)
+        while self._last_generated < last:
+            batch = self._batches.get(self._last_generated + 1)
             if batch is None or not batch.is_generated:
                 return False
-            self._generated += 1
+            self._last_generated += 1
         return True
 
     # Decisions about batches.
 
     def _hand_over(self) -> None:
         """Hand the next batch or part over, if the trainer is waiting for it and it is ready."""
-        if not self._wants or self.is_over:
+        if not self._is_batch_wanted or self.is_over:
             return
-        numbers = self._ready()
+        numbers = self._take_ready_groups()
         if numbers is None:
             return
-        self._wants = False
+        self._is_batch_wanted = False
         step = self.step + 1
         self._check_bound(step, numbers)
         for number in numbers:
             del self.groups[number]
+
         is_last = True
-        if not self._drops:
+        if not self._drops_stale:
             batch = self._batches[step]
             # A step ends with the last part of its batch.
             batch.num_handed += len(numbers)
@@ -624,27 +637,27 @@ class Schedule:
     def _drop_leftovers(self) -> None:
         """Drop the groups that no later step can learn from."""
         # Dynamic sampling may keep more groups than a batch has.
-        if not self._drops:
+        if not self._drops_stale:
             for number in self._batches[self.step].kept:
                 self._drop(self.groups[number], "surplus")
-        oldest = self.rules.version_at(self.step + 1) - self.rules.max_staleness
+        oldest_allowed = self.rules.version_at(self.step + 1) - self.rules.max_staleness
         for group in list(self.groups.values()):
             if self.is_over:
                 self._drop(group, "end")
-            elif self._drops and group.oldest < oldest:
+            elif self._drops_stale and group.oldest < oldest_allowed:
                 self._drop(group, "stale")
         # Batches of later steps are kept even without groups, because they number further rows.
-        used = {group.batch for group in self.groups.values()}
-        for number in list(self._batches):
-            if number <= self.step and number not in used:
-                del self._batches[number]
+        steps_with_groups = {group.batch for group in self.groups.values()}
+        for step in list(self._batches):
+            if step <= self.step and step not in steps_with_groups:
+                del self._batches[step]
 
     def _drop(self, group: Group, reason: Reason) -> None:
         """Remove a group, and free the workers that still generate samples of it."""
         del self.groups[group.number]
         if not group.is_kept:
             self._batches[group.batch].num_open -= 1
-        elif self._drops:
+        elif self._drops_stale:
             # With on_stale="wait" the list is that of the group's batch, which is over.
             self._kept.remove(group.number)
         self._to_start.discard(group.number)
@@ -656,13 +669,16 @@ class Schedule:
             self._refresh(worker)
         self._pending.append(Drop(group.number, reason, tuple(running)))
 
-    def _ready(self) -> Sequence[int] | None:
-        """The groups of the next batch, or of its next part. None: they are not all ready.
+    def _take_ready_groups(self) -> Sequence[int] | None:
+        """Choose the groups of the next batch, or of its next part, if all of them are ready.
 
         With `on_stale="drop"` they are also removed from `_kept`.
+
+        Returns:
+            Numbers of the groups; None if they are not all ready.
         """
         rules = self.rules
-        if self._drops:
+        if self._drops_stale:
             if len(self._kept) < rules.num_groups:
                 return None
             chosen = self._kept[: rules.num_groups]
@@ -672,10 +688,12 @@ class Schedule:
         batch = self._batches.get(self.step + 1)
         if batch is None:
             return None
-        size = min(rules.part_size or rules.num_groups, rules.num_groups - batch.num_handed)
+        num_missing = rules.num_groups - batch.num_handed
+        size = min(rules.part_size or rules.num_groups, num_missing)
         chosen = batch.kept[:size]
         if len(chosen) < size:
             return None
+
         # With dynamic sampling there may be more groups than needed. All are awaited, so that the
         # choice does not depend on which are graded first.
         if not rules.part_size:

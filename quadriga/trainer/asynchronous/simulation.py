@@ -148,6 +148,7 @@ class SimulatedWorker:
     def tokens_by_version(self, begin: float, end: float) -> Counter[int]:
         """Tokens of each version in a sample that was decoded between two positions."""
         tokens: Counter[int] = Counter()
+        # Each version is used up to the position at which the next one was loaded.
         stops = [start for start, _ in self.versions[1:]]
         stops.append(float("inf"))
         for (start, version), stop in zip(self.versions, stops, strict=True):
@@ -218,18 +219,21 @@ class Simulation:
                 case Start():
                     self.start(decision)
                 case Load(worker, version):
+                    # The worker generates nothing until it has loaded the weights.
                     self.pause(worker, True)
                     if version <= self.published:
                         self.after(self.load_s(worker), partial(self.loaded, worker, version))
                     else:
                         self.awaited.setdefault(version, []).append(worker)
                 case Resume(worker):
-                    for waiting in self.awaited.values():
-                        waiting[:] = [number for number in waiting if number != worker]
+                    for waiting_workers in self.awaited.values():
+                        if worker in waiting_workers:
+                            waiting_workers.remove(worker)
                     self.pause(worker, False)
                 case HandOver():
                     self.train(decision)
                 case Drop(group, _, running):
+                    # Its samples are aborted, which takes no time.
                     for number, sample in running:
                         self.workers[number].advance(self.now)
                         del self.workers[number].begins[group, sample]
@@ -264,6 +268,7 @@ class Simulation:
             return
         worker.advance(self.now)
         end, group, sample = heapq.heappop(worker.ends)
+        # Rounding may leave the worker just before the end of the sample.
         worker.position = max(worker.position, end)
         tokens = worker.tokens_by_version(worker.begins.pop((group, sample)), end)
         self.tokens.setdefault(group, Counter()).update(tokens)
@@ -297,17 +302,19 @@ class Simulation:
     def train(self, batch: HandOver) -> None:
         """Train on the groups that are handed over: a whole batch, or a part of it."""
         num_tokens = 0.0
-        current = self.rules.version_at(batch.step)
+        current_version = self.rules.version_at(batch.step)
         for group in batch.groups:
             for version, tokens in self.tokens.pop(group).items():
-                self.ages[current - version] += tokens
+                self.ages[current_version - version] += tokens
                 num_tokens += tokens
+        # A part of a batch takes its share of the time of a step.
         share = len(batch.groups) / self.rules.num_groups
         seconds = self.costs.step_s * share + num_tokens * self.costs.token_s / self.train_gpus
         self.train_s += seconds
-        is_last = batch.is_last
-        end = partial(self.trained, batch.step) if is_last else self.schedule.wants_batch
-        self.after(seconds, end)
+        if batch.is_last:
+            self.after(seconds, partial(self.trained, batch.step))
+        else:
+            self.after(seconds, self.schedule.wants_batch)
 
     def trained(self, step: int) -> None:
         """Event: a step is done. Publish its weights, and ask for the next batch."""
@@ -405,6 +412,7 @@ def advice(
     """
     num_rollout = sum(rollout_ranks(config))
     num_train = _training_ranks(config)
+    total = num_rollout + num_train
     size = engine_ranks(config)
     costs = Costs()
     if run is not None:
@@ -416,11 +424,8 @@ def advice(
         directory = recorded_config.trainer.directory
         yield f"by lengths and seconds of {len(lines)} steps of {directory}"
     else:
-        longest = config.data.max_response_length
-        median = longest / 8
-        shape = (NUM_STEPS, config.data.train_batch_size, config.actor_rollout_ref.rollout.n)
-        logarithms = np.random.default_rng(0).normal(np.log(median), 1.0, shape)
-        workload = Workload(np.exp(logarithms).clip(1, longest).round(), np.ones(shape[:2]))
+        median = config.data.max_response_length / 8
+        workload = _assumed_workload(config, median)
         yield f"assumed, not measured: log-normal lengths, median {median:g} tokens, sigma 1; rewards of 1 s;"
         yield f"decode steps of {costs.decode_s:g} s + {costs.sequence_s:g} s a sequence; updates of {costs.step_s:g} s"
         yield f"+ {costs.token_s:g} s a token over the training ranks. `--recorded RUN` has those of a run in lockstep"
@@ -435,7 +440,7 @@ def advice(
         warmup_steps=0,
         round_size=0,
     )
-    total = num_rollout + num_train
+    # Pairs of `max_staleness` and the number of training ranks.
     configured = (rules.max_staleness, num_train)
     choices = [(bound, train) for bound in BOUNDS for train in _splits(num_train, total, size)]
     choices.append(configured)
@@ -458,6 +463,19 @@ def advice(
             f"the speed of lockstep on {num_train} + {num_rollout}; training waits {outcome.train_idle:.0%}, rollout"
             f" {outcome.rollout_idle:.0%} of the time"
         )
+
+
+def _assumed_workload(config: Config, median: float) -> Workload:
+    """Responses of log-normal lengths with sigma 1, and rewards of 1 s.
+
+    Args:
+        config: has the number and the largest length of responses.
+        median: of the lengths, in tokens.
+    """
+    shape = (NUM_STEPS, config.data.train_batch_size, config.actor_rollout_ref.rollout.n)
+    logarithms = np.random.default_rng(0).normal(np.log(median), 1.0, shape)
+    lengths = np.exp(logarithms).clip(1, config.data.max_response_length).round()
+    return Workload(lengths, reward_s=np.ones(shape[:2]))
 
 
 def _splits(num_train: int, total: int, size: int) -> set[int]:

@@ -99,18 +99,18 @@ class Snapshot:
     def restore(self, schedule: Schedule, prefetcher: Prefetcher) -> None:
         """Restore the schedule and the prefetcher from the resumed state, if there is one."""
         if self.resumed:
-            state = read(self.resumed)
+            state = tensors_to_rows(self.resumed)
             schedule.restore(state["schedule"])
             prefetcher.restore(state, schedule.num_groups)
 
 
-def written(state: dict[str, Any]) -> dict[str, Any]:
+def rows_to_tensors(state: dict[str, Any]) -> dict[str, Any]:
     """Convert the rows in a state to tensors, for a checkpoint."""
     return _convert_rows(state, as_tensor)
 
 
-def read(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert the tensors in the state of a checkpoint to rows; the inverse of `written`."""
+def tensors_to_rows(state: dict[str, Any]) -> dict[str, Any]:
+    """Convert the tensors in the state of a checkpoint to rows; the inverse of `rows_to_tensors`."""
     return _convert_rows(state, from_tensor)
 
 
@@ -118,7 +118,7 @@ def require_state(state: dict[str, Any]) -> None:
     """Check the entries of a state.
 
     Raises:
-        CheckpointError: they are not those of `written`.
+        CheckpointError: they are not those of `rows_to_tensors`.
     """
     if state.keys() != set(STATE):
         raise CheckpointError(

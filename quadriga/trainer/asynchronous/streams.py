@@ -61,9 +61,11 @@ class RemoteStream:
         self._group = copy(group).use_ranks(ranks)
         self._done = done
         self._pauses = pauses
-        # Keeps calls in order, and protects `_unseen`.
+        # Keeps calls in order, and protects `_unchecked_calls`.
         self._lock = Lock()
-        self._unseen: list[Any] = []  # handles of calls whose results have not been checked
+        self._unchecked_calls: list[
+            Any
+        ] = []  # handles of calls whose results have not been checked
         self._open: set[int] = set()  # unfinished groups
         self._loads: dict[int, Future[int]] = {}  # unfinished loads by version
         # Unfinished saves: callback and future.
@@ -129,7 +131,7 @@ class RemoteStream:
         num_ranks = self.num_ranks if method == "give_weights" else 1
         calls = [((method, *args), kwargs)] * num_ranks
         with self._lock:
-            self._unseen += self._group.start_all("call_stream", calls)
+            self._unchecked_calls += self._group.start_all("call_stream", calls)
 
     def _listen(self) -> None:
         """Handle the events of the engine until the stream is over or an error ends it."""
@@ -137,17 +139,18 @@ class RemoteStream:
             while not self.is_over:
                 events = self._group.start_all("stream_events", [((), {})] * self.num_ranks)
                 with self._lock:
-                    calls = self._unseen
-                    self._unseen = []
-                # Calls come first, because their errors may be the cause of later ones.
+                    calls = self._unchecked_calls
+                    self._unchecked_calls = []
+                # Calls come first, because their errors may be the cause of later ones. Each has one
+                # result, and each rank one list of events.
                 results = self._group.resolve([*calls, *events])
                 events_of_first_rank = results[len(calls)]
                 for event in events_of_first_rank:
-                    self._take(*event)
+                    self._handle_event(*event)
         except BaseException as error:
             self.error = error
 
-    def _take(self, kind: str, number: int, value: Any) -> None:
+    def _handle_event(self, kind: str, number: int, value: Any) -> None:
         """Handle an event; see `ServedStream.events` for its parts."""
         if kind == "loaded":
             self.weight_version = value
@@ -160,6 +163,7 @@ class RemoteStream:
             self._open.discard(number)
             self.has_ended = True
             self._done(number, lambda: value)
+        # The engine has paused until the callbacks have returned.
         if self._pauses:
             self._call("go_on")
 

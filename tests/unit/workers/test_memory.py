@@ -21,6 +21,6 @@ def test_a_role_beside_without_sizes_is_no_error(
         critic={"model": {"path": str(tmp_path / "policy")}},
         reward_model={"enable": True, "model": {"path": str(tmp_path / "judge")}},
     )
-    plans = memory._plans_beside(config, "actor_rollout_ref.actor", 2)
+    plans = memory._plan_other_roles(config, "actor_rollout_ref.actor", 2)
     assert list(plans) == ["critic"]
     assert "memory of reward_model is not predicted" in caplog.text
