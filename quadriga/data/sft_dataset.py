@@ -814,13 +814,13 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
         tools = []
         for schema in schemas or ():
             tools.append(json.loads(schema) if isinstance(schema, str) else schema)
-        bad_schema = next((tool for tool in tools if not isinstance(tool, Mapping)), None)
+        bad_schemas = [tool for tool in tools if not isinstance(tool, Mapping)]
     except (ValueError, TypeError, RecursionError) as error:
-        bad_schema = f"{shortened(value)} ({error})"
-    if bad_schema is not None:
+        bad_schemas = [f"{shortened(value)} ({error})"]
+    if bad_schemas:
         raise DataError(
             where,
-            got=f"the tool schema {bad_schema}, which is no JSON object",
+            got=f"the tool schema {bad_schemas[0]}, which is no JSON object",
             expected=(
                 'a list such as [{"type": "function", "function": {"name": ..., "parameters":'
                 " {...}}}]"

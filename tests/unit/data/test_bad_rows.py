@@ -111,7 +111,7 @@ def test_bad_rows_only(tokenizer, config, write, row):
 
 @pytest.mark.parametrize(
     "tools",
-    ["{", '{"name": "f"}', [1], ["f"], 7, [json.dumps([{"name": "f"}])]],
+    ["{", '{"name": "f"}', [1], ["f"], 7, [None], [json.dumps([{"name": "f"}])]],
 )
 def test_a_tool_schema_that_is_no_json(tokenizer, config, write, tools):
     chat = [USER, {"role": "assistant", "content": "w2"}]
