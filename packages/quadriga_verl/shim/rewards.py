@@ -26,7 +26,7 @@ from torch import Tensor
 from quadriga.background import EventLoopThread
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
-from quadriga.rewards.managers.naive import punishment_of
+from quadriga.rewards.managers.naive import overlong_penalty
 from quadriga.rewards.outcome import read_outcome
 from quadriga.rewards.registry import RewardManager, RewardOutput
 from quadriga.rewards.registry import register as _register
@@ -287,7 +287,7 @@ class DAPORewardManager(NaiveRewardManager):
     def shaped(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
         score, details = super().shaped(graded, length)
         buffer = self.overlong_buffer_cfg or {}
-        penalty, penalty_columns = punishment_of(length, self.max_resp_len, buffer)
+        penalty, penalty_columns = overlong_penalty(length, self.max_resp_len, buffer)
         return score + penalty, {**details, **penalty_columns}
 
 
@@ -355,7 +355,7 @@ class SingleDAPORewardManager(SingleRewardManager):
         num_positions = data.batch["responses"].shape[1]
         length = int(data.batch["attention_mask"][0, -num_positions:].sum())
         buffer = kwargs.get("overlong_buffer_cfg") or {}
-        penalty, columns = punishment_of(length, kwargs.get("max_resp_len"), buffer)
+        penalty, columns = overlong_penalty(length, kwargs.get("max_resp_len"), buffer)
         return {
             "reward_score": result["reward_score"] + penalty,
             "reward_extra_info": {**result["reward_extra_info"], **columns},

@@ -146,7 +146,14 @@ def test_what_is_known_is_not_tokenized_again(monkeypatch: pytest.MonkeyPatch):
     expected = [len(tokenizer.encode(text).ids) for text in texts]
     for _ in range(2):
         assert counter.bounds(texts[:3], None)[:, 0].tolist() == expected[:3]
-        assert set(counter._count_by_piece) == {b"what", b" is", b" the", b"\nwhat", b"the", b" what"}
+        assert set(counter._count_by_piece) == {
+            b"what",
+            b" is",
+            b" the",
+            b"\nwhat",
+            b"the",
+            b" what",
+        }
     assert counter.bounds(texts, None)[:, 0].tolist() == expected
     monkeypatch.setattr(token_counts, "MAX_REMEMBERED_PIECES", 1)
     assert counter.bounds(["what"], None).tolist() == [[1, 1]]

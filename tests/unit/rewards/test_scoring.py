@@ -194,7 +194,7 @@ def test_functions_of_trls_form_are_called_by_name(function_file):
     row = ROW | {"extra_info": {"row": {"level": 2}}}
     grade = ScoreFunction(path, "one").load()
     assert grade(**row) == 6
-    assert "row" in ScoreFunction(path, "one").accepted_by(grade)
+    assert "row" in ScoreFunction(path, "one").accepted_arguments(grade)
     with pytest.raises(ConfigError, match=r"takes lists.*needs reward_model\.reward_manager=batch"):
         ScoreFunction(path, "several").load()
 
@@ -241,7 +241,7 @@ def test_functions_get_special_tokens_and_messages_by_naming_them(tmp_path):
     for name in ("item", "batch", "plain"):
         function = ScoreFunction(str(file), name, is_batch=name == "batch")
         with GradingPool(function, num_workers=1) as pool:
-            (outcome,) = pool.grade([function.facts_of(row)], timeout_s=60)
+            (outcome,) = pool.grade([function.arguments_of(row)], timeout_s=60)
         extras[name] = outcome.extra
     assert extras == {
         "item": {"whole": "<t>four", "roles": ["tool"]},

@@ -25,7 +25,8 @@ from quadriga.rewards.graders.code import compute_score
 from tests.limits import SOON_S
 
 pytestmark = pytest.mark.skipif(
-    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+    bool(containment.why_unavailable()),
+    reason=f"no containment here: {containment.why_unavailable()}",
 )
 
 TESTS = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
