@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NegativeFloat, PositiveFloat, model_validator
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Findings, ReadIf, filled, unused, wrong
+from quadriga.config.base import Findings, ReadIf, fill_missing, notice_unused
 from quadriga.config.types import Count, KLKind, PathText
+from quadriga.errors import ConfigError
 
 _TOP_K = "forward_kl_topk"
 
@@ -45,11 +46,11 @@ class DistillationConfig(ParallelConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _top_k_is_a_loss(cls, values: Any) -> Any:
+    def _default_for_top_k(cls, values: Any) -> Any:
         """Change the default of `use_policy_gradient` for losses on the teacher's top tokens."""
         if not isinstance(values, dict) or values.get("loss_mode") != _TOP_K:
             return values
-        return filled(values, {"use_policy_gradient": False})
+        return fill_missing(values, {"use_policy_gradient": False})
 
     @property
     def num_top_tokens(self) -> int | None:
@@ -82,20 +83,22 @@ class DistillationConfig(ParallelConfig):
 
     def findings(self, at: str) -> Findings:
         if not self.enable:
-            yield from unused(self.changed(at), f"{at}.enable is false")
+            yield from notice_unused(self.changed(at), f"{at}.enable is false")
             return
         if not self.all_teachers:
             fix = "Set it to a folder or a hub name, or set teachers for several data sources."
-            yield wrong(f"{at}.path", f"null, with {at}.enable=True", "a teacher", fix)
+            yield ConfigError(f"{at}.path", f"null, with {at}.enable=True", "a teacher", fix)
         if self.loss_mode == _TOP_K and self.use_policy_gradient:
             fix = "Set it to false: a policy gradient only changes sampled tokens."
-            yield wrong(f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix)
+            yield ConfigError(
+                f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix
+            )
         if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
             got = f"{self.loss_mode}, with use_policy_gradient=False"
             fix = "The gradient of k1 does not depend on the teacher."
-            yield wrong(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
+            yield ConfigError(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
         if self.engine_kwargs and not any(map(is_served, self.all_teachers)):
-            yield from unused([f"{at}.engine_kwargs"], "no teacher is a server")
+            yield from notice_unused([f"{at}.engine_kwargs"], "no teacher is a server")
 
 
 def is_served(teacher: str) -> bool:

@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from quadriga.config.base import filled
+from quadriga.config.base import fill_missing
 from quadriga.config.checks import training_findings
 from quadriga.config.keys import (
     KeyInfo,
@@ -30,8 +30,8 @@ from quadriga.config.keys import (
     section_keys,
 )
 from quadriga.config.rollout_checks import with_groups
-from quadriga.config.root import PRESETS, Config, respell, spelled, spelled_text
-from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
+from quadriga.config.root import PRESETS, Config, respell, spell_key, spell_text
+from quadriga.config.yaml_text import as_text, combine_errors, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
 from quadriga.redact import HIDDEN, hidden_names
 
@@ -39,11 +39,11 @@ from quadriga.redact import HIDDEN, hidden_names
 _OVERRIDE = re.compile(
     r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL
 )
-_MISSING = object()  # stands for a key without a value; null is a value
+_MISSING = object()  # stands for the value of a key that has none; null is a value
 CUSTOM_CLASS = "data.custom_cls.path"
 CUSTOM_OPTIONS = "data.custom_cls.options"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
-_ENVIRONMENT = "env"  # a section that can be written as its name
+_ENVIRONMENT = "env"  # a section that users can write as the name of an environment
 # Keys of verl's section `megatron` -> keys for both training engines.
 _SIZES_OF_MEGATRON = {
     "context_parallel_size": "ulysses_sequence_parallel_size",
@@ -53,7 +53,12 @@ _SIZES_OF_MEGATRON = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration, and notices for its user."""
+    """A configuration, and notices for its user.
+
+    Attributes:
+        config: the configuration.
+        notices: sentences about choices and effects that the user may not expect.
+    """
 
     config: Config
     notices: list[str]
@@ -86,21 +91,21 @@ def load_config(
     trees = [read_yaml(Path(file), problems) for file in files]
     chosen_task = _choose_task(task, [tree for tree, _ in trees], overrides)
     # The task has to be known first, because it determines which keys exist and their spelling.
-    reading = _Reading(chosen_task, problems=problems)
+    builder = _ConfigBuilder(chosen_task, problems=problems)
     # In rising order of precedence.
     for tree, places in [({"task": chosen_task}, {}), (defaults, {}), *trees, (values, {})]:
         for key, value in tree.items():
-            reading.assign(str(key), value, places)
-    notices = list(reading.take_overrides(overrides))
-    # A configuration that a run has written has placeholders for secrets.
-    for key, place in reading.places.items():
-        for name in hidden_names(reading.value(key), key):
+            builder.assign(str(key), value, places)
+    notices = list(builder.assign_overrides(overrides))
+    # The configuration that a run writes down has placeholders for secrets.
+    for key, place in builder.places.items():
+        for name in hidden_names(builder.value(key), key):
             expected = "the value, which a run does not write down"
             fix = f"Give it again: {name}=..."
-            reading.refuse(name, place, got=HIDDEN, expected=expected, fix=fix)
-    config = reading.finish(notices, for_training=for_training)
+            builder.refuse(name, place, got=HIDDEN, expected=expected, fix=fix)
+    config = builder.finish(notices, for_training=for_training)
     if problems or config is None:
-        raise combined(problems)
+        raise combine_errors(problems)
     return Loaded(config, notices)
 
 
@@ -132,12 +137,12 @@ def read_settings(
     Returns:
         The configuration (None if it cannot be read), all problems, and all notices.
     """
-    reading = _Reading(task, problems=[])
+    builder = _ConfigBuilder(task, problems=[])
     notices: list[str] = []
     for key, value in {"task": task, **values}.items():
-        reading.assign(key, value, places)
-    config = reading.finish(notices, for_training=for_training, is_verls=True)
-    return config, reading.problems, notices
+        builder.assign(key, value, places)
+    config = builder.finish(notices, for_training=for_training, is_verls=True)
+    return config, builder.problems, notices
 
 
 def parse_override(
@@ -161,7 +166,7 @@ def parse_override(
     if match is None:
         fix = _fix_of_word(argument)
         raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
-    key = spelled(match["key"], task)
+    key = spell_key(match["key"], task)
     if key == _ENVIRONMENT:
         key = f"{_ENVIRONMENT}.name"
     text = match["value"].strip()
@@ -231,16 +236,16 @@ def as_override(key: str, path: str | Path) -> str:
 
 
 @dataclass
-class _Reading:
-    """Collects the values of a configuration, then validates them.
+class _ConfigBuilder:
+    """Builds a configuration: collects its values, then validates them.
 
     Dotted keys are in the task's spelling.
 
     Attributes:
         task: the task.
-        problems: all problems so far.
+        problems: all problems so far; methods add to the list.
         values: tree of values so far, in the schema's spelling.
-        places: file and line of each key, "" for the command line.
+        places: file and line of each key that has a value; "" for the command line.
     """
 
     task: str
@@ -248,9 +253,13 @@ class _Reading:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
 
-    def take_overrides(self, overrides: Sequence[str]) -> Iterator[str]:
-        """Assign the values of the command line; yield a notice for each key that it sets twice."""
-        seen: set[str] = set()
+    def assign_overrides(self, overrides: Sequence[str]) -> Iterator[str]:
+        """Assign the values of the command line.
+
+        Yields:
+            Notices about keys that are set twice, and about new keys that resemble known ones.
+        """
+        assigned_keys: set[str] = set()
         open_sections = self._open_sections(overrides)
         for argument in overrides:
             try:
@@ -258,6 +267,7 @@ class _Reading:
             except ConfigError as problem:
                 self.problems.append(problem)
                 continue
+            # `+section.name=value` may be a misspelled key of the package.
             for section, dictionary in open_sections.items():
                 name = key.removeprefix(f"{dictionary}.")
                 near_keys = nearest_keys(f"{section}.{name}", self.task)
@@ -266,12 +276,12 @@ class _Reading:
                         f"{section}.{name}: taken as a key of your own; "
                         f"the package's is {near_keys[0]}."
                     )
-            if key in seen:
+            if key in assigned_keys:
                 yield (
                     f"{key} is set twice on the command line; "
                     f"the last value is used: {as_text(value, key)}."
                 )
-            seen.add(key)
+            assigned_keys.add(key)
             self.assign(key, value, {})
 
     def _open_sections(self, overrides: Sequence[str]) -> dict[str, str]:
@@ -280,8 +290,8 @@ class _Reading:
         Returns:
             For each section, the dictionary that holds such keys, as for `parse_override`.
         """
-        # The values of these keys: from the files, or from the command line, whose values are not
-        # assigned yet.
+        # The values of these keys, by which a user's code takes part. Those of the command line are
+        # not assigned yet, so they are read from it here.
         values = {}
         for key in (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB):
             if leaf_of(key, self.task):
@@ -290,13 +300,13 @@ class _Reading:
             key, _, value = argument.lstrip("+").partition("=")
             if key in values:
                 values[key] = value
-        absent = (_MISSING, None, "", "null")
+        unset_values = (_MISSING, None, "", "null")
         open_sections = {}
-        if values.get(CUSTOM_CLASS) not in absent:
+        if values.get(CUSTOM_CLASS) not in unset_values:
             open_sections["data"] = CUSTOM_OPTIONS
         # `file.py:function` names a user's estimator.
         is_users_estimator = ":" in str(values.get("algorithm.adv_estimator", ""))
-        if is_users_estimator or values.get(EXTERNAL_LIB) not in absent:
+        if is_users_estimator or values.get(EXTERNAL_LIB) not in unset_values:
             open_sections["algorithm"] = "algorithm.adv_options"
         return open_sections
 
@@ -310,7 +320,7 @@ class _Reading:
         """
         spelled_key = key
         place = places.get(key)
-        key = spelled(key, self.task)
+        key = spell_key(key, self.task)
         if key == _ENVIRONMENT and isinstance(value, str):
             key = f"{_ENVIRONMENT}.name"
         sections = section_keys(self.task)
@@ -323,11 +333,10 @@ class _Reading:
             self._refuse_unknown(key, value, place)
         elif value is not None:
             prefix = f"{key}."
-            names = [
-                leaf_key.removeprefix(prefix).partition(".")[0]
-                for leaf_key in leaf_keys(self.task)
-                if leaf_key.startswith(prefix)
-            ]
+            names = []
+            for leaf_key in leaf_keys(self.task):
+                if leaf_key.startswith(prefix):
+                    names.append(leaf_key.removeprefix(prefix).partition(".")[0])
             fix = f"Its keys are {', '.join(dict.fromkeys(names))}."
             self.refuse(key, place, got=as_text(value, key), expected="a section", fix=fix)
 
@@ -337,19 +346,19 @@ class _Reading:
             fix = "References are not resolved: write the value."
             self.refuse(key, place, got=as_text(value, key), expected="a value", fix=fix)
             return
-        *path, last = spelled(key, self.task, in_full=True).split(".")
+        *path, last = spell_key(key, self.task, in_full=True).split(".")
         node = self.values
         for depth, name in enumerate(path, start=1):
             node = node.setdefault(name, {})
             # A section above the key may have been set to a plain value.
             if not isinstance(node, dict):
-                above = spelled(".".join(path[:depth]), self.task)
+                above = spell_key(".".join(path[:depth]), self.task)
                 expected = f"none, because {above} is {as_text(node, above)}"
                 self.refuse(key, place, got=f"a key under {above}", expected=expected)
                 return
         # A later dictionary replaces single entries of an earlier one.
         if isinstance(value, dict) and isinstance(node.get(last), dict):
-            value = filled(value, node[last])
+            value = fill_missing(value, node[last])
         # A copy, because an anchor in YAML puts one object in several places.
         node[last] = deepcopy(value)
         self.places[key] = place or ""
@@ -400,7 +409,7 @@ class _Reading:
             is_verls: whether the values are from a command line of verl.
 
         Returns:
-            The configuration, or None if there is none.
+            The configuration. None: the values cannot be read.
         """
         config = self.validate()
         if for_training and config is not None:
@@ -411,9 +420,9 @@ class _Reading:
             refused_keys = {problem.where.partition(" (")[0] for problem in self.problems}
             problems, further_notices = training_findings(config, is_verls=is_verls)
             for problem in problems:
-                if spelled(problem.where, self.task) not in refused_keys:
+                if spell_key(problem.where, self.task) not in refused_keys:
                     self.problems.append(problem)
-            notices += [spelled_text(notice, self.task) for notice in further_notices]
+            notices += [spell_text(notice, self.task) for notice in further_notices]
         for problem in self.problems:
             respell(problem, self.task)
         return config
@@ -425,7 +434,7 @@ class _Reading:
             The configuration, with defaults in place of refused values, so that checks between keys
             can continue. None: defaults alone are refused too.
         """
-        # The second attempt is without the refused values.
+        # A second attempt without the refused values, so that checks can report more problems.
         for _ in range(2):
             try:
                 return Config.model_validate(self.values)
@@ -434,7 +443,7 @@ class _Reading:
             refused_keys: set[str] = set()
             for error in errors:
                 key = self._key_of(error["loc"])
-                # Keys that are filled in from another one (such as from clip_ratio) fail with it.
+                # A key that gets its value from another one (such as from clip_ratio) fails with it.
                 # Only the key that the user has written is reported.
                 if key not in refused_keys and self.value(key) is not _MISSING:
                     refused_keys.add(key)
@@ -456,7 +465,7 @@ class _Reading:
         """
         known_keys = section_keys(self.task) | leaf_keys(self.task).keys()
         for depth in range(len(location), 0, -1):
-            key = spelled(".".join(map(str, location[:depth])), self.task)
+            key = spell_key(".".join(map(str, location[:depth])), self.task)
             if key in known_keys:
                 return key
         return ""
@@ -492,7 +501,7 @@ class _Reading:
             key: the dotted key.
             remove: whether to remove the value.
         """
-        *path, last = spelled(key, self.task, in_full=True).split(".")
+        *path, last = spell_key(key, self.task, in_full=True).split(".")
         node: Any = self.values
         for name in path:
             node = node.get(name) if isinstance(node, dict) else None

@@ -18,12 +18,12 @@ from quadriga.config.actor import (
     ModelConfig,
     ParallelConfig,
 )
-from quadriga.config.base import Findings, absent, unused, wrong
+from quadriga.config.base import Findings, notice_unused
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.engine_traits import engines_with
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, MachineError
 
 ROLES = (
     "actor_rollout_ref",
@@ -35,17 +35,18 @@ ROLES = (
     "reward_model",
     "teacher",
 )
-_IF_ASKED_FOR = ("reward_model", "teacher")  # roles that a run has only if they are enabled
+_OPTIONAL_ROLES = ("reward_model", "teacher")
+"""Roles that a run has only if the configuration enables them."""
 POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")
 """Roles that contain the actor. A run has one of them."""
 ACTOR = "actor_rollout_ref.actor"
 CRITIC = "critic"
 DISTILLATION = "distillation"
 _ARRANGEMENTS: dict[str, dict[str, str]] = {
-    "together": dict.fromkeys(("actor_rollout_ref", "critic", *_IF_ASKED_FOR), "all"),
+    "together": dict.fromkeys(("actor_rollout_ref", "critic", *_OPTIONAL_ROLES), "all"),
     "grouped": {"actor_rollout": "policy"}
-    | dict.fromkeys(("ref", "critic", *_IF_ASKED_FOR), "scoring"),
-    "apart": {role: role for role in ("actor_rollout", "ref", "critic", *_IF_ASKED_FOR)},
+    | dict.fromkeys(("ref", "critic", *_OPTIONAL_ROLES), "scoring"),
+    "apart": {role: role for role in ("actor_rollout", "ref", "critic", *_OPTIONAL_ROLES)},
 }
 """The pool of each role, by value of `trainer.placement`."""
 _KEY = "trainer.placement"
@@ -66,7 +67,7 @@ class Placement:
     pools: Mapping[str, list[int]]
 
 
-def asked_roles(config: Config) -> list[str]:
+def enabled_roles(config: Config) -> list[str]:
     """Optional roles that the configuration enables."""
     roles = []
     if config.reward_model.enable:
@@ -85,9 +86,11 @@ def role_pools(trainer: TrainerConfig, asked: Collection[str] = ()) -> dict[str,
     """
     placement = trainer.placement if trainer.backend == "ray" else "together"
     pools = _ARRANGEMENTS[placement] if isinstance(placement, str) else placement
-    return {
-        role: pool for role, pool in pools.items() if role in asked or role not in _IF_ASKED_FOR
-    }
+    present_pools = {}
+    for role, pool in pools.items():
+        if role in asked or role not in _OPTIONAL_ROLES:
+            present_pools[role] = pool
+    return present_pools
 
 
 def place_roles(
@@ -105,6 +108,7 @@ def place_roles(
         ConfigError: a role has no pool.
     """
     pools = role_pools(trainer, asked)
+    # The role of the policy depends on the placement, and brings others with it.
     policy = next((role for role in POLICIES if role in pools), "actor_rollout")
     policy_pool = pools.get(policy)
     needed_roles = []
@@ -125,7 +129,7 @@ def place_roles(
     if missing_roles:
         got = f"no pool for {' and '.join(missing_roles)}"
         fix = f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in missing_roles)}."
-        raise wrong(_KEY, got, "a pool for each role of the run", fix)
+        raise ConfigError(_KEY, got, "a pool for each role of the run", fix)
     return Placement(roles, {pool: trainer.processes_of(pool) for pool in roles.values()})
 
 
@@ -146,7 +150,7 @@ def arranged_roles(
     """
     trainer = config.trainer
     sections = _sections(config)
-    for role, pool in role_pools(trainer, asked_roles(config)).items():
+    for role, pool in role_pools(trainer, enabled_roles(config)).items():
         if role not in sections or (role == "critic" and not has_critic):
             continue
         num_ranks = sum(trainer.processes_of(pool)) if trainer.backend == "ray" else 1
@@ -186,23 +190,23 @@ def check_profiles(config: Config) -> Findings:
         if ranks is None:
             continue
         if config.global_profiler.tool is None:
-            yield from unused([key], "global_profiler.tool is null")
+            yield from notice_unused([key], "global_profiler.tool is null")
             continue
         size = sizes[where]
         missing_ranks = [rank for rank in ranks if rank >= size]
         if missing_ranks:
             processes = "process" if size == 1 else "processes"
             expected = f"ranks from 0 to {size - 1}: the role has {size} {processes}"
-            yield wrong(key, str(missing_ranks), expected, "null profiles all ranks.")
+            yield ConfigError(key, str(missing_ranks), expected, "null profiles all ranks.")
 
 
 def with_fewer_processes(config: Config) -> Iterator[Config]:
-    """Yield configurations with fewer and fewer processes whose ranks can still be arranged.
+    """Yield configurations with fewer and fewer processes, as long as their ranks can be arranged.
 
     All pools shrink together: by a machine at a time, then by a process of their last machine.
     """
     trainer = config.trainer
-    roles = role_pools(trainer, asked_roles(config))
+    roles = role_pools(trainer, enabled_roles(config))
     pools = {pool: trainer.processes_of(pool) for pool in roles.values()}
     while any(counts != [1] for counts in pools.values()):
         pools = {pool: counts[:-1] or [max(1, counts[0] - 1)] for pool, counts in pools.items()}
@@ -265,7 +269,7 @@ def rollout_group_size(config: Config) -> int:
 
 
 def devices_problem(config: Config) -> ConfigError | None:
-    """Error about an engine such as SGLang that cannot use the GPUs of Ray; None if it can."""
+    """Error about an engine such as SGLang that cannot use the GPUs of Ray; None if there is none."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
     if size == 1 or config.trainer.backend != "ray":
@@ -273,7 +277,7 @@ def devices_problem(config: Config) -> ConfigError | None:
     if rollout.traits.computes_in != "own" or rollout.has_servers:
         return None
     title = rollout.engine_title
-    return wrong(
+    return ConfigError(
         f"{ROLLOUT}.tensor_model_parallel_size",
         got=f"{size} on GPUs, with Ray and {title}",
         expected=f"1: {title} starts processes of its own, for which Ray gives no devices",
@@ -282,13 +286,13 @@ def devices_problem(config: Config) -> ConfigError | None:
 
 
 def experts_problem(config: Config) -> ConfigError | None:
-    """Error about an engine that cannot divide experts on a CPU; None if it need not."""
+    """Error about an engine that cannot divide experts on a CPU; None if there is none."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.expert_parallel_size
     devices = rollout.traits.expert_parallel_devices
     if size == 1 or not devices or "cpu" in devices:
         return None
-    return wrong(
+    return ConfigError(
         f"{ROLLOUT}.expert_parallel_size",
         got=f"{size}, on a CPU",
         expected=f"1: {rollout.engine_title} divides experts on {' and '.join(devices)} only",
@@ -328,21 +332,21 @@ def _check_groups(config: Config) -> Findings:
     if not rollout.request_seeds:
         expected = "true: the ranks of a group must sample with the same seed for each response"
         fix = "Set it to true, or tensor_model_parallel_size to 1."
-        yield wrong(f"{ROLLOUT}.request_seeds", f"false, {in_groups}", expected, fix)
+        yield ConfigError(f"{ROLLOUT}.request_seeds", f"false, {in_groups}", expected, fix)
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         fix = "Set it to 1: each group is an engine."
-        yield wrong(f"{ROLLOUT}.data_parallel_size", f"{num_replicas}, {in_groups}", "1", fix)
+        yield ConfigError(f"{ROLLOUT}.data_parallel_size", f"{num_replicas}, {in_groups}", "1", fix)
 
 
 def _on_device(
     problem: ConfigError | None, chosen_device: str, device: str, machine: str
 ) -> Findings:
-    """Yield a problem that a run has on one kind of device only.
+    """Yield a problem that a run has on one kind of device only, if it may run there.
 
     Args:
         problem: the problem, if there is one.
-        chosen_device: `trainer.device`. If it is auto, the problem is only a notice.
+        chosen_device: `trainer.device`. For auto, the problem is only a notice.
         device: the device on which the run fails.
         machine: describes machines on which `auto` chooses that device.
     """
@@ -382,7 +386,7 @@ def _check_group_sizes(config: Config) -> Findings:
     fix = f"Set it to 1, or change the number of processes: {key}"
     if trainer.backend != "ray":
         fix += " with trainer.backend=ray"
-    yield wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, f"{fix}.")
+    yield ConfigError(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, f"{fix}.")
 
 
 def check_layouts(config: Config) -> Findings:
@@ -414,7 +418,7 @@ def check_megatron(config: Config) -> Findings:
     settings = actor.megatron
     if actor.strategy != "megatron":
         names = [f"{ACTOR}.megatron.{name}" for name in settings.model_fields_set]
-        yield from unused(names, "strategy is fsdp")
+        yield from notice_unused(names, "strategy is fsdp")
         return
     yield from _check_megatron_version()
     model = config.actor_rollout_ref.model
@@ -422,7 +426,7 @@ def check_megatron(config: Config) -> Findings:
         got = "an adapter, with strategy=megatron"
         expected = "0: adapters are trained by FSDP2"
         fix = "Train all weights, or set strategy=fsdp."
-        yield wrong("actor_rollout_ref.model.lora_rank", got, expected, fix)
+        yield ConfigError("actor_rollout_ref.model.lora_rank", got, expected, fix)
     has_critic = config.task == "rl"
     yield from _check_activations("actor_rollout_ref.model", model)
     if has_critic:
@@ -431,7 +435,7 @@ def check_megatron(config: Config) -> Findings:
     if settings.virtual_pipeline_model_parallel_size and num_stages == 1:
         key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
         fix = "Set pipeline_model_parallel_size, too."
-        yield wrong(key, "a number, with one pipeline stage", "null", fix)
+        yield ConfigError(key, "a number, with one pipeline stage", "null", fix)
     yield from _unread_sharding(ACTOR, actor)
     if has_critic:
         yield from _unread_sharding(CRITIC, config.critic)
@@ -447,21 +451,23 @@ def _check_megatron_version() -> Findings:
     if not installed.startswith(f"{MEGATRON_VERSION}."):
         got = f"megatron, with megatron-core {installed}"
         fix = "pip install -e '.[megatron]', or set strategy=fsdp."
-        yield absent(f"{ACTOR}.strategy", got, MEGATRON_VERSION, fix)
+        yield MachineError(f"{ACTOR}.strategy", got, MEGATRON_VERSION, fix)
 
 
 def _check_activations(at: str, model: ModelConfig | CriticModelConfig) -> Findings:
     """Yield an error if activations are to be offloaded, which Megatron-core does not do here."""
     if model.enable_activation_offload:
         fix = "Set enable_gradient_checkpointing, or strategy=fsdp."
-        yield wrong(f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix)
+        yield ConfigError(
+            f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix
+        )
 
 
 def _unread_sharding(at: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
     """Yield a notice about keys of FSDP that Megatron-core does not read."""
     changed_names = section.fsdp_config.model_fields_set
     names = [name for name in ("fsdp_size", "reshard_after_forward") if name in changed_names]
-    yield from unused([f"{at}.fsdp_config.{name}" for name in names], "strategy is megatron")
+    yield from notice_unused([f"{at}.fsdp_config.{name}" for name in names], "strategy is megatron")
 
 
 def _check_shared_sizes(config: Config) -> Findings:
@@ -470,7 +476,7 @@ def _check_shared_sizes(config: Config) -> Findings:
     A process has one set of Megatron-core's process groups, for all of its roles.
     """
     actor = config.actor_rollout_ref.actor
-    optional_roles = asked_roles(config)
+    optional_roles = enabled_roles(config)
     pools = role_pools(config.trainer, optional_roles)
     policy_pool = next((pools[role] for role in POLICIES if role in pools), None)
     critic = ["critic"] if _is_gae(config) else []
@@ -491,7 +497,7 @@ def _check_shared_sizes(config: Config) -> Findings:
                     "Give both the same size, or processes of their own (trainer.placement), "
                     "or set strategy=fsdp."
                 )
-                yield wrong(f"{at}.{name}", got, expected, fix)
+                yield ConfigError(f"{at}.{name}", got, expected, fix)
 
 
 def check_placement(config: Config) -> Findings:
@@ -503,25 +509,29 @@ def check_placement(config: Config) -> Findings:
     if trainer.device not in ("auto", "cpu", "cuda"):
         got = f"'{trainer.device}', with trainer.backend=ray"
         fix = "Ray gives each process a device of its own."
-        yield wrong("trainer.device", got, "auto, cpu or cuda", fix)
+        yield ConfigError("trainer.device", got, "auto, cpu or cuda", fix)
     # A user's placement is an open dictionary, so roles and pools may be missing or misspelled.
-    optional_roles = asked_roles(config)
+    optional_roles = enabled_roles(config)
     pools = role_pools(trainer, optional_roles)
     unknown_roles = [role for role in pools if role not in ROLES]
     if unknown_roles:
-        yield wrong(_KEY, f"the role {unknown_roles[0]}", f"roles out of {', '.join(ROLES)}")
+        yield ConfigError(_KEY, f"the role {unknown_roles[0]}", f"roles out of {', '.join(ROLES)}")
     yield from _check_policy(pools)
     for role in optional_roles:
         if role not in pools:
             section = DISTILLATION if role == "teacher" else role
             got = f"no pool for {role}, with {section}.enable=True"
-            yield wrong(_KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME.")
+            yield ConfigError(
+                _KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME."
+            )
     used_pools = list(dict.fromkeys(pools.values()))
     idle_pools = [pool for pool in trainer.resource_pools if pool not in used_pools]
     if idle_pools:
         key = f"trainer.resource_pools.{idle_pools[0]}"
         expected = f"pools out of {', '.join(used_pools)}"
-        yield wrong(key, "a pool without a role", expected, f"{_KEY} names the pool of each role.")
+        yield ConfigError(
+            key, "a pool without a role", expected, f"{_KEY} names the pool of each role."
+        )
 
 
 def _check_local(config: Config) -> Findings:
@@ -531,12 +541,12 @@ def _check_local(config: Config) -> Findings:
         engine = config.actor_rollout_ref.rollout.name
         got = f"{trainer.device}, with {engine} in processes of its own, which use the first GPUs"
         fix = "Set trainer.device=cuda, and CUDA_VISIBLE_DEVICES to the GPUs to use."
-        yield wrong("trainer.device", got, "cuda:0", fix)
+        yield ConfigError("trainer.device", got, "cuda:0", fix)
     for name in ("nnodes", "n_gpus_per_node"):
         value = getattr(trainer, name)
         if value != 1:
             fix = "Several processes need Ray: set trainer.backend=ray (`quadriga train --ray`)."
-            yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
+            yield ConfigError(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
 
     # Keys about several processes, their recovery and the cluster.
     default = TrainerConfig()
@@ -555,7 +565,7 @@ def _check_local(config: Config) -> Findings:
         keys.append("ray_kwargs.ray_init")
     if config.ray_kwargs.timeline_json_file:
         keys.append("ray_kwargs.timeline_json_file")
-    yield from unused(keys, "trainer.backend is local")
+    yield from notice_unused(keys, "trainer.backend is local")
 
 
 def _starts_processes(config: Config) -> bool:
@@ -577,16 +587,16 @@ def _check_policy(pools: Mapping[str, str]) -> Findings:
     policies = [role for role in POLICIES if role in pools]
     got = " and ".join(pools)
     if not policies:
-        yield wrong(_KEY, "no pool for the policy", f"{_KEY}.actor_rollout_ref=NAME")
+        yield ConfigError(_KEY, "no pool for the policy", f"{_KEY}.actor_rollout_ref=NAME")
     if len(policies) > 1 or {"actor_rollout_ref", "ref"} <= pools.keys():
         expected = "actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref"
         fix = "The reference is either inside the policy's processes or a separate role."
-        yield wrong(_KEY, got, expected, fix)
+        yield ConfigError(_KEY, got, expected, fix)
     elif policies and ("rollout" in pools) != (policies == ["actor"]):
         expected = "actor_rollout_ref or actor_rollout, or both of actor and rollout"
         fix = "The rollout is either inside the policy's processes or a role beside `actor`."
-        yield wrong(_KEY, got, expected, fix)
+        yield ConfigError(_KEY, got, expected, fix)
     elif policies == ["actor"] and pools["actor"] == pools["rollout"]:
         pool = pools["actor"]
         fix = f"In one pool they are one role: set {_KEY}.actor_rollout={pool} instead of both."
-        yield wrong(_KEY, f"actor and rollout in one pool, {pool}", "a pool for each", fix)
+        yield ConfigError(_KEY, f"actor and rollout in one pool, {pool}", "a pool for each", fix)

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Findings, ReadIf, Section, absent, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, notice_unused
 from quadriga.config.types import Count, Name, PathText, Share
+from quadriga.errors import ConfigError, MachineError
 
 _PASSES = (
     "micro_batch_size_per_gpu",
@@ -66,10 +67,12 @@ class RewardModelConfig(ParallelConfig):
             names = {f"{at}.{name}" for name in (*_PASSES, *ParallelConfig.model_fields)}
             changed = self.model.changed(f"{at}.model")
             changed += [key for key in self.changed(at) if key in names]
-            yield from unused(changed, f"{at}.enable is false")
+            yield from notice_unused(changed, f"{at}.enable is false")
         elif self.model.path is None:
             fix = "Set it to a folder or a hub name of a sequence classifier with one label."
-            yield wrong(f"{at}.model.path", f"null, with {at}.enable=True", "a reward model", fix)
+            yield ConfigError(
+                f"{at}.model.path", f"null, with {at}.enable=True", "a reward model", fix
+            )
 
 
 class CustomRewardFunctionConfig(Section):
@@ -98,7 +101,7 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        yield absent(key, f"'{file}' ({error})", "JSON", "Download the model again.")
+        yield MachineError(key, f"'{file}' ({error})", "JSON", "Download the model again.")
         return
 
     fix = "Name a model that was trained to score."
@@ -107,13 +110,13 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
     if not is_classifier and not reward.model.trust_remote_code:
         got = f"'{path}', whose config.json names {', '.join(names)}: it has no classification head"
         expected = "an architecture that ends in ForSequenceClassification, with one label"
-        yield absent(key, got, expected, fix)
+        yield MachineError(key, got, expected, fix)
         return
     # By transformers' default, a classifier has two labels.
     num_labels = described.get("num_labels", len(described.get("id2label") or range(2)))
     if num_labels != 1:
         got = f"'{path}', a classifier with {num_labels} labels by its config.json"
-        yield absent(key, got, "one label, the score", fix)
+        yield MachineError(key, got, "one label, the score", fix)
 
     num_positions = described.get("max_position_embeddings")
     limit = reward.max_length
@@ -121,7 +124,9 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
         return
     if limit is not None and limit > num_positions:
         expected = f"at most {num_positions}, the positions of the reward model"
-        yield absent("reward_model.max_length", str(limit), expected, "Lower it, or leave it out.")
+        yield MachineError(
+            "reward_model.max_length", str(limit), expected, "Lower it, or leave it out."
+        )
         return
     num_tokens = limit or num_positions
     if num_tokens < max_sequence_tokens:

@@ -84,12 +84,12 @@ def as_text(value: Any, name: str = "") -> str:
     value = redacted(value, name)
     if isinstance(value, str):
         return f"'{value}'"
-    # In a list, because lists are written on one line; the brackets are cut off.
+    # Written inside a list, because lists are written on one line. The brackets are cut off.
     text = " ".join(to_yaml([value]).strip()[1:-1].split())
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def combined(problems: Sequence[ConfigError]) -> ConfigError:
+def combine_errors(problems: Sequence[ConfigError]) -> ConfigError:
     """Combine errors into one; a single error is returned unchanged."""
     if len(problems) == 1:
         return problems[0]

@@ -808,10 +808,10 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     Raises:
         DataError: the value has another form.
     """
+    tools: list[Any] = []
     try:
         # Many data sets have schemas as JSON, since a column of Parquet cannot hold different structs.
         schemas = json.loads(value) if isinstance(value, str) and value else value
-        tools = []
         for schema in schemas or ():
             tools.append(json.loads(schema) if isinstance(schema, str) else schema)
         bad_schemas = [tool for tool in tools if not isinstance(tool, Mapping)]

@@ -14,7 +14,7 @@ from quadriga.config import Config, place_roles
 from quadriga.config.async_training import AsyncTrainingConfig
 from quadriga.config.placement import (
     POLICIES,
-    asked_roles,
+    enabled_roles,
     role_pools,
     rollout_devices,
     rollout_group_size,
@@ -290,7 +290,7 @@ def start_workers(
     }
     asked = ()
     if config.task == "rl":
-        asked = asked_roles(config)
+        asked = enabled_roles(config)
     else:
         role_classes[Role.ActorRollout] = SUPERVISED[config.task][0]
     placement = place_roles(
