@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from quadriga.config import Config, load_config
 from quadriga.config.root import respell
 from quadriga.config.yaml_text import read_yaml
-from quadriga.config_draft import ConfigDraft, ConfigFiles, Reward, Rows, with_sources
+from quadriga.config_draft import ConfigDraft, ConfigFiles, Reward, Rows, name_sources
 from quadriga.descendants import own_folder
 from quadriga.errors import (
     CheckpointError,
@@ -42,7 +42,7 @@ from quadriga.observe.progress import (
 from quadriga.observe.records import STEP, VALIDATION, RecordFolder, table_for_people
 from quadriga.observe.stopping import Interrupted, quiet_interrupt
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
-from quadriga.redact import without_hidden
+from quadriga.redact import remove_hidden
 from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
 from quadriga.trainer.checkpoint import Checkpoints, model_folder
@@ -274,7 +274,7 @@ class Trainer:
             with quiet_interrupt(is_reported=True):
                 return next(self._steps)
         except QuadrigaError as error:
-            error = with_sources(error, self._sources)
+            error = name_sources(error, self._sources)
             raise respell(error, self.config.task) from error.__cause__
 
     def run(self) -> "Run":
@@ -677,7 +677,7 @@ def evaluate(
         try:
             grades = frozen.evaluate(draft.load())
         except QuadrigaError as error:
-            raise with_sources(error, draft.sources) from error.__cause__
+            raise name_sources(error, draft.sources) from error.__cause__
     # The first response to each prompt.
     samples: dict[str, dict[str, Any]] = {}
     for response in grades.rows:
@@ -720,7 +720,7 @@ def _defaults_of(run: Run) -> dict[str, Any]:
             raise problems[0]
     if sections.pop("task", "rl") != "rl":
         return {}
-    sections = without_hidden(sections)
+    sections = remove_hidden(sections)
     sections.get("actor_rollout_ref", {}).get("rollout", {}).pop("n", None)
     sections.get("trainer", {}).pop("validation_data_dir", None)
     return sections

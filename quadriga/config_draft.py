@@ -398,7 +398,7 @@ class ConfigDraft:
         return size
 
 
-def with_sources(error: QuadrigaError, sources: Mapping[str, str]) -> QuadrigaError:
+def name_sources(error: QuadrigaError, sources: Mapping[str, str]) -> QuadrigaError:
     """Replace the names of written files in an error by the caller's names for their rows.
 
     Args:

@@ -38,7 +38,7 @@ class Declaration:
 
 
 @cache
-def declared(decorator: str) -> dict[str, Declaration]:
+def read_declarations(decorator: str) -> dict[str, Declaration]:
     """Read the declarations of all functions that the package registers with a decorator.
 
     Args:
@@ -79,9 +79,9 @@ def _declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
 
 def loss_options() -> dict[str, tuple[str, ...]]:
     """Options of each policy loss, including those of the batch columns that it reads."""
-    columns = declared("register_batch_column")
+    columns = read_declarations("register_batch_column")
     options = {}
-    for name, loss in declared("register_policy_loss").items():
+    for name, loss in read_declarations("register_policy_loss").items():
         names = list(loss.options)
         for field in loss.fields:
             if field in columns:

@@ -172,7 +172,7 @@ def _remove_folder(folder: str) -> None:
             return
 
 
-def beside(
+def start_beside(
     function: str, *arguments: object, pass_fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
     """Start a process that calls a function of this module.
@@ -220,8 +220,10 @@ class Guardian:
         self._lifeline, guardian_end = socket.socketpair()
         with guardian_end:
             fd = guardian_end.fileno()
-            before = {pid: start_of(pid) for pid in descendants(os.getpid())}
-            self.process = beside("_guard", fd, os.getpid(), before, mark, folder, pass_fds=(fd,))
+            before = {pid: start_time_of(pid) for pid in descendants(os.getpid())}
+            self.process = start_beside(
+                "_guard", fd, os.getpid(), before, mark, folder, pass_fds=(fd,)
+            )
 
     def close(self) -> None:
         """End all remaining processes, and wait until they have ended."""
@@ -294,7 +296,7 @@ class _Guarded:
     def look(self) -> None:
         """Note new processes and shared memory; remove memory whose processes have all ended."""
         # Remembered, because a process whose parent has ended is no longer a descendant.
-        self._known |= {pid: start_of(pid) for pid in descendants(self._root)}
+        self._known |= {pid: start_time_of(pid) for pid in descendants(self._root)}
         self._known = _living(self._known)
         # The file system may not exist, or a file may have disappeared.
         with suppress(FileNotFoundError):
@@ -304,13 +306,13 @@ class _Guarded:
             pids = self._pids() if new_files else set()
             for pid in pids:
                 for file in shared_memory({pid}) & new_files:
-                    self._memory.setdefault(file, {})[pid] = start_of(pid)
+                    self._memory.setdefault(file, {})[pid] = start_time_of(pid)
         unowned = [file for file, owners in self._memory.items() if not _living(owners)]
         for file in unowned:
             # Another process may have mapped the file after it was new.
             pids = [pid for pid in _all_pids() if file in shared_memory({pid})]
             if pids:
-                self._memory[file] = {pid: start_of(pid) for pid in pids}
+                self._memory[file] = {pid: start_time_of(pid) for pid in pids}
             else:
                 del self._memory[file]
                 file.unlink(missing_ok=True)
@@ -352,7 +354,7 @@ class _Guarded:
         pids = {*descendants(self._root), *_living(self._known)}
         pids |= {pid for pid in _all_pids() if self._mark in _read(pid, "environ")}
         pids -= {os.getpid(), self._root, *_living(self._before)}
-        return {pid for pid in pids if start_of(pid)}
+        return {pid for pid in pids if start_time_of(pid)}
 
 
 def end_session(folder: str) -> None:
@@ -403,7 +405,7 @@ def _end_sessions_behind(driver: int, folders: Sequence[str]) -> None:
 
 def _living(processes: dict[int, bytes]) -> dict[int, bytes]:
     """The processes among `processes` that have not ended; the values are their start times."""
-    return {pid: start for pid, start in processes.items() if start and start_of(pid) == start}
+    return {pid: start for pid, start in processes.items() if start and start_time_of(pid) == start}
 
 
 def _all_pids() -> list[int]:
@@ -424,15 +426,15 @@ def stat_of(pid: int) -> list[bytes]:
     return _read(pid, "stat").rpartition(b")")[2].split() or [b"X"]
 
 
-def start_of(pid: int) -> bytes:
+def start_time_of(pid: int) -> bytes:
     """Start time of a process, which distinguishes it from others with its id; b"" if it has ended."""
     fields = stat_of(pid)
     return b"" if fields[0] in b"ZX" else fields[19]
 
 
-def begin_of_process() -> float:
+def process_start_time() -> float:
     """Time at which this process was started, in seconds since 1970; the present time if unknown."""
-    ticks = start_of(os.getpid())
+    ticks = start_time_of(os.getpid())
     if not ticks:
         return time.time()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")

@@ -99,7 +99,7 @@ def is_reference(name: str) -> bool:
     return bool(colon and member) and (name.startswith(PACKAGE) or place.endswith(".py"))
 
 
-def referred(name: str, where: str, *, base: type | None = None) -> Any:
+def load_reference(name: str, where: str, *, base: type | None = None) -> Any:
     """Load the function or class that a reference names.
 
     Args:
@@ -171,7 +171,7 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     )
 
 
-def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Select the keyword arguments that a function, or the constructor of a class, accepts.
 
     Args:

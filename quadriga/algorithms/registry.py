@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.masked import zero_outside
-from quadriga.declared_algorithms import declared
+from quadriga.declared_algorithms import read_declarations
 from quadriga.errors import ConfigError, did_you_mean
-from quadriga.user_file import OTHER_CONTRACT, is_reference, referred
+from quadriga.user_file import OTHER_CONTRACT, is_reference, load_reference
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -61,7 +61,7 @@ _SET_BY_SEVERAL_KEYS = {
 }
 
 
-_ESTIMATOR_NAMES = {name.upper(): name for name in declared("register_adv_est")}
+_ESTIMATOR_NAMES = {name.upper(): name for name in read_declarations("register_adv_est")}
 AdvantageEstimator = StrEnum(  # pyrefly: ignore
     "AdvantageEstimator", _ESTIMATOR_NAMES, module=__name__
 )
@@ -250,7 +250,7 @@ class Registry(dict[str, Callable[..., Any]]):
                 fix = "Name the file that registers it in actor_rollout_ref.model.external_lib."
             expected = f"one of {', '.join(names)}, or path/to/file.py:function"
             raise ConfigError(self.key, got=repr(str(name)), expected=expected, fix=fix)
-        function = referred(name, self.key)
+        function = load_reference(name, self.key)
         _check_signature(function, f"{self.key} {name!r}")
         return function
 

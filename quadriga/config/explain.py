@@ -15,7 +15,7 @@ from quadriga.config.placement import (
 from quadriga.config.root import Config, spell_key
 from quadriga.config.trainer import TrainerConfig
 from quadriga.config.yaml_text import to_yaml
-from quadriga.redact import redacted
+from quadriga.redact import redact
 
 _ROLE_WORDS = {
     "actor_rollout_ref": "actor, rollout and reference (if one is used)",
@@ -112,7 +112,7 @@ def show(config: Config) -> str:
     The YAML can be loaded again, and gives an equal configuration once the secrets that
     `quadriga.redact` hides are filled in.
     """
-    dumped = redacted(config.model_dump(mode="json"))
+    dumped = redact(config.model_dump(mode="json"))
     tree: dict[str, Any] = {}
     for key in leaf_keys(config.task):
         value = dumped

@@ -18,7 +18,7 @@ from quadriga.config.placement import ACTOR
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
-from quadriga.declared_algorithms import declared
+from quadriga.declared_algorithms import read_declarations
 from quadriga.engine_traits import engines_with
 from quadriga.errors import ConfigError
 
@@ -32,7 +32,7 @@ def _lacks_groups(config: Config) -> bool:
     """Whether responses are compared with their group, but groups have one response."""
     if not learns_from_rewards(config) or config.actor_rollout_ref.rollout.n > 1:
         return False
-    declaration = declared("register_adv_est").get(config.algorithm.adv_estimator)
+    declaration = read_declarations("register_adv_est").get(config.algorithm.adv_estimator)
     return declaration is not None and "compares_group" in declaration.flags
 
 

@@ -15,7 +15,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from quadriga.errors import ConfigError
-from quadriga.redact import redacted
+from quadriga.redact import redact
 
 # libyaml's bindings are ten times faster, but not every build of PyYAML has them.
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -81,7 +81,7 @@ def as_text(value: Any, name: str = "") -> str:
         value: the value.
         name: its key. Secrets, which are recognized by their key or their form, are hidden.
     """
-    value = redacted(value, name)
+    value = redact(value, name)
     if isinstance(value, str):
         return f"'{value}'"
     # Written inside a list, because lists are written on one line. The brackets are cut off.

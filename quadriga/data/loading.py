@@ -32,7 +32,7 @@ from quadriga.data.streaming import StreamedDataset
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import ConfigError, DataError
-from quadriga.user_file import import_file, member_of, taken
+from quadriga.user_file import accepted_arguments, import_file, member_of
 
 LOADER_CONTEXT = "fork" if sys.platform == "linux" else "spawn"
 """Start method of the `data.dataloader_num_workers` processes, as `multiprocessing` names it.
@@ -171,7 +171,9 @@ def create_rl_dataset(
         cls = member_of(module, custom.name, custom_key, base=Dataset)
         _check_hooks(cls, custom_key)
     # Classes of users need not take all of these.
-    options = taken(cls, {"is_train": is_train, "max_samples": max_samples, "context": context})
+    options = accepted_arguments(
+        cls, {"is_train": is_train, "max_samples": max_samples, "context": context}
+    )
     if max_samples >= 0 and "max_samples" not in options:
         raise DataError(
             f"data.{'train' if is_train else 'val'}_max_samples",

@@ -396,7 +396,7 @@ def _serve(connection: Connection) -> None:
     try:
         compute_score = function.load()
         is_async = inspect.iscoroutinefunction(compute_score)
-        accepted = function.accepted_arguments(compute_score)
+        accepted = function.accepted_names(compute_score)
         connection.send((READY, (is_async, accepted)))
         if is_async:
             asyncio.run(_grade_concurrently(connection, function, compute_score, accepted, send))

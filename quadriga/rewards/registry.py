@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.errors import RewardError
 from quadriga.rewards.outcome import Outcome
-from quadriga.user_file import OTHER_CONTRACT, is_reference, referred
+from quadriga.user_file import OTHER_CONTRACT, is_reference, load_reference
 
 if TYPE_CHECKING:
     import numpy as np
@@ -178,7 +178,7 @@ def get_reward_manager_cls(name: str) -> type:
         ConfigError: the file cannot be imported or does not contain the class.
     """
     if is_reference(name):
-        return referred(name, "reward_model.reward_manager", base=object)
+        return load_reference(name, "reward_model.reward_manager", base=object)
     if name not in _classes and name in BUILT_IN:
         import_module(BUILT_IN[name])
     if name not in _classes:

@@ -222,7 +222,7 @@ class ScoreFunction:
             for name in rows[0]
         }
 
-    def accepted_arguments(self, function: Callable[..., Any]) -> frozenset[str]:
+    def accepted_names(self, function: Callable[..., Any]) -> frozenset[str]:
         """Names of the arguments that each call of the loaded function gets.
 
         They include optional arguments (`OPTIONAL_ARGUMENTS`) that the function names. They include
@@ -264,7 +264,7 @@ class ScoreFunction:
             return loaded
 
         # `ROW` is an entry of `extra_info`, not an argument.
-        arguments = dict.fromkeys(self.accepted_arguments(function) - {ROW}) | self.reward_kwargs
+        arguments = dict.fromkeys(self.accepted_names(function) - {ROW}) | self.reward_kwargs
         try:
             signature.bind(**arguments)
         except TypeError as error:

@@ -16,7 +16,7 @@ from quadriga.rollout.scripted import ScriptedEngine
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.vllm.engine import VLLMEngine
-from quadriga.user_file import referred
+from quadriga.user_file import load_reference
 
 ENGINES: dict[str, type[RolloutEngine]] = {
     engine.name: engine
@@ -39,7 +39,7 @@ def rollout_engine_class(config: Config) -> type[RolloutEngine]:
     if rollout.name in ENGINES:
         return ENGINES[rollout.name]
     where = f"{ROLLOUT}.name"
-    engine: type[RolloutEngine] = referred(rollout.name, where, base=RolloutEngine)
+    engine: type[RolloutEngine] = load_reference(rollout.name, where, base=RolloutEngine)
     missing_methods = sorted(engine.__abstractmethods__)
     if engine.from_config.__qualname__ == RolloutEngine.from_config.__qualname__:
         missing_methods.append("from_config")

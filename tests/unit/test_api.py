@@ -18,7 +18,7 @@ import pytest
 import quadriga
 from quadriga.api import Evaluation, TrainerSettings, _defaults_of, _draft_of_frozen
 from quadriga.config import load_config
-from quadriga.config_draft import ConfigDraft, with_sources
+from quadriga.config_draft import ConfigDraft, name_sources
 from quadriga.errors import ConfigError, DataError
 from quadriga.rewards.by_name import reward_of
 from quadriga.user_function import NAME, write_function
@@ -104,7 +104,7 @@ def test_errors_about_rows_name_what_the_caller_gave(tmp_path: Path) -> None:
     draft.set_rows("data.train_files", rows)
     (written,) = draft.sources
     assert json.loads(Path(written).read_text())["extra_info"]["row"]["prompt"] == "1+1="
-    error = with_sources(DataError(f"{written} row 0", got="a list"), draft.sources)
+    error = name_sources(DataError(f"{written} row 0", got="a list"), draft.sources)
     assert str(error) == "data row 0: got a list."
 
 

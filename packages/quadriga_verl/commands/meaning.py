@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from quadriga.config.root import spell_key
 from quadriga.config.trainer import Tracker
-from quadriga.declared_algorithms import declared, loss_options
+from quadriga.declared_algorithms import loss_options, read_declarations
 from quadriga_verl.commands import programs
 from quadriga_verl.commands.entries import OWN_ENGINES
 from quadriga_verl.commands.hydra import VERSIONS
@@ -199,7 +199,7 @@ def one_length(line: Line, key: str, value: Any) -> None:
 
 # ---- algorithm ----------------------------------------------------------------------------------
 
-ESTIMATORS = frozenset(declared("register_adv_est"))
+ESTIMATORS = frozenset(read_declarations("register_adv_est"))
 LOSSES = loss_options()
 """Options that each policy loss has, by its name."""
 MANAGERS = ("naive", "batch", "dapo", "prime")

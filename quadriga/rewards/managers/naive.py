@@ -318,7 +318,7 @@ class InProcessRewardManager(SampleManager):
             custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self._is_batch
         )
         self._compute_score = self.function.load()
-        self._accepted = self.function.accepted_arguments(self._compute_score)
+        self._accepted = self.function.accepted_names(self._compute_score)
         if custom.path is not None:
             self.notices = special_token_notice(tokenizer, self._accepted)
             self.reads_rows = ROW in self._accepted

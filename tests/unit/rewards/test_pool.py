@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from quadriga.descendants import start_of
+from quadriga.descendants import start_time_of
 from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards import pool as pool_module
 from quadriga.rewards.pool import MAX_CHUNK, GradingPool
@@ -112,7 +112,7 @@ def rows(*texts):
 
 
 def is_alive(pid):
-    return start_of(pid) != b""
+    return start_time_of(pid) != b""
 
 
 def assert_ended(pids):

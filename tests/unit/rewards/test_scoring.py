@@ -9,7 +9,7 @@ import pytest
 import quadriga.rewards.graders as graders
 from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards import scoring
-from quadriga.rewards.by_name import facts, reward_of
+from quadriga.rewards.by_name import collect_arguments, reward_of
 from quadriga.rewards.pool import GradingPool
 from quadriga.rewards.scoring import (
     GRADERS,
@@ -194,7 +194,7 @@ def test_functions_of_trls_form_are_called_by_name(function_file):
     row = ROW | {"extra_info": {"row": {"level": 2}}}
     grade = ScoreFunction(path, "one").load()
     assert grade(**row) == 6
-    assert "row" in ScoreFunction(path, "one").accepted_arguments(grade)
+    assert "row" in ScoreFunction(path, "one").accepted_names(grade)
     with pytest.raises(ConfigError, match=r"takes lists.*needs reward_model\.reward_manager=batch"):
         ScoreFunction(path, "several").load()
 
@@ -257,5 +257,5 @@ def test_a_function_called_score_does_not_take_the_name_of_the_sum():
     def brevity(response):
         return 0.5
 
-    (result,) = reward_of([score, brevity]).score([facts("d", "7", "7", None)])
+    (result,) = reward_of([score, brevity]).score([collect_arguments("d", "7", "7", None)])
     assert result == {"score": 1.5, "reward_1": 1.0, "brevity": 0.5}

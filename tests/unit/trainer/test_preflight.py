@@ -61,7 +61,7 @@ def notices_of(row: dict[str, Any], function: ScoreFunction) -> list[str]:
     reward = NaiveRewardManager(config, checks._tokenizer)
     reward.function = function
     score = function.load()
-    accepted = function.accepted_arguments(score)
+    accepted = function.accepted_names(score)
 
     def submit(rows: list[dict[str, Any]]) -> Any:
         facts = [function.arguments_of(row) for row in rows]
