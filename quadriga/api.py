@@ -95,7 +95,7 @@ class TrainerSettings(Settings, total=False):
 def _with_settings(**defaults: Any) -> Callable[[_Function], _Function]:
     """Decorator: show the settings in the signature of a function with `**settings`.
 
-    `help` and tab completion read it.
+    `help` and tab completion read the signature.
 
     Args:
         defaults: defaults of settings; those of other settings are None.
@@ -191,15 +191,21 @@ class Trainer:
         num_rows = draft.set_rows("data.train_files", data)
         draft.set_rows("data.val_files", settings.get("eval_data"))
         draft.set_defaults(num_rows)
-        self._begin(draft.load(for_training=True), callbacks, draft.sources)
+        self._set_up(draft.load(for_training=True), callbacks, draft.sources)
 
-    def _begin(
+    def _set_up(
         self,
         config: Config,
         callbacks: Sequence[Callable[[TrainingStep], Any]],
         sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Set the attributes; `sources` is that of `ConfigDraft`."""
+        """Set the attributes.
+
+        Args:
+            config: resolved configuration.
+            callbacks: functions that are called after each step.
+            sources: the caller's names for written files (`ConfigDraft.sources`), for errors.
+        """
         self.config = config
         self._sources = sources
         self.callbacks = list(callbacks)
@@ -222,7 +228,7 @@ class Trainer:
             The trainer, before its first step.
         """
         trainer = cls.__new__(cls)
-        trainer._begin(config, callbacks)
+        trainer._set_up(config, callbacks)
         return trainer
 
     @property
@@ -232,7 +238,7 @@ class Trainer:
         It has the worker groups and the parts of a step: `actor`, `generate`, `compute_advantages`.
         """
         if self._loop is None:
-            self._loop = self._next().loop
+            self._loop = self._next_item().loop
         return self._loop
 
     def __iter__(self) -> Iterator[TrainingStep]:
@@ -241,16 +247,16 @@ class Trainer:
     def __next__(self) -> TrainingStep:
         """Take the next step. Steps that the run skips are not returned."""
         while True:
-            step = self._next()
+            step = self._next_item()
             if step.batch is not None:
-                self._complete(step, self.callbacks)
+                self._finish_step(step, self.callbacks)
                 return step
             self._loop = step.loop
             # Step 0 is the state before training.
             if step.number:
-                self._complete(step, [])
+                self._finish_step(step, [])
 
-    def _complete(
+    def _finish_step(
         self, step: TrainingStep, callbacks: Sequence[Callable[[TrainingStep], Any]]
     ) -> None:
         """Write the model after the last step, and call the callbacks. Their errors end the run."""
@@ -260,16 +266,19 @@ class Trainer:
             for callback in callbacks:
                 callback(step)
         except BaseException as error:
-            self._throw(error)
+            self._raise_in_run(error)
             raise
 
-    def _throw(self, error: BaseException) -> None:
+    def _raise_in_run(self, error: BaseException) -> None:
         """Raise an error inside the run, so that it ends just as after its own errors."""
         with quiet_interrupt(is_reported=True):
             self._steps.throw(error)
 
-    def _next(self) -> TrainingStep:
-        """Take the next item. Errors name the caller's arguments."""
+    def _next_item(self) -> TrainingStep:
+        """Take the next item of the run, a finished step or the state before training.
+
+        Errors name the caller's arguments in place of files that were written for them.
+        """
         try:
             with quiet_interrupt(is_reported=True):
                 return next(self._steps)
@@ -292,7 +301,7 @@ class Trainer:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
-            self._throw(error)
+            self._raise_in_run(error)
         self.close()
 
 
@@ -492,7 +501,7 @@ def _find_model(model: Any) -> str | Path:
         model: a folder or name, a `Run`, or the unchanged `model` of a `Run`.
 
     Raises:
-        ConfigError: it is another object.
+        ConfigError: the argument is another object.
         CheckpointError: there is no model in the folder or run.
     """
     if isinstance(model, str | Path):
@@ -630,7 +639,7 @@ def generate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    resolved = _draft_of_frozen(model, config, options).load()
+    resolved = _draft_without_training(model, config, options).load()
     system_messages = []
     if system is not None:
         system_messages = [{"role": "system", "content": system}]
@@ -669,7 +678,7 @@ def evaluate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    draft = _draft_of_frozen(model, config, options)
+    draft = _draft_without_training(model, config, options)
     with own_folder() as folder:
         draft.directory = Path(folder)
         draft.set_reward(reward)
@@ -681,11 +690,11 @@ def evaluate(
     # The first response to each prompt.
     samples: dict[str, dict[str, Any]] = {}
     for response in grades.rows:
-        samples.setdefault(response["uid"], _sample(response))
+        samples.setdefault(response["uid"], _sample_row(response))
     return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())))
 
 
-def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
+def _sample_row(response: Mapping[str, Any]) -> dict[str, Any]:
     """Make a row of a table of a graded response, with the columns of its data row."""
     hidden = ("uid", "output_with_special_tokens", "row")
     sample = {name: value for name, value in response.items() if name not in hidden}
@@ -693,17 +702,17 @@ def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
     return sample | {name: value for name, value in columns.items() if name not in sample}
 
 
-def _draft_of_frozen(
+def _draft_without_training(
     model: "str | Path | Run", config: ConfigFiles, options: Mapping[str, Any] | None
 ) -> ConfigDraft:
-    """Start the configuration of a call that does not train the model."""
-    defaults = _defaults_of(model) if isinstance(model, Run) else None
+    """Start the configuration of a call that does not train the model (`generate`, `evaluate`)."""
+    defaults = _frozen_defaults(model) if isinstance(model, Run) else None
     return ConfigDraft(
         _find_model(model), defaults=defaults, config=config, options=options, is_frozen=True
     )
 
 
-def _defaults_of(run: Run) -> dict[str, Any]:
+def _frozen_defaults(run: Run) -> dict[str, Any]:
     """Sections of a run's configuration that are the defaults of `evaluate` and `generate`.
 
     Returns:

@@ -51,21 +51,24 @@ def read_declarations(decorator: str) -> dict[str, Declaration]:
     for path in _FOLDER.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if f"@{decorator}(" in text:
-            declarations.update(_read(text, decorator))
+            declarations.update(_read_text(text, decorator))
     return dict(sorted(declarations.items()))
 
 
-def _read(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]:
-    """Yield name and declaration of each function with a decorator; a function may have several."""
+def _read_text(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]:
+    """Yield name and declaration of each function that a source registers with a decorator.
+
+    A function may be registered under several names.
+    """
     for function in ast.parse(text).body:
         if not isinstance(function, ast.FunctionDef):
             continue
         for call in function.decorator_list:
             if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
-                yield ast.literal_eval(call.args[0]), _declaration(function, call)
+                yield ast.literal_eval(call.args[0]), _read_declaration(function, call)
 
 
-def _declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
+def _read_declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
     """Read a declaration from a function and the call of its decorator."""
     arguments = function.args
     fields = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]

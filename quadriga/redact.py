@@ -79,7 +79,7 @@ _VALUE = re.compile(r"[^\s\"'\\,;&)}\]]+")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a text with this name, possibly dotted, is a key, a token or a password."""
+    """Whether the name of a value, which may be dotted, says that the value is a secret."""
     name = name.rpartition(".")[2]
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or _ABOUT_SECRET.fullmatch(words[-1]):
@@ -137,7 +137,12 @@ def redact_text(text: str) -> str:
 
 
 def hidden_names(value: Any, name: str) -> Iterator[str]:
-    """Yield the dotted names of the values that `redact` has hidden in a tree called `name`."""
+    """Yield the dotted names of the values that `redact` has hidden.
+
+    Args:
+        value: a tree of plain values.
+        name: name of the tree, with which the dotted names begin.
+    """
     if isinstance(value, Mapping | list | tuple):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, entry in entries:

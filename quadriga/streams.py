@@ -41,15 +41,19 @@ _TITLES = {"stdout": "standard output", "stderr": "standard error"}
 _outputs: dict[str, "Output"] = {}
 
 
-def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Error handler for `codecs`: return what replaces characters, and where to continue."""
+def _replace_lacking_characters(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Error handler for `codecs`: replace the characters that an encoding lacks.
+
+    Returns:
+        The replacement, and the position at which encoding continues.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = _BOXES_AND_BLOCKS.sub("-", error.object[error.start : error.end])
     return lacking.encode("ascii", "backslashreplace").decode(), error.end
 
 
-codecs.register_error(ESCAPES, _escaped)
+codecs.register_error(ESCAPES, _replace_lacking_characters)
 
 
 class Output(io.RawIOBase):
@@ -120,7 +124,7 @@ class Output(io.RawIOBase):
         return size
 
     def _write_to_log(self, data: bytes) -> None:
-        """Write to the log, or hold the data while its folder is unknown."""
+        """Write to the log. Hold the data in memory as long as the log's folder is unknown."""
         self.use_log()
         if not self.is_logged:
             self._held += data[: HELD_BYTES - len(self._held)]
@@ -239,7 +243,7 @@ def raise_failures() -> None:
 
 
 def lost_output() -> OSError | None:
-    """Error because of which standard output was lost; None if all was written, there or to the log."""
+    """Error by which standard output was lost. None: all of it was written, there or to the log."""
     output = _outputs.get("stdout")
     return None if output is None or output.is_logged else output.failure
 

@@ -84,9 +84,12 @@ def import_file(path: str | Path, where: str) -> ModuleType:
 
 
 def import_external(names: str | Iterable[str] | None) -> None:
-    """Import the files and modules of `actor_rollout_ref.model.external_lib`, which register things.
+    """Import the files and modules of `actor_rollout_ref.model.external_lib`.
 
-    As in verl, a name without "/" and ".py" is that of a module.
+    They register the user's algorithms, reward managers and the like.
+
+    Args:
+        names: one or several. As in verl, a name without "/" and ".py" is that of a module.
     """
     for name in [names] if isinstance(names, str) else names or []:
         is_file = "/" in name or name.endswith(".py")
@@ -136,6 +139,7 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     """
 
     def fits(value: Any) -> bool:
+        """Whether a value is a function, or with `base` a class derived from it."""
         if base is None:
             return callable(value)
         return isinstance(value, type) and issubclass(value, base)
@@ -196,7 +200,15 @@ def _append_to_path(*folders: Path) -> None:
 
 @contextlib.contextmanager
 def _importing(source: str, where: str) -> Iterator[None]:
-    """Context manager: import users' code; report a long wait, and turn errors into ConfigErrors."""
+    """Context manager: import users' code inside. A long wait is reported.
+
+    Args:
+        source: the file or module, for errors.
+        where: configuration key that errors name.
+
+    Raises:
+        ConfigError: the code raised an error; it has the traceback from the user's file on.
+    """
     try:
         with waiting(f"{source} to be imported ({where})"):
             yield
