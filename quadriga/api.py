@@ -150,6 +150,7 @@ class Trainer:
         task: str = "rl",
         **settings: Unpack[Settings],
     ) -> None:
+        # `**settings` accepts any name, so misspelled ones are refused here.
         known_names = list(Settings.__annotations__)
         unknown_names = settings.keys() - known_names
         if unknown_names:
@@ -181,6 +182,7 @@ class Trainer:
             options=settings.get("options"),
             task=task,
         )
+        # Functions and rows are written to files in the run's directory, so it is chosen first.
         if name is None:
             draft.choose_directory()
         draft.set_function("algorithm.adv_estimator", estimator, "estimator")
@@ -188,6 +190,7 @@ class Trainer:
             "actor_rollout_ref.actor.policy_loss.loss_mode", settings.get("loss"), "loss"
         )
         draft.set_reward(reward)
+        # After the reward, which decides which columns of the rows are needed.
         num_rows = draft.set_rows("data.train_files", data)
         draft.set_rows("data.val_files", settings.get("eval_data"))
         draft.set_defaults(num_rows)
@@ -420,6 +423,7 @@ class Run:
         metrics = self.metrics
         known_names = list(map(str, metrics))
         if not names:
+            # The first headline that was measured: the reward, or the loss.
             headlines = (name for line in HEADLINES for name in line.sources)
             measured = [name for name in headlines if name in known_names]
             validations = [name for name in known_names if name.startswith(VALIDATION_PREFIXES)]
@@ -727,6 +731,7 @@ def _frozen_defaults(run: Run) -> dict[str, Any]:
         sections, _ = read_yaml(run.directory / CONFIGURATION, problems)
         if problems:
             raise problems[0]
+    # Keys of supervised tasks have another meaning for generation.
     if sections.pop("task", "rl") != "rl":
         return {}
     sections = remove_hidden(sections)

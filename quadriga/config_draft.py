@@ -121,6 +121,7 @@ class ConfigDraft:
         keys = ("experiment_name", "default_local_dir")
         if any(getattr(trainer, key) != getattr(default, key) for key in keys):
             return
+        # The first number that no earlier run has.
         name = self.directory.name
         for number in itertools.count(1):
             self.directory = self.directory.with_name(f"{name}-{number}")
@@ -218,11 +219,13 @@ class ConfigDraft:
             if not source:
                 return 0
         entries = source if isinstance(source, list) else [source]
+        # The name of the caller's argument, for errors.
         label = "eval_data" if name == "val_files" and not self.is_frozen else "data"
         if entries and all(isinstance(entry, str | Path) for entry in entries):
             if len(entries) == 1:
                 label = str(entries[0])
             dictionaries, num_rows = self._read_if_incomplete(source, key)
+            # The trainer reads the files itself.
             if not dictionaries:
                 self.values[key] = source
                 return num_rows
@@ -325,6 +328,7 @@ class ConfigDraft:
             **row,
         }
         truth = complete["reward_model"]
+        # A missing truth is left out, so that graders that need one report it.
         if isinstance(truth, Mapping) and _is_missing(truth.get("ground_truth")):
             complete["reward_model"] = {
                 key: value for key, value in truth.items() if key != "ground_truth"
@@ -332,6 +336,7 @@ class ConfigDraft:
         if self.reward is None:
             return complete
 
+        # The copy of all columns that reward functions read by name.
         columns = dict(row)
         # Reward functions know the prompt by this name.
         columns.setdefault("prompt", row.get(self.config.data.prompt_key))
@@ -394,6 +399,7 @@ class ConfigDraft:
             num_cores = len(os.sched_getaffinity(0))
             max_responses = RESPONSES_OF_A_CORE * num_cores
             processors = f"{num_cores} cores"
+        # As many prompts as the processors have work for.
         size = min(num_rows, max(1, max_responses // num_responses))
         # Each process gets the same number of prompts.
         size = max(size - size % num_processes, 1)

@@ -148,6 +148,7 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     if fits(member):
         return member
 
+    # Say whether there is nothing of that name, or something else.
     if member is None:
         kind = "function" if base is None else "class"
         got = f"no {kind} {name!r}"

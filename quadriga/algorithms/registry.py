@@ -380,6 +380,7 @@ def estimate_advantages(
         )
 
     inputs = [fields[name] for name in names]
+    # A user's estimator may return anything, so its result is checked.
     result = estimator(*inputs, **_step_arguments(estimator, fields, memory))
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not all(isinstance(part, Tensor) for part in result):

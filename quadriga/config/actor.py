@@ -182,6 +182,7 @@ class CheckpointConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_to_saved_parts(cls, values: Any) -> Any:
+        """Read by default the parts that are written, without the copy for Hugging Face."""
         saved_parts = values.get("save_contents") if isinstance(values, dict) else None
         if not isinstance(saved_parts, list):
             return values
@@ -309,6 +310,7 @@ class PolicyLossConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _move_into_options(cls, values: Any) -> Any:
+        """Move keys that are no fields into `options`, where users may also write them."""
         options = values.get("options", {}) if isinstance(values, dict) else None
         if not isinstance(options, dict):
             return values
@@ -378,6 +380,7 @@ class ActorConfig(BatchingConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_clip_bounds(cls, values: Any) -> Any:
+        """Set the bounds that are not set themselves to `clip_ratio`."""
         if not isinstance(values, dict) or "clip_ratio" not in values:
             return values
         return fill_missing(

@@ -99,6 +99,7 @@ def read_adapter(folder: Path) -> AdapterShape:
     Raises:
         ConfigError: there is no adapter, or one that is not plain LoRA.
     """
+    # Both files are needed: the description alone has no weights.
     fix = "Name a folder that PEFT's save_pretrained wrote, or `actor` in a checkpoint with an adapter."
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
@@ -109,6 +110,7 @@ def read_adapter(folder: Path) -> AdapterShape:
     except (ValueError, RecursionError) as error:
         raise ConfigError(str(file), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
 
+    # List everything that is not plain LoRA, for a single error.
     unsupported = []
     for name, values in _PLAIN.items():
         if facts.get(name, values[0]) not in values:

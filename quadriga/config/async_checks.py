@@ -138,6 +138,7 @@ def _stale_notices(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
     correction = config.algorithm.rollout_correction
+    # `save_minutes` is for runs in lockstep, so such a run saves nothing before its end.
     saves_by_default = trainer.save_freq == -1 and trainer.save_minutes
     if saves_by_default or trainer.save_freq == AT_THE_END:
         yield (
@@ -146,6 +147,7 @@ def _stale_notices(config: Config) -> Iterator[str]:
         )
     if not settings.is_stale:
         return
+    # From here on about samples of older weights.
     continues = settings.in_flight == "continue"
     if continues and trainer.save_freq != -1 and not rollout.has_unfinished:
         unfinished = "conversations" if rollout.mode == "async" else "responses"

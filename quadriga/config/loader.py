@@ -178,12 +178,14 @@ def parse_override(
         elif section == "data" and "." not in name and not nearest_keys(key, task):
             # Validation refuses it there, and says which key would make it valid.
             key = f"{CUSTOM_OPTIONS}.{name}"
+    # Text needs no quotes on the command line, except where YAML could mean something else.
     leaf = leaf_of(key, task)
     if _is_text(text, leaf, key):
         return key, None if text in ("null", "Null", "NULL", "~") else text
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
+        # The key does not exist, which is reported in place of its value.
         if leaf is None:
             return key, text
         got = f"{as_text(text, key)} ({getattr(error, 'problem', None) or error})"

@@ -524,6 +524,7 @@ def check_placement(config: Config) -> Findings:
             yield ConfigError(
                 _KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME."
             )
+    # A pool without a role would reserve machines for nothing.
     used_pools = list(dict.fromkeys(pools.values()))
     idle_pools = [pool for pool in trainer.resource_pools if pool not in used_pools]
     if idle_pools:
@@ -537,6 +538,7 @@ def check_placement(config: Config) -> Findings:
 def _check_local(config: Config) -> Findings:
     """Yield settings that a run in one process does not support, and keys that only Ray reads."""
     trainer = config.trainer
+    # An engine in other processes chooses its GPUs itself, from the first one on.
     if _starts_processes(config) and trainer.device not in ("auto", "cpu", "cuda", "cuda:0"):
         engine = config.actor_rollout_ref.rollout.name
         got = f"{trainer.device}, with {engine} in processes of its own, which use the first GPUs"

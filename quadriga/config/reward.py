@@ -99,13 +99,14 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
     if not file.is_file():
         return
     try:
-        described = json.loads(file.read_text(encoding="utf-8"))
+        model_config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         yield MachineError(key, f"'{file}' ({error})", "JSON", "Download the model again.")
         return
 
     fix = "Name a model that was trained to score."
-    names = described.get("architectures") or []
+    # A model with another head would load, with a new, untrained one.
+    names = model_config.get("architectures") or []
     is_classifier = not names or any(name.endswith("ForSequenceClassification") for name in names)
     if not is_classifier and not reward.model.trust_remote_code:
         got = f"'{path}', whose config.json names {', '.join(names)}: it has no classification head"
@@ -113,12 +114,13 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
         yield MachineError(key, got, expected, fix)
         return
     # By transformers' default, a classifier has two labels.
-    num_labels = described.get("num_labels", len(described.get("id2label") or range(2)))
+    num_labels = model_config.get("num_labels", len(model_config.get("id2label") or range(2)))
     if num_labels != 1:
         got = f"'{path}', a classifier with {num_labels} labels by its config.json"
         yield MachineError(key, got, "one label, the score", fix)
 
-    num_positions = described.get("max_position_embeddings")
+    # Sequences of the policy must fit into the positions of the reward model.
+    num_positions = model_config.get("max_position_embeddings")
     limit = reward.max_length
     if not isinstance(num_positions, int):
         return

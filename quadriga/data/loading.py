@@ -160,6 +160,7 @@ def create_rl_dataset(
     """
     custom = data_config.custom_cls
     custom_key = "data.custom_cls"
+    # Generated and streamed rows are for training; validation then reads files as usual.
     cls: Any = RLHFDataset
     if is_train and data_config.datagen.path is not None:
         cls = DynamicGenDataset
@@ -174,6 +175,7 @@ def create_rl_dataset(
     options = accepted_arguments(
         cls, {"is_train": is_train, "max_samples": max_samples, "context": context}
     )
+    # Dropping this argument in silence would use more rows than asked for.
     if max_samples >= 0 and "max_samples" not in options:
         raise DataError(
             f"data.{'train' if is_train else 'val'}_max_samples",

@@ -216,6 +216,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
         if kind == "text" and isinstance(text, str):
             parts += _split_at_tags(text, kinds)
             continue
+        # None for kinds that the row cannot have, and for parts with other keys.
         medium = _medium_of_part(kind, fields) if kind in tags else None
         if medium is None:
             forms = "|".join(tags)

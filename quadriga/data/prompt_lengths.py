@@ -292,6 +292,7 @@ def prompt_lengths(
     Raises:
         DataError: a process has died, or counting has failed.
     """
+    # The key of an entry could not tell whether an image has changed.
     if meter.processor is not None:
         return _measure_file(table, meter, num_workers)
     keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)
@@ -321,6 +322,7 @@ def prompt_lengths(
             flush=True,
         )
     measured, errors = _measure_file(table, meter, num_workers)
+    # The cache only saves time, so a run goes on if it cannot be written.
     try:
         with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
             np.savez(file, lengths=measured)

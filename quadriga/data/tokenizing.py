@@ -113,6 +113,7 @@ def check_tokenizer(
         DataError: as for `load_tokenizer`.
     """
     where = f"tokenizer {name}"
+    # Special tokens that were added to an empty vocabulary do not count.
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise DataError(
             where,
@@ -137,6 +138,7 @@ def check_tokenizer(
         )
     if has_template:
         return
+    # Without a template, prompts that are chats cannot be rendered.
     if not tokenizer.chat_template:
         raise DataError(
             where,
@@ -214,6 +216,7 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
                 expected="a content that is text, or a list of parts",
                 fix='Give it a text, "" if need be.',
             )
+        # Templates of text-only models expect text.
         if isinstance(content, list) and all(
             isinstance(part, Mapping) and part.get("type") == "text" for part in content
         ):

@@ -600,6 +600,7 @@ def load_processor(
                 fix="Leave the key out.",
             )
         return None
+    # The model is a vision-language model from here on.
     where = f"image processor of {path}"
     require_pillow(where)
     settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

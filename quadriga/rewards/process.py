@@ -180,6 +180,7 @@ class GradingProcess:
     """
 
     def __init__(self, function: ScoreFunction, printer: OutputPrinter) -> None:
+        # The process writes to one end of the pipe, of which it gets a copy.
         output_fd, their_output_fd = os.pipe()
         try:
             self._program = SupervisedProgram(__name__, their_output_fd)
@@ -250,6 +251,7 @@ class GradingProcess:
             QuadrigaError: the score function or a grader's library cannot be loaded.
         """
         if self.is_async:
+            # Return soon, so that the caller can send more samples.
             self._wait_until = time.monotonic() + _OFFER_INTERVAL_S
         else:
             self._begin_wait(timeout_s)
@@ -263,6 +265,7 @@ class GradingProcess:
             if kind == UNUSABLE:
                 raise value
             if kind == BEGUN:
+                # The samples have arrived: from here on, one of them is to blame for an end.
                 self._may_be_gone = False
                 continue
 
@@ -274,6 +277,7 @@ class GradingProcess:
                 self._begin_sample()
             if kind == last:
                 return value
+            # The process has begun or ended loading, so another limit applies.
             self._begin_wait(timeout_s)
 
         # The time is up.

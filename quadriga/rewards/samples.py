@@ -369,9 +369,11 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         scores[torch.arange(len(outcomes)), last] = sample_scores
 
     metrics = _error_metrics(outcomes)
+
     # The columns to store: those that graders returned beside the score, and those of this package.
     extra = {ERROR_COLUMN: object_array(outcome.error for outcome in outcomes)}
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
+    # An entry must not overwrite a column of the batch.
     taken_names = names.keys() & {ERROR_COLUMN, UNSCORED, *FIELDS}
     if taken_names:
         raise RewardError(
@@ -383,6 +385,7 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
     for name in names:
         extra[name] = object_array(outcome.extra.get(name) for outcome in outcomes)
         values = [value for value in extra[name] if value is not None]
+        # The mean over the samples that have the entry, if it is a number for all of them.
         if values and all(isinstance(value, Real) for value in values):
             mean = math.fsum(values) / len(values)
             metrics[f"reward/extra/{name}"] = Metric(mean, "mean", weight=len(values))

@@ -299,6 +299,7 @@ def _run_remote_case(
         "files": {},
         "fetch_files": [],
     }
+    # To compile, to run, and to wait for a free place at the server.
     timeout_s = limits.wall_s + limits.time_s + _MAX_QUEUE_S
     reply: dict[str, Any] = {}
     for _ in range(_MAX_SANDBOX_ERRORS):
@@ -315,9 +316,11 @@ def _run_remote_case(
     if not step or (step.get("status") == "Finished" and step.get("return_code") == 0):
         step = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}
     code = step.get("return_code") or 0
+    # The server calls a run finished whatever its exit status.
     status = _STATUS_OF_SERVER.get(str(step.get("status")), "error")
     if status == "ok" and code:
         status = "error"
+    # The appended call prints its result after the mark.
     stdout, _, result = (step.get("stdout") or "").partition(_MARK)
     return CaseRun(
         index=index,

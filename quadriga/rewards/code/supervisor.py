@@ -341,6 +341,7 @@ class Supervisor:
         _, wait_status, usage = os.wait4(running.pid, 0)
         if not exceeded and self._is_full(running.folder):
             exceeded = "folder"
+        # The notice of a process that ended at once may not have been read yet.
         self._take_notices()
         self._stop_listening(running)
         self._selector.unregister(running.pid_fd)
@@ -353,6 +354,7 @@ class Supervisor:
                 f"a test's process could not be contained, and its program has not run: {reason}"
             )
         os.close(running.pid_fd)
+        # The next test gets an empty folder.
         for entry in os.scandir(running.folder):
             os.unlink(entry.path)
         self._folders.append(running.folder)

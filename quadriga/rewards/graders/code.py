@@ -100,6 +100,7 @@ def compute_score(
     program = extract_program(solution_str)
     if not program.strip():
         return _make_result(0, len(cases), "the response holds no program", use_partial_credit)
+    # Both return an iterator, so tests that have not begun can be left out.
     if sandbox_url is None:
         runs = run_cases(program, cases, test_limits, parallel=parallel, total_s=total_s)
     else:
@@ -253,6 +254,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
         if isinstance(tests, Mapping):
             got = f"the keys {sorted(map(str, tests))}"
         raise ValueError(f"ground truth: got {got}, expected a dict with 'inputs' and 'outputs'")
+    # In tables these are arrays of NumPy.
     inputs = list(tests["inputs"])
     outputs = list(tests["outputs"])
     if len(inputs) != len(outputs) or not inputs:

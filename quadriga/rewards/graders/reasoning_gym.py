@@ -113,6 +113,7 @@ def _read_entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Rec
     Raises:
         ValueError: the row has no entry, or one of another form.
     """
+    # Either the whole entry, or only its metadata, beside which the row has question and answer.
     key = "entry"
     if extra_info.get(key) is None:
         key = "metadata"

@@ -236,6 +236,7 @@ class Judge:
             RewardError: the server refuses, no attempt had a reply, or the reply has no text.
         """
         deadline = time.monotonic() + self.timeout_s
+        # An estimate, until the server has counted the tokens.
         num_chars = sum(len(message["content"]) for message in messages)
         num_tokens = num_chars // _CHARS_PER_TOKEN + self.max_tokens
         entries: list[WindowEntry] = []
@@ -349,6 +350,7 @@ class JudgeRewardManager(SampleManager):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         kwargs = dict(self.settings.reward_kwargs)
+        # All other fields of `Judge` have defaults.
         missing = [name for name in ("url", "model") if name not in kwargs]
         if missing:
             raise ConfigError(
@@ -363,6 +365,7 @@ class JudgeRewardManager(SampleManager):
             f"judge {kwargs['model']}: {ranges}; "
             f"a score beyond its range is an error ({_WHERE}, range)",
         )
+        # Without a place for the truth in any prompt, rows need none.
         self.needs_truths = any("{ground_truth}" in question.prompt for question in self._questions)
         judge_names = {field.name for field in fields(Judge)}
         self._judge = Judge(**{name: kwargs[name] for name in judge_names & kwargs.keys()})
@@ -443,6 +446,7 @@ def _read_question(name: str, settings: Any) -> JudgeQuestion:
             got=repr(settings),
             expected="a dict with prompt, and optionally range, pattern and weight",
         )
+    # Everything is checked at the start: an error in a run would count for every sample.
     pattern = settings.get("pattern")
     try:
         has_group = pattern is None or re.compile(pattern).groups > 0
@@ -454,6 +458,7 @@ def _read_question(name: str, settings: Any) -> JudgeQuestion:
         raise ConfigError(
             f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number"
         )
+    # A prompt without the response would give all samples the same question.
     prompt = settings.get("prompt")
     if not isinstance(prompt, str) or not re.search(
         r"\{solution_(str|with_special_tokens)\}", prompt
