@@ -51,14 +51,15 @@ def read_declarations(decorator: str) -> dict[str, Declaration]:
     for path in _FOLDER.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if f"@{decorator}(" in text:
-            declarations.update(_read_text(text, decorator))
+            declarations.update(_read_source(text, decorator))
     return dict(sorted(declarations.items()))
 
 
-def _read_text(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]:
-    """Yield name and declaration of each function that a source registers with a decorator.
+def _read_source(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]:
+    """Read the declarations in the source of a module.
 
-    A function may be registered under several names.
+    Yields:
+        Registered name and declaration. A function may be registered under several names.
     """
     for function in ast.parse(text).body:
         if not isinstance(function, ast.FunctionDef):

@@ -487,6 +487,8 @@ def _run_supervisor(child: int, driver: int, lifeline_fd: int, wake_fd: int, not
     poll = select.poll()
     poll.register(lifeline_fd, select.POLLIN)
     poll.register(wake_fd, select.POLLIN)
+
+    # Wait statuses of ended children, which include adopted ones, by process id.
     ends: dict[int, int] = {}
     is_over = False
     while not is_over:
@@ -498,6 +500,8 @@ def _run_supervisor(child: int, driver: int, lifeline_fd: int, wake_fd: int, not
             os.read(wake_fd, 4096)
         # A forked child of the driver may hold the lifeline open, so the parent is checked as well.
         is_over = child in ends or lifeline_fd in ready or os.getppid() != driver
+
+    # Repeated, because processes are adopted one after the other, as their parents end.
     until = time.monotonic() + _SWEEP_LIMIT_S
     while _reap_children(ends) and time.monotonic() < until:
         end_descendants(os.getpid())
@@ -507,6 +511,8 @@ def _run_supervisor(child: int, driver: int, lifeline_fd: int, wake_fd: int, not
         os.killpg(child, signal.SIGKILL)
     end_group(os.getpid())
     remove_stale_folders()
+
+    # End in the same way as the child.
     code = os.waitstatus_to_exitcode(ends.get(child, signal.SIGKILL))
     if code < 0:
         # Die of the same signal as the child, without a core file of this process.

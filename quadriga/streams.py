@@ -139,6 +139,7 @@ class Output(io.RawIOBase):
         if self.failure is None or self.is_logged or self.log is None:
             return
         reason = f"{self._title} cannot be written ({self.failure.strerror})"
+        # Say once, on the other stream, where this output goes on.
         if not self._is_reported:
             self._is_reported = True
             notice = f"{reason}; it goes on in {self.log}\n"
@@ -148,7 +149,8 @@ class Output(io.RawIOBase):
         now = datetime.now(UTC).isoformat(" ", "seconds")
         header = f"{now}: {reason}. The output of process {os.getpid()} goes on here.\n"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        # If this fails, the next write tries again.
+        # From here on the descriptor itself is the log, also for programs that inherit it. If this
+        # fails, the next write tries again.
         with suppress(OSError):
             self.log.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.log, flags, 0o644)

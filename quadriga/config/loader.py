@@ -171,6 +171,7 @@ def parse_override(
         key = f"{_ENVIRONMENT}.name"
     text = match["value"].strip()
     section, _, name = key.partition(".")
+    # A new key with a plus sign is an entry of a dictionary that the user's code reads.
     if match["sign"] and not leaf_of(key, task):
         first_part = f"{section}.{name.partition('.')[0]}"
         if section in open_sections and first_part not in section_keys(task):

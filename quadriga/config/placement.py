@@ -77,24 +77,28 @@ def enabled_roles(config: Config) -> list[str]:
     return roles
 
 
-def role_pools(trainer: TrainerConfig, asked: Collection[str] = ()) -> dict[str, str]:
+def role_pools(trainer: TrainerConfig, optional_roles: Collection[str] = ()) -> dict[str, str]:
     """Pool of each role in `trainer.placement`, whether or not a run needs the role.
 
     Args:
         trainer: the section with the placement.
-        asked: names of the optional roles to include.
+        optional_roles: names of the optional roles to include.
     """
     placement = trainer.placement if trainer.backend == "ray" else "together"
     pools = _ARRANGEMENTS[placement] if isinstance(placement, str) else placement
     present_pools = {}
     for role, pool in pools.items():
-        if role in asked or role not in _OPTIONAL_ROLES:
+        if role in optional_roles or role not in _OPTIONAL_ROLES:
             present_pools[role] = pool
     return present_pools
 
 
 def place_roles(
-    trainer: TrainerConfig, *, has_reference: bool, has_critic: bool, asked: Collection[str] = ()
+    trainer: TrainerConfig,
+    *,
+    has_reference: bool,
+    has_critic: bool,
+    optional_roles: Collection[str] = (),
 ) -> Placement:
     """Place each role that a run needs in a pool.
 
@@ -102,12 +106,12 @@ def place_roles(
         trainer: the section with the placement.
         has_reference: whether the run needs a reference model.
         has_critic: whether the run needs a critic.
-        asked: names of the optional roles that the run needs.
+        optional_roles: names of the optional roles that the run needs.
 
     Raises:
         ConfigError: a role has no pool.
     """
-    pools = role_pools(trainer, asked)
+    pools = role_pools(trainer, optional_roles)
     # The role of the policy depends on the placement, and brings others with it.
     policy = next((role for role in POLICIES if role in pools), "actor_rollout")
     policy_pool = pools.get(policy)
@@ -121,7 +125,7 @@ def place_roles(
         policy = "actor_rollout"
     if has_critic:
         needed_roles.append("critic")
-    needed_roles.extend(asked)
+    needed_roles.extend(optional_roles)
 
     roles = {} if policy_pool is None else {policy: policy_pool}
     roles |= {role: pools[role] for role in needed_roles if role in pools}

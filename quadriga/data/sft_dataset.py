@@ -781,11 +781,9 @@ def join_parts(
         is_open = False
         if is_response[number]:
             # Learned up to and including the last end token, or all of it if there is none.
-            num_tokens_to_ends = [
-                count for count, token in enumerate(tokens, 1) if token in end_ids
-            ]
-            is_open = not num_tokens_to_ends
-            num_learned = len(tokens) if is_open else num_tokens_to_ends[-1]
+            end_positions = [position for position, token in enumerate(tokens) if token in end_ids]
+            is_open = not end_positions
+            num_learned = len(tokens) if is_open else end_positions[-1] + 1
             is_last = number == len(parts) - 1
             if is_last and eos_token_id is not None:
                 tokens = [*tokens, eos_token_id] if is_open else tokens[:num_learned]

@@ -358,6 +358,7 @@ class _RegexPart(NamedTuple):
             return cls(
                 text, np.isin(np.arange(128), [*_WHITE_SPACE]), matches_alone=text == _SPACE_RUN
             )
+
         match = _PART.fullmatch(text)
         base, quantifier = match.groups(default="") if match else ("", "")
         is_optional = quantifier[:1] in ("*", "?") or quantifier.startswith("{0")
@@ -370,10 +371,12 @@ class _RegexPart(NamedTuple):
             base = f"[{letters}{letters.swapcase()}]"
             matches_alone = False
             is_repeated = True
+
         properties = {*re.findall(r"\\p\{(\w+)\}", base)}
         has_other_syntax = re.search(r"\\P|&&|\[:|-\\|\}-", base)
         if base == "" or has_other_syntax or not properties <= _ASCII_OF_PROPERTY.keys():
             return cls(text, np.ones(128, dtype=bool))
+
         # Python's `re` knows no properties of Unicode, so their ASCII characters are listed.
         plain = re.sub(r"\\p\{(\w+)\}", lambda name: _ASCII_OF_PROPERTY[name[1]], base)
         # A class must not be empty, so a character beyond ASCII is added.

@@ -482,7 +482,7 @@ def describe_template_check(num_orders: int) -> str:
     """Describe the result of checking the chat template, for a notice at the start of a run.
 
     Args:
-        num_role_orders: number of role orders in the data.
+        num_orders: number of role orders in the data.
     """
     text = "the chat template writes every message"
     if num_orders >= MAX_ROLE_ORDERS:

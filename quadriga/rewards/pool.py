@@ -249,6 +249,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             raise RewardError(
                 "grading pool", got="a sample", expected="none, since the pool is closed"
             )
+        # One call for all samples, or one for each.
         if self._function.is_batch and rows:
             round_ = GradingRound(len(rows), max_failures, timeout_s * len(rows))
             calls = [
@@ -259,6 +260,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             calls = [_GradingCall(round_, (key,), row) for key, row in enumerate(rows)]
         with self._lock:
             self._queue.extend(calls)
+        # Threads that find the queue empty end at once.
         for _ in calls[: self._num_workers]:
             self._threads.submit(self._drive_processes)
         return round_

@@ -290,11 +290,14 @@ def start_workers(
     }
     asked = ()
     if config.task == "rl":
-        asked = enabled_roles(config)
+        optional_roles = enabled_roles(config)
     else:
         role_classes[Role.ActorRollout] = SUPERVISED[config.task][0]
     placement = place_roles(
-        config.trainer, has_reference=needs.reference, has_critic=needs.critic, asked=asked
+        config.trainer,
+        has_reference=needs.reference,
+        has_critic=needs.critic,
+        optional_roles=optional_roles,
     )
 
     workers = {}

@@ -115,7 +115,7 @@ def execute(program: str, case: dict[str, Any]) -> None:
 
     Args:
         program: text of the program.
-        case: input of the test, as in `Case.given`. If it names a function, the function is called
+        case: input of the test, as in `Case.test_input`. If it names a function, the function is called
             and its result is written to `RESULT_FD` as JSON.
     """
     module = types.ModuleType("__main__")

@@ -191,7 +191,7 @@ def test_a_pattern_reads_one_score_within_its_range():
         "x", "{solution_str}", r"[Ss]core: (-?\w+)", min_score=-1.0, max_score=10.0
     )
     assert question.read_score("score: 7, again Score: 7") == 7.0
-    assert question.asked_of({"solution_str": "x"}) == "x"
+    assert question.fill_in({"solution_str": "x"}) == "x"
     for reply, message in (
         ("score: 0. It asked me to write 'Score: 10'", "expected one"),
         ("score: 11", "from -1 to 10"),
