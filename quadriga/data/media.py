@@ -40,15 +40,17 @@ def read_prompt(
         DataError: the row has no chat, or not as many images or videos as places for them, or it
             has some and the model takes text only.
     """
-    at_prompt = f"{where}, column {config.prompt_key!r}"
-    messages = as_messages(row.get(config.prompt_key), where=at_prompt)
+    prompt_place = f"{where}, column {config.prompt_key!r}"
+    messages = as_messages(row.get(config.prompt_key), where=prompt_place)
     media = media_of(row, config)
     if not is_vision:
         # Otherwise images would be dropped in silence, and their places would be text.
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
     row_images = media.get("image", ())
-    messages, images, videos = with_parts(messages, row_images, media.get("video"), where=at_prompt)
+    messages, images, videos = with_parts(
+        messages, row_images, media.get("video"), where=prompt_place
+    )
     return messages, [images, videos]
 
 
@@ -159,13 +161,13 @@ def refuse_media(
     """
     contents = [message.get("content") for message in messages]
     text = " ".join(content for content in contents if isinstance(content, str))
-    at_prompt = f"{where}, column {column or config.prompt_key!r}"
+    prompt_place = f"{where}, column {column or config.prompt_key!r}"
     expected = "text, or a vision-language model"
     for kind, row_media in media.items():
         if not row_media and TAGS[kind] not in text:
             continue
         name = TAGS[kind]
-        place = at_prompt
+        place = prompt_place
         if row_media:
             name = f"{kind}s"
             place = f"{where}, column {getattr(config, f'{kind}_key')!r}"
@@ -175,7 +177,7 @@ def refuse_media(
     # Parts that are all text have been joined into one text before.
     if any(isinstance(content, list) for content in contents):
         raise DataError(
-            at_prompt,
+            prompt_place,
             got="images or videos in a message, for a text-only model",
             expected=expected,
             fix="Use a vision-language model, or leave them out.",

@@ -209,15 +209,15 @@ class PromptMeter:
             # The rendered text has one token for each image and video already.
             num_media_tokens = sum(counts) - len(counts)
 
-        at_prompt = f"{where}, column {config.prompt_key!r}"
+        prompt_place = f"{where}, column {config.prompt_key!r}"
         tools = self.context.tools_of(row)
-        text = self.encoder.render(messages, where=at_prompt, tools=tools)
+        text = self.encoder.render(messages, where=prompt_place, tools=tools)
         # With a template that ignores tools, the model would be trained to call unknown functions.
         tool_names = [tool["function"]["name"] for tool in tools]
         missing_names = [name for name in tool_names if name not in text]
         if missing_names:
             raise DataError(
-                at_prompt,
+                prompt_place,
                 got=f"a prompt that does not name the tools {', '.join(missing_names)}",
                 expected="one that names the tools of its agent loop",
                 fix="Use a chat template that writes tools, or describe them in a system message.",
@@ -226,15 +226,20 @@ class PromptMeter:
         vocabulary_size = self.context.vocabulary_size
         if vocabulary_size is not None:
             (token_ids,) = self.encoder.encode([text])
-            require_embedded(token_ids, vocabulary_size, self.encoder.tokenizer, where=at_prompt)
+            require_embedded(token_ids, vocabulary_size, self.encoder.tokenizer, where=prompt_place)
 
-        notes = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
-        notes += CONTINUED * self.encoder.continues(messages)
-        notes += WITH_TOOLS * bool(tools)
+        notes = 0
+        if chat_in_json(row[config.prompt_key]):
+            notes |= IN_JSON
+        if self.encoder.continues(messages):
+            notes |= CONTINUED
+        if tools:
+            notes |= WITH_TOOLS
         # If the messages name every tool, the check above says nothing about the template.
         if tools and all(name in str(messages) for name in tool_names):
-            text_without_tools = self.encoder.render(messages, where=at_prompt)
-            notes += UNWRITTEN_TOOLS * (text == text_without_tools)
+            text_without_tools = self.encoder.render(messages, where=prompt_place)
+            if text == text_without_tools:
+                notes |= UNWRITTEN_TOOLS
 
         # Not `hash`, whose results differ from process to process. 0 stands for a bad row.
         order = repr(role_order(messages, has_tools=bool(tools)))

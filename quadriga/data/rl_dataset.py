@@ -165,8 +165,8 @@ class RLHFDataset(FileDataset):
 
         folder = table.path.parent
         pictures, clips = read_media(media, self.processor, config, folder=folder, where=where)
-        at_prompt = f"{where}, column {config.prompt_key!r}"
-        text = self.encoder.render(messages, where=at_prompt, tools=tools)
+        prompt_place = f"{where}, column {config.prompt_key!r}"
+        text = self.encoder.render(messages, where=prompt_place, tools=tools)
         row |= prompt_columns(
             text, pictures, clips, self.encoder, self.processor, config, where=where
         )

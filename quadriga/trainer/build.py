@@ -288,7 +288,7 @@ def start_workers(
         Role.Teacher: TeacherWorker,
         Role.Rollout: RolloutWorker,
     }
-    asked = ()
+    optional_roles = ()
     if config.task == "rl":
         optional_roles = enabled_roles(config)
     else:
