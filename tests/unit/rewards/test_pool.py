@@ -3,6 +3,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
@@ -224,8 +225,10 @@ def test_close_ends_a_round_under_way_in_another_thread(file):
     thread.start()
     while "1 in work" not in grading.progress():
         time.sleep(0.01)
-    assert grading.progress().startswith(
-        "0 of 1 graded, 0 failed, 1 in work, the longest for 0 s (limit 60 s)"
+    # However busy the machine is: the seconds are not compared.
+    assert re.fullmatch(
+        r"0 of 1 graded, 0 failed, 1 in work, the longest for \d+ s \(limit 60 s\)",
+        grading.progress(),
     )
     pool.close()
     thread.join(timeout=SOON_S)

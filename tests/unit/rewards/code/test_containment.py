@@ -303,7 +303,7 @@ os.kill(child, 9)
 
 
 def test_without_containment_no_program_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(containment, "missing", lambda: "this kernel has no Landlock")
+    monkeypatch.setattr(containment, "why_unavailable", lambda: "this kernel has no Landlock")
     run.require_containment.cache_clear()
     try:
         with pytest.raises(RewardError, match=r"no Landlock.*sandbox_url"):
