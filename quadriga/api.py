@@ -164,6 +164,7 @@ class Trainer:
         estimator = settings.get("estimator")
         algorithm = settings.get("algorithm")
         name = settings.get("name")
+        # Both set the same key.
         if estimator is not None and algorithm is not None:
             raise ConfigError(
                 "estimator",
@@ -251,6 +252,7 @@ class Trainer:
         """Take the next step. Steps that the run skips are not returned."""
         while True:
             step = self._next_item()
+            # A step without a batch was skipped, or is the state before training.
             if step.batch is not None:
                 self._finish_step(step, self.callbacks)
                 return step
@@ -303,6 +305,7 @@ class Trainer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # An interrupt of the caller's own code ends the run as one during a step does.
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
             self._raise_in_run(error)
         self.close()
@@ -441,6 +444,7 @@ class Run:
         if self.config.task == "reward_model":
             kind = AutoModelForSequenceClassification
         model = kind.from_pretrained(self.model_folder)
+        # Remembered, so that the unchanged model can be passed to `train` in place of its folder.
         _loaded_models[model] = (self.model_folder, _num_changes(model))
         return model
 
@@ -480,6 +484,7 @@ class Run:
             "trainer.total_epochs": None,
             "trainer.resume_mode": "auto",
         }
+        # Continue in the directory that this object reads.
         if self.config.trainer.directory.resolve() != self.directory.resolve():
             # The folder was moved, or its path is relative to another working directory.
             changes["trainer.default_local_dir"] = str(self.directory)
@@ -516,6 +521,7 @@ def _find_model(model: Any) -> str | Path:
         if has_checkpoint and not (model.directory / MODEL_FOLDER).is_dir():
             return model_folder(model.directory)
         return model.model_folder
+    # A model whose weights the caller has changed is no longer the one in the folder.
     if isinstance(model, PreTrainedModel) and model in _loaded_models:
         folder, num_changes = _loaded_models[model]
         if _num_changes(model) == num_changes:
@@ -647,6 +653,7 @@ def generate(
     system_messages = []
     if system is not None:
         system_messages = [{"role": "system", "content": system}]
+    # A system message is for texts only: a chat has its own.
     chats = []
     for prompt in [prompts] if isinstance(prompts, str) else prompts:
         if isinstance(prompt, str):
@@ -683,6 +690,7 @@ def evaluate(
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
     draft = _draft_without_training(model, config, options)
+    # Files with rows and functions of the caller are only needed during this call.
     with own_folder() as folder:
         draft.directory = Path(folder)
         draft.set_reward(reward)

@@ -72,6 +72,7 @@ def _read_source(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]
 def _read_declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
     """Read a declaration from a function and the call of its decorator."""
     arguments = function.args
+    # As `required_fields` and `options` of the registry find them in a loaded function.
     fields = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     options = []
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):

@@ -34,6 +34,7 @@ _MAX_TRACEBACK_CHARACTERS = 8000
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Suggest known names that are similar to `name`, as a sentence for `fix`; "" if none is."""
+    # A name in other case is surely meant.
     near = [candidate for candidate in known if candidate.casefold() == name.casefold()]
     if not near:
         near = get_close_matches(name, known, cutoff=0.5)

@@ -94,6 +94,7 @@ class HTTPClient:
         verify = ssl.create_default_context() if parts.scheme == "https" else False
         trusts_env = self.use_proxies and not is_loopback(self.url)
         self._options: dict[str, Any] = {"verify": verify, "trust_env": trusts_env, "timeout": None}
+        # A proxy that cannot be used is reported now, and not by every request.
         if trusts_env and (route := proxy_route(self.url)):
             self.where += f", through {route}"
             if trouble := proxy_trouble():
@@ -181,6 +182,7 @@ class HTTPClient:
             QuadrigaError: the server refuses the request, or all attempts failed. Its class is `error` of the client.
         """
         deadline = time.monotonic() + timeout_s
+        # The message of a timeout has the failure of the last attempt.
         failure = "no attempt has ended"
         for attempt in range(1, max_attempts + 1):
             if before_attempt is not None:

@@ -192,6 +192,7 @@ def _reason_to_merge(config: Config, is_wide_on_accelerator: bool) -> str:
         return f"{rollout.name} needs merged weights"
     if config.async_training.enable:
         return "in asynchronous training sequences in flight get weights with the adapter merged"
+    # The rank is in the configuration, or in the adapter to start from.
     rank = adapter_shape(config.actor_rollout_ref.model).rank
     title = rollout.engine_title
     if rank > max_rank:

@@ -78,6 +78,7 @@ def check_distillation(config: Config) -> Findings:
     if not section.enable:
         return
     temperature = config.actor_rollout_ref.rollout.temperature
+    # Probabilities of student and teacher are compared at one temperature.
     if any(map(is_served, section.all_teachers)) and temperature != 1.0:
         got = f"{temperature:g}, with a teacher that is a server"
         expected = "1: the server returns probabilities at temperature 1"
@@ -102,6 +103,7 @@ def check_batches(config: Config) -> Findings:
     elif num_last_prompts:
         sizes = f"{num_prompts} prompts in mini-batches of {mini_batch_size}"
         yield f"{key}: {sizes}: the last one has {num_last_prompts}."
+    # Only full batches are trained on.
     limit = config.data.train_max_samples
     if 0 < limit < num_prompts:
         got = f"{num_prompts}, with data.train_max_samples={limit}"
@@ -176,6 +178,7 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
         end = f"the run ends during warm-up; the rate never reaches {optim.lr:g}"
         yield f"{at}.optim.lr_warmup_steps: {end}."
 
+    # A checkpoint must have at least the parts that a resumed run reads.
     checkpoint = section.checkpoint
     loaded = checkpoint.load_contents
     unsaved_parts = [part for part in loaded if part not in checkpoint.save_contents]

@@ -93,6 +93,7 @@ class DistillationConfig(ParallelConfig):
             yield ConfigError(
                 f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix
             )
+        # As a loss, the difference of log-probs has the gradient of the student alone.
         if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
             got = f"{self.loss_mode}, with use_policy_gradient=False"
             fix = "The gradient of k1 does not depend on the teacher."

@@ -83,6 +83,7 @@ class EnvironmentConfig(Section):
                     f"{at}.name", f"null, with {', '.join(changed_keys)}", "a name", fix
                 )
             return
+        # Each trained agent must exist and be played by the policy.
         num_trained = len(set(self.trained_agents))
         if not self.seats or (num_trained and num_trained != len(self.seats)):
             got = f"{self.trained_agents}, with {at}.agents={self.agents}"

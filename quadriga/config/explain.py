@@ -112,6 +112,7 @@ def show(config: Config) -> str:
     The YAML can be loaded again, and gives an equal configuration once the secrets that
     `quadriga.redact` hides are filled in.
     """
+    # The keys are those of the task, in its spelling; the values are in the schema's tree.
     dumped = redact(config.model_dump(mode="json"))
     tree: dict[str, Any] = {}
     for key in leaf_keys(config.task):
@@ -206,6 +207,7 @@ def _describe_update(config: Config, plan: BatchPlan) -> Iterator[str]:
     mini_batches = f"{_count(plan.num_mini_batches, 'mini-batch', 'mini-batches')} of {size}"
     steps = _count(plan.num_optimizer_steps, "optimizer step")
     yield f"{steps} per batch: {mini_batches} x {_count(actor.ppo_epochs, 'epoch')}"
+    # Prompts that do not fill a mini-batch.
     num_last_prompts = plan.num_prompts % plan.mini_batch_prompts
     if num_last_prompts:
         yield f"the last mini-batch has {_count(num_last_prompts, 'prompt')}"
@@ -240,6 +242,7 @@ def _describe_overlap(config: Config) -> Iterator[str]:
     if settings.by_mini_batch:
         prompts = _count(BatchPlan(config).mini_batch_prompts, "prompt")
         yield f"an update starts as soon as the responses to {prompts} are complete"
+    # Generation may be ahead of training by the batches of so many versions of the weights.
     num_batches = (settings.max_staleness + 1) * settings.sync_every
     batches = f"up to {_count(num_batches, 'batch', 'batches')} are in flight or wait for a step"
     if settings.on_stale == "wait":
@@ -278,6 +281,7 @@ def _describe_passes(
     if config.algorithm.use_kl_in_reward:
         uses.append("the reward")
     reference = f"reference model: one pass per step, for {' and '.join(uses)}"
+    # An adapter that is switched off leaves the reference.
     is_colocated = "actor_rollout_ref" in role_pools(config.trainer)
     if config.actor_rollout_ref.model.has_adapter and is_colocated:
         reference += ", by the actor with its adapter off"
@@ -317,6 +321,7 @@ def _describe_run(config: Config, plan: BatchPlan, num_train_prompts: int | None
         checkpoints = f"{_every(trainer.save_freq)} and at the end"
     elif saves_by_time(config):
         checkpoints = f"every {trainer.save_minutes:g} minutes and at the end"
+    # Checkpoints by the clock would fill the disk without anybody having asked for them.
     num_kept = trainer.max_ckpt_to_keep or (2 if saves_by_time(config) else None)
     if num_kept and checkpoints != "none":
         checkpoints += f", the last {num_kept} kept"
@@ -369,6 +374,7 @@ def _describe_processes(config: Config) -> Iterator[str]:
     pools = list(dict.fromkeys(roles.values()))
     for pool in pools:
         yield _describe_pool(config, pool, roles)
+    # Several processes may form one rollout engine.
     size = rollout_group_size(config)
     if size > 1:
         groups = _count(sum(rollout_ranks(config)) // size, "rollout group")
@@ -382,6 +388,7 @@ def _describe_processes(config: Config) -> Iterator[str]:
 
 def _describe_pool(config: Config, pool: str, roles: dict[str, str]) -> str:
     """Describe the processes of a resource pool, and the roles in them."""
+    # Only a rollout process may have several devices.
     num_devices = rollout_devices(config) if pool == roles.get("rollout") else 1
     counts = [count // num_devices for count in config.trainer.processes_of(pool)]
     machines = "on one machine"

@@ -229,6 +229,7 @@ def aliases() -> Mapping[str, tuple[str, ...]]:
 
 def is_key_of_verl(key: str, task: str) -> bool:
     """Whether verl's program for a task has this key, or keys below it."""
+    # The package is optional. Without it, such a key is reported as any unknown one.
     package = find_spec("quadriga_verl")
     if package is None or package.origin is None:
         return False

@@ -100,6 +100,7 @@ class Layout:
             fix = f"{world_size} processes with {sizes} are {num_data} data-parallel ranks."
             raise ConfigError(key, got=str(fsdp), expected=expected, fix=fix)
 
+        # Experts are divided among the ranks that shard one copy.
         if num_sharding % ep or (tp > 1 and ep > 1):
             got = f"{ep}, with {num_sharding} ranks that shard one copy of the weights"
             if tp > 1:
@@ -246,6 +247,7 @@ def check_model(layout: Layout, model: ModelShape, where: str) -> None:
     if layout.ep > 1 and (not model.num_experts or model.num_experts % layout.ep):
         num_experts = model.num_experts or "no"
         problems.append(f"{num_experts} experts for expert parallelism over {layout.ep}")
+    # Sequence parallelism divides the heads that tensor parallelism leaves to a rank.
     num_heads = model.num_heads // layout.tp
     if num_heads % layout.sp:
         problems.append(f"{num_heads} heads for sequence parallelism over {layout.sp}")

@@ -102,7 +102,7 @@ def load_config(
         for name in hidden_names(builder.value(key), key):
             expected = "the value, which a run does not write down"
             fix = f"Give it again: {name}=..."
-            builder.refuse(name, place, got=HIDDEN, expected=expected, fix=fix)
+            builder.add_problem(name, place, got=HIDDEN, expected=expected, fix=fix)
     config = builder.finish(notices, for_training=for_training)
     if problems or config is None:
         raise combine_errors(problems)
@@ -328,12 +328,12 @@ class _ConfigBuilder:
             key = f"{_ENVIRONMENT}.name"
         sections = section_keys(self.task)
         if leaf_of(key, self.task) is not None:
-            self._set(key, value, place)
+            self._store(key, value, place)
         elif isinstance(value, dict) and (value or key in sections):
             for name, entry in value.items():
                 self.assign(f"{spelled_key}.{name}", entry, places)
         elif key not in sections:
-            self._refuse_unknown(key, value, place)
+            self._report_unknown_key(key, value, place)
         elif value is not None:
             prefix = f"{key}."
             names = []
@@ -341,13 +341,13 @@ class _ConfigBuilder:
                 if leaf_key.startswith(prefix):
                     names.append(leaf_key.removeprefix(prefix).partition(".")[0])
             fix = f"Its keys are {', '.join(dict.fromkeys(names))}."
-            self.refuse(key, place, got=as_text(value, key), expected="a section", fix=fix)
+            self.add_problem(key, place, got=as_text(value, key), expected="a section", fix=fix)
 
-    def _set(self, key: str, value: Any, place: str | None) -> None:
+    def _store(self, key: str, value: Any, place: str | None) -> None:
         """Store the value of a key in the tree."""
         if "${" in str(value):
             fix = "References are not resolved: write the value."
-            self.refuse(key, place, got=as_text(value, key), expected="a value", fix=fix)
+            self.add_problem(key, place, got=as_text(value, key), expected="a value", fix=fix)
             return
         *path, last = spell_key(key, self.task, in_full=True).split(".")
         node = self.values
@@ -357,7 +357,7 @@ class _ConfigBuilder:
             if not isinstance(node, dict):
                 above = spell_key(".".join(path[:depth]), self.task)
                 expected = f"none, because {above} is {as_text(node, above)}"
-                self.refuse(key, place, got=f"a key under {above}", expected=expected)
+                self.add_problem(key, place, got=f"a key under {above}", expected=expected)
                 return
         # A later dictionary replaces single entries of an earlier one.
         if isinstance(value, dict) and isinstance(node.get(last), dict):
@@ -366,7 +366,7 @@ class _ConfigBuilder:
         node[last] = deepcopy(value)
         self.places[key] = place or ""
 
-    def _refuse_unknown(self, key: str, value: Any, place: str | None) -> None:
+    def _report_unknown_key(self, key: str, value: Any, place: str | None) -> None:
         """Add a problem about a key that does not exist, with the keys that may be meant."""
         if is_key_of_verl(key, self.task):
             program = "main_ppo" if self.task == "rl" else "sft_trainer"
@@ -375,16 +375,16 @@ class _ConfigBuilder:
             size_key = f"{section}.{_SIZES_OF_MEGATRON.get(name, name)}"
             if leaf_of(size_key, self.task):
                 fix = f"Set {size_key}, the size for either training engine."
-            self.refuse(key, place, got="a key of verl that does not exist here", fix=fix)
+            self.add_problem(key, place, got="a key of verl that does not exist here", fix=fix)
             return
         close_keys = nearest_keys(key, self.task)
         command = "quadriga config keys" if self.task == "rl" else "quadriga sft --keys"
         fix = f"`{command}` lists all keys."
         if close_keys:
             fix = f"Did you mean {' or '.join(close_keys)}?"
-        self.refuse(key, place, got="a key that does not exist", fix=fix)
+        self.add_problem(key, place, got="a key that does not exist", fix=fix)
 
-    def refuse(
+    def add_problem(
         self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = ""
     ) -> None:
         """Add a problem about a key.
@@ -450,7 +450,7 @@ class _ConfigBuilder:
                 # Only the key that the user has written is reported.
                 if key not in refused_keys and self.value(key) is not _MISSING:
                     refused_keys.add(key)
-                    self._refuse_value(key, error)
+                    self._report_value(key, error)
             assert refused_keys, f"pydantic refuses a default value: {errors}"
             for key in refused_keys:
                 self.value(key, remove=True)
@@ -473,7 +473,7 @@ class _ConfigBuilder:
                 return key
         return ""
 
-    def _refuse_value(self, key: str, error: ErrorDetails) -> None:
+    def _report_value(self, key: str, error: ErrorDetails) -> None:
         """Add a problem about a value that pydantic refuses."""
         value = self.value(key)
         leaf = leaf_keys(self.task).get(key)
@@ -495,7 +495,7 @@ class _ConfigBuilder:
             if close_choices:
                 fix = f"Did you mean {close_choices[0]}?"
         got = as_text(value, key)
-        self.refuse(key, self.places.get(key), got=got, expected=expected, fix=fix)
+        self.add_problem(key, self.places.get(key), got=got, expected=expected, fix=fix)
 
     def value(self, key: str, *, remove: bool = False) -> Any:
         """Value of a key; `_MISSING` if it has none.

@@ -119,6 +119,7 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
             for end in range(1, len(parts) + 1):
                 where = places.get(".".join(parts[:end]), where)
             got = "nothing" if detail["type"] == "missing" else repr(detail["input"])[:120]
+            # pydantic's message begins with "expected" if a validator of ours has refused the value.
             expected = detail["msg"].removeprefix("expected ").rstrip(". ")
             if detail["type"] == "extra_forbidden":
                 expected = "a key that exists in this file"

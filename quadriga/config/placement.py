@@ -155,6 +155,7 @@ def arranged_roles(
     trainer = config.trainer
     sections = _sections(config)
     for role, pool in role_pools(trainer, enabled_roles(config)).items():
+        # The rollout, and roles that a user has misspelled, have no such section.
         if role not in sections or (role == "critic" and not has_critic):
             continue
         num_ranks = sum(trainer.processes_of(pool)) if trainer.backend == "ray" else 1
@@ -243,6 +244,7 @@ def rollout_devices(config: Config) -> int:
     rollout = config.actor_rollout_ref.rollout
     starts_processes = rollout.traits.computes_in == "own_if_async"
     is_on_ray = config.trainer.backend == "ray"
+    # The engine gets all of its devices through one rollout process.
     if is_on_ray and config.async_training.enable and starts_processes:
         return rollout.tensor_model_parallel_size
     return 1
@@ -261,6 +263,7 @@ def rollout_share(config: Config) -> float:
     rollout = config.actor_rollout_ref.rollout
     package = rollout.traits.package
     share = None if package is None else package.share_without_training
+    # An engine beside a model in training must leave room for it.
     trains_here = "rollout" not in role_pools(config.trainer)
     if share is None or trains_here or "gpu_memory_utilization" in rollout.model_fields_set:
         return rollout.gpu_memory_utilization
@@ -276,6 +279,7 @@ def devices_problem(config: Config) -> ConfigError | None:
     """Error about an engine such as SGLang that cannot use the GPUs of Ray; None if there is none."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
+    # Without Ray, the engine chooses its devices itself.
     if size == 1 or config.trainer.backend != "ray":
         return None
     if rollout.traits.computes_in != "own" or rollout.has_servers:
@@ -378,6 +382,7 @@ def _check_group_sizes(config: Config) -> Findings:
     fits_machines = all(count % num_devices == 0 for count in ranks_per_machine)
     if num_ranks % size == 0 and fits_machines:
         return
+    # The error names the key that sets the number of processes.
     group_size = size * num_devices
     got = f"{size}: groups of {group_size} processes, but {num_ranks} generate"
     expected = "a number that divides the processes that generate"
@@ -405,6 +410,7 @@ def check_layouts(config: Config) -> Findings:
         try:
             section.layout(size, where, megatron)
         except ConfigError as error:
+            # Several roles may share a section; one error is enough.
             errors.setdefault(where, error)
     yield from errors.values()
     if config.task == "rl":
@@ -431,6 +437,7 @@ def check_megatron(config: Config) -> Findings:
         expected = "0: adapters are trained by FSDP2"
         fix = "Train all weights, or set strategy=fsdp."
         yield ConfigError("actor_rollout_ref.model.lora_rank", got, expected, fix)
+    # Supervised tasks have no critic.
     has_critic = config.task == "rl"
     yield from _check_activations("actor_rollout_ref.model", model)
     if has_critic:

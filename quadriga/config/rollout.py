@@ -193,6 +193,7 @@ class RolloutConfig(LogProbConfig):
     def has_servers(self) -> bool:
         """Whether the engine uses running servers that the configuration names."""
         traits = self.traits
+        # Options of an engine may also be in a dictionary under its name.
         options = self.engine_kwargs | dict(self.engine_kwargs.get(self.name) or {})
         has_option = not options.keys().isdisjoint(traits.server_options)
         return traits.computes_in == "servers" or has_option
@@ -200,6 +201,7 @@ class RolloutConfig(LogProbConfig):
     def findings(self, at: str) -> Findings:
         yield from self._unread_keys(at)
         yield from self._sampling_findings(at)
+        # Differences between the log-probs of trainer and rollout.
         stop = self.log_prob_diff_stop
         warn = self.log_prob_diff_warn
         if stop is not None and stop < warn:
@@ -253,6 +255,7 @@ class RolloutConfig(LogProbConfig):
             expected = "1: each process generates with the full model"
             fix = f"Set it to 1, or generate with {engines_with('spans_ranks')}."
             yield ConfigError(f"{at}.tensor_model_parallel_size", got, expected, fix)
+        # Experts are divided over all ranks of an engine, or not at all.
         num_expert_ranks = self.expert_parallel_size
         divides_experts = self.traits.expert_parallel_devices and num_expert_ranks == size
         if num_expert_ranks > 1 and not divides_experts:
@@ -268,6 +271,7 @@ class RolloutConfig(LogProbConfig):
     def _library_findings(self, at: str) -> Findings:
         """Yield a missing package of the engine, and sampling that the engine does not support."""
         package = self.traits.package
+        # A server has its package on another machine.
         if package and not self.has_servers and find_spec(package.module) is None:
             got = f"{self.name}, which is not installed"
             expected = f"{package.title} {package.least_version} or newer"
@@ -300,6 +304,7 @@ class RolloutConfig(LogProbConfig):
                 f"or generate with {DEFAULT_ENGINE}."
             )
             yield ConfigError(f"{at}.temperature", got, "1, or no filter", fix)
+        # Nothing is learned from validation, so there only a metric is missing.
         validation = self.val_kwargs
         is_filtered = _list_filters(validation) or (
             _list_filters(self) and validation.temperature != 1

@@ -60,8 +60,10 @@ RAY_INIT_KEYS = frozenset(
 def _check_directory_pattern(value: str) -> str:
     """Check a directory, in which only the names of project and run may be inserted."""
     try:
+        # Names of the places in braces.
         names = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
     except ValueError:
+        # A brace without its counterpart, which the check below refuses.
         names = {value}
     if value == "" or names - {"project_name", "experiment_name"}:
         raise refuse("a directory; {project_name} and {experiment_name} may stand in it")
@@ -247,6 +249,7 @@ class TrainerConfig(Section):
             got = f"null, with {at}.resume_mode=resume_path"
             fix = f"Name its directory, or set {at}.resume_mode=auto."
             yield ConfigError(f"{at}.resume_from_path", got, "a checkpoint", fix)
+        # Checkpoints by steps replace those by the clock.
         if self.save_freq != -1:
             because = f"{at}.save_freq is {self.save_freq}"
             yield from notice_unused([f"{at}.save_minutes"] if self.save_minutes else [], because)

@@ -85,6 +85,7 @@ class NamedReward:
                 if parameter.default is parameter.empty:
                     self.required.append(parameter.name)
 
+        # One plural name is enough: a function takes either one sample or a batch.
         self.is_batch = not set(PLURAL_NAMES).isdisjoint(self.names)
         has_known_name = not {*SAMPLE_ARGUMENTS, *ROW_ARGUMENTS, *PLURAL_NAMES}.isdisjoint(
             self.names
@@ -306,6 +307,7 @@ def reward_of(functions: Any) -> ItemReward:
             raise ConfigError(
                 f"reward {number}", got=repr(entry), expected="a function, or (function, weight)"
             )
+        # Scores are logged by name, so names must differ from each other.
         name = getattr(function, "__name__", type(function).__name__)
         taken_names = [part.name for part in parts]
         if len(entries) > 1 or weight != 1:
