@@ -127,9 +127,11 @@ def redact_text(text: str) -> str:
     """Replace each secret in a text by `HIDDEN`, in time linear in the length of the text."""
     text = _LOOKS_SECRET.sub(HIDDEN, text)
     text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
+    # Values that do not look like secrets, after names of secrets.
     parts = []
-    end = 0
+    end = 0  # of the last value that was replaced
     for match in _NAME_OF_VALUE.finditer(text):
+        # A name inside a replaced value does not count.
         if match.start() >= end and is_secret(match[1]):
             parts += [text[end : match.end()], HIDDEN]
             end = _VALUE.match(text, match.end()).end()

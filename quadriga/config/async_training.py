@@ -71,7 +71,7 @@ class AsyncTrainingConfig(Section):
 
     def findings(self, at: str) -> Findings:
         if not self.enable:
-            yield from notice_unused(self.changed(at), f"{at}.enable is false")
+            yield from notice_unused(self.changed_keys(at), f"{at}.enable is false")
         elif self.max_staleness == 0 and self.on_stale == "drop":
             fix = "Leave it out: with max_staleness=0 no sample becomes stale."
             yield ConfigError(f"{at}.on_stale", "drop, with max_staleness=0", "wait", fix)

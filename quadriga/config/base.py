@@ -60,7 +60,7 @@ class Section(BaseModel):
         """
         return iter(())
 
-    def changed(self, at: str) -> list[str]:
+    def changed_keys(self, at: str) -> list[str]:
         """Dotted keys of the fields that differ from their defaults.
 
         Args:
@@ -69,7 +69,7 @@ class Section(BaseModel):
         default = type(self)()
         return [f"{at}.{name}" for name, value in self if value != getattr(default, name)]
 
-    def unread(self, at: str) -> Iterator[str]:
+    def notice_unread(self, at: str) -> Iterator[str]:
         """Yield notices about changed fields that are not read according to their `ReadIf`.
 
         Args:
@@ -86,7 +86,7 @@ class Section(BaseModel):
                     keys_by_condition.setdefault(rule.name, []).append(f"{at}.{name}")
         if not keys_by_condition:
             return
-        changed = self.changed(at)
+        changed = self.changed_keys(at)
         for name, keys in keys_by_condition.items():
             unread_keys = [key for key in keys if key in changed]
             yield from notice_unused(unread_keys, f"{at}.{name} is {as_text(getattr(self, name))}")

@@ -65,7 +65,7 @@ def check_sections(config: Config) -> Findings:
     # The list grows while it is read: breadth first, so findings of outer sections come first.
     sections: list[tuple[str, Section]] = [("", config)]
     for at, section in sections:
-        yield from section.unread(at)
+        yield from section.notice_unread(at)
         yield from section.findings(at)
         for name, value in section:
             if isinstance(value, Section):

@@ -62,7 +62,7 @@ class DistillationConfig(ParallelConfig):
         return self.teachers.get(data_source, self.path)
 
     @property
-    def named(self) -> dict[str, str]:
+    def named_teachers(self) -> dict[str, str]:
         """Teachers by the dotted key that names them; empty without distillation."""
         if not self.enable:
             return {}
@@ -72,18 +72,18 @@ class DistillationConfig(ParallelConfig):
         return teachers
 
     @property
-    def loaded(self) -> dict[str, str]:
+    def loaded_teachers(self) -> dict[str, str]:
         """Teachers that the run loads, by the dotted key that names them."""
-        return {key: path for key, path in self.named.items() if not is_served(path)}
+        return {key: path for key, path in self.named_teachers.items() if not is_served(path)}
 
     @property
     def all_teachers(self) -> list[str]:
         """Distinct teachers, in the order of their keys."""
-        return list(dict.fromkeys(self.named.values()))
+        return list(dict.fromkeys(self.named_teachers.values()))
 
     def findings(self, at: str) -> Findings:
         if not self.enable:
-            yield from notice_unused(self.changed(at), f"{at}.enable is false")
+            yield from notice_unused(self.changed_keys(at), f"{at}.enable is false")
             return
         if not self.all_teachers:
             fix = "Set it to a folder or a hub name, or set teachers for several data sources."

@@ -76,7 +76,7 @@ class EnvironmentConfig(Section):
 
     def findings(self, at: str) -> Findings:
         if self.name is None:
-            changed_keys = self.changed(at)
+            changed_keys = self.changed_keys(at)
             if changed_keys:
                 fix = f"Set env=NAME: {_FORMS}."
                 yield ConfigError(

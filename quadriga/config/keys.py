@@ -212,11 +212,11 @@ def nearest_keys(key: str, task: str = "rl") -> list[str]:
     # A correct name in the wrong section is more likely than a wrong name in the correct section.
     name = key.split(".")[-1]
     same_name = [known for known in known_keys if known.split(".")[-1] == name]
-    moved = get_close_matches(key, same_name, n=3, cutoff=0.3)
-    close = get_close_matches(key, known_keys, n=3, cutoff=0.8)
+    in_other_sections = get_close_matches(key, same_name, n=3, cutoff=0.3)
+    misspelled = get_close_matches(key, known_keys, n=3, cutoff=0.8)
     # The key may be an abbreviation, such as trainer.n_gpu.
     longer = [known for known in known_keys if "." in key and known.startswith(key)]
-    return list(dict.fromkeys(exact + moved + close + longer))[:3]
+    return list(dict.fromkeys(exact + in_other_sections + misspelled + longer))[:3]
 
 
 @cache

@@ -115,7 +115,7 @@ def check_files(config: Config) -> Findings:
     yield from _check_model("critic.model.path", config.critic.model.path)
     if config.reward_model.enable:
         yield from _check_model("reward_model.model.path", config.reward_model.model.path)
-    for teacher_key, teacher in config.distillation.loaded.items():
+    for teacher_key, teacher in config.distillation.loaded_teachers.items():
         yield from _check_model(teacher_key, teacher)
 
 

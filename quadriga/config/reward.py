@@ -65,8 +65,8 @@ class RewardModelConfig(ParallelConfig):
     def findings(self, at: str) -> Findings:
         if not self.enable:
             names = {f"{at}.{name}" for name in (*_PASSES, *ParallelConfig.model_fields)}
-            changed = self.model.changed(f"{at}.model")
-            changed += [key for key in self.changed(at) if key in names]
+            changed = self.model.changed_keys(f"{at}.model")
+            changed += [key for key in self.changed_keys(at) if key in names]
             yield from notice_unused(changed, f"{at}.enable is false")
         elif self.model.path is None:
             fix = "Set it to a folder or a hub name of a sequence classifier with one label."

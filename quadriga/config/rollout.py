@@ -224,7 +224,7 @@ class RolloutConfig(LogProbConfig):
         unread_keys = [key for key in _OPTIONAL_KEYS if key not in self.traits.reads_keys]
         if self.traits.computes_in == "servers":
             unread_keys += _UNREAD_BY_SERVERS
-        changed_keys = self.changed(at)
+        changed_keys = self.changed_keys(at)
         keys = [f"{at}.{key}" for key in unread_keys if f"{at}.{key}" in changed_keys]
         for engine in ENGINES:
             if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):

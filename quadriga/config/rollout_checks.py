@@ -153,7 +153,7 @@ def check_multi_turn(config: Config) -> Findings:
     if loop == "tool_agent":
         fix = f"Set {_MULTI_TURN}.enable=True."
         yield ConfigError(_AGENT_LOOP, loop, "multi-turn responses to be enabled", fix)
-    yield from notice_unused(turns.changed(_MULTI_TURN), f"{_MULTI_TURN}.enable is false")
+    yield from notice_unused(turns.changed_keys(_MULTI_TURN), f"{_MULTI_TURN}.enable is false")
 
 
 def _check_without_loops(config: Config) -> Findings:
@@ -165,8 +165,8 @@ def _check_without_loops(config: Config) -> Findings:
         yield ConfigError(key, "true, with rollout.mode=sync", "rollout.mode=async", fix)
         return
     is_sync = f"{ROLLOUT}.mode is sync"
-    yield from notice_unused(rollout.multi_turn.changed(_MULTI_TURN), is_sync)
-    yield from notice_unused(rollout.agent.changed(f"{ROLLOUT}.agent"), is_sync)
+    yield from notice_unused(rollout.multi_turn.changed_keys(_MULTI_TURN), is_sync)
+    yield from notice_unused(rollout.agent.changed_keys(f"{ROLLOUT}.agent"), is_sync)
     if rollout.trace_dir:
         yield from notice_unused([f"{ROLLOUT}.trace_dir"], is_sync)
 

@@ -34,6 +34,7 @@ class _RowBlock(RLHFDataset):
     _is_open = False
 
     def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
+        """Read the first block of a file, for the columns."""
         config = self.config
         blocks = read_blocks(
             file, config.streaming, bad_lines=bad_lines, chat_columns=config.chat_columns

@@ -475,7 +475,8 @@ class ChatEncoder:
             # Some templates write the date into the prompt.
             "date": str(date.today()) if "strftime_now" in json.dumps(template) else "",
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
+        text = json.dumps(facts, sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def describe_template_check(num_orders: int) -> str:

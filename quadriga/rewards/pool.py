@@ -443,7 +443,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         # Enough calls that sending them costs little, but at most half a share, so that all
         # processes finish at about the same time.
         num_quick = int(CHUNK_S / self._call_s)
-        return min(math.ceil(share), max(1, min(math.ceil(share / 2), num_quick)))
+        num_calls = max(1, min(math.ceil(share / 2), num_quick))
+        # The queue may be empty.
+        return min(math.ceil(share), num_calls)
 
     def _take_process(self) -> GradingProcess:
         """Take an idle process, or start one and wait until it has loaded the score function."""

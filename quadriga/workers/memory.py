@@ -141,7 +141,7 @@ def _plans_beside(config: Config, role: str, itemsize: int) -> dict[str, RolePla
         "reward_model": config.reward_model.model.path,
     }
     if config.distillation.enable:
-        paths[DISTILLATION] = next(iter(config.distillation.loaded.values()), None)
+        paths[DISTILLATION] = next(iter(config.distillation.loaded_teachers.values()), None)
     plans = {}
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         path = paths.get(where)
