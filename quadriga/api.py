@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from quadriga.config import Config, load_config
 from quadriga.config.root import respell
 from quadriga.config.yaml_text import read_yaml
-from quadriga.config_draft import ConfigDraft, ConfigFiles, Reward, Rows, with_sources
+from quadriga.config_draft import ConfigDraft, ConfigFiles, Reward, Rows, name_sources
 from quadriga.descendants import own_folder
 from quadriga.errors import (
     CheckpointError,
@@ -42,7 +42,7 @@ from quadriga.observe.progress import (
 from quadriga.observe.records import STEP, VALIDATION, RecordFolder, table_for_people
 from quadriga.observe.stopping import Interrupted, quiet_interrupt
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
-from quadriga.redact import without_hidden
+from quadriga.redact import remove_hidden
 from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
 from quadriga.trainer.checkpoint import Checkpoints, model_folder
@@ -95,7 +95,7 @@ class TrainerSettings(Settings, total=False):
 def _with_settings(**defaults: Any) -> Callable[[_Function], _Function]:
     """Decorator: show the settings in the signature of a function with `**settings`.
 
-    `help` and tab completion read it.
+    `help` and tab completion read the signature.
 
     Args:
         defaults: defaults of settings; those of other settings are None.
@@ -150,6 +150,7 @@ class Trainer:
         task: str = "rl",
         **settings: Unpack[Settings],
     ) -> None:
+        # `**settings` accepts any name, so misspelled ones are refused here.
         known_names = list(Settings.__annotations__)
         unknown_names = settings.keys() - known_names
         if unknown_names:
@@ -163,6 +164,7 @@ class Trainer:
         estimator = settings.get("estimator")
         algorithm = settings.get("algorithm")
         name = settings.get("name")
+        # Both set the same key.
         if estimator is not None and algorithm is not None:
             raise ConfigError(
                 "estimator",
@@ -181,6 +183,7 @@ class Trainer:
             options=settings.get("options"),
             task=task,
         )
+        # Functions and rows are written to files in the run's directory, so it is chosen first.
         if name is None:
             draft.choose_directory()
         draft.set_function("algorithm.adv_estimator", estimator, "estimator")
@@ -188,18 +191,25 @@ class Trainer:
             "actor_rollout_ref.actor.policy_loss.loss_mode", settings.get("loss"), "loss"
         )
         draft.set_reward(reward)
+        # After the reward, which decides which columns of the rows are needed.
         num_rows = draft.set_rows("data.train_files", data)
         draft.set_rows("data.val_files", settings.get("eval_data"))
         draft.set_defaults(num_rows)
-        self._begin(draft.load(for_training=True), callbacks, draft.sources)
+        self._set_up(draft.load(for_training=True), callbacks, draft.sources)
 
-    def _begin(
+    def _set_up(
         self,
         config: Config,
         callbacks: Sequence[Callable[[TrainingStep], Any]],
         sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Set the attributes; `sources` is that of `ConfigDraft`."""
+        """Set the attributes.
+
+        Args:
+            config: resolved configuration.
+            callbacks: functions that are called after each step.
+            sources: the caller's names for written files (`ConfigDraft.sources`), for errors.
+        """
         self.config = config
         self._sources = sources
         self.callbacks = list(callbacks)
@@ -222,7 +232,7 @@ class Trainer:
             The trainer, before its first step.
         """
         trainer = cls.__new__(cls)
-        trainer._begin(config, callbacks)
+        trainer._set_up(config, callbacks)
         return trainer
 
     @property
@@ -232,7 +242,7 @@ class Trainer:
         It has the worker groups and the parts of a step: `actor`, `generate`, `compute_advantages`.
         """
         if self._loop is None:
-            self._loop = self._next().loop
+            self._loop = self._next_item().loop
         return self._loop
 
     def __iter__(self) -> Iterator[TrainingStep]:
@@ -241,16 +251,17 @@ class Trainer:
     def __next__(self) -> TrainingStep:
         """Take the next step. Steps that the run skips are not returned."""
         while True:
-            step = self._next()
+            step = self._next_item()
+            # A step without a batch was skipped, or is the state before training.
             if step.batch is not None:
-                self._complete(step, self.callbacks)
+                self._finish_step(step, self.callbacks)
                 return step
             self._loop = step.loop
             # Step 0 is the state before training.
             if step.number:
-                self._complete(step, [])
+                self._finish_step(step, [])
 
-    def _complete(
+    def _finish_step(
         self, step: TrainingStep, callbacks: Sequence[Callable[[TrainingStep], Any]]
     ) -> None:
         """Write the model after the last step, and call the callbacks. Their errors end the run."""
@@ -260,21 +271,24 @@ class Trainer:
             for callback in callbacks:
                 callback(step)
         except BaseException as error:
-            self._throw(error)
+            self._raise_in_run(error)
             raise
 
-    def _throw(self, error: BaseException) -> None:
+    def _raise_in_run(self, error: BaseException) -> None:
         """Raise an error inside the run, so that it ends just as after its own errors."""
         with quiet_interrupt(is_reported=True):
             self._steps.throw(error)
 
-    def _next(self) -> TrainingStep:
-        """Take the next item. Errors name the caller's arguments."""
+    def _next_item(self) -> TrainingStep:
+        """Take the next item of the run, a finished step or the state before training.
+
+        Errors name the caller's arguments in place of files that were written for them.
+        """
         try:
             with quiet_interrupt(is_reported=True):
                 return next(self._steps)
         except QuadrigaError as error:
-            error = with_sources(error, self._sources)
+            error = name_sources(error, self._sources)
             raise respell(error, self.config.task) from error.__cause__
 
     def run(self) -> "Run":
@@ -291,8 +305,9 @@ class Trainer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # An interrupt of the caller's own code ends the run as one during a step does.
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
-            self._throw(error)
+            self._raise_in_run(error)
         self.close()
 
 
@@ -411,6 +426,7 @@ class Run:
         metrics = self.metrics
         known_names = list(map(str, metrics))
         if not names:
+            # The first headline that was measured: the reward, or the loss.
             headlines = (name for line in HEADLINES for name in line.sources)
             measured = [name for name in headlines if name in known_names]
             validations = [name for name in known_names if name.startswith(VALIDATION_PREFIXES)]
@@ -428,6 +444,7 @@ class Run:
         if self.config.task == "reward_model":
             kind = AutoModelForSequenceClassification
         model = kind.from_pretrained(self.model_folder)
+        # Remembered, so that the unchanged model can be passed to `train` in place of its folder.
         _loaded_models[model] = (self.model_folder, _num_changes(model))
         return model
 
@@ -467,6 +484,7 @@ class Run:
             "trainer.total_epochs": None,
             "trainer.resume_mode": "auto",
         }
+        # Continue in the directory that this object reads.
         if self.config.trainer.directory.resolve() != self.directory.resolve():
             # The folder was moved, or its path is relative to another working directory.
             changes["trainer.default_local_dir"] = str(self.directory)
@@ -492,7 +510,7 @@ def _find_model(model: Any) -> str | Path:
         model: a folder or name, a `Run`, or the unchanged `model` of a `Run`.
 
     Raises:
-        ConfigError: it is another object.
+        ConfigError: the argument is another object.
         CheckpointError: there is no model in the folder or run.
     """
     if isinstance(model, str | Path):
@@ -503,6 +521,7 @@ def _find_model(model: Any) -> str | Path:
         if has_checkpoint and not (model.directory / MODEL_FOLDER).is_dir():
             return model_folder(model.directory)
         return model.model_folder
+    # A model whose weights the caller has changed is no longer the one in the folder.
     if isinstance(model, PreTrainedModel) and model in _loaded_models:
         folder, num_changes = _loaded_models[model]
         if _num_changes(model) == num_changes:
@@ -630,10 +649,11 @@ def generate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    resolved = _draft_of_frozen(model, config, options).load()
+    resolved = _draft_without_training(model, config, options).load()
     system_messages = []
     if system is not None:
         system_messages = [{"role": "system", "content": system}]
+    # A system message is for texts only: a chat has its own.
     chats = []
     for prompt in [prompts] if isinstance(prompts, str) else prompts:
         if isinstance(prompt, str):
@@ -669,7 +689,8 @@ def evaluate(
     Raises:
         QuadrigaError: an argument is wrong, or the model cannot be loaded or run.
     """
-    draft = _draft_of_frozen(model, config, options)
+    draft = _draft_without_training(model, config, options)
+    # Files with rows and functions of the caller are only needed during this call.
     with own_folder() as folder:
         draft.directory = Path(folder)
         draft.set_reward(reward)
@@ -677,15 +698,15 @@ def evaluate(
         try:
             grades = frozen.evaluate(draft.load())
         except QuadrigaError as error:
-            raise with_sources(error, draft.sources) from error.__cause__
+            raise name_sources(error, draft.sources) from error.__cause__
     # The first response to each prompt.
     samples: dict[str, dict[str, Any]] = {}
     for response in grades.rows:
-        samples.setdefault(response["uid"], _sample(response))
+        samples.setdefault(response["uid"], _sample_row(response))
     return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())))
 
 
-def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
+def _sample_row(response: Mapping[str, Any]) -> dict[str, Any]:
     """Make a row of a table of a graded response, with the columns of its data row."""
     hidden = ("uid", "output_with_special_tokens", "row")
     sample = {name: value for name, value in response.items() if name not in hidden}
@@ -693,17 +714,17 @@ def _sample(response: Mapping[str, Any]) -> dict[str, Any]:
     return sample | {name: value for name, value in columns.items() if name not in sample}
 
 
-def _draft_of_frozen(
+def _draft_without_training(
     model: "str | Path | Run", config: ConfigFiles, options: Mapping[str, Any] | None
 ) -> ConfigDraft:
-    """Start the configuration of a call that does not train the model."""
-    defaults = _defaults_of(model) if isinstance(model, Run) else None
+    """Start the configuration of a call that does not train the model (`generate`, `evaluate`)."""
+    defaults = _frozen_defaults(model) if isinstance(model, Run) else None
     return ConfigDraft(
         _find_model(model), defaults=defaults, config=config, options=options, is_frozen=True
     )
 
 
-def _defaults_of(run: Run) -> dict[str, Any]:
+def _frozen_defaults(run: Run) -> dict[str, Any]:
     """Sections of a run's configuration that are the defaults of `evaluate` and `generate`.
 
     Returns:
@@ -718,9 +739,10 @@ def _defaults_of(run: Run) -> dict[str, Any]:
         sections, _ = read_yaml(run.directory / CONFIGURATION, problems)
         if problems:
             raise problems[0]
+    # Keys of supervised tasks have another meaning for generation.
     if sections.pop("task", "rl") != "rl":
         return {}
-    sections = without_hidden(sections)
+    sections = remove_hidden(sections)
     sections.get("actor_rollout_ref", {}).get("rollout", {}).pop("n", None)
     sections.get("trainer", {}).pop("validation_data_dir", None)
     return sections

@@ -16,7 +16,15 @@ LONGEST_PAUSE_S = 600.0
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """Call `work` in a new thread named `name`; the future gets its result or its error."""
+    """Call a function in a new thread.
+
+    Args:
+        work: the function.
+        name: name of the thread.
+
+    Returns:
+        Future of the function's result or error.
+    """
     executor = ThreadPoolExecutor(1, name)
     future = executor.submit(work)
     # The thread ends after this call. The future still gets its result.
@@ -50,7 +58,7 @@ def run_coroutine(
     if not asyncio._get_running_loop():
         return run(work)
 
-    # Filled in the other thread, so that this one can cancel the task.
+    # The other thread adds its task here, so that this one can cancel it.
     tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
     async def run_as_task() -> T:
@@ -99,11 +107,11 @@ class Restarts(Generic[T]):
         if num_before:
             pause_s = min(FIRST_PAUSE_S * 2 ** (num_before - 1), LONGEST_PAUSE_S)
         self._due[number] = time.monotonic() + pause_s
-        self._begin()
+        self._begin_due_restarts()
 
     def ended(self) -> dict[int, Future[T]]:
-        """Return the restarts that have ended, with a result or an error. Each is returned once."""
-        self._begin()
+        """Return the restarts that have ended since the last call, with a result or an error."""
+        self._begin_due_restarts()
         done = {number: start for number, start in self._running.items() if start.done()}
         for number in done:
             del self._running[number]
@@ -123,13 +131,13 @@ class Restarts(Generic[T]):
             start.exception(timeout_s)
 
     def stop(self) -> dict[int, Future[T]]:
-        """Begin no restart that is due later. Wait for those under way, and return them."""
-        # `ended` would begin them, and nobody would close what they start.
+        """Cancel the restarts that have not begun. Wait for the others, and return them."""
+        # Cancelled, because nobody would close the components that they start.
         self._due.clear()
         self.wait()
         return self.ended()
 
-    def _begin(self) -> None:
+    def _begin_due_restarts(self) -> None:
         """Begin all restarts that are due."""
         now = time.monotonic()
         due_numbers = [number for number, due in self._due.items() if due <= now]

@@ -92,12 +92,13 @@ class ConfigDraft:
         if "trainer.total_training_steps" in self.values:
             # A number of epochs in a file must not limit the steps that the caller asks for.
             self.values.setdefault("trainer.total_epochs", None)
-        self.config = self._load().config
+        self.config = self._load_config().config
         self.directory = self.config.trainer.directory
         self.reward: ItemReward | None = None
         self.sources: dict[str, str] = {}
 
-    def _load(self, *, for_training: bool = False) -> Loaded:
+    def _load_config(self, *, for_training: bool = False) -> Loaded:
+        """Load the configuration from its files, with the keys that were set so far."""
         return load_config(
             files=self.files,
             values=self.values,
@@ -108,7 +109,7 @@ class ConfigDraft:
 
     def load(self, *, for_training: bool = False) -> Config:
         """Load and check the configuration, and print its notices."""
-        loaded = self._load(for_training=for_training)
+        loaded = self._load_config(for_training=for_training)
         for notice in loaded.notices:
             print(f"notice: {notice}", file=sys.stderr)
         return loaded.config
@@ -120,6 +121,7 @@ class ConfigDraft:
         keys = ("experiment_name", "default_local_dir")
         if any(getattr(trainer, key) != getattr(default, key) for key in keys):
             return
+        # The first number that no earlier run has.
         name = self.directory.name
         for number in itertools.count(1):
             self.directory = self.directory.with_name(f"{name}-{number}")
@@ -160,14 +162,14 @@ class ConfigDraft:
             reward: the caller's argument. None: the reward of the configuration.
         """
         if reward is None:
-            # In the configuration of an earlier run, it may be functions of that run's program.
+            # The reward of an earlier run's configuration may be functions of that run's program.
             section = self.config.custom_reward_function
             if section.path is not None and section.name == NAME:
                 module = import_file(section.path, "custom_reward_function.path")
                 function = getattr(module, NAME, None)
                 self.reward = function if isinstance(function, ItemReward) else None
             return
-        # It replaces the reward, and the reward manager, of the run that is evaluated.
+        # The argument replaces the reward, and the reward manager, of the run that is evaluated.
         self.defaults.pop("custom_reward_function", None)
         for key in ("reward_manager", "reward_kwargs"):
             self.defaults.get("reward_model", {}).pop(key, None)
@@ -217,16 +219,18 @@ class ConfigDraft:
             if not source:
                 return 0
         entries = source if isinstance(source, list) else [source]
+        # The name of the caller's argument, for errors.
         label = "eval_data" if name == "val_files" and not self.is_frozen else "data"
         if entries and all(isinstance(entry, str | Path) for entry in entries):
             if len(entries) == 1:
                 label = str(entries[0])
-            dictionaries, num_rows = self._read(source, key)
+            dictionaries, num_rows = self._read_if_incomplete(source, key)
+            # The trainer reads the files itself.
             if not dictionaries:
                 self.values[key] = source
                 return num_rows
         else:
-            dictionaries = self._dictionaries(source)
+            dictionaries = self._to_dictionaries(source)
 
         if not dictionaries:
             raise DataError(label, got="no rows", expected="at least one")
@@ -238,7 +242,7 @@ class ConfigDraft:
         for row in dictionaries:
             missing = [column for column in text_columns if _is_missing(row.get(column))]
             row = {**row, **dict.fromkeys(missing)}
-            completed.append(self._complete(row) if self.task == "rl" else row)
+            completed.append(self._add_trainer_columns(row) if self.task == "rl" else row)
         if self.task != "rl" and "response" in completed[0] and "messages" not in completed[0]:
             self.values.setdefault("data.format", "prompt_response")
         file = write_data_file(
@@ -254,8 +258,12 @@ class ConfigDraft:
     def _check_rows(self, rows: Sequence[Any], label: str) -> None:
         """Check that rows are dictionaries, and that there is a column with prompts.
 
+        Args:
+            rows: the rows.
+            label: name of the rows in errors.
+
         Raises:
-            DataError: they are not, or there is none.
+            DataError: a row is no dictionary, or there is no such column.
         """
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
@@ -274,7 +282,7 @@ class ConfigDraft:
                 fix="Rename or add it, or set data.prompt_key to the column that holds the prompts.",
             )
 
-    def _dictionaries(self, rows: Any) -> list[Any]:
+    def _to_dictionaries(self, rows: Any) -> list[Any]:
         """Convert rows to dictionaries, without the nulls that tables add to chats."""
         if isinstance(rows, pd.DataFrame):
             dictionaries = rows.to_dict("records")
@@ -287,8 +295,8 @@ class ConfigDraft:
             drop_null_fields(row, self.config.data.chat_columns)
         return dictionaries
 
-    def _read(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
-        """Read files of rows, unless the trainer can use the files as they are.
+    def _read_if_incomplete(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
+        """Read the rows of files, unless the trainer can use the files as they are.
 
         Args:
             files: a file or several.
@@ -308,10 +316,11 @@ class ConfigDraft:
         rows = [table[row] for table in tables for row in range(len(table))]
         return rows, len(rows)
 
-    def _complete(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the columns that the trainer reads to a row.
+    def _add_trainer_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the columns that the trainer reads to a row of the caller.
 
-        If a reward function reads columns by their names, a copy of all columns is added in `ROW`.
+        If a reward function reads columns by their names, `extra_info` gets a copy of all columns
+        as its entry `ROW`.
         """
         complete = {
             self.config.data.reward_fn_key: "rows",
@@ -319,6 +328,7 @@ class ConfigDraft:
             **row,
         }
         truth = complete["reward_model"]
+        # A missing truth is left out, so that graders that need one report it.
         if isinstance(truth, Mapping) and _is_missing(truth.get("ground_truth")):
             complete["reward_model"] = {
                 key: value for key, value in truth.items() if key != "ground_truth"
@@ -326,6 +336,7 @@ class ConfigDraft:
         if self.reward is None:
             return complete
 
+        # The copy of all columns that reward functions read by name.
         columns = dict(row)
         # Reward functions know the prompt by this name.
         columns.setdefault("prompt", row.get(self.config.data.prompt_key))
@@ -351,7 +362,7 @@ class ConfigDraft:
             num_rows: number of training rows; 0 if unknown.
         """
         # Loaded again, because arguments such as the estimator have been set since.
-        config, choice = with_groups(self._load().config)
+        config, choice = with_groups(self._load_config().config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
         # Runs in lockstep save by time: trainer.save_minutes.
@@ -388,6 +399,7 @@ class ConfigDraft:
             num_cores = len(os.sched_getaffinity(0))
             max_responses = RESPONSES_OF_A_CORE * num_cores
             processors = f"{num_cores} cores"
+        # As many prompts as the processors have work for.
         size = min(num_rows, max(1, max_responses // num_responses))
         # Each process gets the same number of prompts.
         size = max(size - size % num_processes, 1)
@@ -398,7 +410,7 @@ class ConfigDraft:
         return size
 
 
-def with_sources(error: QuadrigaError, sources: Mapping[str, str]) -> QuadrigaError:
+def name_sources(error: QuadrigaError, sources: Mapping[str, str]) -> QuadrigaError:
     """Replace the names of written files in an error by the caller's names for their rows.
 
     Args:

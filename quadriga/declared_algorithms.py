@@ -38,7 +38,7 @@ class Declaration:
 
 
 @cache
-def declared(decorator: str) -> dict[str, Declaration]:
+def read_declarations(decorator: str) -> dict[str, Declaration]:
     """Read the declarations of all functions that the package registers with a decorator.
 
     Args:
@@ -51,23 +51,28 @@ def declared(decorator: str) -> dict[str, Declaration]:
     for path in _FOLDER.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if f"@{decorator}(" in text:
-            declarations.update(_read(text, decorator))
+            declarations.update(_read_source(text, decorator))
     return dict(sorted(declarations.items()))
 
 
-def _read(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]:
-    """Yield name and declaration of each function with a decorator; a function may have several."""
+def _read_source(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]:
+    """Read the declarations in the source of a module.
+
+    Yields:
+        Registered name and declaration. A function may be registered under several names.
+    """
     for function in ast.parse(text).body:
         if not isinstance(function, ast.FunctionDef):
             continue
         for call in function.decorator_list:
             if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
-                yield ast.literal_eval(call.args[0]), _declaration(function, call)
+                yield ast.literal_eval(call.args[0]), _read_declaration(function, call)
 
 
-def _declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
+def _read_declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
     """Read a declaration from a function and the call of its decorator."""
     arguments = function.args
+    # As `required_fields` and `options` of the registry find them in a loaded function.
     fields = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     options = []
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
@@ -79,9 +84,9 @@ def _declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
 
 def loss_options() -> dict[str, tuple[str, ...]]:
     """Options of each policy loss, including those of the batch columns that it reads."""
-    columns = declared("register_batch_column")
+    columns = read_declarations("register_batch_column")
     options = {}
-    for name, loss in declared("register_policy_loss").items():
+    for name, loss in read_declarations("register_policy_loss").items():
         names = list(loss.options)
         for field in loss.fields:
             if field in columns:

@@ -40,29 +40,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Options of prctl(2): PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER.
-_DIE_WITH_PARENT = 1
-_SUBREAPER = 36
+# Options of prctl(2): the signal of which a process dies with its parent, and the adoption of orphans.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SWEEP_LIMIT_S = 10.0
 _POLL_S = 1.0
-# Age up to which a file of shared memory counts as new; longer than the time between two looks.
-_NEW_S = 3.0
-_FOLDERS = "quadriga-folder-"
-_MARKS = "QUADRIGA_GUARDED_BY"
+# Age up to which a file of shared memory counts as new; longer than the time between two records.
+_NEW_FILE_AGE_S = 3.0
+_FOLDER_PREFIX = "quadriga-folder-"
+_MARKS_VARIABLE = "QUADRIGA_GUARDED_BY"
 # Added to a guardian's import path: it runs with `-S`, so that Python does not find an editable
 # installation by itself.
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
-# Programs that need time after the others have ended: multiprocessing's and a Ray cluster's clean
-# up, and wandb's service still writes.
-_TRACKERS = (b"resource_tracker", b"_end_sessions_behind", b"wandb-core")
+# Programs that end after the others: multiprocessing's and a Ray cluster's clean up behind them, and
+# wandb's service still writes.
+_LATE_PROGRAMS = (b"resource_tracker", b"_end_sessions_behind", b"wandb-core")
 
 
 def supervise(lifeline_fd: int) -> None:
     """Fork this process, which must have a single thread, into a supervisor and its child.
 
-    The child returns from this function, in its own process group, and is the first process that
-    the kernel kills when memory runs out. The supervisor never returns: it exits with the status of
-    the child.
+    The child returns from this function, in its own process group. The kernel kills it first when
+    memory runs out. The supervisor never returns: it exits with the status of the child.
 
     Args:
         lifeline_fd: file descriptor. When a byte arrives there, or its other end is closed, the
@@ -70,17 +69,17 @@ def supervise(lifeline_fd: int) -> None:
     """
     supervisor = os.getpid()
     driver = os.getppid()
-    _prctl(_SUBREAPER, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     remove_stale_folders()
-    group = _make_group(supervisor)
+    group = _create_control_group(supervisor)
     wake_fd, note_fd = os.pipe()
     child = os.fork()
     if child:
-        _supervise(child, driver, lifeline_fd, wake_fd, note_fd)
+        _run_supervisor(child, driver, lifeline_fd, wake_fd, note_fd)
     for fd in (lifeline_fd, wake_fd, note_fd):
         os.close(fd)
     os.setpgid(0, 0)
-    _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(1)
     # Some systems refuse the next two steps, which are not essential.
@@ -106,21 +105,22 @@ def descendants(root: int) -> list[int]:
 
 
 def end_descendants(root: int) -> None:
-    """Kill all processes below `root`. All are stopped first, so that none can start another."""
+    """Kill all processes below `root`."""
+    # All are stopped before the first is killed, so that none can start another one.
     stopped: set[int] = set()
-    while new := set(descendants(root)) - stopped:
-        _signal_all(new, signal.SIGSTOP)
-        stopped |= new
+    while running := set(descendants(root)) - stopped:
+        _signal_all(running, signal.SIGSTOP)
+        stopped |= running
     _signal_all(stopped, signal.SIGKILL)
 
 
 def end_group(supervisor: int) -> None:
     """Kill all processes in the control group of a supervisor's child, and remove the group."""
-    group = _group(supervisor)
+    group = _control_group_of(supervisor)
     if group is None or not group.is_dir():
         return
     until = time.monotonic() + _SWEEP_LIMIT_S
-    # Another process may do the same at the same time, so that the group's files disappear.
+    # Another process may end the same group at this time, so that the group's files disappear.
     with suppress(OSError):
         (group / "cgroup.kill").write_bytes(b"1")
         while (group / "cgroup.procs").read_bytes() and time.monotonic() < until:
@@ -130,11 +130,14 @@ def end_group(supervisor: int) -> None:
 
 @contextmanager
 def own_folder() -> Iterator[str]:
-    """Context manager: an empty temporary folder that other users may enter but not list."""
+    """Context manager: yield an empty temporary folder, and remove it on exit.
+
+    Other users may enter the folder but not list it. A lock on it shows that its owner is alive.
+    """
     folder = ""
     lock = -1
     while lock < 0:
-        folder = tempfile.mkdtemp(prefix=_FOLDERS)
+        folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
         # Another process may remove the folder before it is locked, because it looks abandoned.
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -152,7 +155,7 @@ def own_folder() -> Iterator[str]:
 
 def remove_stale_folders() -> None:
     """Remove this user's folders that no living process has locked."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         # The folder may be another user's, or another process may have removed it.
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -164,7 +167,7 @@ def remove_stale_folders() -> None:
 
 
 def _remove_folder(folder: str) -> None:
-    """Remove a folder. Several attempts, because dying processes may still write there."""
+    """Remove a folder, in several attempts, because dying processes may still write there."""
     for pause_s in (0.0, 0.01, 0.1, 1.0):
         time.sleep(pause_s)
         shutil.rmtree(folder, ignore_errors=True)
@@ -172,12 +175,13 @@ def _remove_folder(folder: str) -> None:
             return
 
 
-def beside(
+def start_beside(
     function: str, *arguments: object, pass_fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a process that calls a function of this module.
+    """Start a process that calls a function of this module, beside this process.
 
-    It is in its own session, so that neither Ctrl-C nor a signal to this process's group ends it.
+    The process is in its own session, so that neither Ctrl-C nor a signal to this process's group
+    ends it.
 
     Args:
         function: name of the function.
@@ -216,12 +220,14 @@ class Guardian:
 
     def __init__(self, folder: str = "") -> None:
         mark = uuid.uuid4().hex
-        os.environ[_MARKS] = f"{os.environ.get(_MARKS, '')}{mark},"
+        os.environ[_MARKS_VARIABLE] = f"{os.environ.get(_MARKS_VARIABLE, '')}{mark},"
         self._lifeline, guardian_end = socket.socketpair()
         with guardian_end:
             fd = guardian_end.fileno()
-            before = {pid: start_of(pid) for pid in descendants(os.getpid())}
-            self.process = beside("_guard", fd, os.getpid(), before, mark, folder, pass_fds=(fd,))
+            before = {pid: start_time_of(pid) for pid in descendants(os.getpid())}
+            self.process = start_beside(
+                "_guard", fd, os.getpid(), before, mark, folder, pass_fds=(fd,)
+            )
 
     def close(self) -> None:
         """End all remaining processes, and wait until they have ended."""
@@ -255,8 +261,9 @@ def _guard(lifeline_fd: int, root: int, before: dict[int, bytes], mark: str, fol
         lifeline_fd: socket to the guarded process, which sends a byte, or closes its end, to have
             its descendants ended.
         root: id of the guarded process.
-        before: ids and start times of its descendants that are not to be ended.
-        mark: mark in the environment of its other descendants.
+        before: start times, by process id, of descendants that were there before the guardian. They
+            are not ended.
+        mark: mark in the environment of all other descendants.
         folder: folder to remove at the end; "": none.
     """
     # Signals that end a whole process group must not end the process that cleans up behind it.
@@ -268,79 +275,92 @@ def _guard(lifeline_fd: int, root: int, before: dict[int, bytes], mark: str, fol
     poll.register(lifeline_fd, select.POLLIN)
     # A forked child may hold the lifeline open, so the parent is checked as well.
     while not poll.poll(1000 * _POLL_S) and os.getppid() == root:
-        guarded.look()
+        guarded.record_processes()
     guarded.end()
     # `Guardian.close` waits for this byte.
     with suppress(BrokenPipeError):
         lifeline.sendall(b"x")
-    # Resource trackers are needed until the guarded process has ended, and get time to finish then.
+    # Late programs are needed until the guarded process has ended, and get time to finish then.
     while os.getppid() == root:
         time.sleep(0.02)
-    guarded.end(with_trackers=True)
+    guarded.end(with_late_programs=True)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Guarded:
-    """Processes that a guardian ends, by id and start time, and the shared memory they mapped."""
+    """Processes that a guardian ends, and the shared memory that they have mapped.
+
+    A process is identified by its id and its start time, because ids are reused.
+
+    Args:
+        root: id of the guarded process.
+        before: descendants that are not ended, as for `_guard`.
+        mark: mark in the environment of all other descendants.
+    """
 
     def __init__(self, root: int, before: dict[int, bytes], mark: str) -> None:
         self._root = root
         self._before = before
         self._mark = mark.encode()
+        # Start times of the processes that were found, by id.
         self._known: dict[int, bytes] = {}
+        # For each file of shared memory, the start times of the processes that have mapped it, by id.
         self._memory: dict[Path, dict[int, bytes]] = {}
 
-    def look(self) -> None:
-        """Note new processes and shared memory; remove memory whose processes have all ended."""
+    def record_processes(self) -> None:
+        """Record new processes and shared memory. Remove memory whose processes have all ended."""
         # Remembered, because a process whose parent has ended is no longer a descendant.
-        self._known |= {pid: start_of(pid) for pid in descendants(self._root)}
-        self._known = _living(self._known)
+        self._known |= {pid: start_time_of(pid) for pid in descendants(self._root)}
+        self._known = _living_among(self._known)
         # The file system may not exist, or a file may have disappeared.
         with suppress(FileNotFoundError):
             now = time.time()
             entries = os.scandir("/dev/shm")
-            new_files = {Path(entry) for entry in entries if now - entry.stat().st_ctime < _NEW_S}
+            new_files = {
+                Path(entry) for entry in entries if now - entry.stat().st_ctime < _NEW_FILE_AGE_S
+            }
             pids = self._pids() if new_files else set()
             for pid in pids:
                 for file in shared_memory({pid}) & new_files:
-                    self._memory.setdefault(file, {})[pid] = start_of(pid)
-        unowned = [file for file, owners in self._memory.items() if not _living(owners)]
+                    self._memory.setdefault(file, {})[pid] = start_time_of(pid)
+        unowned = [file for file, owners in self._memory.items() if not _living_among(owners)]
         for file in unowned:
-            # Another process may have mapped the file after it was new.
+            # Another process may have mapped the file after it stopped being new.
             pids = [pid for pid in _all_pids() if file in shared_memory({pid})]
             if pids:
-                self._memory[file] = {pid: start_of(pid) for pid in pids}
+                self._memory[file] = {pid: start_time_of(pid) for pid in pids}
             else:
                 del self._memory[file]
                 file.unlink(missing_ok=True)
 
-    def end(self, *, with_trackers: bool = False) -> None:
+    def end(self, *, with_late_programs: bool = False) -> None:
         """Kill the processes and remove their shared memory.
 
         Args:
-            with_trackers: also kill processes that clean up, after a third of the time limit.
+            with_late_programs: whether to kill `_LATE_PROGRAMS` too, after a third of the time
+                limit, which lets them end by themselves.
         """
         until = time.monotonic() + _SWEEP_LIMIT_S
-        trackers_until = time.monotonic() + _SWEEP_LIMIT_S / 3
+        late_until = time.monotonic() + _SWEEP_LIMIT_S / 3
         # Processes may start others while they are killed, so look again until none is left.
         while time.monotonic() < until:
             pids = self._pids()
-            trackers = set()
+            late_pids = set()
             for pid in pids:
-                command = _read(pid, "cmdline")
-                if any(tracker in command for tracker in _TRACKERS):
-                    trackers.add(pid)
-            remaining = pids if with_trackers else pids - trackers
+                command = _read_proc_file(pid, "cmdline")
+                if any(program in command for program in _LATE_PROGRAMS):
+                    late_pids.add(pid)
+            remaining = pids if with_late_programs else pids - late_pids
             if not remaining:
                 break
             victims = pids
-            if not with_trackers or time.monotonic() < trackers_until:
-                victims = pids - trackers
-            # Before they are killed, because the kernel then no longer lists their files.
+            if not with_late_programs or time.monotonic() < late_until:
+                victims = pids - late_pids
+            # Their memory is listed before they are killed: afterwards the kernel no longer lists it.
             for file in shared_memory(victims):
                 self._memory[file] = {}
-            # Stopped first, so that none of them sees the end of another and starts a new one.
+            # All are stopped first, so that none sees the end of another one and replaces it.
             _signal_all(victims, signal.SIGSTOP)
             _signal_all(victims, signal.SIGKILL)
             time.sleep(0.02)
@@ -349,17 +369,17 @@ class _Guarded:
 
     def _pids(self) -> set[int]:
         """Ids of the guarded processes that have not ended."""
-        pids = {*descendants(self._root), *_living(self._known)}
-        pids |= {pid for pid in _all_pids() if self._mark in _read(pid, "environ")}
-        pids -= {os.getpid(), self._root, *_living(self._before)}
-        return {pid for pid in pids if start_of(pid)}
+        pids = {*descendants(self._root), *_living_among(self._known)}
+        pids |= {pid for pid in _all_pids() if self._mark in _read_proc_file(pid, "environ")}
+        pids -= {os.getpid(), self._root, *_living_among(self._before)}
+        return {pid for pid in pids if start_time_of(pid)}
 
 
 def end_session(folder: str) -> None:
     """Kill the processes of a Ray cluster that is over, and remove the folder of its session."""
     until = time.monotonic() + _SWEEP_LIMIT_S
     while time.monotonic() < until:
-        pids = _in_session(folder)
+        pids = _processes_of_session(folder)
         if not pids and not os.path.exists(folder):
             break
         _signal_all(pids, signal.SIGKILL)
@@ -371,15 +391,15 @@ def end_session(folder: str) -> None:
         latest.unlink(missing_ok=True)
 
 
-def _in_session(folder: str) -> set[int]:
-    """Find the processes of a Ray session: their output, or any open file, is in its folder."""
+def _processes_of_session(folder: str) -> set[int]:
+    """Find the processes of a Ray session, by the files that they have open in its folder."""
     pids = set()
     for pid in _all_pids():
         # The process may have ended, or be another user's.
         with suppress(OSError):
             files = Path(f"/proc/{pid}/fd")
             # A worker of Ray is recognized by any open file, other processes only by their output.
-            is_ray_worker = _read(pid, "cmdline").startswith(b"ray::")
+            is_ray_worker = _read_proc_file(pid, "cmdline").startswith(b"ray::")
             candidates = files.iterdir() if is_ray_worker else (files / "1", files / "2")
             if any(os.readlink(file).startswith(f"{folder}/") for file in candidates):
                 pids.add(pid)
@@ -401,9 +421,13 @@ def _end_sessions_behind(driver: int, folders: Sequence[str]) -> None:
         end_session(folder)
 
 
-def _living(processes: dict[int, bytes]) -> dict[int, bytes]:
-    """The processes among `processes` that have not ended; the values are their start times."""
-    return {pid: start for pid, start in processes.items() if start and start_of(pid) == start}
+def _living_among(processes: dict[int, bytes]) -> dict[int, bytes]:
+    """Select the processes that have not ended.
+
+    Args:
+        processes: start times by process id.
+    """
+    return {pid: start for pid, start in processes.items() if start and start_time_of(pid) == start}
 
 
 def _all_pids() -> list[int]:
@@ -411,8 +435,8 @@ def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _read(pid: int, name: str) -> bytes:
-    """Content of a file of a process in /proc; empty if it has ended or is another user's."""
+def _read_proc_file(pid: int, name: str) -> bytes:
+    """Read a file of a process in /proc; empty if the process has ended or is another user's."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_bytes()
     return b""
@@ -420,26 +444,26 @@ def _read(pid: int, name: str) -> bytes:
 
 def stat_of(pid: int) -> list[bytes]:
     """Fields of /proc/PID/stat, beginning with the state; only `X` if there is no such process."""
-    # Everything before is the id and, in parentheses, the name, which may have parentheses itself.
-    return _read(pid, "stat").rpartition(b")")[2].split() or [b"X"]
+    # The id and the name precede them. The name is in parentheses, and may have some itself.
+    return _read_proc_file(pid, "stat").rpartition(b")")[2].split() or [b"X"]
 
 
-def start_of(pid: int) -> bytes:
-    """Start time of a process, which distinguishes it from others with its id; b"" if it has ended."""
+def start_time_of(pid: int) -> bytes:
+    """Start time of a process, which tells it from later ones with its id; b"" if it has ended."""
     fields = stat_of(pid)
     return b"" if fields[0] in b"ZX" else fields[19]
 
 
-def begin_of_process() -> float:
+def process_start_time() -> float:
     """Time at which this process was started, in seconds since 1970; the present time if unknown."""
-    ticks = start_of(os.getpid())
+    ticks = start_time_of(os.getpid())
     if not ticks:
         return time.time()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
     return time.time() - max(0.0, age_s)
 
 
-def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd: int) -> None:
+def _run_supervisor(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd: int) -> None:
     """Wait for the end of the child or of the driver, kill all descendants, and exit.
 
     Args:
@@ -463,10 +487,12 @@ def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd:
     poll = select.poll()
     poll.register(lifeline_fd, select.POLLIN)
     poll.register(wake_fd, select.POLLIN)
+
+    # Wait statuses of ended children, which include adopted ones, by process id.
     ends: dict[int, int] = {}
     is_over = False
     while not is_over:
-        _reap(ends)
+        _reap_children(ends)
         ready = []
         if child not in ends:
             ready = [fd for fd, _ in poll.poll(1000 * _POLL_S)]
@@ -474,8 +500,10 @@ def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd:
             os.read(wake_fd, 4096)
         # A forked child of the driver may hold the lifeline open, so the parent is checked as well.
         is_over = child in ends or lifeline_fd in ready or os.getppid() != driver
+
+    # Repeated, because processes are adopted one after the other, as their parents end.
     until = time.monotonic() + _SWEEP_LIMIT_S
-    while _reap(ends) and time.monotonic() < until:
+    while _reap_children(ends) and time.monotonic() < until:
         end_descendants(os.getpid())
         time.sleep(0.002)
     # Without /proc only this group is known.
@@ -483,6 +511,8 @@ def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd:
         os.killpg(child, signal.SIGKILL)
     end_group(os.getpid())
     remove_stale_folders()
+
+    # End in the same way as the child.
     code = os.waitstatus_to_exitcode(ends.get(child, signal.SIGKILL))
     if code < 0:
         # Die of the same signal as the child, without a core file of this process.
@@ -493,8 +523,15 @@ def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd:
     os._exit(code)
 
 
-def _reap(ends: dict[int, int]) -> bool:
-    """Add the statuses of ended children to `ends`. Returns whether there are any other children."""
+def _reap_children(ends: dict[int, int]) -> bool:
+    """Collect the exit statuses of ended children.
+
+    Args:
+        ends: wait statuses by process id; added to.
+
+    Returns:
+        Whether there are children that have not ended.
+    """
     try:
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -513,10 +550,10 @@ def _signal_all(pids: set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _group(supervisor: int) -> Path | None:
-    """Path of the control group for a supervisor's child; None without cgroup v2.
+def _control_group_of(supervisor: int) -> Path | None:
+    """Path of the control group for a supervisor's child, below the group of this process.
 
-    It is below the group of this process.
+    None: the system has no cgroup v2.
     """
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -529,13 +566,13 @@ def _group(supervisor: int) -> Path | None:
     return None
 
 
-def _make_group(supervisor: int) -> Path | None:
-    """Make the control group for a supervisor's child, and end those of supervisors that died.
+def _create_control_group(supervisor: int) -> Path | None:
+    """Create the control group for a supervisor's child, and end those of supervisors that died.
 
     Returns:
-        Its path; None if there is none.
+        The path of the group. None: groups cannot be created here.
     """
-    group = _group(supervisor)
+    group = _control_group_of(supervisor)
     if group is None:
         return None
     with suppress(OSError):

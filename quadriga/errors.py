@@ -27,13 +27,14 @@ from difflib import get_close_matches
 from functools import partial
 from types import TracebackType
 
-from quadriga.redact import redacted_text
+from quadriga.redact import redact_text
 
 _MAX_TRACEBACK_CHARACTERS = 8000
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Suggest known names that are similar to `name`, as a sentence for `fix`; "" if none is."""
+    # A name in other case is surely meant.
     near = [candidate for candidate in known if candidate.casefold() == name.casefold()]
     if not near:
         near = get_close_matches(name, known, cutoff=0.5)
@@ -71,7 +72,7 @@ class QuadrigaError(Exception):
             message += f": {', '.join(facts)}"
         if not message.endswith("?"):
             message += "."
-        return redacted_text(f"{message} {self.fix}".strip())
+        return redact_text(f"{message} {self.fix}".strip())
 
     def __reduce__(self):
         fields = {"got": self.got, "expected": self.expected, "fix": self.fix}
@@ -146,7 +147,7 @@ class DamagedCheckpointError(CheckpointError):
 def first_line(error: BaseException) -> str:
     """Shorten a library's error to its type and the first two lines of its message."""
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
-    return redacted_text(": ".join([type(error).__name__, *lines]))
+    return redact_text(": ".join([type(error).__name__, *lines]))
 
 
 def traceback_text(error: BaseException, begin: TracebackType | None = None) -> str:
@@ -166,4 +167,4 @@ def traceback_text(error: BaseException, begin: TracebackType | None = None) -> 
         half = _MAX_TRACEBACK_CHARACTERS // 2
         omission = f"... ({num_omitted:,} characters are left out) ..."
         text = f"{text[:half]} {omission} {text[-half:]}"
-    return redacted_text(text)
+    return redact_text(text)

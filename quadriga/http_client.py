@@ -36,9 +36,9 @@ MAX_BYTES = 64 << 20  # limit of a reply after decompression
 PROXY_FIX = "Correct the variable, unset it, or name the server's host in NO_PROXY."
 # These encodings have a bounded compression ratio, so one chunk is never much larger than `MAX_BYTES`.
 _ENCODINGS = ("", "identity", "gzip", "deflate")
-_RETRIED = frozenset({408, 425, 429})
-_LONGEST_PAUSE_S = 60.0
-_LONGEST_QUOTE = 500
+_RETRIED_STATUSES = frozenset({408, 425, 429})
+_MAX_PAUSE_S = 60.0
+_MAX_QUOTE_CHARS = 500
 
 
 class ServerLostError(Exception):
@@ -94,6 +94,7 @@ class HTTPClient:
         verify = ssl.create_default_context() if parts.scheme == "https" else False
         trusts_env = self.use_proxies and not is_loopback(self.url)
         self._options: dict[str, Any] = {"verify": verify, "trust_env": trusts_env, "timeout": None}
+        # A proxy that cannot be used is reported now, and not by every request.
         if trusts_env and (route := proxy_route(self.url)):
             self.where += f", through {route}"
             if trouble := proxy_trouble():
@@ -152,7 +153,7 @@ class HTTPClient:
         except TimeoutError as error:
             raise ServerLostError(f"no reply within {limit_s:g} s") from error
         except httpx2.HTTPError as error:
-            raise ServerLostError(_no_reply(error)) from error
+            raise ServerLostError(_describe_no_reply(error)) from error
         return self._parse(reply, text, path, needs_object)
 
     def call_until(
@@ -181,6 +182,7 @@ class HTTPClient:
             QuadrigaError: the server refuses the request, or all attempts failed. Its class is `error` of the client.
         """
         deadline = time.monotonic() + timeout_s
+        # The message of a timeout has the failure of the last attempt.
         failure = "no attempt has ended"
         for attempt in range(1, max_attempts + 1):
             if before_attempt is not None:
@@ -198,7 +200,7 @@ class HTTPClient:
                 fix = "Check that the service is up, and lower the rate of requests if it is busy."
                 raise self.error(self.where, got=got, expected="a reply in JSON", fix=fix)
             if pause_s is None:
-                pause_s = min(_LONGEST_PAUSE_S, backoff_s * 2 ** (attempt - 1))
+                pause_s = min(_MAX_PAUSE_S, backoff_s * 2 ** (attempt - 1))
                 # Callers that failed together must not retry together.
                 pause_s *= random.uniform(0.75, 1.25)
             if time.monotonic() + pause_s >= deadline:
@@ -227,25 +229,38 @@ class HTTPClient:
         return text.decode("utf-8", "replace")
 
     def _parse(self, reply: "httpx2.Response", text: str, path: str, needs_object: bool) -> Any:
-        """Parse the body of a reply, or raise the error that its status or content stands for."""
+        """Parse the body of a reply.
+
+        Args:
+            reply: the reply, for its status and headers.
+            text: its body.
+            path: path of the request, for errors.
+            needs_object: as for `call`.
+
+        Raises:
+            ServerLostError: another attempt may succeed.
+            QuadrigaError: the server refuses the request.
+        """
         status = reply.status_code
-        if status in _RETRIED or status >= 500:
+        if status in _RETRIED_STATUSES or status >= 500:
             wait = reply.headers.get("Retry-After", "").strip()
             # Retry-After may also be a date; the caller's own pause is used then.
-            retry_after_s = min(_LONGEST_PAUSE_S, float(wait)) if wait.isdecimal() else None
-            raise ServerLostError(f"status {status}: {text[:_LONGEST_QUOTE]}", retry_after_s)
+            retry_after_s = min(_MAX_PAUSE_S, float(wait)) if wait.isdecimal() else None
+            raise ServerLostError(f"status {status}: {text[:_MAX_QUOTE_CHARS]}", retry_after_s)
         if status != 200:
             where = f"{self.where}/{path}" if path else self.where
-            got = f"status {status}: {text[:_LONGEST_QUOTE]}"
+            got = f"status {status}: {text[:_MAX_QUOTE_CHARS]}"
             raise self.error(where, got=got, expected="status 200", fix=self.fix)
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             if not needs_object:
                 return None
-            raise ServerLostError(f"a reply that is not JSON: {text[:_LONGEST_QUOTE]!r}") from error
+            raise ServerLostError(
+                f"a reply that is not JSON: {text[:_MAX_QUOTE_CHARS]!r}"
+            ) from error
         if needs_object and not isinstance(content, dict):
-            raise ServerLostError(f"JSON that is no object: {text[:_LONGEST_QUOTE]!r}")
+            raise ServerLostError(f"JSON that is no object: {text[:_MAX_QUOTE_CHARS]!r}")
         return content
 
 
@@ -276,7 +291,7 @@ def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], It
                 raise ServerLostError(f"status {reply.status_code}{through}")
             yield reply.headers, reply.iter_bytes()
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise ServerLostError(f"{_no_reply(error)}{through}") from error
+        raise ServerLostError(f"{_describe_no_reply(error)}{through}") from error
 
 
 def is_loopback(url: str) -> bool:
@@ -304,7 +319,7 @@ def proxy_route(url: str) -> str:
 
 
 def proxy_trouble() -> str:
-    """Why the proxies of the environment cannot be used; "" if they can."""
+    """Say why the proxies of the environment cannot be used; "" if they can."""
     import httpx2
 
     # The library's own message is not used, as it may quote the variable with user and password.
@@ -331,6 +346,6 @@ def direct_client(timeout_s: float, read_timeout_s: float) -> "httpx2.AsyncClien
     )
 
 
-def _no_reply(error: Exception) -> str:
-    """Describe an error of the library. Some of its errors have no message."""
+def _describe_no_reply(error: Exception) -> str:
+    """Describe an error of httpx2, some of which have no message."""
     return f"no reply ({type(error).__name__}{f': {error}' if str(error) else ''})"

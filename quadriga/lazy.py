@@ -37,6 +37,7 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
                     module_of |= {alias.name: str(statement.module) for alias in statement.names}
 
     def load(name: str) -> Any:
+        """Import the module of a name and return the name's value; `__getattr__` of the package."""
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with collector_paused(), threads_for_load():

@@ -30,12 +30,13 @@ MOVED: dict[str, str] = {
 
 
 def path_today(name: str) -> str | None:
-    """The new path of a module that has moved; None if it has not."""
-    moved = name
-    while moved:
-        if moved in MOVED:
-            return MOVED[moved] + name.removeprefix(moved)
-        moved = moved.rpartition(".")[0]
+    """New path of a module that has moved; None if it has not."""
+    # Look up the module, then the packages that contain it.
+    prefix = name
+    while prefix:
+        if prefix in MOVED:
+            return MOVED[prefix] + name.removeprefix(prefix)
+        prefix = prefix.rpartition(".")[0]
     return None
 
 

@@ -16,8 +16,9 @@ U = TypeVar("U")
 class BalancedParts:
     """Parts that grow evenly: each item goes to the cheapest part that has room for it.
 
-    If the costliest items come first, this is the LPT rule (longest processing time first), whose
-    largest part is at most 4/3 of the optimum. Among equally cheap parts the first is taken.
+    If items come in descending order of their costs, this is the LPT rule (longest processing time
+    first), whose largest part is at most 4/3 of the optimum. Among equally cheap parts the first is
+    taken.
 
     Args:
         room: room in each part, [R], in the unit of `size` (see `give`).

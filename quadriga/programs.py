@@ -48,6 +48,7 @@ class SupervisedProgram:
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         ours, theirs = socket.socketpair()
+        # The supervisor ends the program when a byte arrives in this pipe, or when its other end closes.
         their_lifeline, self._lifeline = os.pipe()
         fds = (theirs.fileno(), their_lifeline)
         encoding = "" if output_fd is None else "utf-8"
@@ -72,6 +73,7 @@ class SupervisedProgram:
                 process_group=0,
             )
         finally:
+            # The program has copies. Only its own must be open, so that its end closes them.
             theirs.close()
             os.close(their_lifeline)
         self.connection = Connection(ours.detach())

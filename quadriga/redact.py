@@ -79,7 +79,7 @@ _VALUE = re.compile(r"[^\s\"'\\,;&)}\]]+")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a text with this name, possibly dotted, is a key, a token or a password."""
+    """Whether the name of a value, which may be dotted, says that the value is a secret."""
     name = name.rpartition(".")[2]
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or _ABOUT_SECRET.fullmatch(words[-1]):
@@ -99,7 +99,7 @@ def is_secret(name: str) -> bool:
     return is_environment_variable and last_word == "key"
 
 
-def redacted(value: Any, name: str = "") -> Any:
+def redact(value: Any, name: str = "") -> Any:
     """Copy a tree of plain values, such as a configuration, and replace each secret by `HIDDEN`.
 
     Args:
@@ -109,27 +109,29 @@ def redacted(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         is_named_secret = is_secret(name)
         return {
-            key: redacted(entry, name if is_named_secret else str(key))
+            key: redact(entry, name if is_named_secret else str(key))
             for key, entry in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted(entry, name) for entry in value]
+        return [redact(entry, name) for entry in value]
     if not isinstance(value, str) or not value:
         return value
     # Placeholders such as <token>, [MASK] and ${TOKEN} are not secrets.
     is_placeholder = value[0] + value[-1] in ("<>", "[]", "$}")
     if is_secret(name) and not is_placeholder:
         return HIDDEN
-    return redacted_text(value)
+    return redact_text(value)
 
 
-def redacted_text(text: str) -> str:
+def redact_text(text: str) -> str:
     """Replace each secret in a text by `HIDDEN`, in time linear in the length of the text."""
     text = _LOOKS_SECRET.sub(HIDDEN, text)
     text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
+    # Values that do not look like secrets, after names of secrets.
     parts = []
-    end = 0
+    end = 0  # of the last value that was replaced
     for match in _NAME_OF_VALUE.finditer(text):
+        # A name inside a replaced value does not count.
         if match.start() >= end and is_secret(match[1]):
             parts += [text[end : match.end()], HIDDEN]
             end = _VALUE.match(text, match.end()).end()
@@ -137,7 +139,12 @@ def redacted_text(text: str) -> str:
 
 
 def hidden_names(value: Any, name: str) -> Iterator[str]:
-    """Yield the dotted names of the values that `redacted` has hidden in a tree called `name`."""
+    """Yield the dotted names of the values that `redact` has hidden.
+
+    Args:
+        value: a tree of plain values.
+        name: name of the tree, with which the dotted names begin.
+    """
     if isinstance(value, Mapping | list | tuple):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, entry in entries:
@@ -146,12 +153,12 @@ def hidden_names(value: Any, name: str) -> Iterator[str]:
         yield name
 
 
-def without_hidden(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a tree without the entries in which `redacted` has hidden a value."""
+def remove_hidden(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a tree without the entries in which `redact` has hidden a value."""
     remaining = {}
     for key, entry in tree.items():
         if isinstance(entry, Mapping):
-            remaining[key] = without_hidden(entry)
+            remaining[key] = remove_hidden(entry)
         elif not any(hidden_names(entry, key)):
             remaining[key] = entry
     return remaining

@@ -41,15 +41,19 @@ _TITLES = {"stdout": "standard output", "stderr": "standard error"}
 _outputs: dict[str, "Output"] = {}
 
 
-def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Error handler for `codecs`: return what replaces characters, and where to continue."""
+def _replace_lacking_characters(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Error handler for `codecs`: replace the characters that an encoding lacks.
+
+    Returns:
+        The replacement, and the position at which encoding continues.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = _BOXES_AND_BLOCKS.sub("-", error.object[error.start : error.end])
     return lacking.encode("ascii", "backslashreplace").decode(), error.end
 
 
-codecs.register_error(ESCAPES, _escaped)
+codecs.register_error(ESCAPES, _replace_lacking_characters)
 
 
 class Output(io.RawIOBase):
@@ -120,7 +124,7 @@ class Output(io.RawIOBase):
         return size
 
     def _write_to_log(self, data: bytes) -> None:
-        """Write to the log, or hold the data while its folder is unknown."""
+        """Write to the log. Hold the data in memory as long as the log's folder is unknown."""
         self.use_log()
         if not self.is_logged:
             self._held += data[: HELD_BYTES - len(self._held)]
@@ -135,6 +139,7 @@ class Output(io.RawIOBase):
         if self.failure is None or self.is_logged or self.log is None:
             return
         reason = f"{self._title} cannot be written ({self.failure.strerror})"
+        # Say once, on the other stream, where this output goes on.
         if not self._is_reported:
             self._is_reported = True
             notice = f"{reason}; it goes on in {self.log}\n"
@@ -144,7 +149,8 @@ class Output(io.RawIOBase):
         now = datetime.now(UTC).isoformat(" ", "seconds")
         header = f"{now}: {reason}. The output of process {os.getpid()} goes on here.\n"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        # If this fails, the next write tries again.
+        # From here on the descriptor itself is the log, also for programs that inherit it. If this
+        # fails, the next write tries again.
         with suppress(OSError):
             self.log.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.log, flags, 0o644)
@@ -239,7 +245,7 @@ def raise_failures() -> None:
 
 
 def lost_output() -> OSError | None:
-    """Error because of which standard output was lost; None if all was written, there or to the log."""
+    """Error by which standard output was lost. None: all of it was written, there or to the log."""
     output = _outputs.get("stdout")
     return None if output is None or output.is_logged else output.failure
 

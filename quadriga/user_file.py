@@ -84,9 +84,12 @@ def import_file(path: str | Path, where: str) -> ModuleType:
 
 
 def import_external(names: str | Iterable[str] | None) -> None:
-    """Import the files and modules of `actor_rollout_ref.model.external_lib`, which register things.
+    """Import the files and modules of `actor_rollout_ref.model.external_lib`.
 
-    As in verl, a name without "/" and ".py" is that of a module.
+    They register the user's algorithms, reward managers and the like.
+
+    Args:
+        names: one or several. As in verl, a name without "/" and ".py" is that of a module.
     """
     for name in [names] if isinstance(names, str) else names or []:
         is_file = "/" in name or name.endswith(".py")
@@ -99,7 +102,7 @@ def is_reference(name: str) -> bool:
     return bool(colon and member) and (name.startswith(PACKAGE) or place.endswith(".py"))
 
 
-def referred(name: str, where: str, *, base: type | None = None) -> Any:
+def load_reference(name: str, where: str, *, base: type | None = None) -> Any:
     """Load the function or class that a reference names.
 
     Args:
@@ -136,6 +139,7 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     """
 
     def fits(value: Any) -> bool:
+        """Whether a value is a function, or with `base` a class derived from it."""
         if base is None:
             return callable(value)
         return isinstance(value, type) and issubclass(value, base)
@@ -144,6 +148,7 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     if fits(member):
         return member
 
+    # Say whether there is nothing of that name, or something else.
     if member is None:
         kind = "function" if base is None else "class"
         got = f"no {kind} {name!r}"
@@ -171,7 +176,7 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     )
 
 
-def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Select the keyword arguments that a function, or the constructor of a class, accepts.
 
     Args:
@@ -196,7 +201,15 @@ def _append_to_path(*folders: Path) -> None:
 
 @contextlib.contextmanager
 def _importing(source: str, where: str) -> Iterator[None]:
-    """Context manager: import users' code; report a long wait, and turn errors into ConfigErrors."""
+    """Context manager: import users' code inside. A long wait is reported.
+
+    Args:
+        source: the file or module, for errors.
+        where: configuration key that errors name.
+
+    Raises:
+        ConfigError: the code raised an error; it has the traceback from the user's file on.
+    """
     try:
         with waiting(f"{source} to be imported ({where})"):
             yield

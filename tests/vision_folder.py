@@ -194,7 +194,7 @@ def their_processor(family: str, ours: Any, *, with_videos: bool = False) -> Any
         rules, name = ours.frame_rules(""), names[family].replace("2_5_VL", "2VL")
         own = (
             {}
-            if rules.longest_s
+            if rules.max_duration_s
             else {"min_frames": rules.min_frames, "max_frames": rules.max_frames}
         )
         videos = getattr(transformers, f"{name}VideoProcessor")(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from quadriga.config.yaml_text import combined, to_yaml
+from quadriga.config.yaml_text import combine_errors, to_yaml
 from quadriga.errors import ConfigError
 from quadriga.trainer.keep_alive import OPTION, is_kept_alive, keep_run_alive
 from quadriga_verl.commands.entries import ENTRIES, find_entry
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         return 2 if translation.refused else 0
     problems = translation.refused + translation.machine
     if problems:
-        raise combined(problems)
+        raise combine_errors(problems)
     config = translation.config
     if options.keep_alive and not is_kept_alive():
         if translation.entry.run != "train" or config is None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from quadriga.config.keys import leaf_keys
 from quadriga.config.loader import read_settings
-from quadriga.config.root import spelled
-from quadriga.config.yaml_text import combined, to_yaml
+from quadriga.config.root import spell_key
+from quadriga.config.yaml_text import combine_errors, to_yaml
 from quadriga.errors import ConfigError
 from quadriga_verl.cli import translated
 from quadriga_verl.commands.entries import find_entry
@@ -69,7 +69,7 @@ def translate(argv: Sequence[str]) -> int:
     line = _command_line(options, words)
     translation = translated(line.program, line.words, options.verl)
     if translation.refused:
-        raise combined(translation.refused)
+        raise combine_errors(translation.refused)
     entry = translation.entry
     command = _COMMANDS.get(entry.run, "sft" if entry.task == "sft" else "train")
     print(f"# {line.place}: {entry.name} of verl. `quadriga {command} --config THIS_FILE`")
@@ -120,7 +120,7 @@ def changed_keys(translation: Line) -> dict[str, Any]:
         config, _, _ = read_settings(changed, {}, task=task, for_training=False)
         differing_keys = set()
         for key in left_out:
-            value_of = attrgetter(spelled(key, task, in_full=True))
+            value_of = attrgetter(spell_key(key, task, in_full=True))
             if config is None or value_of(config) != value_of(translation.config):
                 differing_keys.add(key)
         left_out -= differing_keys

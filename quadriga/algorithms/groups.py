@@ -54,7 +54,7 @@ class Groups:
         Raises:
             ProtocolError: `uid` does not have B entries.
         """
-        numbers = _numbered(uid)
+        numbers = _number_names(uid)
         if len(numbers) != len(scores):
             raise ProtocolError(
                 "uid",
@@ -70,16 +70,16 @@ class Groups:
         if rollout_id is None:
             return groups
 
-        # The weights of a rollout's rows add up to 1, and those of a group to its rollouts. A
-        # rollout whose rows are in several groups counts once in each.
-        rollout_numbers = _numbered(rollout_id)
+        # Within a group, the weights of a rollout's rows add up to 1, so those of all rows add up to
+        # the number of rollouts. A rollout with rows in several groups counts once in each.
+        rollout_numbers = _number_names(rollout_id)
         rollouts = cls.of(zip(numbers, rollout_numbers, strict=True), scores)
         row_weight = 1 / rollouts.size.float()
         size = groups.sum(row_weight).round().long()
         return cls(member, size, num_groups, row_weight)
 
     def count(self, is_chosen: Tensor) -> Tensor:
-        """Number of rollouts in all groups, counting only chosen rows: [B] bool to []."""
+        """Count the rollouts of the chosen rows, over all groups: [B] bool to []."""
         if self.row_weight is None:
             return is_chosen.sum()
         return (is_chosen * self.row_weight).sum().round()
@@ -140,8 +140,8 @@ class Groups:
         return torch.where(self.size > 1, variance.sqrt(), 1.0)
 
 
-def _numbered(names: Iterable[Hashable]) -> list[int]:
-    """Replace names by numbers, from 0 in the order of their first occurrence."""
+def _number_names(names: Iterable[Hashable]) -> list[int]:
+    """Replace names by numbers, which count from 0 in the order of first occurrence."""
     numbers: dict[Hashable, int] = {}
     values = names.tolist() if isinstance(names, Tensor) else names
     return [numbers.setdefault(name, len(numbers)) for name in values]

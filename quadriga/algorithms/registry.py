@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.masked import zero_outside
-from quadriga.declared_algorithms import declared
+from quadriga.declared_algorithms import read_declarations
 from quadriga.errors import ConfigError, did_you_mean
-from quadriga.user_file import OTHER_CONTRACT, is_reference, referred
+from quadriga.user_file import OTHER_CONTRACT, is_reference, load_reference
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -61,7 +61,7 @@ _SET_BY_SEVERAL_KEYS = {
 }
 
 
-_ESTIMATOR_NAMES = {name.upper(): name for name in declared("register_adv_est")}
+_ESTIMATOR_NAMES = {name.upper(): name for name in read_declarations("register_adv_est")}
 AdvantageEstimator = StrEnum(  # pyrefly: ignore
     "AdvantageEstimator", _ESTIMATOR_NAMES, module=__name__
 )
@@ -87,14 +87,14 @@ def options(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(item.name for item in parameters if item.kind is Parameter.KEYWORD_ONLY)
 
 
-def _settable(function: Callable[..., Any]) -> tuple[str, ...]:
+def _settable_options(function: Callable[..., Any]) -> tuple[str, ...]:
     """Options that a configuration may set: all but those that the training step provides."""
     return tuple(name for name in options(function) if name not in (ROLLOUT_ID, MEMORY))
 
 
 def bind_options(
     function: Callable[..., Any],
-    given: Mapping[str, Any] | None = None,
+    own_values: Mapping[str, Any] | None = None,
     *,
     shared: Mapping[str, Any] | None = None,
     where: str = "algorithm",
@@ -103,10 +103,10 @@ def bind_options(
 
     Args:
         function: an estimator or a policy loss.
-        given: values of options that were set for this function, such as the entries of
+        own_values: values of options that were set for this function, such as the entries of
             `algorithm.adv_options`. The function must take each of them.
         shared: values for any algorithm: all keys of a section, such as `gamma` of `algorithm`.
-            An option of the same name takes such a value, unless `given` sets it; the other keys
+            An option without a value in `own_values` takes the shared one of its name. Other keys
             are ignored.
         where: the key to name in an error.
 
@@ -117,11 +117,11 @@ def bind_options(
         ConfigError: the function does not take an option, or an option has no value.
     """
     shared = shared or {}
-    own_values = given or {}
-    known = _settable(function)
+    own_values = own_values or {}
+    known = _settable_options(function)
     _check_options(own_values, known, where)
 
-    # Most of the shared values, which are those of a whole section, are not options here.
+    # The shared values are those of a whole section, of which few are options of this function.
     values = {name: shared[name] for name in known if name in shared}
     values.update(own_values)
     parameters = signature(function).parameters
@@ -174,6 +174,7 @@ class Registry(dict[str, Callable[..., Any]]):
         super().__init__()
         self.key = key
         self.options_key = options_key
+        # Names of losses that are 0 for sequences without advantages.
         self.needing_advantage: set[str] = set()
         # Names that Quadriga itself registers; set once it has registered all of them.
         self.built_in: frozenset[str] = frozenset()
@@ -207,14 +208,14 @@ class Registry(dict[str, Callable[..., Any]]):
             where = f"{self.key} {key!r}"
             _check_signature(function, where)
             if key in self:
-                # A module that runs twice registers new function objects, so where the functions
-                # are defined is compared instead of the objects.
-                new_home = _home_of(function)
-                old_home = _home_of(self[key])
-                if new_home != old_home:
+                # A module that runs twice registers new function objects, so their full names are
+                # compared instead of the objects.
+                new_name = _full_name(function)
+                old_name = _full_name(self[key])
+                if new_name != old_name:
                     raise ConfigError(
                         where,
-                        got=f"{new_home} and {old_home}",
+                        got=f"{new_name} and {old_name}",
                         expected="one function per name",
                         fix="Register yours under another name.",
                     )
@@ -249,18 +250,20 @@ class Registry(dict[str, Callable[..., Any]]):
                 fix = "Name the file that registers it in actor_rollout_ref.model.external_lib."
             expected = f"one of {', '.join(names)}, or path/to/file.py:function"
             raise ConfigError(self.key, got=repr(str(name)), expected=expected, fix=fix)
-        function = referred(name, self.key)
+        function = load_reference(name, self.key)
         _check_signature(function, f"{self.key} {name!r}")
         return function
 
-    def choose(self, name: str, given: Mapping[str, Any], shared: Mapping[str, Any]) -> Algorithm:
+    def choose(
+        self, name: str, own_values: Mapping[str, Any], shared: Mapping[str, Any]
+    ) -> Algorithm:
         """Find the function that a configuration names, and bind its options.
 
         All errors of the choice are raised here rather than in a training step.
 
         Args:
             name: as for `find`.
-            given: values of options that were set for this function, such as the entries of
+            own_values: values of options that were set for this function, such as the entries of
                 `algorithm.adv_options`. The function, or a batch column that it reads, must take
                 each of them.
             shared: values for any algorithm, as for `bind_options`.
@@ -280,12 +283,12 @@ class Registry(dict[str, Callable[..., Any]]):
         where = f"{self.options_key} ({name})"
         known: list[str] = []
         for part in (function, *columns.values()):
-            known += _settable(part)
-        _check_options(given, tuple(dict.fromkeys(known)), where)
+            known += _settable_options(part)
+        _check_options(own_values, tuple(dict.fromkeys(known)), where)
 
         def bind(part: Callable[..., Any]) -> Callable[..., Any]:
-            """Bind those of the given options that the function, or a column, takes."""
-            values = {option: given[option] for option in options(part) if option in given}
+            """Bind the options that the function, or a column, takes."""
+            values = {name: own_values[name] for name in options(part) if name in own_values}
             return bind_options(part, values, shared=shared, where=where)
 
         return Algorithm(
@@ -377,7 +380,8 @@ def estimate_advantages(
         )
 
     inputs = [fields[name] for name in names]
-    result = estimator(*inputs, **_provided(estimator, fields, memory))
+    # A user's estimator may return anything, so its result is checked.
+    result = estimator(*inputs, **_step_arguments(estimator, fields, memory))
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not all(isinstance(part, Tensor) for part in result):
         raise ConfigError(
@@ -391,12 +395,13 @@ def estimate_advantages(
     return zero_outside(advantages, mask), zero_outside(returns, mask)
 
 
-def _provided(
+def _step_arguments(
     estimator: Callable[..., Any], fields: Mapping[str, Any], memory: dict[Hashable, Any] | None
 ) -> dict[str, Any]:
-    """Keyword arguments that the training step provides to an estimator which takes them.
+    """Keyword arguments that a training step passes to an estimator: `memory` and `rollout_id`.
 
-    These are `memory`, and if a rollout has several rows `rollout_id`.
+    They are passed to an estimator that takes them, and `rollout_id` only if a rollout has several
+    rows.
 
     Raises:
         ConfigError: rollouts have several rows, and the estimator compares rows by `uid` alone.
@@ -406,6 +411,7 @@ def _provided(
     if MEMORY in taken:
         arguments[MEMORY] = {} if memory is None else memory
     rollout_id = list(fields.get(ROLLOUT_ID, ()))
+    # Every row is a rollout.
     if len(set(rollout_id)) == len(rollout_id):
         return arguments
     if ROLLOUT_ID in taken:
@@ -420,7 +426,7 @@ def _provided(
 
 
 def _check_per_token(name: str, values: Tensor, mask: Tensor) -> None:
-    """Refuse values of an estimator that are not finite or not of the mask's shape [B, T]."""
+    """Raise a ConfigError for values that are not finite or not of the mask's shape [B, T]."""
     # A common mistake is a value per sequence, [B], which might even broadcast.
     if values.shape != mask.shape:
         raise ConfigError(
@@ -500,14 +506,14 @@ def check_fields(algorithm: Algorithm, known: Iterable[str], key: str) -> None:
             raise ConfigError(f"{key} {algorithm.name!r}", got=got, expected="a field", fix=fix)
 
 
-def _home_of(function: Callable[..., Any]) -> str:
+def _full_name(function: Callable[..., Any]) -> str:
     """Module and qualified name of a function, or of the class of a callable object."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{function.__module__}.{name}"
 
 
 def _check_signature(function: Callable[..., Any], where: str) -> None:
-    """Refuse parameters that could be fields or options.
+    """Raise a ConfigError for parameters that could be either fields or options.
 
     These are `*args`, `**kwargs`, and positional parameters with a default.
     """
@@ -530,7 +536,13 @@ def _check_signature(function: Callable[..., Any], where: str) -> None:
 
 
 def _check_options(names: Iterable[str], known: tuple[str, ...], where: str) -> None:
-    """Refuse an option that is not among the `known` ones, with the nearest name."""
+    """Raise a ConfigError for an option that is not among the known ones.
+
+    Args:
+        names: names of options.
+        known: names of the options that the algorithm takes.
+        where: the key to name in the error.
+    """
     for name in names:
         if name in known:
             continue

@@ -58,7 +58,11 @@ Bounds = tuple[float | None, float]
 
 
 class Rejection(NamedTuple):
-    """A rejection rule. For k1 the bounds are those of the ratio; other kinds only use `upper`."""
+    """A rejection rule.
+
+    For k1, `lower` and `upper` bound the ratio of the two policies. Other kinds use `upper` alone,
+    which bounds the divergence.
+    """
 
     level: str  # token, seq_sum, seq_mean or seq_max
     kind: str  # k1, k2 or k3
@@ -200,29 +204,29 @@ def weight_metrics(
     lower, upper = bounds
     # One bound has no lower counterpart; its reciprocal is as far from 1 on a log scale.
     floor = 1 / upper if lower is None else lower
-    raw = importance_weights(log_ratio, mask, level)
-    within_bounds = importance_weights(log_ratio, mask, level, bounds)[mask]
+    unbounded_weights = importance_weights(log_ratio, mask, level)  # [B, T]
+    used_weights = importance_weights(log_ratio, mask, level, bounds)[mask]
     # [number of responses with tokens]
-    mean_per_response = masked_mean(raw, mask, dim=-1)[mask.any(-1)]
+    mean_per_response = masked_mean(unbounded_weights, mask, dim=-1)[mask.any(-1)]
     # A weight of a whole response counts once in extremes and fractions, not once per token.
-    counted = mean_per_response if level == "sequence" else raw[mask]
+    samples = mean_per_response if level == "sequence" else unbounded_weights[mask]
 
-    mean = within_bounds.mean()
-    mean_square = within_bounds.square().mean()
+    mean = used_weights.mean()
+    mean_square = used_weights.square().mean()
     # The clamp below only matters if all weights are 0.
-    tiny = torch.finfo(within_bounds.dtype).tiny
+    tiny = torch.finfo(used_weights.dtype).tiny
     values = {
         "mean": mean,
-        "std": within_bounds.std(correction=0),
+        "std": used_weights.std(correction=0),
         "eff_sample_size": mean.square() / mean_square.clamp(min=tiny),
-        "max": counted.max(),
-        "min": counted.min(),
-        "ratio_fraction_high": (counted > upper).float().mean(),
-        "ratio_fraction_low": (counted < floor).float().mean(),
+        "max": samples.max(),
+        "min": samples.min(),
+        "ratio_fraction_high": (samples > upper).float().mean(),
+        "ratio_fraction_low": (samples < floor).float().mean(),
         "seq_max_deviation": (mean_per_response - 1).abs().max(),
     }
     if lower is not None:
-        is_out_of_bounds = (raw < lower) | (raw > upper)
+        is_out_of_bounds = (unbounded_weights < lower) | (unbounded_weights > upper)
         values["oob_ratio"] = is_out_of_bounds[mask].float().mean()
     metrics = {f"rollout_is_{name}": float(value) for name, value in values.items()}
     deviation = mean_per_response.std(correction=0)
@@ -270,9 +274,10 @@ def keep_mask(
         if rule.level == "seq_max":
             passes = passes.all(-1, keepdim=True).expand(mask.shape)
         if rollout_index is not None and rule.level != "token":
+            # A rollout passes if all of its rows do.
             rollouts = Groups.of(rollout_index, mask)
-            of_rollout = rollouts.smallest(passes.all(-1).float()).bool()
-            passes = of_rollout[:, None].expand(mask.shape)
+            rollout_passes = rollouts.smallest(passes.all(-1).float()).bool()  # [B]
+            passes = rollout_passes[:, None].expand(mask.shape)
         passes_all = passes_all & passes
         if has_tokens:
             metrics |= _rule_metrics(rule, statistic, passes, mask)

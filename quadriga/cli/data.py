@@ -24,8 +24,8 @@ from quadriga.data.prompt_lengths import (
     BATCH_ROWS,
     WITH_TOOLS,
     PromptMeter,
+    describe_prompts,
     prompt_lengths,
-    told_prompts,
 )
 from quadriga.data.sft_dataset import MultiTurnSFTDataset
 from quadriga.data.tokenizing import ChatEncoder
@@ -170,7 +170,7 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
         num_workers=data.filter_overlong_prompts_workers,
     )
     num_with_tools = np.count_nonzero(measured["notes"] & WITH_TOOLS)
-    print(f"{told_prompts(measured)}; {num_with_tools} of them with tools")
+    print(f"{describe_prompts(measured)}; {num_with_tools} of them with tools")
     lengths = measured["tokens"]
     print(*_histogram(lengths[lengths != BAD], "tokens"), sep="\n")
     _print_left_out(lengths, data.max_prompt_length, [*errors, *row_errors])

@@ -27,7 +27,7 @@ from quadriga.errors import ConfigError, QuadrigaError, did_you_mean
 from quadriga.lazy import collector_paused, keep_modules
 from quadriga.observe.watchdog import NOTICE_S, waiting
 from quadriga.openmp import threads_for_load
-from quadriga.redact import redacted_text
+from quadriga.redact import redact_text
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("quadriga.cli.train", "train a model with rewards"),
@@ -106,7 +106,7 @@ def _run(argv: Sequence[str] | None) -> int:
     """Parse the command line and call its command, with its processes under guard."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Trackers record `sys.argv`, so secrets are removed from it.
-    sys.argv = [*sys.argv[:1], *map(redacted_text, sys.argv[1:])]
+    sys.argv = [*sys.argv[:1], *map(redact_text, sys.argv[1:])]
     # The option may be anywhere, also after the keys of a long command line.
     has_traceback = _TRACEBACK_OPTION in arguments or os.environ.get("QUADRIGA_TRACEBACK") == "1"
     arguments = [argument for argument in arguments if argument != _TRACEBACK_OPTION]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quadriga.cli.config import add_config_arguments, load_from, parse
 from quadriga.config import Config, keys_text, show
 from quadriga.config.root import respell
-from quadriga.descendants import begin_of_process
+from quadriga.descendants import process_start_time
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.trainer.keep_alive import OPTION, is_kept_alive, keep_run_alive
 from quadriga.trainer.launch import run_ppo
@@ -92,7 +92,7 @@ def _start(config: Config, kept_alive: Sequence[str]) -> int:
     try:
         if kept_alive and not is_kept_alive():
             return keep_run_alive(config, kept_alive)
-        run_ppo(config, begin_of_process())
+        run_ppo(config, process_start_time())
     except QuadrigaError as error:
         respell(error, config.task)
         raise

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from quadriga.config.base import Findings, ReadIf, Section, filled, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, fill_missing, notice_unused
 from quadriga.config.layout import Layout
 from quadriga.config.types import (
     Count,
@@ -88,11 +88,13 @@ class ModelConfig(Section):
         if not self.has_adapter:
             names = (*ADAPTER_DETAILS, "lora_merge")
             keys = [f"{at}.{name}" for name in names if name in self.model_fields_set]
-            yield from unused(keys, f"{at}.lora_rank is 0")
+            yield from notice_unused(keys, f"{at}.lora_rank is 0")
             return
         for name in ("target_modules", "exclude_modules"):
             if getattr(self, name) in ([], ""):
-                yield wrong(f"{at}.{name}", "nothing", "names of modules", "Leave the key out.")
+                yield ConfigError(
+                    f"{at}.{name}", "nothing", "names of modules", "Leave the key out."
+                )
 
 
 class OptimConfig(Section):
@@ -179,12 +181,13 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _load_what_is_saved(cls, values: Any) -> Any:
+    def _default_to_saved_parts(cls, values: Any) -> Any:
+        """Read by default the parts that are written, without the copy for Hugging Face."""
         saved_parts = values.get("save_contents") if isinstance(values, dict) else None
         if not isinstance(saved_parts, list):
             return values
         loaded_parts = [part for part in saved_parts if part != "hf_model"]
-        return filled(values, {"load_contents": loaded_parts})
+        return fill_missing(values, {"load_contents": loaded_parts})
 
 
 class RoleProfilerConfig(Section):
@@ -293,7 +296,7 @@ class MegatronConfig(Section):
         expected = f"one of {', '.join(sorted(_OPEN))}"
         fix = "Leave it out: the model or another key decides it."
         for name in sorted(self.override_transformer_config.keys() - _OPEN):
-            yield wrong(f"{at}.override_transformer_config.{name}", "a value", expected, fix)
+            yield ConfigError(f"{at}.override_transformer_config.{name}", "a value", expected, fix)
 
 
 class PolicyLossConfig(Section):
@@ -306,7 +309,8 @@ class PolicyLossConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _others_are_options(cls, values: Any) -> Any:
+    def _move_into_options(cls, values: Any) -> Any:
+        """Move keys that are no fields into `options`, where users may also write them."""
         options = values.get("options", {}) if isinstance(values, dict) else None
         if not isinstance(options, dict):
             return values
@@ -351,7 +355,7 @@ class ActorConfig(BatchingConfig):
     its mean over their tokens, without the template's, at the rollout's temperature. Needs responses of several turns.
     """
     echo_roles: Annotated[
-        list[Literal["tool", "user"]], MinLen(1), ReadIf("echo_coeff", (0.0,), is_one=False)
+        list[Literal["tool", "user"]], MinLen(1), ReadIf("echo_coeff", (0.0,), is_listed=False)
     ] = Field(default_factory=lambda: ["tool", "user"])
     """Roles whose tokens have that loss. Environments without calls of tools write as user."""
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
@@ -375,10 +379,11 @@ class ActorConfig(BatchingConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _both_clips_follow(cls, values: Any) -> Any:
+    def _fill_in_clip_bounds(cls, values: Any) -> Any:
+        """Set the bounds that are not set themselves to `clip_ratio`."""
         if not isinstance(values, dict) or "clip_ratio" not in values:
             return values
-        return filled(
+        return fill_missing(
             values, dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), values["clip_ratio"])
         )
 

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quadriga.config.actor import ADAPTER_DETAILS, ModelConfig
-from quadriga.config.base import Findings, absent, wrong
+from quadriga.config.base import Findings
 from quadriga.config.root import Config
 from quadriga.engine_traits import engines_with
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, MachineError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -99,6 +99,7 @@ def read_adapter(folder: Path) -> AdapterShape:
     Raises:
         ConfigError: there is no adapter, or one that is not plain LoRA.
     """
+    # Both files are needed: the description alone has no weights.
     fix = "Name a folder that PEFT's save_pretrained wrote, or `actor` in a checkpoint with an adapter."
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
@@ -109,6 +110,7 @@ def read_adapter(folder: Path) -> AdapterShape:
     except (ValueError, RecursionError) as error:
         raise ConfigError(str(file), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
 
+    # List everything that is not plain LoRA, for a single error.
     unsupported = []
     for name, values in _PLAIN.items():
         if facts.get(name, values[0]) not in values:
@@ -139,8 +141,8 @@ class AdapterRoute:
     """Way in which an adapter reaches a rollout engine.
 
     Attributes:
-        is_alone: whether weight sync sends only the adapter once the engine has the base weights;
-            else it is merged into the weights.
+        is_alone: whether weight sync sends only the adapter, once the engine has the base weights.
+            Otherwise the adapter is merged into the weights that are sent.
         reason: the reason.
     """
 
@@ -167,7 +169,7 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
     engines = engines_with("max_adapter_rank")
     if model.lora_merge is not None and rollout.traits.ignores_lora_merge:
         expected = f"null: {rollout.traits.ignores_lora_merge}"
-        raise wrong(key, got, expected, f"Leave the key out, or generate with {engines}.")
+        raise ConfigError(key, got, expected, f"Leave the key out, or generate with {engines}.")
     if model.lora_merge:
         return AdapterRoute(False, "lora_merge=true")
 
@@ -178,7 +180,7 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
         fix = "Leave the key out, and the adapter is merged before weight sync"
         if not rollout.traits.max_adapter_rank:
             fix += f"; {engines} applies it beside the weights"
-        raise wrong(key, got, f"null or true: {reason}", f"{fix}.")
+        raise ConfigError(key, got, f"null or true: {reason}", f"{fix}.")
     return AdapterRoute(False, reason)
 
 
@@ -190,6 +192,7 @@ def _reason_to_merge(config: Config, is_wide_on_accelerator: bool) -> str:
         return f"{rollout.name} needs merged weights"
     if config.async_training.enable:
         return "in asynchronous training sequences in flight get weights with the adapter merged"
+    # The rank is in the configuration, or in the adapter to start from.
     rank = adapter_shape(config.actor_rollout_ref.model).rank
     title = rollout.engine_title
     if rank > max_rank:
@@ -207,13 +210,15 @@ def check_adapter(config: Config) -> Findings:
         return
     if find_spec("peft") is None:
         got = "an adapter, without the package peft"
-        yield absent(f"{_MODEL}.lora_rank", got, "peft 0.17 or newer", "pip install -e '.[peft]'")
+        yield MachineError(
+            f"{_MODEL}.lora_rank", got, "peft 0.17 or newer", "pip install -e '.[peft]'"
+        )
     if model.lora_adapter_path is not None:
         try:
             shape = read_adapter(Path(model.lora_adapter_path).expanduser())
         except ConfigError as error:
             key = f"{_MODEL}.lora_adapter_path"
-            yield absent(key, f"{error.where}: {error.got}", error.expected, error.fix)
+            yield MachineError(key, f"{error.where}: {error.got}", error.expected, error.fix)
             return
         yield from _check_details(model, shape)
     if config.task != "rl":
@@ -228,10 +233,10 @@ def _check_details(model: ModelConfig, shape: AdapterShape) -> Findings:
     """Yield keys that contradict the adapter to start from, which has its own rank and modules."""
     if model.lora_rank not in (0, shape.rank):
         got = f"{model.lora_rank}, with an adapter of rank {shape.rank} in lora_adapter_path"
-        yield wrong(f"{_MODEL}.lora_rank", got, f"0 or {shape.rank}", "Leave lora_rank out.")
+        yield ConfigError(f"{_MODEL}.lora_rank", got, f"0 or {shape.rank}", "Leave lora_rank out.")
     for name in ADAPTER_DETAILS:
         value = getattr(model, name)
         adapter_value = getattr(shape, name.removeprefix("lora_"))
         if name in model.model_fields_set and value != adapter_value:
             got = f"{value}, with {adapter_value} in the adapter of lora_adapter_path"
-            yield wrong(f"{_MODEL}.{name}", got, "one of the two", f"Leave {name} out.")
+            yield ConfigError(f"{_MODEL}.{name}", got, "one of the two", f"Leave {name} out.")

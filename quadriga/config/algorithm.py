@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from quadriga.config.base import Section, filled, refuse
+from quadriga.config.base import Section, fill_missing, refuse
 from quadriga.config.types import Count, KLKind, Name, Share
 
 _TWO_BOUNDS = "a number above 0, or two as LOWER_UPPER"
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 else:
     Preset = Literal[tuple(_PRESETS)]
 
-_EARLIER = {
+_PRESET_BY_FORMER_NAME = {
     "token_tis": "decoupled_token_is",
     "seq_mis": "decoupled_seq_is_rs",
     "geo_mis": "decoupled_geo_rs",
@@ -69,18 +69,18 @@ _EARLIER = {
     "pg_rs": "bypass_pg_geo_rs",
     "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
 }
-"""Nearest present preset for earlier names. They are refused, because some of them also had a veto
-on single tokens."""
+"""Former name of a preset -> the nearest present one. Former names are refused, because some of them
+also had a veto on single tokens."""
 
 
-def _names(text: float | str | None) -> list[str]:
+def _split_at_commas(text: float | str | None) -> list[str]:
     """Split a text at commas; None has no entries."""
     if text is None:
         return []
     return [part.strip() for part in str(text).split(",") if part.strip()]
 
 
-def _bounds(value: float | str, expected: str = _TWO_BOUNDS) -> tuple[float | None, float]:
+def _parse_bounds(value: float | str, expected: str = _TWO_BOUNDS) -> tuple[float | None, float]:
     """Parse `UPPER` or `LOWER_UPPER`.
 
     Args:
@@ -125,24 +125,24 @@ class RolloutCorrectionConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_fills_in(cls, values: Any) -> Any:
+    def _fill_in_preset(cls, values: Any) -> Any:
         """Set the keys of the preset that are not set themselves."""
         preset = values.get("preset") if isinstance(values, dict) else None
         if not isinstance(preset, str):
             return values
-        return filled(values, _PRESETS.get(preset, {}))
+        return fill_missing(values, _PRESETS.get(preset, {}))
 
     @field_validator("preset", mode="before")
     @classmethod
-    def _present_name(cls, value: Any) -> Any:
-        """Refuse earlier names of presets, and suggest the present name.
+    def _refuse_former_preset(cls, value: Any) -> Any:
+        """Refuse former names of presets, and suggest the present name.
 
         k1 within 0.001 is the geometric mean of ratios within 0.999_1.001: such presets are called
         `geo_rs`.
         """
         name = str(value).replace("k1_rs", "geo_rs")
-        if name in _EARLIER:
-            name = _EARLIER[name]
+        if name in _PRESET_BY_FORMER_NAME:
+            name = _PRESET_BY_FORMER_NAME[name]
         elif name in _CORRECTIONS:
             name = f"decoupled_{name}"
         if name == value or name not in _PRESETS:
@@ -154,23 +154,23 @@ class RolloutCorrectionConfig(Section):
 
     @field_validator("rollout_is_threshold")
     @classmethod
-    def _readable_bounds(cls, value: float | str) -> float | str:
+    def _check_bounds(cls, value: float | str) -> float | str:
         """Refuse bounds that cannot be parsed."""
-        _bounds(value)
+        _parse_bounds(value)
         return value
 
     @field_validator("rollout_rs")
     @classmethod
-    def _known_rules(cls, value: str | None) -> str | None:
+    def _check_rules(cls, value: str | None) -> str | None:
         """Refuse unknown rules of rejection."""
-        names = _names(value)
+        names = _split_at_commas(value)
         if value is not None and (not names or set(names) - set(_RULES)):
             expected = f"one or more of {', '.join(_RULES)}, with commas between"
             raise refuse(expected, "Or null, to reject nothing.")
         return value
 
     @model_validator(mode="after")
-    def _readable(self) -> Self:
+    def _check_thresholds(self) -> Self:
         """Refuse thresholds that do not fit the rules of rejection."""
         # The property raises the error.
         _ = self.rejections
@@ -179,18 +179,19 @@ class RolloutCorrectionConfig(Section):
     @property
     def weight_bounds(self) -> tuple[float | None, float]:
         """Lower bound of importance weights, or None, and upper bound."""
-        return _bounds(self.rollout_is_threshold)
+        return _parse_bounds(self.rollout_is_threshold)
 
     @property
     def rejections(self) -> tuple[tuple[str, str, float, float], ...]:
         """Rules of rejection, from `rollout_rs` and `rollout_rs_threshold`.
 
         Returns:
-            For each rule its level, its kind, and the lower and upper bound: of the ratio for k1,
-            else of the divergence, with 0 as the lower bound.
+            The values of a `Rejection` (`algorithms.rollout_correction`) for each rule: its level,
+            its kind, and its lower and upper bound. For k1 these bound the ratio. For other kinds
+            they bound the divergence, and the lower one is 0.
         """
-        names = list(dict.fromkeys(_names(self.rollout_rs)))
-        thresholds = _names(self.rollout_rs_threshold)
+        names = list(dict.fromkeys(_split_at_commas(self.rollout_rs)))
+        thresholds = _split_at_commas(self.rollout_rs_threshold)
         # One threshold is for all rules.
         if names and len(thresholds) == 1:
             thresholds *= len(names)
@@ -202,12 +203,13 @@ class RolloutCorrectionConfig(Section):
             level, _, kind = name.rpartition("_")
             if kind == "k1":
                 ratios = f"two ratios above 0 as LOWER_UPPER for {name}, or"
-                lower, upper = _bounds(threshold, f"{ratios} the upper one alone")
+                lower, upper = _parse_bounds(threshold, f"{ratios} the upper one alone")
+                # A single bound is as far from 1 on both sides, on a log scale.
                 lower = lower or 1 / upper
                 if lower > upper:
                     raise refuse(f"{ratios} an upper one of at least 1")
             else:
-                lower, upper = _bounds(threshold, f"a number above 0 for {name}")
+                lower, upper = _parse_bounds(threshold, f"a number above 0 for {name}")
                 if lower is not None:
                     raise refuse(f"one number for {name}: only k1 has a lower bound")
             rules.append((level, kind, lower or 0.0, upper))

@@ -3,10 +3,10 @@
 
 from collections.abc import Iterator
 
-from quadriga.config.base import Findings, wrong
+from quadriga.config.base import Findings
 from quadriga.config.placement import (
     ACTOR,
-    asked_roles,
+    enabled_roles,
     engine_ranks,
     role_pools,
     rollout_devices,
@@ -32,9 +32,9 @@ def check_async(config: Config) -> Findings:
     yield from _stale_notices(config)
 
 
-def _refused(key: str, got: str, expected: str, fix: str = "") -> ConfigError:
+def _async_error(key: str, got: str, expected: str, fix: str = "") -> ConfigError:
     """Error about a value that asynchronous training does not support."""
-    return wrong(key, f"{got}, with {_KEY}.enable=True", expected, fix)
+    return ConfigError(key, f"{got}, with {_KEY}.enable=True", expected, fix)
 
 
 def _check_generating_ranks(config: Config) -> Findings:
@@ -42,12 +42,12 @@ def _check_generating_ranks(config: Config) -> Findings:
     settings = config.async_training
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
-    pools = role_pools(trainer, asked_roles(config))
+    pools = role_pools(trainer, enabled_roles(config))
     is_on_ray = trainer.backend == "ray"
     if is_on_ray and "rollout" not in pools:
         expected = "actor and rollout in pools of their own"
         fix = "For example {actor: training, ref: training, rollout: generation}."
-        yield _refused("trainer.placement", str(trainer.placement), expected, fix)
+        yield _async_error("trainer.placement", str(trainer.placement), expected, fix)
 
     # If a rollout process starts vLLM on several devices, no other role can use these devices.
     rollout_pool = pools.get("rollout")
@@ -57,11 +57,13 @@ def _check_generating_ranks(config: Config) -> Findings:
     if rollout_devices(config) > 1 and neighbours:
         got = f"{' and '.join(neighbours)} in the rollout's pool"
         expected = "a pool for the rollout alone: its processes use several devices each"
-        yield _refused("trainer.placement", got, expected, "Place the other roles in another pool.")
+        yield _async_error(
+            "trainer.placement", got, expected, "Place the other roles in another pool."
+        )
     if rollout_group_size(config) > 1 and config.actor_rollout_ref.model.has_adapter:
         got = f"{rollout.tensor_model_parallel_size}, with an adapter"
         fix = "Use one rank per engine, or vllm."
-        yield _refused(f"{ROLLOUT}.tensor_model_parallel_size", got, "1", fix)
+        yield _async_error(f"{ROLLOUT}.tensor_model_parallel_size", got, "1", fix)
 
     # The rest is about engines in other processes that take new weights during generation: at which
     # token they do so depends on timing.
@@ -70,12 +72,12 @@ def _check_generating_ranks(config: Config) -> Findings:
     if settings.replay:
         got = f"{settings.replay}, with in_flight=continue"
         fix = "The record does not say at which step an engine in another process takes weights."
-        yield _refused(f"{_KEY}.replay", got, "null, with trainer.backend=ray", fix)
+        yield _async_error(f"{_KEY}.replay", got, "null, with trainer.backend=ray", fix)
     num_engines = sum(rollout_ranks(config)) // engine_ranks(config)
     if settings.deterministic and num_engines > 1:
         got = f"true, with in_flight=continue and {num_engines} engines that generate"
         fix = "How far each engine is when the weights change depends on timing."
-        yield _refused(f"{_KEY}.deterministic", got, "in_flight=finish, or one engine", fix)
+        yield _async_error(f"{_KEY}.deterministic", got, "in_flight=finish, or one engine", fix)
 
 
 def _check_engine(config: Config) -> Findings:
@@ -85,18 +87,18 @@ def _check_engine(config: Config) -> Findings:
     if not rollout.traits.streams:
         expected = engines_with("streams")
         expected += ", which can take weights between two tokens and record versions"
-        yield _refused(f"{ROLLOUT}.name", rollout.name, expected)
+        yield _async_error(f"{ROLLOUT}.name", rollout.name, expected)
     elif not rollout.traits.is_deterministic and (settings.deterministic or settings.replay):
         expected = f"{engines_with('is_deterministic')}, with {_KEY}.deterministic or replay"
         fix = f"{rollout.engine_title}'s numbers depend on which requests it computes together."
-        yield _refused(f"{ROLLOUT}.name", rollout.name, expected, fix)
+        yield _async_error(f"{ROLLOUT}.name", rollout.name, expected, fix)
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         fix = f"Use one rank per {rollout.engine_title} engine."
-        yield _refused(f"{ROLLOUT}.data_parallel_size", str(num_replicas), "1", fix)
+        yield _async_error(f"{ROLLOUT}.data_parallel_size", str(num_replicas), "1", fix)
     if rollout.skip.enable:
         fix = "Cached responses have no weight versions."
-        yield _refused(f"{ROLLOUT}.skip.enable", "true", "false", fix)
+        yield _async_error(f"{ROLLOUT}.skip.enable", "true", "false", fix)
 
 
 def _check_schedule(config: Config) -> Findings:
@@ -109,23 +111,25 @@ def _check_schedule(config: Config) -> Findings:
     drops = settings.on_stale == "drop"
     if settings.deterministic and has_conversations:
         fix = "The configuration does not determine how long tools and users take."
-        yield _refused(f"{ROLLOUT}.mode", f"async, with {_KEY}.deterministic=True", "sync", fix)
+        yield _async_error(f"{ROLLOUT}.mode", f"async, with {_KEY}.deterministic=True", "sync", fix)
     if settings.replay and (has_conversations or drops or trainer.save_freq != -1):
         expected = f"null with {ROLLOUT}.mode=async, on_stale=drop or trainer.save_freq"
         fix = "A record only says when sequences start and weights change."
-        yield _refused(f"{_KEY}.replay", str(settings.replay), expected, fix)
+        yield _async_error(f"{_KEY}.replay", str(settings.replay), expected, fix)
     if has_filter and drops:
-        yield _refused(f"{_KEY}.on_stale", f"drop, {with_filter}", "wait")
+        yield _async_error(f"{_KEY}.on_stale", f"drop, {with_filter}", "wait")
     if has_filter and settings.by_mini_batch:
         fix = "A batch is filled in rounds."
-        yield _refused(f"{_KEY}.by_mini_batch", f"true, {with_filter}", "false", fix)
+        yield _async_error(f"{_KEY}.by_mini_batch", f"true, {with_filter}", "false", fix)
     if settings.by_mini_batch and config.actor_rollout_ref.actor.shuffle:
         fix = "Mini-batches are trained on in the order in which they are completed."
-        yield _refused(f"{ACTOR}.shuffle", f"true, with {_KEY}.by_mini_batch=True", "false", fix)
+        yield _async_error(
+            f"{ACTOR}.shuffle", f"true, with {_KEY}.by_mini_batch=True", "false", fix
+        )
     if has_filter and trainer.total_training_steps is None:
         key = "trainer.total_training_steps"
         fix = "Prompts are read ahead of the steps."
-        yield _refused(key, f"null, {with_filter}", "a number of steps", fix)
+        yield _async_error(key, f"null, {with_filter}", "a number of steps", fix)
 
 
 def _stale_notices(config: Config) -> Iterator[str]:
@@ -134,6 +138,7 @@ def _stale_notices(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
     correction = config.algorithm.rollout_correction
+    # `save_minutes` is for runs in lockstep, so such a run saves nothing before its end.
     saves_by_default = trainer.save_freq == -1 and trainer.save_minutes
     if saves_by_default or trainer.save_freq == AT_THE_END:
         yield (
@@ -142,6 +147,7 @@ def _stale_notices(config: Config) -> Iterator[str]:
         )
     if not settings.is_stale:
         return
+    # From here on about samples of older weights.
     continues = settings.in_flight == "continue"
     if continues and trainer.save_freq != -1 and not rollout.has_unfinished:
         unfinished = "conversations" if rollout.mode == "async" else "responses"
@@ -169,40 +175,40 @@ def check_streaming(config: Config) -> Findings:
         return
     yield from _check_unknown_length(config)
     if data.mixture:
-        yield _refused_stream(config, "data.mixture", data.mixture, "none", "Leave it out.")
+        yield _streaming_error(config, "data.mixture", data.mixture, "none", "Leave it out.")
     other_source = "Leave one of them out."
     path = data.custom_cls.path
     if path:
-        yield _refused_stream(config, "data.custom_cls.path", path, "null", other_source)
+        yield _streaming_error(config, "data.custom_cls.path", path, "null", other_source)
     path = data.datagen.path
     if path:
-        yield _refused_stream(config, "data.datagen.path", path, "null", other_source)
+        yield _streaming_error(config, "data.datagen.path", path, "null", other_source)
     path = data.sampler.class_path
     if path:
         fix = "Rows are read in the order of the files; data.shuffle shuffles each portion."
-        yield _refused_stream(config, "data.sampler.class_path", path, "null", fix)
+        yield _streaming_error(config, "data.sampler.class_path", path, "null", fix)
     if data.train_max_samples != -1:
-        yield _refused_stream(config, "data.train_max_samples", data.train_max_samples, "-1")
+        yield _streaming_error(config, "data.train_max_samples", data.train_max_samples, "-1")
     if data.dataloader_num_workers > 0:
         key = "data.dataloader_num_workers"
         fix = "A thread reads ahead."
-        yield _refused_stream(config, key, data.dataloader_num_workers, "0", fix)
+        yield _streaming_error(config, key, data.dataloader_num_workers, "0", fix)
 
 
 def _check_unknown_length(config: Config) -> Findings:
     """Yield settings that need the number of rows, which is unknown."""
     trainer = config.trainer
     if trainer.total_training_steps is None:
-        yield _refused_stream(config, "trainer.total_training_steps", "null", "a number of steps")
+        yield _streaming_error(config, "trainer.total_training_steps", "null", "a number of steps")
     if trainer.total_epochs is not None:
-        yield _refused_stream(config, "trainer.total_epochs", trainer.total_epochs, "null")
+        yield _streaming_error(config, "trainer.total_epochs", trainer.total_epochs, "null")
     for name in ("save_freq", "test_freq"):
         frequency = getattr(trainer, name)
         if frequency == "after_each_epoch":
-            yield _refused_stream(config, f"trainer.{name}", frequency, "a number")
+            yield _streaming_error(config, f"trainer.{name}", frequency, "a number")
 
 
-def _refused_stream(
+def _streaming_error(
     config: Config,
     key: str,
     value: object,
@@ -210,4 +216,4 @@ def _refused_stream(
     fix: str = "The number of rows is unknown.",
 ) -> ConfigError:
     """Error about a value that streamed data do not support."""
-    return wrong(key, f"{value}, with data.streaming={config.data.streaming}", expected, fix)
+    return ConfigError(key, f"{value}, with data.streaming={config.data.streaming}", expected, fix)

@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, model_validator
 
-from quadriga.config.base import Findings, Section, filled, refuse, unused, wrong
+from quadriga.config.base import Findings, Section, fill_missing, notice_unused, refuse
 from quadriga.config.types import Count, PathText
+from quadriga.errors import ConfigError
 
 PRESETS: dict[str, dict[str, Any]] = {
     "one_step_off": {"max_staleness": 1, "in_flight": "finish"},
@@ -44,15 +45,15 @@ class AsyncTrainingConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_fills_in(cls, values: Any) -> Any:
+    def _fill_in_preset(cls, values: Any) -> Any:
         """Set the keys of the preset that are not set themselves."""
         preset = values.get("preset") if isinstance(values, dict) else None
         if not isinstance(preset, str):
             return values
-        return filled(values, PRESETS.get(preset, {}))
+        return fill_missing(values, PRESETS.get(preset, {}))
 
     @model_validator(mode="after")
-    def _consistent(self) -> "AsyncTrainingConfig":
+    def _refuse_conflicts(self) -> "AsyncTrainingConfig":
         """Refuse combinations of these keys that cannot work."""
         if self.on_stale == "drop" and self.deterministic:
             raise refuse(
@@ -70,7 +71,7 @@ class AsyncTrainingConfig(Section):
 
     def findings(self, at: str) -> Findings:
         if not self.enable:
-            yield from unused(self.changed(at), f"{at}.enable is false")
+            yield from notice_unused(self.changed_keys(at), f"{at}.enable is false")
         elif self.max_staleness == 0 and self.on_stale == "drop":
             fix = "Leave it out: with max_staleness=0 no sample becomes stale."
-            yield wrong(f"{at}.on_stale", "drop, with max_staleness=0", "wait", fix)
+            yield ConfigError(f"{at}.on_stale", "drop, with max_staleness=0", "wait", fix)

@@ -9,15 +9,11 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
 from quadriga.config.yaml_text import as_text
-from quadriga.errors import ConfigError, MachineError
+from quadriga.errors import ConfigError
 
 # A check yields errors, which keep a training run from starting, and notices.
 Finding = ConfigError | str
 Findings = Iterator[Finding]
-wrong = ConfigError
-"""Error that a check yields about a value."""
-absent = MachineError
-"""Error that a check yields about something this machine does not have."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +23,13 @@ class ReadIf:
     Attributes:
         name: the other field.
         values: values of the other field.
-        is_one: whether the field is read if the other field has one of these values; else it is
-            read if it has any other value.
+        is_listed: whether the field is read if the other field has one of these values. Otherwise
+            it is read for all other values.
     """
 
     name: str
     values: tuple[Any, ...]
-    is_one: bool = True
+    is_listed: bool = True
 
 
 class Section(BaseModel):
@@ -42,7 +38,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Value of a field, or the default. With `[]` and `in`, sections can be read as mappings."""
+        """Value of a field, or the default if there is no such field.
+
+        Like this method, `[]` and `in` let users' code read a section as a mapping.
+        """
         return getattr(self, name, default)
 
     def __getitem__(self, name: str) -> Any:
@@ -61,7 +60,7 @@ class Section(BaseModel):
         """
         return iter(())
 
-    def changed(self, at: str) -> list[str]:
+    def changed_keys(self, at: str) -> list[str]:
         """Dotted keys of the fields that differ from their defaults.
 
         Args:
@@ -70,27 +69,27 @@ class Section(BaseModel):
         default = type(self)()
         return [f"{at}.{name}" for name, value in self if value != getattr(default, name)]
 
-    def unread(self, at: str) -> Iterator[str]:
+    def notice_unread(self, at: str) -> Iterator[str]:
         """Yield notices about changed fields that are not read according to their `ReadIf`.
 
         Args:
             at: dotted key of the section.
         """
-        # Unread keys by the field that they depend on.
+        # Unread keys, by the field that they depend on.
         keys_by_condition: dict[str, list[str]] = {}
         for name, field in type(self).model_fields.items():
             for rule in field.metadata:
                 if not isinstance(rule, ReadIf):
                     continue
                 is_listed = getattr(self, rule.name) in rule.values
-                if is_listed != rule.is_one:
+                if is_listed != rule.is_listed:
                     keys_by_condition.setdefault(rule.name, []).append(f"{at}.{name}")
         if not keys_by_condition:
             return
-        changed = self.changed(at)
+        changed = self.changed_keys(at)
         for name, keys in keys_by_condition.items():
             unread_keys = [key for key in keys if key in changed]
-            yield from unused(unread_keys, f"{at}.{name} is {as_text(getattr(self, name))}")
+            yield from notice_unused(unread_keys, f"{at}.{name} is {as_text(getattr(self, name))}")
 
 
 def refuse(expected: str, fix: str = "") -> PydanticCustomError:
@@ -105,7 +104,7 @@ def refuse(expected: str, fix: str = "") -> PydanticCustomError:
     )
 
 
-def unused(names: list[str], because: str) -> Iterator[str]:
+def notice_unused(names: list[str], because: str) -> Iterator[str]:
     """Yield a notice that keys were set but are not read; nothing if there are no keys.
 
     Args:
@@ -116,22 +115,22 @@ def unused(names: list[str], because: str) -> Iterator[str]:
         yield f"{', '.join(names)}: not used because {because}."
 
 
-def filled(given: Any, defaults: Mapping[str, Any]) -> Any:
+def fill_missing(tree: Any, defaults: Mapping[str, Any]) -> Any:
     """Add missing keys to a tree of values, section by section.
 
     Args:
-        given: the tree. A value that is no mapping is returned as it is: validation refuses it.
+        tree: the tree. A value that is no mapping is returned as it is, for validation to refuse.
         defaults: values of missing keys.
 
     Returns:
         A new tree.
     """
-    if not isinstance(given, Mapping):
-        return given
-    tree = dict(given)
+    if not isinstance(tree, Mapping):
+        return tree
+    filled_tree = dict(tree)
     for name, default in defaults.items():
         if isinstance(default, Mapping):
-            tree[name] = filled(tree.get(name, {}), default)
+            filled_tree[name] = fill_missing(filled_tree.get(name, {}), default)
         else:
-            tree.setdefault(name, default)
-    return tree
+            filled_tree.setdefault(name, default)
+    return filled_tree

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from quadriga.config.actor import ActorConfig, CriticConfig
 from quadriga.config.adapter import check_adapter
 from quadriga.config.async_checks import check_async, check_streaming
-from quadriga.config.base import Findings, Section, unused, wrong
+from quadriga.config.base import Findings, Section, notice_unused
 from quadriga.config.distillation import is_served
 from quadriga.config.explain import BatchPlan, writes_checkpoints
 from quadriga.config.path_checks import check_files, check_paths
@@ -65,7 +65,7 @@ def check_sections(config: Config) -> Findings:
     # The list grows while it is read: breadth first, so findings of outer sections come first.
     sections: list[tuple[str, Section]] = [("", config)]
     for at, section in sections:
-        yield from section.unread(at)
+        yield from section.notice_unread(at)
         yield from section.findings(at)
         for name, value in section:
             if isinstance(value, Section):
@@ -78,16 +78,17 @@ def check_distillation(config: Config) -> Findings:
     if not section.enable:
         return
     temperature = config.actor_rollout_ref.rollout.temperature
+    # Probabilities of student and teacher are compared at one temperature.
     if any(map(is_served, section.all_teachers)) and temperature != 1.0:
         got = f"{temperature:g}, with a teacher that is a server"
         expected = "1: the server returns probabilities at temperature 1"
         fix = "Set it to 1, or let the run load the teacher."
-        yield wrong(f"{ROLLOUT}.temperature", got, expected, fix)
+        yield ConfigError(f"{ROLLOUT}.temperature", got, expected, fix)
     if not section.use_task_rewards and config.algorithm.use_kl_in_reward:
         got = f"true, with {DISTILLATION}.use_task_rewards=False"
         expected = "false: the policy does not learn from rewards"
         fix = f"Set {ACTOR}.use_kl_loss=True instead."
-        yield wrong("algorithm.use_kl_in_reward", got, expected, fix)
+        yield ConfigError("algorithm.use_kl_in_reward", got, expected, fix)
 
 
 def check_batches(config: Config) -> Findings:
@@ -102,13 +103,14 @@ def check_batches(config: Config) -> Findings:
     elif num_last_prompts:
         sizes = f"{num_prompts} prompts in mini-batches of {mini_batch_size}"
         yield f"{key}: {sizes}: the last one has {num_last_prompts}."
+    # Only full batches are trained on.
     limit = config.data.train_max_samples
     if 0 < limit < num_prompts:
         got = f"{num_prompts}, with data.train_max_samples={limit}"
         fix = "No batch would be full: use more samples, or a smaller batch."
-        yield wrong("data.train_batch_size", got, f"at most {limit}", fix)
+        yield ConfigError("data.train_batch_size", got, f"at most {limit}", fix)
     if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
-        yield from unused(["data.gen_batch_size"], "algorithm.filter_groups.enable is false")
+        yield from notice_unused(["data.gen_batch_size"], "algorithm.filter_groups.enable is false")
 
     yield from _check_micro_batches(config)
 
@@ -144,7 +146,7 @@ def check_update(config: Config) -> Findings:
     algorithm = config.algorithm
     only_reported = "at 0 the reference model is computed only to report the KL divergence."
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
-        yield from unused(["algorithm.kl_ctrl.type"], "algorithm.use_kl_in_reward is false")
+        yield from notice_unused(["algorithm.kl_ctrl.type"], "algorithm.use_kl_in_reward is false")
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
         yield f"algorithm.kl_ctrl.kl_coef: {only_reported}"
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
@@ -176,13 +178,14 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
         end = f"the run ends during warm-up; the rate never reaches {optim.lr:g}"
         yield f"{at}.optim.lr_warmup_steps: {end}."
 
+    # A checkpoint must have at least the parts that a resumed run reads.
     checkpoint = section.checkpoint
     loaded = checkpoint.load_contents
     unsaved_parts = [part for part in loaded if part not in checkpoint.save_contents]
     if unsaved_parts:
         expected = f"parts of {at}.checkpoint.save_contents"
         fix = "What is not written cannot be read."
-        yield wrong(f"{at}.checkpoint.load_contents", ", ".join(unsaved_parts), expected, fix)
+        yield ConfigError(f"{at}.checkpoint.load_contents", ", ".join(unsaved_parts), expected, fix)
         return
     skipped_parts = [part for part in ("model", "optimizer", "extra") if part not in loaded]
     if skipped_parts and writes_checkpoints(config):
@@ -195,18 +198,20 @@ def check_supervised(config: Config) -> Findings:
     model = config.actor_rollout_ref.model
     yield from model.findings("actor_rollout_ref.model")
     if config.data.truncation == "middle":
-        yield wrong("data.truncation", f"'middle', with task={config.task}", "error, left or right")
+        yield ConfigError(
+            "data.truncation", f"'middle', with task={config.task}", "error, left or right"
+        )
     loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
     if loss_agg_mode == "rollout-mean-token-mean":
         key = "actor_rollout_ref.actor.loss_agg_mode"
         fix = "Set it to seq-mean-token-mean."
-        yield wrong(
+        yield ConfigError(
             key, repr(loss_agg_mode), f"another one: task={config.task} has no rollouts", fix
         )
     if model.has_adapter and model.lora_merge is not None:
         key = "actor_rollout_ref.model.lora_merge"
         fix = "Leave the key out; `quadriga export` merges an adapter."
-        yield wrong(key, str(model.lora_merge), "null: nothing generates", fix)
+        yield ConfigError(key, str(model.lora_merge), "null: nothing generates", fix)
     if config.task == "reward_model":
         yield from _check_pairs(config)
 
@@ -219,18 +224,18 @@ def _check_pairs(config: Config) -> Findings:
             "Set data.truncation=left, which cuts the prompt, "
             "or data.filter_overlong, which leaves the pair out."
         )
-        yield wrong("data.truncation", "'right', for pairs", "error or left", fix)
+        yield ConfigError("data.truncation", "'right', for pairs", "error or left", fix)
     if config.actor_rollout_ref.model.has_adapter:
         key = "actor_rollout_ref.model.lora_rank"
         fix = (
             "Leave lora_rank and lora_adapter_path out: all weights of a reward model are trained."
         )
-        yield wrong(key, "an adapter", "none, for objective=reward_model", fix)
+        yield ConfigError(key, "an adapter", "none, for objective=reward_model", fix)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         size = getattr(actor, name)
         if size > 1:
             fix = f"Shard weights with {ACTOR}.fsdp_config.fsdp_size."
-            yield wrong(f"{ACTOR}.{name}", f"{size}, for objective=reward_model", "1", fix)
+            yield ConfigError(f"{ACTOR}.{name}", f"{size}, for objective=reward_model", "1", fix)
 
 
 # Missing files come first: they are the most frequent mistake.

@@ -13,7 +13,7 @@ class FromFile(Section):
     """A class of your own: a Python file, and a name in it."""
 
     @model_validator(mode="after")
-    def _both_or_neither(self) -> Self:
+    def _require_both_or_neither(self) -> Self:
         """Refuse a file without a name, and a name without a file."""
         names = [name for name, _ in self if name != "options"]
         missing_names = [name for name in names if getattr(self, name) is None]
@@ -35,7 +35,7 @@ class CustomDatasetConfig(FromFile):
     On a command line `+data.NAME=VALUE` is one of them."""
 
     @model_validator(mode="after")
-    def _someone_reads_them(self) -> Self:
+    def _refuse_unread_options(self) -> Self:
         """Refuse `options` without a class that reads them."""
         if self.options and self.path is None:
             expected = "no keys of your own without data.custom_cls.path"
@@ -81,7 +81,7 @@ class ImageSizeConfig(Section):
     """Largest number of frames of a video. null: as the model's files say, else 768."""
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    def _refuse_minimum_above_maximum(self) -> Self:
         """Refuse a minimum above its maximum."""
         for unit in ("pixels", "frames"):
             minimum = getattr(self, f"min_{unit}")
@@ -194,7 +194,7 @@ class DataConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _one_data_set(self) -> Self:
+    def _refuse_two_data_sets(self) -> Self:
         """Refuse two classes that would both make the training rows."""
         if self.custom_cls.path is not None and self.datagen.path is not None:
             fix = "A dataset class of your own may have on_batch_end(batch)."
@@ -202,7 +202,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_share_for_each(self) -> Self:
+    def _require_share_for_each_entry(self) -> Self:
         """Require a share of the mixture for each entry of `train_files`."""
         files = [self.train_files] if isinstance(self.train_files, str) else self.train_files
         if self.mixture and len(self.mixture) != len(files):

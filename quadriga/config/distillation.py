@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NegativeFloat, PositiveFloat, model_validator
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Findings, ReadIf, filled, unused, wrong
+from quadriga.config.base import Findings, ReadIf, fill_missing, notice_unused
 from quadriga.config.types import Count, KLKind, PathText
+from quadriga.errors import ConfigError
 
 _TOP_K = "forward_kl_topk"
 
@@ -45,11 +46,11 @@ class DistillationConfig(ParallelConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _top_k_is_a_loss(cls, values: Any) -> Any:
+    def _default_for_top_k(cls, values: Any) -> Any:
         """Change the default of `use_policy_gradient` for losses on the teacher's top tokens."""
         if not isinstance(values, dict) or values.get("loss_mode") != _TOP_K:
             return values
-        return filled(values, {"use_policy_gradient": False})
+        return fill_missing(values, {"use_policy_gradient": False})
 
     @property
     def num_top_tokens(self) -> int | None:
@@ -61,7 +62,7 @@ class DistillationConfig(ParallelConfig):
         return self.teachers.get(data_source, self.path)
 
     @property
-    def named(self) -> dict[str, str]:
+    def named_teachers(self) -> dict[str, str]:
         """Teachers by the dotted key that names them; empty without distillation."""
         if not self.enable:
             return {}
@@ -71,31 +72,34 @@ class DistillationConfig(ParallelConfig):
         return teachers
 
     @property
-    def loaded(self) -> dict[str, str]:
+    def loaded_teachers(self) -> dict[str, str]:
         """Teachers that the run loads, by the dotted key that names them."""
-        return {key: path for key, path in self.named.items() if not is_served(path)}
+        return {key: path for key, path in self.named_teachers.items() if not is_served(path)}
 
     @property
     def all_teachers(self) -> list[str]:
         """Distinct teachers, in the order of their keys."""
-        return list(dict.fromkeys(self.named.values()))
+        return list(dict.fromkeys(self.named_teachers.values()))
 
     def findings(self, at: str) -> Findings:
         if not self.enable:
-            yield from unused(self.changed(at), f"{at}.enable is false")
+            yield from notice_unused(self.changed_keys(at), f"{at}.enable is false")
             return
         if not self.all_teachers:
             fix = "Set it to a folder or a hub name, or set teachers for several data sources."
-            yield wrong(f"{at}.path", f"null, with {at}.enable=True", "a teacher", fix)
+            yield ConfigError(f"{at}.path", f"null, with {at}.enable=True", "a teacher", fix)
         if self.loss_mode == _TOP_K and self.use_policy_gradient:
             fix = "Set it to false: a policy gradient only changes sampled tokens."
-            yield wrong(f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix)
+            yield ConfigError(
+                f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix
+            )
+        # As a loss, the difference of log-probs has the gradient of the student alone.
         if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
             got = f"{self.loss_mode}, with use_policy_gradient=False"
             fix = "The gradient of k1 does not depend on the teacher."
-            yield wrong(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
+            yield ConfigError(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
         if self.engine_kwargs and not any(map(is_served, self.all_teachers)):
-            yield from unused([f"{at}.engine_kwargs"], "no teacher is a server")
+            yield from notice_unused([f"{at}.engine_kwargs"], "no teacher is a server")
 
 
 def is_served(teacher: str) -> bool:

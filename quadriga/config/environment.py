@@ -5,8 +5,9 @@ from typing import Any
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from quadriga.config.base import Findings, Section, wrong
+from quadriga.config.base import Findings, Section
 from quadriga.config.types import Count, Name
+from quadriga.errors import ConfigError
 
 _FORMS = "textarena:ID, gem:ID, gymnasium:ID, skyrl_gym:ID, openenv:ws://HOST:PORT, file.py:Class"
 
@@ -75,18 +76,23 @@ class EnvironmentConfig(Section):
 
     def findings(self, at: str) -> Findings:
         if self.name is None:
-            changed_keys = self.changed(at)
+            changed_keys = self.changed_keys(at)
             if changed_keys:
                 fix = f"Set env=NAME: {_FORMS}."
-                yield wrong(f"{at}.name", f"null, with {', '.join(changed_keys)}", "a name", fix)
+                yield ConfigError(
+                    f"{at}.name", f"null, with {', '.join(changed_keys)}", "a name", fix
+                )
             return
+        # Each trained agent must exist and be played by the policy.
         num_trained = len(set(self.trained_agents))
         if not self.seats or (num_trained and num_trained != len(self.seats)):
             got = f"{self.trained_agents}, with {at}.agents={self.agents}"
-            yield wrong(f"{at}.trained_agents", got, "numbers of agents that the policy plays")
+            yield ConfigError(
+                f"{at}.trained_agents", got, "numbers of agents that the policy plays"
+            )
         if self.train_together and len(self.seats) < 2:
             got = f"True, with {at}.agents={self.agents}"
-            yield wrong(f"{at}.train_together", got, "several agents that are trained")
+            yield ConfigError(f"{at}.train_together", got, "several agents that are trained")
         if self.roles and len(self.roles) != self.num_agents:
             expected = f"a role for each of {self.num_agents} agents"
-            yield wrong(f"{at}.roles", str(self.roles), expected)
+            yield ConfigError(f"{at}.roles", str(self.roles), expected)

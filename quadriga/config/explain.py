@@ -6,16 +6,16 @@ from typing import Any
 
 from quadriga.config.keys import leaf_keys
 from quadriga.config.placement import (
-    asked_roles,
+    enabled_roles,
     role_pools,
     rollout_devices,
     rollout_group_size,
     rollout_ranks,
 )
-from quadriga.config.root import Config, spelled
+from quadriga.config.root import Config, spell_key
 from quadriga.config.trainer import TrainerConfig
 from quadriga.config.yaml_text import to_yaml
-from quadriga.redact import redacted
+from quadriga.redact import redact
 
 _ROLE_WORDS = {
     "actor_rollout_ref": "actor, rollout and reference (if one is used)",
@@ -112,11 +112,12 @@ def show(config: Config) -> str:
     The YAML can be loaded again, and gives an equal configuration once the secrets that
     `quadriga.redact` hides are filled in.
     """
-    dumped = redacted(config.model_dump(mode="json"))
+    # The keys are those of the task, in its spelling; the values are in the schema's tree.
+    dumped = redact(config.model_dump(mode="json"))
     tree: dict[str, Any] = {}
     for key in leaf_keys(config.task):
         value = dumped
-        for name in spelled(key, config.task, in_full=True).split("."):
+        for name in spell_key(key, config.task, in_full=True).split("."):
             value = value[name]
         *path, last = key.split(".")
         node = tree
@@ -140,16 +141,17 @@ def explain(
     """
     plan = BatchPlan(config)
     paragraphs = [
-        _paragraph("Step", _step(config, plan)),
-        _paragraph("Update", _update(config, plan)),
-        _paragraph("Overlap", _overlap(config)),
-        _paragraph("Passes", _passes(config, plan, estimator_fields)),
-        _paragraph("Run", _run(config, plan, num_train_prompts)),
-        _paragraph("Processes", _processes(config)),
-        _paragraph("Files", _files(config.trainer)),
+        _paragraph("Step", _describe_step(config, plan)),
+        _paragraph("Update", _describe_update(config, plan)),
     ]
-    if not config.async_training.enable:
-        del paragraphs[2]
+    if config.async_training.enable:
+        paragraphs.append(_paragraph("Overlap", _describe_overlap(config)))
+    paragraphs += [
+        _paragraph("Passes", _describe_passes(config, plan, estimator_fields)),
+        _paragraph("Run", _describe_run(config, plan, num_train_prompts)),
+        _paragraph("Processes", _describe_processes(config)),
+        _paragraph("Files", _describe_files(config.trainer)),
+    ]
     return "\n".join(paragraphs)
 
 
@@ -159,13 +161,13 @@ def _paragraph(title: str, lines: Iterable[str]) -> str:
 
 
 def _count(number: int, singular: str, plural: str = "") -> str:
-    """Format a number with its noun, such as "2 batches"; by default the plural ends in s."""
+    """Format a number with its noun, such as "2 batches"; by default the plural adds an s."""
     noun = singular if number == 1 else plural or f"{singular}s"
     return f"{number} {noun}"
 
 
-def _step(config: Config, plan: BatchPlan) -> Iterator[str]:
-    """Size of a step: prompts, responses and tokens."""
+def _describe_step(config: Config, plan: BatchPlan) -> Iterator[str]:
+    """Describe the size of a step: prompts, responses and tokens."""
     rollout = config.actor_rollout_ref.rollout
     groups = config.algorithm.filter_groups
     batch = f"{_count(plan.num_prompts, 'prompt')} x {_count(rollout.n, 'response')}"
@@ -185,8 +187,8 @@ def _step(config: Config, plan: BatchPlan) -> Iterator[str]:
         yield f"{replaced}: {batches} per step"
 
 
-def _files(trainer: TrainerConfig) -> Iterator[str]:
-    """Directories and files that the run writes."""
+def _describe_files(trainer: TrainerConfig) -> Iterator[str]:
+    """List the directories and files that the run writes."""
     yield f"run: {trainer.directory}"
     yield f"metrics: {', '.join(trainer.loggers)}"
     if trainer.rollout_record != "off":
@@ -197,14 +199,15 @@ def _files(trainer: TrainerConfig) -> Iterator[str]:
         yield f"validation responses: {trainer.validation_data_dir}"
 
 
-def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
-    """Mini-batches and micro-batches of an update, and its loss."""
+def _describe_update(config: Config, plan: BatchPlan) -> Iterator[str]:
+    """Describe the mini-batches and micro-batches of an update, and its loss."""
     actor = config.actor_rollout_ref.actor
     size = _count(plan.mini_batch_prompts, "prompt")
     size += f" ({_count(plan.mini_batch_sequences, 'sequence')})"
     mini_batches = f"{_count(plan.num_mini_batches, 'mini-batch', 'mini-batches')} of {size}"
     steps = _count(plan.num_optimizer_steps, "optimizer step")
     yield f"{steps} per batch: {mini_batches} x {_count(actor.ppo_epochs, 'epoch')}"
+    # Prompts that do not fill a mini-batch.
     num_last_prompts = plan.num_prompts % plan.mini_batch_prompts
     if num_last_prompts:
         yield f"the last mini-batch has {_count(num_last_prompts, 'prompt')}"
@@ -229,8 +232,8 @@ def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
         yield f"the actor waits for {_count(warmup, 'step')}, in which only a critic learns"
 
 
-def _overlap(config: Config) -> Iterator[str]:
-    """Simultaneous generation and training, in asynchronous runs."""
+def _describe_overlap(config: Config) -> Iterator[str]:
+    """Describe how generation and training overlap in an asynchronous run."""
     settings = config.async_training
     steps = _count(settings.sync_every, "step")
     yield f"generation continues during training, with weights that are published every {steps}"
@@ -239,6 +242,7 @@ def _overlap(config: Config) -> Iterator[str]:
     if settings.by_mini_batch:
         prompts = _count(BatchPlan(config).mini_batch_prompts, "prompt")
         yield f"an update starts as soon as the responses to {prompts} are complete"
+    # Generation may be ahead of training by the batches of so many versions of the weights.
     num_batches = (settings.max_staleness + 1) * settings.sync_every
     batches = f"up to {_count(num_batches, 'batch', 'batches')} are in flight or wait for a step"
     if settings.on_stale == "wait":
@@ -253,10 +257,12 @@ def _overlap(config: Config) -> Iterator[str]:
         yield "new weights are loaded during generation; the KV cache is kept"
 
 
-def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> Iterator[str]:
-    """Forward passes of each model in a step, besides those of the update."""
+def _describe_passes(
+    config: Config, plan: BatchPlan, fields: tuple[str, ...] | None
+) -> Iterator[str]:
+    """Describe the forward passes of each model in a step, besides those of the update."""
     actor = config.actor_rollout_ref.actor
-    yield _old_log_probs(config, plan)
+    yield _describe_old_log_probs(config, plan)
     if fields is not None and "values" in fields:
         start = config.critic.model.path
         if start is None:
@@ -275,14 +281,15 @@ def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> 
     if config.algorithm.use_kl_in_reward:
         uses.append("the reward")
     reference = f"reference model: one pass per step, for {' and '.join(uses)}"
+    # An adapter that is switched off leaves the reference.
     is_colocated = "actor_rollout_ref" in role_pools(config.trainer)
     if config.actor_rollout_ref.model.has_adapter and is_colocated:
         reference += ", by the actor with its adapter off"
     yield reference
 
 
-def _old_log_probs(config: Config, plan: BatchPlan) -> str:
-    """Whether old log-probs are computed in a separate pass, with the reason."""
+def _describe_old_log_probs(config: Config, plan: BatchPlan) -> str:
+    """Say whether old log-probs are computed in a separate pass, and why."""
     correction = config.algorithm.rollout_correction
     if not needs_old_log_prob_pass(config):
         reason = "a single update by the policy that sampled"
@@ -300,10 +307,10 @@ def _old_log_probs(config: Config, plan: BatchPlan) -> str:
     return f"old log-probs: separate pass ({reason})"
 
 
-def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iterator[str]:
-    """Length of the run, its validations and its checkpoints."""
+def _describe_run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iterator[str]:
+    """Describe the length of the run, its validations and its checkpoints."""
     trainer = config.trainer
-    yield _length(config, plan, num_train_prompts)
+    yield _describe_length(config, plan, num_train_prompts)
     validations = ["before training"] if trainer.val_before_train else []
     if trainer.test_freq != -1:
         validations.append(_every(trainer.test_freq))
@@ -314,6 +321,7 @@ def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iter
         checkpoints = f"{_every(trainer.save_freq)} and at the end"
     elif saves_by_time(config):
         checkpoints = f"every {trainer.save_minutes:g} minutes and at the end"
+    # Checkpoints by the clock would fill the disk without anybody having asked for them.
     num_kept = trainer.max_ckpt_to_keep or (2 if saves_by_time(config) else None)
     if num_kept and checkpoints != "none":
         checkpoints += f", the last {num_kept} kept"
@@ -321,8 +329,8 @@ def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iter
     yield f"resume: {trainer.resume_mode}"
 
 
-def _length(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> str:
-    """Number of steps and epochs, as far as they are known before the data are read."""
+def _describe_length(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> str:
+    """Describe the number of steps and epochs, as far as they are known before the data are read."""
     trainer = config.trainer
     filters_groups = config.algorithm.filter_groups.enable
     batch_size = plan.num_prompts
@@ -356,16 +364,17 @@ def _every(frequency: int | str) -> str:
     return "after each epoch"
 
 
-def _processes(config: Config) -> Iterator[str]:
-    """Processes of the run, the roles in them, and what happens if one is lost."""
+def _describe_processes(config: Config) -> Iterator[str]:
+    """Describe the processes of the run, the roles in them, and what happens if one is lost."""
     trainer = config.trainer
     if trainer.backend == "local":
         yield "all models in one process, which computes with every core"
         return
-    roles = role_pools(trainer, asked_roles(config))
+    roles = role_pools(trainer, enabled_roles(config))
     pools = list(dict.fromkeys(roles.values()))
     for pool in pools:
-        yield _pool(config, pool, roles)
+        yield _describe_pool(config, pool, roles)
+    # Several processes may form one rollout engine.
     size = rollout_group_size(config)
     if size > 1:
         groups = _count(sum(rollout_ranks(config)) // size, "rollout group")
@@ -374,11 +383,12 @@ def _processes(config: Config) -> Iterator[str]:
         yield "training and generation run at the same time, each process with the threads it would have alone"
     elif len(pools) > 1:
         yield "pools take turns, so each process has as many threads as if there were no other pool"
-    yield from _recovery(trainer)
+    yield from _describe_recovery(trainer)
 
 
-def _pool(config: Config, pool: str, roles: dict[str, str]) -> str:
-    """Processes of a resource pool, and the roles in them."""
+def _describe_pool(config: Config, pool: str, roles: dict[str, str]) -> str:
+    """Describe the processes of a resource pool, and the roles in them."""
+    # Only a rollout process may have several devices.
     num_devices = rollout_devices(config) if pool == roles.get("rollout") else 1
     counts = [count // num_devices for count in config.trainer.processes_of(pool)]
     machines = "on one machine"
@@ -395,8 +405,8 @@ def _pool(config: Config, pool: str, roles: dict[str, str]) -> str:
     return text
 
 
-def _recovery(trainer: TrainerConfig) -> Iterator[str]:
-    """Limits of lost processes, skipped steps and waiting times."""
+def _describe_recovery(trainer: TrainerConfig) -> Iterator[str]:
+    """Describe the limits on lost processes, skipped steps and waiting times."""
     restarts = trainer.max_worker_restarts
     if restarts:
         yield f"after the loss of a process or a node: up to {_count(restarts, 'restart')} an hour"

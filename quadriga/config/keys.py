@@ -23,7 +23,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 
 from quadriga.config.base import Section
-from quadriga.config.root import READ, Config, spelled, spelled_text
+from quadriga.config.root import READ, Config, spell_key, spell_text
 from quadriga.config.types import Meaning
 from quadriga.config.yaml_text import as_text
 
@@ -70,29 +70,30 @@ class KeyInfo:
     @property
     def meaning(self) -> str:
         """Docstring of the field, with the task's spellings."""
-        return spelled_text(" ".join(_notes(self.section)[self.name].split()), self.task)
+        return spell_text(" ".join(_field_docstrings(self.section)[self.name].split()), self.task)
 
 
 @cache
-def _notes(section: type[Section]) -> dict[str, str]:
-    """Read the docstrings of a section's fields, by name of the field.
+def _field_docstrings(section: type[Section]) -> dict[str, str]:
+    """Read the docstrings below the fields of a section, by name of the field.
 
-    Only on demand: pydantic's own option would read all source files on import.
+    They are read from the source on demand. Pydantic's own option would read all source files on
+    import.
     """
-    notes = {}
+    docstrings = {}
     for base in section.__bases__:
         if base is not BaseModel:
-            notes |= _notes(base)
+            docstrings |= _field_docstrings(base)
     (node,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(node, ast.ClassDef)
     for field, below in pairwise(node.body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            is_note = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            notes[field.target.id] = str(below.value.value) if is_note else ""
-    return notes
+            has_docstring = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            docstrings[field.target.id] = str(below.value.value) if has_docstring else ""
+    return docstrings
 
 
-def _described(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, set[Any]]:
+def _describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, set[Any]]:
     """Describe a type, such as "a whole number, at least 1, or null".
 
     Args:
@@ -102,7 +103,7 @@ def _described(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, set[
     Returns:
         The description, and the plain types that a value may have.
     """
-    words, types_of_values = _described_type(annotation)
+    words, types_of_values = _describe_bare_type(annotation)
     limits = []
     for constraint in metadata:
         if isinstance(constraint, Meaning):
@@ -114,14 +115,14 @@ def _described(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, set[
     return words, types_of_values
 
 
-def _described_type(annotation: Any) -> tuple[str, set[Any]]:
-    """Describe a type without limits of its own, as `_described` does."""
+def _describe_bare_type(annotation: Any) -> tuple[str, set[Any]]:
+    """Describe a type without limits of its own, as `_describe_type` does."""
     origin: Any = get_origin(annotation)
     arguments: tuple[Any, ...] = get_args(annotation)
     if origin is Annotated:
-        return _described(arguments[0], arguments[1:])
+        return _describe_type(arguments[0], arguments[1:])
     if origin in (Union, types.UnionType):
-        members = [_described(argument) for argument in arguments]
+        members = [_describe_type(argument) for argument in arguments]
         words = ", or ".join(member_words for member_words, _ in members)
         return words, set().union(*(member_types for _, member_types in members))
     if origin is Literal:
@@ -131,13 +132,13 @@ def _described_type(annotation: Any) -> tuple[str, set[Any]]:
         return words, {type(arguments[0])}
     if origin in (list, tuple):
         count = f" of {len(arguments)}" if origin is tuple else ""
-        return f"a list{count}, each {_described(arguments[0])[0]}", {origin}
+        return f"a list{count}, each {_describe_type(arguments[0])[0]}", {origin}
     if origin is dict:
         return "an open dictionary", {origin}
     return _WORDS[annotation], {annotation}
 
 
-def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
+def _list_keys(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
     """Yield the keys of a section and its sub-sections that a task reads.
 
     Args:
@@ -150,11 +151,11 @@ def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
         key = f"{prefix}{name}"
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from _leaves(value, f"{key}.", task)
+            yield from _list_keys(value, f"{key}.", task)
         elif key not in unread_keys and any(fnmatchcase(key, pattern) for pattern in patterns):
-            words, types_of_values = _described(field.annotation, field.metadata)
+            words, types_of_values = _describe_type(field.annotation, field.metadata)
             yield KeyInfo(
-                key=spelled(key, task),
+                key=spell_key(key, task),
                 kind=words,
                 default=value,
                 section=type(section),
@@ -169,7 +170,7 @@ def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
 @cache
 def leaf_keys(task: str = "rl") -> Mapping[str, KeyInfo]:
     """Keys that a task reads, by dotted key, in the order of the schema."""
-    return {leaf.key: leaf for leaf in _leaves(Config.model_validate({"task": task}), "", task)}
+    return {leaf.key: leaf for leaf in _list_keys(Config.model_validate({"task": task}), "", task)}
 
 
 @cache
@@ -187,13 +188,13 @@ def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
         task: the task.
 
     Returns:
-        The key itself; or the open dictionary that the key is an entry of, which may be `options`
-        beside it. None: there is none.
+        The key itself; or the open dictionary that the key is an entry of. That may be a section
+        above the key, or `options` beside it. None: there is neither.
     """
     leaves = leaf_keys(task)
     if key in leaves:
         return leaves[key]
-    # Keys above it; or `options` of a loss or estimator beside it.
+    # Keys above it, then the `options` of a loss or an estimator beside it.
     path = key.split(".")
     candidates = [".".join(path[:depth]) for depth in range(1, len(path))]
     candidates.append(".".join((*path[:-1], "options")))
@@ -206,16 +207,16 @@ def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
 def nearest_keys(key: str, task: str = "rl") -> list[str]:
     """Find up to three keys that a misspelled key may stand for, most likely first."""
     known_keys = list(leaf_keys(task))
-    alias_keys = [spelled(alias_key, task) for alias_key in aliases().get(key, ())]
+    alias_keys = [spell_key(alias_key, task) for alias_key in aliases().get(key, ())]
     exact = [known for known in known_keys if known.endswith(f".{key}") or known in alias_keys]
     # A correct name in the wrong section is more likely than a wrong name in the correct section.
     name = key.split(".")[-1]
     same_name = [known for known in known_keys if known.split(".")[-1] == name]
-    moved = get_close_matches(key, same_name, n=3, cutoff=0.3)
-    close = get_close_matches(key, known_keys, n=3, cutoff=0.8)
-    # An abbreviation, such as trainer.n_gpu.
+    in_other_sections = get_close_matches(key, same_name, n=3, cutoff=0.3)
+    misspelled = get_close_matches(key, known_keys, n=3, cutoff=0.8)
+    # The key may be an abbreviation, such as trainer.n_gpu.
     longer = [known for known in known_keys if "." in key and known.startswith(key)]
-    return list(dict.fromkeys(exact + moved + close + longer))[:3]
+    return list(dict.fromkeys(exact + in_other_sections + misspelled + longer))[:3]
 
 
 @cache
@@ -228,6 +229,7 @@ def aliases() -> Mapping[str, tuple[str, ...]]:
 
 def is_key_of_verl(key: str, task: str) -> bool:
     """Whether verl's program for a task has this key, or keys below it."""
+    # The package is optional. Without it, such a key is reported as any unknown one.
     package = find_spec("quadriga_verl")
     if package is None or package.origin is None:
         return False
@@ -241,11 +243,11 @@ def is_key_of_verl(key: str, task: str) -> bool:
 
 
 def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:
-    """Describe keys with type, default and meaning; matches by name come first.
+    """Describe keys with type, default and meaning.
 
     Args:
-        words: describe only keys whose name or meaning has all words, or that have the phrase
-            (`kv cache`) as an alias.
+        words: describe only keys whose name or meaning has all of these words, or that have the
+            words together (`kv cache`) as an alias. Matches by name come first.
         task: the task.
     """
     lower_words = [word.lower() for word in words]

@@ -91,6 +91,7 @@ class Layout:
             raise ConfigError(where, got=got, expected=expected, fix=fix)
 
         num_data = world_size // ranks_per_row
+        # Ranks of sequence parallelism shard the weights too.
         num_sharding = num_data * sp if fsdp == -1 else fsdp
         dp_shard = num_sharding // sp
         if num_sharding < sp or num_sharding % sp or num_data % dp_shard:
@@ -99,6 +100,7 @@ class Layout:
             fix = f"{world_size} processes with {sizes} are {num_data} data-parallel ranks."
             raise ConfigError(key, got=str(fsdp), expected=expected, fix=fix)
 
+        # Experts are divided among the ranks that shard one copy.
         if num_sharding % ep or (tp > 1 and ep > 1):
             got = f"{ep}, with {num_sharding} ranks that shard one copy of the weights"
             if tp > 1:
@@ -125,11 +127,11 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Number of ranks that have the same experts and shard them."""
+        """Number of ranks that have the same experts, and shard their optimizer state."""
         return gcd(self.world_size // self.pp // self.ep, max(1, self.fsdp * self.tp // self.ep))
 
     def state_bytes(
-        self, of_experts: int, others: int, itemsize: int, *, is_trained: bool
+        self, num_expert_weights: int, num_other_weights: int, itemsize: int, *, is_trained: bool
     ) -> float:
         """Approximate size of the model state that a rank holds, in bytes.
 
@@ -137,8 +139,8 @@ class Layout:
         moments of AdamW and the sums of gradients.
 
         Args:
-            of_experts: parameters in experts.
-            others: all other parameters.
+            num_expert_weights: number of parameters in experts.
+            num_other_weights: number of all other parameters.
             itemsize: bytes per parameter of the weights for computation.
             is_trained: whether the model is trained.
         """
@@ -150,9 +152,11 @@ class Layout:
                 # weights has a copy in the compute dtype; sharded ones are gathered by layer.
                 has_copy = self.is_whole and itemsize < 4
                 bytes_per_parameter = 16 + (itemsize if has_copy else 0)
-            return (of_experts + others) / num_shards * bytes_per_parameter
-        expert_weights = of_experts / (self.pp * self.ep)
-        other_weights = others / (self.pp * self.tp)
+            num_weights = num_expert_weights + num_other_weights
+            return num_weights / num_shards * bytes_per_parameter
+        # Of one rank of Megatron-core, which divides experts and other weights differently.
+        expert_weights = num_expert_weights / (self.pp * self.ep)
+        other_weights = num_other_weights / (self.pp * self.tp)
         if not is_trained:
             return (expert_weights + other_weights) * itemsize
         # Master weights and the two moments are sharded over the data-parallel ranks.
@@ -243,6 +247,7 @@ def check_model(layout: Layout, model: ModelShape, where: str) -> None:
     if layout.ep > 1 and (not model.num_experts or model.num_experts % layout.ep):
         num_experts = model.num_experts or "no"
         problems.append(f"{num_experts} experts for expert parallelism over {layout.ep}")
+    # Sequence parallelism divides the heads that tensor parallelism leaves to a rank.
     num_heads = model.num_heads // layout.tp
     if num_heads % layout.sp:
         problems.append(f"{num_heads} heads for sequence parallelism over {layout.sp}")

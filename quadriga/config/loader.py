@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from quadriga.config.base import filled
+from quadriga.config.base import fill_missing
 from quadriga.config.checks import training_findings
 from quadriga.config.keys import (
     KeyInfo,
@@ -30,8 +30,8 @@ from quadriga.config.keys import (
     section_keys,
 )
 from quadriga.config.rollout_checks import with_groups
-from quadriga.config.root import PRESETS, Config, respell, spelled, spelled_text
-from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
+from quadriga.config.root import PRESETS, Config, respell, spell_key, spell_text
+from quadriga.config.yaml_text import as_text, combine_errors, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
 from quadriga.redact import HIDDEN, hidden_names
 
@@ -39,11 +39,11 @@ from quadriga.redact import HIDDEN, hidden_names
 _OVERRIDE = re.compile(
     r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL
 )
-_MISSING = object()  # stands for a key without a value; null is a value
+_MISSING = object()  # stands for the value of a key that has none; null is a value
 CUSTOM_CLASS = "data.custom_cls.path"
 CUSTOM_OPTIONS = "data.custom_cls.options"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
-_ENVIRONMENT = "env"  # a section that can be written as its name
+_ENVIRONMENT = "env"  # a section that users can write as the name of an environment
 # Keys of verl's section `megatron` -> keys for both training engines.
 _SIZES_OF_MEGATRON = {
     "context_parallel_size": "ulysses_sequence_parallel_size",
@@ -53,7 +53,12 @@ _SIZES_OF_MEGATRON = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration, and notices for its user."""
+    """A configuration, and notices for its user.
+
+    Attributes:
+        config: the configuration.
+        notices: sentences about choices and effects that the user may not expect.
+    """
 
     config: Config
     notices: list[str]
@@ -86,21 +91,21 @@ def load_config(
     trees = [read_yaml(Path(file), problems) for file in files]
     chosen_task = _choose_task(task, [tree for tree, _ in trees], overrides)
     # The task has to be known first, because it determines which keys exist and their spelling.
-    reading = _Reading(chosen_task, problems=problems)
+    builder = _ConfigBuilder(chosen_task, problems=problems)
     # In rising order of precedence.
     for tree, places in [({"task": chosen_task}, {}), (defaults, {}), *trees, (values, {})]:
         for key, value in tree.items():
-            reading.assign(str(key), value, places)
-    notices = list(reading.take_overrides(overrides))
-    # A configuration that a run has written has placeholders for secrets.
-    for key, place in reading.places.items():
-        for name in hidden_names(reading.value(key), key):
+            builder.assign(str(key), value, places)
+    notices = list(builder.assign_overrides(overrides))
+    # The configuration that a run writes down has placeholders for secrets.
+    for key, place in builder.places.items():
+        for name in hidden_names(builder.value(key), key):
             expected = "the value, which a run does not write down"
             fix = f"Give it again: {name}=..."
-            reading.refuse(name, place, got=HIDDEN, expected=expected, fix=fix)
-    config = reading.finish(notices, for_training=for_training)
+            builder.add_problem(name, place, got=HIDDEN, expected=expected, fix=fix)
+    config = builder.finish(notices, for_training=for_training)
     if problems or config is None:
-        raise combined(problems)
+        raise combine_errors(problems)
     return Loaded(config, notices)
 
 
@@ -132,12 +137,12 @@ def read_settings(
     Returns:
         The configuration (None if it cannot be read), all problems, and all notices.
     """
-    reading = _Reading(task, problems=[])
+    builder = _ConfigBuilder(task, problems=[])
     notices: list[str] = []
     for key, value in {"task": task, **values}.items():
-        reading.assign(key, value, places)
-    config = reading.finish(notices, for_training=for_training, is_verls=True)
-    return config, reading.problems, notices
+        builder.assign(key, value, places)
+    config = builder.finish(notices, for_training=for_training, is_verls=True)
+    return config, builder.problems, notices
 
 
 def parse_override(
@@ -161,11 +166,12 @@ def parse_override(
     if match is None:
         fix = _fix_of_word(argument)
         raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
-    key = spelled(match["key"], task)
+    key = spell_key(match["key"], task)
     if key == _ENVIRONMENT:
         key = f"{_ENVIRONMENT}.name"
     text = match["value"].strip()
     section, _, name = key.partition(".")
+    # A new key with a plus sign is an entry of a dictionary that the user's code reads.
     if match["sign"] and not leaf_of(key, task):
         first_part = f"{section}.{name.partition('.')[0]}"
         if section in open_sections and first_part not in section_keys(task):
@@ -173,12 +179,14 @@ def parse_override(
         elif section == "data" and "." not in name and not nearest_keys(key, task):
             # Validation refuses it there, and says which key would make it valid.
             key = f"{CUSTOM_OPTIONS}.{name}"
+    # Text needs no quotes on the command line, except where YAML could mean something else.
     leaf = leaf_of(key, task)
     if _is_text(text, leaf, key):
         return key, None if text in ("null", "Null", "NULL", "~") else text
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
+        # The key does not exist, which is reported in place of its value.
         if leaf is None:
             return key, text
         got = f"{as_text(text, key)} ({getattr(error, 'problem', None) or error})"
@@ -231,16 +239,16 @@ def as_override(key: str, path: str | Path) -> str:
 
 
 @dataclass
-class _Reading:
-    """Collects the values of a configuration, then validates them.
+class _ConfigBuilder:
+    """Builds a configuration: collects its values, then validates them.
 
     Dotted keys are in the task's spelling.
 
     Attributes:
         task: the task.
-        problems: all problems so far.
+        problems: all problems so far; methods add to the list.
         values: tree of values so far, in the schema's spelling.
-        places: file and line of each key, "" for the command line.
+        places: file and line of each key that has a value; "" for the command line.
     """
 
     task: str
@@ -248,9 +256,13 @@ class _Reading:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
 
-    def take_overrides(self, overrides: Sequence[str]) -> Iterator[str]:
-        """Assign the values of the command line; yield a notice for each key that it sets twice."""
-        seen: set[str] = set()
+    def assign_overrides(self, overrides: Sequence[str]) -> Iterator[str]:
+        """Assign the values of the command line.
+
+        Yields:
+            Notices about keys that are set twice, and about new keys that resemble known ones.
+        """
+        assigned_keys: set[str] = set()
         open_sections = self._open_sections(overrides)
         for argument in overrides:
             try:
@@ -258,6 +270,7 @@ class _Reading:
             except ConfigError as problem:
                 self.problems.append(problem)
                 continue
+            # `+section.name=value` may be a misspelled key of the package.
             for section, dictionary in open_sections.items():
                 name = key.removeprefix(f"{dictionary}.")
                 near_keys = nearest_keys(f"{section}.{name}", self.task)
@@ -266,12 +279,12 @@ class _Reading:
                         f"{section}.{name}: taken as a key of your own; "
                         f"the package's is {near_keys[0]}."
                     )
-            if key in seen:
+            if key in assigned_keys:
                 yield (
                     f"{key} is set twice on the command line; "
                     f"the last value is used: {as_text(value, key)}."
                 )
-            seen.add(key)
+            assigned_keys.add(key)
             self.assign(key, value, {})
 
     def _open_sections(self, overrides: Sequence[str]) -> dict[str, str]:
@@ -280,8 +293,8 @@ class _Reading:
         Returns:
             For each section, the dictionary that holds such keys, as for `parse_override`.
         """
-        # The values of these keys: from the files, or from the command line, whose values are not
-        # assigned yet.
+        # The values of these keys, by which a user's code takes part. Those of the command line are
+        # not assigned yet, so they are read from it here.
         values = {}
         for key in (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB):
             if leaf_of(key, self.task):
@@ -290,13 +303,13 @@ class _Reading:
             key, _, value = argument.lstrip("+").partition("=")
             if key in values:
                 values[key] = value
-        absent = (_MISSING, None, "", "null")
+        unset_values = (_MISSING, None, "", "null")
         open_sections = {}
-        if values.get(CUSTOM_CLASS) not in absent:
+        if values.get(CUSTOM_CLASS) not in unset_values:
             open_sections["data"] = CUSTOM_OPTIONS
         # `file.py:function` names a user's estimator.
         is_users_estimator = ":" in str(values.get("algorithm.adv_estimator", ""))
-        if is_users_estimator or values.get(EXTERNAL_LIB) not in absent:
+        if is_users_estimator or values.get(EXTERNAL_LIB) not in unset_values:
             open_sections["algorithm"] = "algorithm.adv_options"
         return open_sections
 
@@ -310,51 +323,50 @@ class _Reading:
         """
         spelled_key = key
         place = places.get(key)
-        key = spelled(key, self.task)
+        key = spell_key(key, self.task)
         if key == _ENVIRONMENT and isinstance(value, str):
             key = f"{_ENVIRONMENT}.name"
         sections = section_keys(self.task)
         if leaf_of(key, self.task) is not None:
-            self._set(key, value, place)
+            self._store(key, value, place)
         elif isinstance(value, dict) and (value or key in sections):
             for name, entry in value.items():
                 self.assign(f"{spelled_key}.{name}", entry, places)
         elif key not in sections:
-            self._refuse_unknown(key, value, place)
+            self._report_unknown_key(key, value, place)
         elif value is not None:
             prefix = f"{key}."
-            names = [
-                leaf_key.removeprefix(prefix).partition(".")[0]
-                for leaf_key in leaf_keys(self.task)
-                if leaf_key.startswith(prefix)
-            ]
+            names = []
+            for leaf_key in leaf_keys(self.task):
+                if leaf_key.startswith(prefix):
+                    names.append(leaf_key.removeprefix(prefix).partition(".")[0])
             fix = f"Its keys are {', '.join(dict.fromkeys(names))}."
-            self.refuse(key, place, got=as_text(value, key), expected="a section", fix=fix)
+            self.add_problem(key, place, got=as_text(value, key), expected="a section", fix=fix)
 
-    def _set(self, key: str, value: Any, place: str | None) -> None:
+    def _store(self, key: str, value: Any, place: str | None) -> None:
         """Store the value of a key in the tree."""
         if "${" in str(value):
             fix = "References are not resolved: write the value."
-            self.refuse(key, place, got=as_text(value, key), expected="a value", fix=fix)
+            self.add_problem(key, place, got=as_text(value, key), expected="a value", fix=fix)
             return
-        *path, last = spelled(key, self.task, in_full=True).split(".")
+        *path, last = spell_key(key, self.task, in_full=True).split(".")
         node = self.values
         for depth, name in enumerate(path, start=1):
             node = node.setdefault(name, {})
             # A section above the key may have been set to a plain value.
             if not isinstance(node, dict):
-                above = spelled(".".join(path[:depth]), self.task)
+                above = spell_key(".".join(path[:depth]), self.task)
                 expected = f"none, because {above} is {as_text(node, above)}"
-                self.refuse(key, place, got=f"a key under {above}", expected=expected)
+                self.add_problem(key, place, got=f"a key under {above}", expected=expected)
                 return
         # A later dictionary replaces single entries of an earlier one.
         if isinstance(value, dict) and isinstance(node.get(last), dict):
-            value = filled(value, node[last])
+            value = fill_missing(value, node[last])
         # A copy, because an anchor in YAML puts one object in several places.
         node[last] = deepcopy(value)
         self.places[key] = place or ""
 
-    def _refuse_unknown(self, key: str, value: Any, place: str | None) -> None:
+    def _report_unknown_key(self, key: str, value: Any, place: str | None) -> None:
         """Add a problem about a key that does not exist, with the keys that may be meant."""
         if is_key_of_verl(key, self.task):
             program = "main_ppo" if self.task == "rl" else "sft_trainer"
@@ -363,16 +375,16 @@ class _Reading:
             size_key = f"{section}.{_SIZES_OF_MEGATRON.get(name, name)}"
             if leaf_of(size_key, self.task):
                 fix = f"Set {size_key}, the size for either training engine."
-            self.refuse(key, place, got="a key of verl that does not exist here", fix=fix)
+            self.add_problem(key, place, got="a key of verl that does not exist here", fix=fix)
             return
         close_keys = nearest_keys(key, self.task)
         command = "quadriga config keys" if self.task == "rl" else "quadriga sft --keys"
         fix = f"`{command}` lists all keys."
         if close_keys:
             fix = f"Did you mean {' or '.join(close_keys)}?"
-        self.refuse(key, place, got="a key that does not exist", fix=fix)
+        self.add_problem(key, place, got="a key that does not exist", fix=fix)
 
-    def refuse(
+    def add_problem(
         self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = ""
     ) -> None:
         """Add a problem about a key.
@@ -400,7 +412,7 @@ class _Reading:
             is_verls: whether the values are from a command line of verl.
 
         Returns:
-            The configuration, or None if there is none.
+            The configuration. None: the values cannot be read.
         """
         config = self.validate()
         if for_training and config is not None:
@@ -411,9 +423,9 @@ class _Reading:
             refused_keys = {problem.where.partition(" (")[0] for problem in self.problems}
             problems, further_notices = training_findings(config, is_verls=is_verls)
             for problem in problems:
-                if spelled(problem.where, self.task) not in refused_keys:
+                if spell_key(problem.where, self.task) not in refused_keys:
                     self.problems.append(problem)
-            notices += [spelled_text(notice, self.task) for notice in further_notices]
+            notices += [spell_text(notice, self.task) for notice in further_notices]
         for problem in self.problems:
             respell(problem, self.task)
         return config
@@ -425,7 +437,7 @@ class _Reading:
             The configuration, with defaults in place of refused values, so that checks between keys
             can continue. None: defaults alone are refused too.
         """
-        # The second attempt is without the refused values.
+        # A second attempt without the refused values, so that checks can report more problems.
         for _ in range(2):
             try:
                 return Config.model_validate(self.values)
@@ -434,11 +446,11 @@ class _Reading:
             refused_keys: set[str] = set()
             for error in errors:
                 key = self._key_of(error["loc"])
-                # Keys that are filled in from another one (such as from clip_ratio) fail with it.
+                # A key that gets its value from another one (such as from clip_ratio) fails with it.
                 # Only the key that the user has written is reported.
                 if key not in refused_keys and self.value(key) is not _MISSING:
                     refused_keys.add(key)
-                    self._refuse_value(key, error)
+                    self._report_value(key, error)
             assert refused_keys, f"pydantic refuses a default value: {errors}"
             for key in refused_keys:
                 self.value(key, remove=True)
@@ -456,12 +468,12 @@ class _Reading:
         """
         known_keys = section_keys(self.task) | leaf_keys(self.task).keys()
         for depth in range(len(location), 0, -1):
-            key = spelled(".".join(map(str, location[:depth])), self.task)
+            key = spell_key(".".join(map(str, location[:depth])), self.task)
             if key in known_keys:
                 return key
         return ""
 
-    def _refuse_value(self, key: str, error: ErrorDetails) -> None:
+    def _report_value(self, key: str, error: ErrorDetails) -> None:
         """Add a problem about a value that pydantic refuses."""
         value = self.value(key)
         leaf = leaf_keys(self.task).get(key)
@@ -483,7 +495,7 @@ class _Reading:
             if close_choices:
                 fix = f"Did you mean {close_choices[0]}?"
         got = as_text(value, key)
-        self.refuse(key, self.places.get(key), got=got, expected=expected, fix=fix)
+        self.add_problem(key, self.places.get(key), got=got, expected=expected, fix=fix)
 
     def value(self, key: str, *, remove: bool = False) -> Any:
         """Value of a key; `_MISSING` if it has none.
@@ -492,7 +504,7 @@ class _Reading:
             key: the dotted key.
             remove: whether to remove the value.
         """
-        *path, last = spelled(key, self.task, in_full=True).split(".")
+        *path, last = spell_key(key, self.task, in_full=True).split(".")
         node: Any = self.values
         for name in path:
             node = node.get(name) if isinstance(node, dict) else None

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, ValidationError, model_va
 
 from quadriga.config.base import Section, refuse
 from quadriga.config.types import Count, Name, PathText
-from quadriga.config.yaml_text import combined, read_yaml
+from quadriga.config.yaml_text import combine_errors, read_yaml
 from quadriga.errors import ConfigError
 
 FORMATS = ("hermes", "qwen3_coder", "glm", "gpt-oss")
@@ -46,7 +46,7 @@ class ServerEntry(Section):
     tools: list[str] | None = None
 
     @model_validator(mode="after")
-    def _one_way(self) -> "ServerEntry":
+    def _require_command_or_url(self) -> "ServerEntry":
         """Require exactly one of `command` and `url`."""
         if (self.command is None) == (self.url is None):
             raise refuse("either command or url", "A server either runs already, or is started.")
@@ -69,7 +69,7 @@ class InteractionEntry(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, values: Any) -> Any:
+    def _derive_name(cls, values: Any) -> Any:
         """Derive a missing name from the class: `SearchInteraction` is called `search`."""
         if not isinstance(values, dict) or values.get("name"):
             return values
@@ -108,7 +108,7 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
     problems: list[ConfigError] = []
     tree, places = read_yaml(Path(path).expanduser(), problems)
     if problems:
-        raise combined(problems)
+        raise combine_errors(problems)
     try:
         return section.model_validate(tree)
     except ValidationError as error:
@@ -119,11 +119,12 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
             for end in range(1, len(parts) + 1):
                 where = places.get(".".join(parts[:end]), where)
             got = "nothing" if detail["type"] == "missing" else repr(detail["input"])[:120]
+            # pydantic's message begins with "expected" if a validator of ours has refused the value.
             expected = detail["msg"].removeprefix("expected ").rstrip(". ")
             if detail["type"] == "extra_forbidden":
                 expected = "a key that exists in this file"
             problems.append(ConfigError(f"{where}, {'.'.join(parts)}", got=got, expected=expected))
-        raise combined(problems) from error
+        raise combine_errors(problems) from error
 
 
 class MultiTurnConfig(Section):

@@ -6,9 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from quadriga.config.base import Findings, absent
+from quadriga.config.base import Findings
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
+from quadriga.errors import MachineError
 
 _HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
 
@@ -40,7 +41,7 @@ def _check_inputs(config: Config) -> Findings:
         if isinstance(path, str):
             yield from check_exists(key, path, "a file")
         else:
-            yield absent(key, "nothing", "a file", f"The engine {rollout.name} reads it.")
+            yield MachineError(key, "nothing", "a file", f"The engine {rollout.name} reads it.")
     template = config.actor_rollout_ref.model.custom_chat_template
     # Text with a brace is a template itself; other text is the name of a file.
     if template and "{" not in template:
@@ -68,7 +69,7 @@ def check_exists(key: str, path: str | None, expected: str) -> Findings:
     if not exists(os.path.expanduser(path.removeprefix("file://"))):
         kind = expected.split()[-1]
         fix = f"There is no such {kind}; relative paths start at the current directory."
-        yield absent(key, f"'{path}'", expected, fix)
+        yield MachineError(key, f"'{path}'", expected, fix)
 
 
 def _check_directory(key: str, path: str | None) -> Findings:
@@ -77,16 +78,16 @@ def _check_directory(key: str, path: str | None) -> Findings:
         return
     if "://" in path:
         fix = "Write to a local directory, and copy it from there."
-        yield absent(key, f"'{path}'", "a local directory", fix)
+        yield MachineError(key, f"'{path}'", "a local directory", fix)
         return
     # The nearest existing parent must be writable, since the others are created in it.
     parent = Path(path).expanduser().absolute()
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
-        yield absent(key, f"'{path}'", "a directory", f"{parent} is a file.")
+        yield MachineError(key, f"'{path}'", "a directory", f"{parent} is a file.")
     elif not os.access(parent, os.W_OK | os.X_OK):
-        yield absent(key, f"'{path}'", "a writable directory", f"{parent} is not writable.")
+        yield MachineError(key, f"'{path}'", "a writable directory", f"{parent} is not writable.")
 
 
 def check_files(config: Config) -> Findings:
@@ -109,12 +110,12 @@ def check_files(config: Config) -> Findings:
     policy = config.actor_rollout_ref.model.path
     if not policy:
         fix = "Set it to a folder or a name on the hub (`quadriga prepare model` writes a folder)."
-        yield absent(key, "nothing", "a model", fix)
+        yield MachineError(key, "nothing", "a model", fix)
     yield from _check_model(key, policy)
     yield from _check_model("critic.model.path", config.critic.model.path)
     if config.reward_model.enable:
         yield from _check_model("reward_model.model.path", config.reward_model.model.path)
-    for teacher_key, teacher in config.distillation.loaded.items():
+    for teacher_key, teacher in config.distillation.loaded_teachers.items():
         yield from _check_model(teacher_key, teacher)
 
 
@@ -126,10 +127,10 @@ def _check_data(
     paths = [path for path in listed_paths if path]
     if not paths and is_needed:
         fix = f"Set {key} to a parquet, json or jsonl file (`quadriga prepare data` writes some)."
-        yield absent(key, "nothing", "a file", fix + alternative)
+        yield MachineError(key, "nothing", "a file", fix + alternative)
     for path in paths:
         if path in ("None", "none"):
-            yield absent(key, f"'{path}'", "a file", f"For no file write null.{alternative}")
+            yield MachineError(key, f"'{path}'", "a file", f"For no file write null.{alternative}")
             continue
         # Whether a URL exists shows when the data are loaded.
         if "://" in path:
@@ -138,7 +139,9 @@ def _check_data(
         if not glob.has_magic(full_path) or os.path.exists(full_path):
             yield from check_exists(key, path, "a file")
         elif not glob.glob(full_path, recursive=True):
-            yield absent(key, f"'{path}'", "a pattern that matches a file", "No file matches it.")
+            yield MachineError(
+                key, f"'{path}'", "a pattern that matches a file", "No file matches it."
+            )
 
 
 def _check_model(key: str, path: str | None) -> Findings:
@@ -149,7 +152,7 @@ def _check_model(key: str, path: str | None) -> Findings:
     if not folder.is_dir():
         if not _HUB_NAME.fullmatch(path):
             fix = "There is no such folder, and it is not a name on the hub."
-            yield absent(key, f"'{path}'", "a model's folder", fix)
+            yield MachineError(key, f"'{path}'", "a model's folder", fix)
     elif not (folder / "config.json").is_file():
         fix = "Name the folder of a Hugging Face model, which has config.json and the weights."
-        yield absent(key, f"'{path}', without a config.json", "a model's folder", fix)
+        yield MachineError(key, f"'{path}', without a config.json", "a model's folder", fix)

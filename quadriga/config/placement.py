@@ -18,12 +18,12 @@ from quadriga.config.actor import (
     ModelConfig,
     ParallelConfig,
 )
-from quadriga.config.base import Findings, absent, unused, wrong
+from quadriga.config.base import Findings, notice_unused
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.engine_traits import engines_with
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, MachineError
 
 ROLES = (
     "actor_rollout_ref",
@@ -35,17 +35,18 @@ ROLES = (
     "reward_model",
     "teacher",
 )
-_IF_ASKED_FOR = ("reward_model", "teacher")  # roles that a run has only if they are enabled
+_OPTIONAL_ROLES = ("reward_model", "teacher")
+"""Roles that a run has only if the configuration enables them."""
 POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")
 """Roles that contain the actor. A run has one of them."""
 ACTOR = "actor_rollout_ref.actor"
 CRITIC = "critic"
 DISTILLATION = "distillation"
 _ARRANGEMENTS: dict[str, dict[str, str]] = {
-    "together": dict.fromkeys(("actor_rollout_ref", "critic", *_IF_ASKED_FOR), "all"),
+    "together": dict.fromkeys(("actor_rollout_ref", "critic", *_OPTIONAL_ROLES), "all"),
     "grouped": {"actor_rollout": "policy"}
-    | dict.fromkeys(("ref", "critic", *_IF_ASKED_FOR), "scoring"),
-    "apart": {role: role for role in ("actor_rollout", "ref", "critic", *_IF_ASKED_FOR)},
+    | dict.fromkeys(("ref", "critic", *_OPTIONAL_ROLES), "scoring"),
+    "apart": {role: role for role in ("actor_rollout", "ref", "critic", *_OPTIONAL_ROLES)},
 }
 """The pool of each role, by value of `trainer.placement`."""
 _KEY = "trainer.placement"
@@ -66,7 +67,7 @@ class Placement:
     pools: Mapping[str, list[int]]
 
 
-def asked_roles(config: Config) -> list[str]:
+def enabled_roles(config: Config) -> list[str]:
     """Optional roles that the configuration enables."""
     roles = []
     if config.reward_model.enable:
@@ -76,22 +77,28 @@ def asked_roles(config: Config) -> list[str]:
     return roles
 
 
-def role_pools(trainer: TrainerConfig, asked: Collection[str] = ()) -> dict[str, str]:
+def role_pools(trainer: TrainerConfig, optional_roles: Collection[str] = ()) -> dict[str, str]:
     """Pool of each role in `trainer.placement`, whether or not a run needs the role.
 
     Args:
         trainer: the section with the placement.
-        asked: names of the optional roles to include.
+        optional_roles: names of the optional roles to include.
     """
     placement = trainer.placement if trainer.backend == "ray" else "together"
     pools = _ARRANGEMENTS[placement] if isinstance(placement, str) else placement
-    return {
-        role: pool for role, pool in pools.items() if role in asked or role not in _IF_ASKED_FOR
-    }
+    present_pools = {}
+    for role, pool in pools.items():
+        if role in optional_roles or role not in _OPTIONAL_ROLES:
+            present_pools[role] = pool
+    return present_pools
 
 
 def place_roles(
-    trainer: TrainerConfig, *, has_reference: bool, has_critic: bool, asked: Collection[str] = ()
+    trainer: TrainerConfig,
+    *,
+    has_reference: bool,
+    has_critic: bool,
+    optional_roles: Collection[str] = (),
 ) -> Placement:
     """Place each role that a run needs in a pool.
 
@@ -99,12 +106,13 @@ def place_roles(
         trainer: the section with the placement.
         has_reference: whether the run needs a reference model.
         has_critic: whether the run needs a critic.
-        asked: names of the optional roles that the run needs.
+        optional_roles: names of the optional roles that the run needs.
 
     Raises:
         ConfigError: a role has no pool.
     """
-    pools = role_pools(trainer, asked)
+    pools = role_pools(trainer, optional_roles)
+    # The role of the policy depends on the placement, and brings others with it.
     policy = next((role for role in POLICIES if role in pools), "actor_rollout")
     policy_pool = pools.get(policy)
     needed_roles = []
@@ -117,7 +125,7 @@ def place_roles(
         policy = "actor_rollout"
     if has_critic:
         needed_roles.append("critic")
-    needed_roles.extend(asked)
+    needed_roles.extend(optional_roles)
 
     roles = {} if policy_pool is None else {policy: policy_pool}
     roles |= {role: pools[role] for role in needed_roles if role in pools}
@@ -125,7 +133,7 @@ def place_roles(
     if missing_roles:
         got = f"no pool for {' and '.join(missing_roles)}"
         fix = f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in missing_roles)}."
-        raise wrong(_KEY, got, "a pool for each role of the run", fix)
+        raise ConfigError(_KEY, got, "a pool for each role of the run", fix)
     return Placement(roles, {pool: trainer.processes_of(pool) for pool in roles.values()})
 
 
@@ -146,7 +154,8 @@ def arranged_roles(
     """
     trainer = config.trainer
     sections = _sections(config)
-    for role, pool in role_pools(trainer, asked_roles(config)).items():
+    for role, pool in role_pools(trainer, enabled_roles(config)).items():
+        # The rollout, and roles that a user has misspelled, have no such section.
         if role not in sections or (role == "critic" and not has_critic):
             continue
         num_ranks = sum(trainer.processes_of(pool)) if trainer.backend == "ray" else 1
@@ -186,23 +195,23 @@ def check_profiles(config: Config) -> Findings:
         if ranks is None:
             continue
         if config.global_profiler.tool is None:
-            yield from unused([key], "global_profiler.tool is null")
+            yield from notice_unused([key], "global_profiler.tool is null")
             continue
         size = sizes[where]
         missing_ranks = [rank for rank in ranks if rank >= size]
         if missing_ranks:
             processes = "process" if size == 1 else "processes"
             expected = f"ranks from 0 to {size - 1}: the role has {size} {processes}"
-            yield wrong(key, str(missing_ranks), expected, "null profiles all ranks.")
+            yield ConfigError(key, str(missing_ranks), expected, "null profiles all ranks.")
 
 
 def with_fewer_processes(config: Config) -> Iterator[Config]:
-    """Yield configurations with fewer and fewer processes whose ranks can still be arranged.
+    """Yield configurations with fewer and fewer processes, as long as their ranks can be arranged.
 
     All pools shrink together: by a machine at a time, then by a process of their last machine.
     """
     trainer = config.trainer
-    roles = role_pools(trainer, asked_roles(config))
+    roles = role_pools(trainer, enabled_roles(config))
     pools = {pool: trainer.processes_of(pool) for pool in roles.values()}
     while any(counts != [1] for counts in pools.values()):
         pools = {pool: counts[:-1] or [max(1, counts[0] - 1)] for pool, counts in pools.items()}
@@ -235,6 +244,7 @@ def rollout_devices(config: Config) -> int:
     rollout = config.actor_rollout_ref.rollout
     starts_processes = rollout.traits.computes_in == "own_if_async"
     is_on_ray = config.trainer.backend == "ray"
+    # The engine gets all of its devices through one rollout process.
     if is_on_ray and config.async_training.enable and starts_processes:
         return rollout.tensor_model_parallel_size
     return 1
@@ -253,6 +263,7 @@ def rollout_share(config: Config) -> float:
     rollout = config.actor_rollout_ref.rollout
     package = rollout.traits.package
     share = None if package is None else package.share_without_training
+    # An engine beside a model in training must leave room for it.
     trains_here = "rollout" not in role_pools(config.trainer)
     if share is None or trains_here or "gpu_memory_utilization" in rollout.model_fields_set:
         return rollout.gpu_memory_utilization
@@ -265,15 +276,16 @@ def rollout_group_size(config: Config) -> int:
 
 
 def devices_problem(config: Config) -> ConfigError | None:
-    """Error about an engine such as SGLang that cannot use the GPUs of Ray; None if it can."""
+    """Error about an engine such as SGLang that cannot use the GPUs of Ray; None if there is none."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
+    # Without Ray, the engine chooses its devices itself.
     if size == 1 or config.trainer.backend != "ray":
         return None
     if rollout.traits.computes_in != "own" or rollout.has_servers:
         return None
     title = rollout.engine_title
-    return wrong(
+    return ConfigError(
         f"{ROLLOUT}.tensor_model_parallel_size",
         got=f"{size} on GPUs, with Ray and {title}",
         expected=f"1: {title} starts processes of its own, for which Ray gives no devices",
@@ -282,13 +294,13 @@ def devices_problem(config: Config) -> ConfigError | None:
 
 
 def experts_problem(config: Config) -> ConfigError | None:
-    """Error about an engine that cannot divide experts on a CPU; None if it need not."""
+    """Error about an engine that cannot divide experts on a CPU; None if there is none."""
     rollout = config.actor_rollout_ref.rollout
     size = rollout.expert_parallel_size
     devices = rollout.traits.expert_parallel_devices
     if size == 1 or not devices or "cpu" in devices:
         return None
-    return wrong(
+    return ConfigError(
         f"{ROLLOUT}.expert_parallel_size",
         got=f"{size}, on a CPU",
         expected=f"1: {rollout.engine_title} divides experts on {' and '.join(devices)} only",
@@ -328,21 +340,21 @@ def _check_groups(config: Config) -> Findings:
     if not rollout.request_seeds:
         expected = "true: the ranks of a group must sample with the same seed for each response"
         fix = "Set it to true, or tensor_model_parallel_size to 1."
-        yield wrong(f"{ROLLOUT}.request_seeds", f"false, {in_groups}", expected, fix)
+        yield ConfigError(f"{ROLLOUT}.request_seeds", f"false, {in_groups}", expected, fix)
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         fix = "Set it to 1: each group is an engine."
-        yield wrong(f"{ROLLOUT}.data_parallel_size", f"{num_replicas}, {in_groups}", "1", fix)
+        yield ConfigError(f"{ROLLOUT}.data_parallel_size", f"{num_replicas}, {in_groups}", "1", fix)
 
 
 def _on_device(
     problem: ConfigError | None, chosen_device: str, device: str, machine: str
 ) -> Findings:
-    """Yield a problem that a run has on one kind of device only.
+    """Yield a problem that a run has on one kind of device only, if it may run there.
 
     Args:
         problem: the problem, if there is one.
-        chosen_device: `trainer.device`. If it is auto, the problem is only a notice.
+        chosen_device: `trainer.device`. For auto, the problem is only a notice.
         device: the device on which the run fails.
         machine: describes machines on which `auto` chooses that device.
     """
@@ -370,6 +382,7 @@ def _check_group_sizes(config: Config) -> Findings:
     fits_machines = all(count % num_devices == 0 for count in ranks_per_machine)
     if num_ranks % size == 0 and fits_machines:
         return
+    # The error names the key that sets the number of processes.
     group_size = size * num_devices
     got = f"{size}: groups of {group_size} processes, but {num_ranks} generate"
     expected = "a number that divides the processes that generate"
@@ -382,7 +395,7 @@ def _check_group_sizes(config: Config) -> Findings:
     fix = f"Set it to 1, or change the number of processes: {key}"
     if trainer.backend != "ray":
         fix += " with trainer.backend=ray"
-    yield wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, f"{fix}.")
+    yield ConfigError(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, f"{fix}.")
 
 
 def check_layouts(config: Config) -> Findings:
@@ -397,6 +410,7 @@ def check_layouts(config: Config) -> Findings:
         try:
             section.layout(size, where, megatron)
         except ConfigError as error:
+            # Several roles may share a section; one error is enough.
             errors.setdefault(where, error)
     yield from errors.values()
     if config.task == "rl":
@@ -414,7 +428,7 @@ def check_megatron(config: Config) -> Findings:
     settings = actor.megatron
     if actor.strategy != "megatron":
         names = [f"{ACTOR}.megatron.{name}" for name in settings.model_fields_set]
-        yield from unused(names, "strategy is fsdp")
+        yield from notice_unused(names, "strategy is fsdp")
         return
     yield from _check_megatron_version()
     model = config.actor_rollout_ref.model
@@ -422,7 +436,8 @@ def check_megatron(config: Config) -> Findings:
         got = "an adapter, with strategy=megatron"
         expected = "0: adapters are trained by FSDP2"
         fix = "Train all weights, or set strategy=fsdp."
-        yield wrong("actor_rollout_ref.model.lora_rank", got, expected, fix)
+        yield ConfigError("actor_rollout_ref.model.lora_rank", got, expected, fix)
+    # Supervised tasks have no critic.
     has_critic = config.task == "rl"
     yield from _check_activations("actor_rollout_ref.model", model)
     if has_critic:
@@ -431,7 +446,7 @@ def check_megatron(config: Config) -> Findings:
     if settings.virtual_pipeline_model_parallel_size and num_stages == 1:
         key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
         fix = "Set pipeline_model_parallel_size, too."
-        yield wrong(key, "a number, with one pipeline stage", "null", fix)
+        yield ConfigError(key, "a number, with one pipeline stage", "null", fix)
     yield from _unread_sharding(ACTOR, actor)
     if has_critic:
         yield from _unread_sharding(CRITIC, config.critic)
@@ -447,21 +462,23 @@ def _check_megatron_version() -> Findings:
     if not installed.startswith(f"{MEGATRON_VERSION}."):
         got = f"megatron, with megatron-core {installed}"
         fix = "pip install -e '.[megatron]', or set strategy=fsdp."
-        yield absent(f"{ACTOR}.strategy", got, MEGATRON_VERSION, fix)
+        yield MachineError(f"{ACTOR}.strategy", got, MEGATRON_VERSION, fix)
 
 
 def _check_activations(at: str, model: ModelConfig | CriticModelConfig) -> Findings:
     """Yield an error if activations are to be offloaded, which Megatron-core does not do here."""
     if model.enable_activation_offload:
         fix = "Set enable_gradient_checkpointing, or strategy=fsdp."
-        yield wrong(f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix)
+        yield ConfigError(
+            f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix
+        )
 
 
 def _unread_sharding(at: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
     """Yield a notice about keys of FSDP that Megatron-core does not read."""
     changed_names = section.fsdp_config.model_fields_set
     names = [name for name in ("fsdp_size", "reshard_after_forward") if name in changed_names]
-    yield from unused([f"{at}.fsdp_config.{name}" for name in names], "strategy is megatron")
+    yield from notice_unused([f"{at}.fsdp_config.{name}" for name in names], "strategy is megatron")
 
 
 def _check_shared_sizes(config: Config) -> Findings:
@@ -470,7 +487,7 @@ def _check_shared_sizes(config: Config) -> Findings:
     A process has one set of Megatron-core's process groups, for all of its roles.
     """
     actor = config.actor_rollout_ref.actor
-    optional_roles = asked_roles(config)
+    optional_roles = enabled_roles(config)
     pools = role_pools(config.trainer, optional_roles)
     policy_pool = next((pools[role] for role in POLICIES if role in pools), None)
     critic = ["critic"] if _is_gae(config) else []
@@ -491,7 +508,7 @@ def _check_shared_sizes(config: Config) -> Findings:
                     "Give both the same size, or processes of their own (trainer.placement), "
                     "or set strategy=fsdp."
                 )
-                yield wrong(f"{at}.{name}", got, expected, fix)
+                yield ConfigError(f"{at}.{name}", got, expected, fix)
 
 
 def check_placement(config: Config) -> Findings:
@@ -503,40 +520,46 @@ def check_placement(config: Config) -> Findings:
     if trainer.device not in ("auto", "cpu", "cuda"):
         got = f"'{trainer.device}', with trainer.backend=ray"
         fix = "Ray gives each process a device of its own."
-        yield wrong("trainer.device", got, "auto, cpu or cuda", fix)
+        yield ConfigError("trainer.device", got, "auto, cpu or cuda", fix)
     # A user's placement is an open dictionary, so roles and pools may be missing or misspelled.
-    optional_roles = asked_roles(config)
+    optional_roles = enabled_roles(config)
     pools = role_pools(trainer, optional_roles)
     unknown_roles = [role for role in pools if role not in ROLES]
     if unknown_roles:
-        yield wrong(_KEY, f"the role {unknown_roles[0]}", f"roles out of {', '.join(ROLES)}")
+        yield ConfigError(_KEY, f"the role {unknown_roles[0]}", f"roles out of {', '.join(ROLES)}")
     yield from _check_policy(pools)
     for role in optional_roles:
         if role not in pools:
             section = DISTILLATION if role == "teacher" else role
             got = f"no pool for {role}, with {section}.enable=True"
-            yield wrong(_KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME.")
+            yield ConfigError(
+                _KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME."
+            )
+    # A pool without a role would reserve machines for nothing.
     used_pools = list(dict.fromkeys(pools.values()))
     idle_pools = [pool for pool in trainer.resource_pools if pool not in used_pools]
     if idle_pools:
         key = f"trainer.resource_pools.{idle_pools[0]}"
         expected = f"pools out of {', '.join(used_pools)}"
-        yield wrong(key, "a pool without a role", expected, f"{_KEY} names the pool of each role.")
+        yield ConfigError(
+            key, "a pool without a role", expected, f"{_KEY} names the pool of each role."
+        )
 
 
 def _check_local(config: Config) -> Findings:
     """Yield settings that a run in one process does not support, and keys that only Ray reads."""
     trainer = config.trainer
+    # An engine in other processes chooses its GPUs itself, from the first one on.
     if _starts_processes(config) and trainer.device not in ("auto", "cpu", "cuda", "cuda:0"):
         engine = config.actor_rollout_ref.rollout.name
         got = f"{trainer.device}, with {engine} in processes of its own, which use the first GPUs"
         fix = "Set trainer.device=cuda, and CUDA_VISIBLE_DEVICES to the GPUs to use."
-        yield wrong("trainer.device", got, "cuda:0", fix)
+        yield ConfigError("trainer.device", got, "cuda:0", fix)
     for name in ("nnodes", "n_gpus_per_node"):
         value = getattr(trainer, name)
         if value != 1:
             fix = "Several processes need Ray: set trainer.backend=ray (`quadriga train --ray`)."
-            yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
+            yield ConfigError(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
 
     # Keys about several processes, their recovery and the cluster.
     default = TrainerConfig()
@@ -555,7 +578,7 @@ def _check_local(config: Config) -> Findings:
         keys.append("ray_kwargs.ray_init")
     if config.ray_kwargs.timeline_json_file:
         keys.append("ray_kwargs.timeline_json_file")
-    yield from unused(keys, "trainer.backend is local")
+    yield from notice_unused(keys, "trainer.backend is local")
 
 
 def _starts_processes(config: Config) -> bool:
@@ -577,16 +600,16 @@ def _check_policy(pools: Mapping[str, str]) -> Findings:
     policies = [role for role in POLICIES if role in pools]
     got = " and ".join(pools)
     if not policies:
-        yield wrong(_KEY, "no pool for the policy", f"{_KEY}.actor_rollout_ref=NAME")
+        yield ConfigError(_KEY, "no pool for the policy", f"{_KEY}.actor_rollout_ref=NAME")
     if len(policies) > 1 or {"actor_rollout_ref", "ref"} <= pools.keys():
         expected = "actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref"
         fix = "The reference is either inside the policy's processes or a separate role."
-        yield wrong(_KEY, got, expected, fix)
+        yield ConfigError(_KEY, got, expected, fix)
     elif policies and ("rollout" in pools) != (policies == ["actor"]):
         expected = "actor_rollout_ref or actor_rollout, or both of actor and rollout"
         fix = "The rollout is either inside the policy's processes or a role beside `actor`."
-        yield wrong(_KEY, got, expected, fix)
+        yield ConfigError(_KEY, got, expected, fix)
     elif policies == ["actor"] and pools["actor"] == pools["rollout"]:
         pool = pools["actor"]
         fix = f"In one pool they are one role: set {_KEY}.actor_rollout={pool} instead of both."
-        yield wrong(_KEY, f"actor and rollout in one pool, {pool}", "a pool for each", fix)
+        yield ConfigError(_KEY, f"actor and rollout in one pool, {pool}", "a pool for each", fix)

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Findings, ReadIf, Section, absent, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, notice_unused
 from quadriga.config.types import Count, Name, PathText, Share
+from quadriga.errors import ConfigError, MachineError
 
 _PASSES = (
     "micro_batch_size_per_gpu",
@@ -64,12 +65,14 @@ class RewardModelConfig(ParallelConfig):
     def findings(self, at: str) -> Findings:
         if not self.enable:
             names = {f"{at}.{name}" for name in (*_PASSES, *ParallelConfig.model_fields)}
-            changed = self.model.changed(f"{at}.model")
-            changed += [key for key in self.changed(at) if key in names]
-            yield from unused(changed, f"{at}.enable is false")
+            changed = self.model.changed_keys(f"{at}.model")
+            changed += [key for key in self.changed_keys(at) if key in names]
+            yield from notice_unused(changed, f"{at}.enable is false")
         elif self.model.path is None:
             fix = "Set it to a folder or a hub name of a sequence classifier with one label."
-            yield wrong(f"{at}.model.path", f"null, with {at}.enable=True", "a reward model", fix)
+            yield ConfigError(
+                f"{at}.model.path", f"null, with {at}.enable=True", "a reward model", fix
+            )
 
 
 class CustomRewardFunctionConfig(Section):
@@ -96,32 +99,36 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
     if not file.is_file():
         return
     try:
-        described = json.loads(file.read_text(encoding="utf-8"))
+        model_config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        yield absent(key, f"'{file}' ({error})", "JSON", "Download the model again.")
+        yield MachineError(key, f"'{file}' ({error})", "JSON", "Download the model again.")
         return
 
     fix = "Name a model that was trained to score."
-    names = described.get("architectures") or []
+    # A model with another head would load, with a new, untrained one.
+    names = model_config.get("architectures") or []
     is_classifier = not names or any(name.endswith("ForSequenceClassification") for name in names)
     if not is_classifier and not reward.model.trust_remote_code:
         got = f"'{path}', whose config.json names {', '.join(names)}: it has no classification head"
         expected = "an architecture that ends in ForSequenceClassification, with one label"
-        yield absent(key, got, expected, fix)
+        yield MachineError(key, got, expected, fix)
         return
     # By transformers' default, a classifier has two labels.
-    num_labels = described.get("num_labels", len(described.get("id2label") or range(2)))
+    num_labels = model_config.get("num_labels", len(model_config.get("id2label") or range(2)))
     if num_labels != 1:
         got = f"'{path}', a classifier with {num_labels} labels by its config.json"
-        yield absent(key, got, "one label, the score", fix)
+        yield MachineError(key, got, "one label, the score", fix)
 
-    num_positions = described.get("max_position_embeddings")
+    # Sequences of the policy must fit into the positions of the reward model.
+    num_positions = model_config.get("max_position_embeddings")
     limit = reward.max_length
     if not isinstance(num_positions, int):
         return
     if limit is not None and limit > num_positions:
         expected = f"at most {num_positions}, the positions of the reward model"
-        yield absent("reward_model.max_length", str(limit), expected, "Lower it, or leave it out.")
+        yield MachineError(
+            "reward_model.max_length", str(limit), expected, "Lower it, or leave it out."
+        )
         return
     num_tokens = limit or num_positions
     if num_tokens < max_sequence_tokens:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 
 from quadriga.config.actor import LogProbConfig
-from quadriga.config.base import Findings, ReadIf, Section, absent, refuse, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, notice_unused, refuse
 from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
 from quadriga.config.serve import ServeConfig
 from quadriga.config.types import Count, Meaning, MinusOneOrCount, Name, PathText, Share, TopShare
@@ -18,7 +18,7 @@ from quadriga.engine_traits import (
     engines_with,
     traits_of,
 )
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, MachineError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 _MORE_PROCESSES = (
@@ -29,7 +29,7 @@ _MORE_PROCESSES = (
 
 # Keys that only some engines read, as their traits say, and keys that servers do not read.
 _OPTIONAL_KEYS = ("gpu_memory_utilization", "request_seeds", "enforce_eager")
-_NOT_OF_SERVERS = (
+_UNREAD_BY_SERVERS = (
     "max_model_len",
     "max_num_batched_tokens",
     "cache_gigabytes",
@@ -37,7 +37,7 @@ _NOT_OF_SERVERS = (
 )
 
 
-def _known_engine(name: str) -> str:
+def _check_engine_name(name: str) -> str:
     """Validate the name of an engine, so that `traits_of` cannot fail for it later."""
     # A user's file may have changed since another configuration named it.
     traits_of.cache_clear()
@@ -98,7 +98,7 @@ class RolloutConfig(LogProbConfig):
     name: Annotated[
         str,
         Meaning(f"one of {', '.join(ENGINES)}, or path/to/engine.py:Class"),
-        AfterValidator(_known_engine),
+        AfterValidator(_check_engine_name),
     ] = DEFAULT_ENGINE
     """Rollout engine: `native` is ours and fast, `hf` is transformers' generate, `vllm` and `sglang` are those, `http`
     a server that runs already, `scripted` gives canned responses; `path/to/engine.py:Class` is your own."""
@@ -193,6 +193,7 @@ class RolloutConfig(LogProbConfig):
     def has_servers(self) -> bool:
         """Whether the engine uses running servers that the configuration names."""
         traits = self.traits
+        # Options of an engine may also be in a dictionary under its name.
         options = self.engine_kwargs | dict(self.engine_kwargs.get(self.name) or {})
         has_option = not options.keys().isdisjoint(traits.server_options)
         return traits.computes_in == "servers" or has_option
@@ -200,6 +201,7 @@ class RolloutConfig(LogProbConfig):
     def findings(self, at: str) -> Findings:
         yield from self._unread_keys(at)
         yield from self._sampling_findings(at)
+        # Differences between the log-probs of trainer and rollout.
         stop = self.log_prob_diff_stop
         warn = self.log_prob_diff_warn
         if stop is not None and stop < warn:
@@ -208,7 +210,9 @@ class RolloutConfig(LogProbConfig):
         if self.traits.takes_weights == "never":
             got = f"{self.name}, which keeps its weights"
             fix = f"Train with {engines_with('streams')}; {self.name} is for generate and eval."
-            yield wrong(f"{at}.name", got, "an engine that takes new weights after each step", fix)
+            yield ConfigError(
+                f"{at}.name", got, "an engine that takes new weights after each step", fix
+            )
         yield from self._library_findings(at)
         problem = problem_of_several_engines(self)
         if problem:
@@ -219,25 +223,25 @@ class RolloutConfig(LogProbConfig):
         """Yield notices about keys, and options of other engines, that the engine does not read."""
         unread_keys = [key for key in _OPTIONAL_KEYS if key not in self.traits.reads_keys]
         if self.traits.computes_in == "servers":
-            unread_keys += _NOT_OF_SERVERS
-        changed_keys = self.changed(at)
+            unread_keys += _UNREAD_BY_SERVERS
+        changed_keys = self.changed_keys(at)
         keys = [f"{at}.{key}" for key in unread_keys if f"{at}.{key}" in changed_keys]
         for engine in ENGINES:
             if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):
                 keys.append(f"{at}.engine_kwargs.{engine}")
-        yield from unused(keys, f"{at}.name is '{self.name}'")
+        yield from notice_unused(keys, f"{at}.name is '{self.name}'")
 
     def _sampling_findings(self, at: str) -> Findings:
         """Yield sampling settings that training cannot learn from, or only inexactly."""
         greedy = "Training learns from the differences between responses: let it sample."
         if not self.do_sample:
-            yield wrong(f"{at}.do_sample", "false", "true", greedy)
+            yield ConfigError(f"{at}.do_sample", "false", "true", greedy)
         if self.temperature == 0:
             fix = greedy
             if self.n > 1:
                 fix += f" All {self.n} responses to a prompt would be the same: no gradient."
-            yield wrong(f"{at}.temperature", "0", "a number above 0", fix)
-        if _filters(self):
+            yield ConfigError(f"{at}.temperature", "0", "a number above 0", fix)
+        if _list_filters(self):
             yield (
                 f"{at}.top_p, top_k, min_p: generation leaves out unlikely tokens, but the "
                 "log-probabilities of training do not: training is slightly off-policy."
@@ -250,7 +254,8 @@ class RolloutConfig(LogProbConfig):
             got = f"{size}, with {at}.name={self.name}"
             expected = "1: each process generates with the full model"
             fix = f"Set it to 1, or generate with {engines_with('spans_ranks')}."
-            yield wrong(f"{at}.tensor_model_parallel_size", got, expected, fix)
+            yield ConfigError(f"{at}.tensor_model_parallel_size", got, expected, fix)
+        # Experts are divided over all ranks of an engine, or not at all.
         num_expert_ranks = self.expert_parallel_size
         divides_experts = self.traits.expert_parallel_devices and num_expert_ranks == size
         if num_expert_ranks > 1 and not divides_experts:
@@ -261,15 +266,16 @@ class RolloutConfig(LogProbConfig):
             )
             fix = "Set it to 1: the results are the same."
             got = f"{num_expert_ranks}, with {engine}"
-            yield wrong(f"{at}.expert_parallel_size", got, expected, fix)
+            yield ConfigError(f"{at}.expert_parallel_size", got, expected, fix)
 
     def _library_findings(self, at: str) -> Findings:
         """Yield a missing package of the engine, and sampling that the engine does not support."""
         package = self.traits.package
+        # A server has its package on another machine.
         if package and not self.has_servers and find_spec(package.module) is None:
             got = f"{self.name}, which is not installed"
             expected = f"{package.title} {package.least_version} or newer"
-            yield absent(f"{at}.name", got, expected, package.install)
+            yield MachineError(f"{at}.name", got, expected, package.install)
         lacks = self.traits.lacks
         if "unfiltered_log_probs" in lacks:
             yield from self._filter_findings(at)
@@ -279,27 +285,30 @@ class RolloutConfig(LogProbConfig):
                     got = f"{sampling.min_p:g}, with {at}.name={self.name}"
                     expected = f"0: {self.engine_title} cannot sample with it and a seed"
                     fix = f"Use top_p or top_k, or {engines_with('streams')}."
-                    yield wrong(f"{key}.min_p", got, expected, fix)
+                    yield ConfigError(f"{key}.min_p", got, expected, fix)
         if "stop_token_ids" in lacks and self.ignore_eos and self.stop_token_ids:
             got = f"{self.stop_token_ids}, with ignore_eos=true"
             fix = (
                 f"{self.engine_title} ignores either both or none of them: leave one out, "
                 f"or generate with {engines_with('streams')}."
             )
-            yield wrong(f"{at}.stop_token_ids", got, "one of the two", fix)
+            yield ConfigError(f"{at}.stop_token_ids", got, "one of the two", fix)
 
     def _filter_findings(self, at: str) -> Findings:
         """Yield filters for which the engine cannot report the log-probabilities for training."""
-        if _filters(self) and self.temperature != 1:
-            got = f"{self.temperature:g}, with {_filters(self)}"
+        if _list_filters(self) and self.temperature != 1:
+            got = f"{self.temperature:g}, with {_list_filters(self)}"
             fix = (
                 f"{self.engine_title} cannot report log-probabilities after the temperature and "
                 "before the filter, which training needs: change one of them, "
                 f"or generate with {DEFAULT_ENGINE}."
             )
-            yield wrong(f"{at}.temperature", got, "1, or no filter", fix)
+            yield ConfigError(f"{at}.temperature", got, "1, or no filter", fix)
+        # Nothing is learned from validation, so there only a metric is missing.
         validation = self.val_kwargs
-        is_filtered = _filters(validation) or (_filters(self) and validation.temperature != 1)
+        is_filtered = _list_filters(validation) or (
+            _list_filters(self) and validation.temperature != 1
+        )
         if validation.do_sample and validation.temperature > 0 and is_filtered:
             yield (
                 f"{at}.val_kwargs: {self.engine_title} does not report log-probabilities without "
@@ -335,10 +344,10 @@ def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
         )
     else:
         return None
-    return wrong(f"{ROLLOUT}.data_parallel_size", got, expected, fix)
+    return ConfigError(f"{ROLLOUT}.data_parallel_size", got, expected, fix)
 
 
-def _filters(sampling: RolloutConfig | SamplingConfig) -> str:
+def _list_filters(sampling: RolloutConfig | SamplingConfig) -> str:
     """List the enabled filters of unlikely tokens, as "top_p=0.9, top_k=20"; "" without any."""
     filters = []
     if sampling.top_p < 1:

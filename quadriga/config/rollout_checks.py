@@ -3,7 +3,7 @@
 
 from difflib import get_close_matches
 
-from quadriga.config.base import Findings, Section, unused, wrong
+from quadriga.config.base import Findings, Section, notice_unused
 from quadriga.config.explain import BatchPlan, learns_from_rewards
 from quadriga.config.multi_turn import (
     ENVIRONMENT,
@@ -18,7 +18,7 @@ from quadriga.config.placement import ACTOR
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
-from quadriga.declared_algorithms import declared
+from quadriga.declared_algorithms import read_declarations
 from quadriga.engine_traits import engines_with
 from quadriga.errors import ConfigError
 
@@ -32,7 +32,7 @@ def _lacks_groups(config: Config) -> bool:
     """Whether responses are compared with their group, but groups have one response."""
     if not learns_from_rewards(config) or config.actor_rollout_ref.rollout.n > 1:
         return False
-    declaration = declared("register_adv_est").get(config.algorithm.adv_estimator)
+    declaration = read_declarations("register_adv_est").get(config.algorithm.adv_estimator)
     return declaration is not None and "compares_group" in declaration.flags
 
 
@@ -44,7 +44,7 @@ def check_groups(config: Config) -> Findings:
             "A single response has no others to compare with: "
             f"set {ROLLOUT}.n={DEFAULT_GROUP_SIZE}, or another estimator."
         )
-        yield wrong(f"{ROLLOUT}.n", got, "groups of at least 2 responses", fix)
+        yield ConfigError(f"{ROLLOUT}.n", got, "groups of at least 2 responses", fix)
 
 
 def with_groups(config: Config) -> tuple[Config, str]:
@@ -76,7 +76,9 @@ def check_rollout(config: Config) -> Findings:
     if rollout.max_model_len is not None and rollout.max_model_len < max_tokens:
         expected = f"at least {max_tokens}, data.max_prompt_length + data.max_response_length"
         fix = "Leave it out, or lower these lengths."
-        yield wrong(f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} tokens", expected, fix)
+        yield ConfigError(
+            f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} tokens", expected, fix
+        )
     if config.algorithm.filter_groups.enable:
         yield from _check_filter(config)
     if reward.enable and reward.model.path is not None:
@@ -93,10 +95,10 @@ def _check_filter(config: Config) -> Findings:
     if rollout.n == 1:
         got = f"true, with {ROLLOUT}.n=1"
         fix = f"All groups would be dropped: raise {ROLLOUT}.n, or turn the filter off."
-        yield wrong(f"{key}.enable", got, "groups of at least 2 responses", fix)
+        yield ConfigError(f"{key}.enable", got, "groups of at least 2 responses", fix)
     if rollout.skip.enable and rollout.skip.action == "repeat":
         fix = "All batches of prompts in a step would be the same, and fill it with copies."
-        yield wrong(f"{ROLLOUT}.skip.action", f"repeat, with {key}.enable=True", "cache", fix)
+        yield ConfigError(f"{ROLLOUT}.skip.action", f"repeat, with {key}.enable=True", "cache", fix)
     if config.algorithm.filter_groups.max_num_gen_batches == 0:
         yield (
             f"{key}.max_num_gen_batches: 0: a step generates until its batch is full, "
@@ -118,17 +120,17 @@ def check_replay(config: Config) -> Findings:
         engines = engines_with("reports_routes")
         expected = f"an engine that reports its choices: {engines}"
         fix = f"Set {ROLLOUT}.name={engines}, or {key}=old_log_prob."
-        yield wrong(key, f"rollout, with {ROLLOUT}.name={rollout.name}", expected, fix)
+        yield ConfigError(key, f"rollout, with {ROLLOUT}.name={rollout.name}", expected, fix)
     if actor.router_replay != "old_log_prob":
         return
     num_stages = actor.pipeline_model_parallel_size
     if num_stages > 1:
         got = f"old_log_prob, with pipeline_model_parallel_size={num_stages}"
-        yield wrong(key, got, "1: only the last stage returns results", "Set it to rollout.")
+        yield ConfigError(key, got, "1: only the last stage returns results", "Set it to rollout.")
     if config.algorithm.rollout_correction.bypass_mode:
         got = "old_log_prob, with algorithm.rollout_correction.bypass_mode=True"
         expected = "a pass for old log-probs"
-        yield wrong(key, got, expected, "Set it to rollout, or bypass_mode=False.")
+        yield ConfigError(key, got, expected, "Set it to rollout, or bypass_mode=False.")
 
 
 def check_multi_turn(config: Config) -> Findings:
@@ -139,7 +141,7 @@ def check_multi_turn(config: Config) -> Findings:
     if config.actor_rollout_ref.actor.echo_coeff and (rollout.mode == "sync" or not has_turns):
         got = f"{config.actor_rollout_ref.actor.echo_coeff:g}, with responses of one turn"
         fix = f"Set {ROLLOUT}.mode=async and {_MULTI_TURN}.enable=True, or env=NAME."
-        yield wrong(f"{ACTOR}.echo_coeff", got, "0, or conversations of several turns", fix)
+        yield ConfigError(f"{ACTOR}.echo_coeff", got, "0, or conversations of several turns", fix)
     if rollout.mode == "sync":
         yield from _check_without_loops(config)
         return
@@ -150,8 +152,8 @@ def check_multi_turn(config: Config) -> Findings:
     loop = rollout.agent.default_agent_loop
     if loop == "tool_agent":
         fix = f"Set {_MULTI_TURN}.enable=True."
-        yield wrong(_AGENT_LOOP, loop, "multi-turn responses to be enabled", fix)
-    yield from unused(turns.changed(_MULTI_TURN), f"{_MULTI_TURN}.enable is false")
+        yield ConfigError(_AGENT_LOOP, loop, "multi-turn responses to be enabled", fix)
+    yield from notice_unused(turns.changed_keys(_MULTI_TURN), f"{_MULTI_TURN}.enable is false")
 
 
 def _check_without_loops(config: Config) -> Findings:
@@ -160,13 +162,13 @@ def _check_without_loops(config: Config) -> Findings:
     if rollout.multi_turn.enable:
         key = f"{_MULTI_TURN}.enable"
         fix = f"Set {ROLLOUT}.mode=async."
-        yield wrong(key, "true, with rollout.mode=sync", "rollout.mode=async", fix)
+        yield ConfigError(key, "true, with rollout.mode=sync", "rollout.mode=async", fix)
         return
     is_sync = f"{ROLLOUT}.mode is sync"
-    yield from unused(rollout.multi_turn.changed(_MULTI_TURN), is_sync)
-    yield from unused(rollout.agent.changed(f"{ROLLOUT}.agent"), is_sync)
+    yield from notice_unused(rollout.multi_turn.changed_keys(_MULTI_TURN), is_sync)
+    yield from notice_unused(rollout.agent.changed_keys(f"{ROLLOUT}.agent"), is_sync)
     if rollout.trace_dir:
-        yield from unused([f"{ROLLOUT}.trace_dir"], is_sync)
+        yield from notice_unused([f"{ROLLOUT}.trace_dir"], is_sync)
 
 
 def _check_agent_loop(config: Config) -> Findings:
@@ -180,7 +182,7 @@ def _check_agent_loop(config: Config) -> Findings:
     # Rows of a file may name the loop of environments in their column agent_name.
     if config.env.name and not config.data.train_files and loop in LOOPS and loop != ENVIRONMENT:
         got = f"{loop}, with env={config.env.name}"
-        yield wrong(_AGENT_LOOP, got, ENVIRONMENT, "Leave the key out: env sets it.")
+        yield ConfigError(_AGENT_LOOP, got, ENVIRONMENT, "Leave the key out: env sets it.")
     if not path and not config.actor_rollout_ref.model.external_lib:
         yield from _check_registered(f"{_MULTI_TURN}.format", rollout.multi_turn.format, FORMATS)
 
@@ -193,7 +195,7 @@ def _check_registered(where: str, name: str, known: tuple[str, ...]) -> Findings
     fix = f"To use your own, set {ROLLOUT}.agent.agent_loop_path."
     if close_names:
         fix = f"Did you mean {close_names[0]}?"
-    yield wrong(where, f"'{name}'", f"one of {', '.join(known)}", fix)
+    yield ConfigError(where, f"'{name}'", f"one of {', '.join(known)}", fix)
 
 
 def _check_tools(config: Config) -> Findings:
@@ -207,14 +209,16 @@ def _check_tools(config: Config) -> Findings:
     yield from _check_tool_file("interaction_config_path", interactions, InteractionFile)
     if not config.data.return_raw_chat:
         fix = "The prompt and its tools are rendered from the prompt's messages."
-        yield wrong("data.return_raw_chat", f"false, with {_MULTI_TURN}.enable=True", "true", fix)
+        yield ConfigError(
+            "data.return_raw_chat", f"false, with {_MULTI_TURN}.enable=True", "true", fix
+        )
     if loop == "tool_agent" and not (functions or turns.tool_config_path or interactions):
         got = "neither tools nor user simulators, with agent.default_agent_loop=tool_agent"
         expected = "function_tool_path, tool_config_path or interaction_config_path"
         fix = (
             f"Set {_MULTI_TURN}.function_tool_path to a Python file with @function_tool functions."
         )
-        yield wrong(_MULTI_TURN, got, expected, fix)
+        yield ConfigError(_MULTI_TURN, got, expected, fix)
     if loop == "single_turn_agent":
         yield (
             f"{_AGENT_LOOP}: only rows with an agent loop in their column agent_name may take "

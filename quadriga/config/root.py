@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from quadriga.config.actor import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from quadriga.config.algorithm import AlgorithmConfig
 from quadriga.config.async_training import CORRECTION, AsyncTrainingConfig
-from quadriga.config.base import Section, filled
+from quadriga.config.base import Section, fill_missing
 from quadriga.config.data import DataConfig
 from quadriga.config.distillation import DistillationConfig
 from quadriga.config.environment import EnvironmentConfig
@@ -27,7 +27,7 @@ _SUPERVISED: dict[str, Any] = {"data": _BATCHES, "trainer": {"experiment_name": 
 
 
 def _supervised_preset(*, use_prefix_sharing: bool) -> dict[str, Any]:
-    """Defaults of a supervised task."""
+    """Make the defaults of a supervised task."""
     actor = {"optim": {"lr": 1e-5}, "use_prefix_sharing": use_prefix_sharing}
     return {**_SUPERVISED, "actor_rollout_ref": {"actor": actor}}
 
@@ -151,16 +151,16 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_the_task(cls, values: Any) -> Any:
+    def _add_task_defaults(cls, values: Any) -> Any:
         """Add the defaults that depend on the task, the environment and asynchronous training."""
         if not isinstance(values, dict):
             return values
-        values = _with_correction(values)
-        values = _with_environment(values)
+        values = _add_correction(values)
+        values = _add_environment_defaults(values)
         task = values.get("task")
         if task not in ("sft", "reward_model"):
             return values
-        values = filled(values, PRESETS[task])
+        values = fill_missing(values, PRESETS[task])
         data = dict(values["data"]) if isinstance(values["data"], dict | DataConfig) else {}
         batch_size = data.get("train_batch_size")
         length = data.get("max_length")
@@ -173,37 +173,37 @@ class Config(Section):
         if isinstance(length, int):
             lengths = {"max_prompt_length": 1, "max_response_length": max(1, length - 1)}
             actor["loss_scale_factor"] = float(length)
-        return filled(values, {"data": lengths, "actor_rollout_ref": {"actor": actor}})
+        return fill_missing(values, {"data": lengths, "actor_rollout_ref": {"actor": actor}})
 
 
-def _with_correction(tree: dict[str, Any]) -> dict[str, Any]:
+def _add_correction(tree: dict[str, Any]) -> dict[str, Any]:
     """Add the default off-policy correction if a run may learn from stale samples."""
     settings = tree.get("async_training")
     if not isinstance(settings, dict) or settings.get("enable") is not True:
         return tree
     if settings.get("max_staleness") == 0:
         return tree
-    tree = filled(tree, {"algorithm": {}})
+    tree = fill_missing(tree, {"algorithm": {}})
     algorithm = tree["algorithm"]
     # Any setting of the section replaces the default.
     if not isinstance(algorithm, dict) or algorithm.get("rollout_correction"):
         return tree
-    return filled(tree, {"algorithm": {"rollout_correction": {"preset": CORRECTION}}})
+    return fill_missing(tree, {"algorithm": {"rollout_correction": {"preset": CORRECTION}}})
 
 
-def _with_environment(tree: dict[str, Any]) -> dict[str, Any]:
+def _add_environment_defaults(tree: dict[str, Any]) -> dict[str, Any]:
     """Add the defaults for conversations with an environment, if the configuration names one."""
     section = tree.get("env")
     if not isinstance(section, dict) or not section.get("name"):
         return tree
     agent = {"default_agent_loop": ENVIRONMENT}
     rollout = {"mode": "async", "agent": agent, "multi_turn": {"enable": True}}
-    return filled(
+    return fill_missing(
         tree, {"data": {"return_raw_chat": True}, "actor_rollout_ref": {"rollout": rollout}}
     )
 
 
-def spelled(key: str, task: str, *, in_full: bool = False) -> str:
+def spell_key(key: str, task: str, *, in_full: bool = False) -> str:
     """Change the spelling of a dotted key.
 
     Args:
@@ -220,7 +220,7 @@ def spelled(key: str, task: str, *, in_full: bool = False) -> str:
     return key
 
 
-def spelled_text(text: str, task: str) -> str:
+def spell_text(text: str, task: str) -> str:
     """Replace the schema's keys in a message by the task's spellings."""
     if task == "rl":
         return text
@@ -234,5 +234,5 @@ def spelled_text(text: str, task: str) -> str:
 def respell(error: QuadrigaError, task: str) -> QuadrigaError:
     """Replace the schema's keys in an error by the task's spellings, in place; return the error."""
     for name in ("where", "got", "expected", "fix"):
-        setattr(error, name, spelled_text(getattr(error, name), task))
+        setattr(error, name, spell_text(getattr(error, name), task))
     return error

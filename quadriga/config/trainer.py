@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, MinLen
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, model_validator
 
-from quadriga.config.base import Findings, ReadIf, Section, refuse, unused, wrong
+from quadriga.config.base import Findings, ReadIf, Section, notice_unused, refuse
 from quadriga.config.types import Count, Meaning, Name, PathText, ResumeMode
+from quadriga.errors import ConfigError
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
 # -1 stands first in the Literal: its type decides that command lines are read as YAML, not as text.
@@ -56,18 +57,20 @@ RAY_INIT_KEYS = frozenset(
 )
 
 
-def _known_places(value: str) -> str:
+def _check_directory_pattern(value: str) -> str:
     """Check a directory, in which only the names of project and run may be inserted."""
     try:
+        # Names of the places in braces.
         names = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
     except ValueError:
+        # A brace without its counterpart, which the check below refuses.
         names = {value}
     if value == "" or names - {"project_name", "experiment_name"}:
         raise refuse("a directory; {project_name} and {experiment_name} may stand in it")
     return value
 
 
-def _name_in_a_path(value: str) -> str:
+def _check_name_in_path(value: str) -> str:
     """Check a name, which may have folders, but must not lead out of the run's directory."""
     parts = value.split("/")
     if not parts[0] or ".." in parts or not {"\0", "\n", "\r"}.isdisjoint(value):
@@ -75,7 +78,7 @@ def _name_in_a_path(value: str) -> str:
     return value
 
 
-def _known_arguments(value: dict[str, Any]) -> dict[str, Any]:
+def _check_ray_arguments(value: dict[str, Any]) -> dict[str, Any]:
     """Check arguments of `ray.init`, and drop those that are null."""
     unknown_names = [name for name in value if name not in RAY_INIT_KEYS]
     if unknown_names:
@@ -94,9 +97,9 @@ class TrainerConfig(Section):
     total_training_steps: Count | None = None
     """Training steps after which the run ends, where `total_epochs` does not end it before. null: as many as those
     take."""
-    project_name: Annotated[Name, AfterValidator(_name_in_a_path)] = "quadriga"
+    project_name: Annotated[Name, AfterValidator(_check_name_in_path)] = "quadriga"
     """Name of the project, for trackers and for the run's directory."""
-    experiment_name: Annotated[Name, AfterValidator(_name_in_a_path)] = "run"
+    experiment_name: Annotated[Name, AfterValidator(_check_name_in_path)] = "run"
     """Name of the run, for trackers and for the run's directory."""
     logger: Tracker | list[Tracker] = Field(default_factory=lambda: ["console"])
     """Trackers that metrics are logged to: one name or a list."""
@@ -129,7 +132,7 @@ class TrainerConfig(Section):
     progress_s: Count | None = None
     """Seconds without output after which a log gets a line that says what the run is doing; for runs that a person
     watches. On a terminal a bar shows it. null: lines come with steps, and with waits of half a minute."""
-    default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = (
+    default_local_dir: Annotated[PathText, AfterValidator(_check_directory_pattern)] = (
         "outputs/{project_name}/{experiment_name}"
     )
     """Directory of the run: checkpoints, metrics, the resolved configuration, and after a supervised task `model`."""
@@ -194,7 +197,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_steps_or_by_time(cls, values: Any) -> Any:
+    def _turn_off_save_minutes(cls, values: Any) -> Any:
         """Turn `save_minutes` off where only `save_freq` is given, so that `show` shows what is used."""
         if isinstance(values, dict) and "save_freq" in values and "save_minutes" not in values:
             return {**values, "save_minutes": None}
@@ -241,30 +244,31 @@ class TrainerConfig(Section):
         if self.val_only and not self.val_before_train:
             got = f"true, with {at}.val_before_train=False"
             fix = f"Nothing would run: set {at}.val_before_train=True."
-            yield wrong(f"{at}.val_only", got, "the first validation", fix)
+            yield ConfigError(f"{at}.val_only", got, "the first validation", fix)
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
             got = f"null, with {at}.resume_mode=resume_path"
             fix = f"Name its directory, or set {at}.resume_mode=auto."
-            yield wrong(f"{at}.resume_from_path", got, "a checkpoint", fix)
+            yield ConfigError(f"{at}.resume_from_path", got, "a checkpoint", fix)
+        # Checkpoints by steps replace those by the clock.
         if self.save_freq != -1:
             because = f"{at}.save_freq is {self.save_freq}"
-            yield from unused([f"{at}.save_minutes"] if self.save_minutes else [], because)
+            yield from notice_unused([f"{at}.save_minutes"] if self.save_minutes else [], because)
         elif not self.save_minutes and not self.val_only:
             if self.max_ckpt_to_keep:
-                yield from unused([f"{at}.max_ckpt_to_keep"], "no checkpoint is written")
+                yield from notice_unused([f"{at}.max_ckpt_to_keep"], "no checkpoint is written")
             loss = "no checkpoint is written; the trained weights end with the run"
             yield f"{at}.save_freq: {loss}."
         steps = self.total_training_steps
         if steps is not None and self.critic_warmup >= steps:
             got = f"{self.critic_warmup}, with {at}.total_training_steps={steps}"
             fix = "The actor would never learn."
-            yield wrong(f"{at}.critic_warmup", got, f"at most {steps - 1}", fix)
+            yield ConfigError(f"{at}.critic_warmup", got, f"at most {steps - 1}", fix)
 
 
 class RayConfig(Section):
     """The cluster; read with `trainer.backend=ray`."""
 
-    ray_init: Annotated[dict[str, Any], AfterValidator(_known_arguments)] = Field(
+    ray_init: Annotated[dict[str, Any], AfterValidator(_check_ray_arguments)] = Field(
         default_factory=dict
     )
     """Arguments of `ray.init`, such as `address` (a cluster that is up) or `num_cpus` (of one that is started for the
@@ -277,11 +281,11 @@ class ProfilerConfig(Section):
     """The profiler."""
 
     tool: Annotated[
-        Literal["torch", "torch_memory", "nsys"] | None, ReadIf("steps", ([],), is_one=False)
+        Literal["torch", "torch_memory", "nsys"] | None, ReadIf("steps", ([],), is_listed=False)
     ] = None
     """`torch` writes a timeline of all processes, `torch_memory` memory snapshots (CUDA), `nsys` runs them under Nsight
     Systems (CUDA). null: no profile."""
-    steps: Annotated[list[Count], ReadIf("tool", (None,), is_one=False)] = Field(
+    steps: Annotated[list[Count], ReadIf("tool", (None,), is_listed=False)] = Field(
         default_factory=list
     )
     """Training steps to profile, counted from 1."""

@@ -17,7 +17,7 @@ class Meaning:
     words: str
 
 
-def _renamed(value: Any, **names: str) -> Any:
+def _replace_name(value: Any, **names: str) -> Any:
     """Replace a short or former name of a choice."""
     return names.get(value, value) if isinstance(value, str) else value
 
@@ -40,11 +40,13 @@ PathTexts = Annotated[
     BeforeValidator(lambda value: "" if value is None else _path_text(value)),
     Meaning("text, or a list, each text, or null for none"),
 ]
-_SHORT_DTYPES = BeforeValidator(partial(_renamed, fp32="float32", bf16="bfloat16", fp16="float16"))
+_SHORT_DTYPES = BeforeValidator(
+    partial(_replace_name, fp32="float32", bf16="bfloat16", fp16="float16")
+)
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _SHORT_DTYPES]
 ResumeMode = Annotated[
     Literal["auto", "disable", "resume_path"],
-    BeforeValidator(partial(_renamed, path="resume_path")),
+    BeforeValidator(partial(_replace_name, path="resume_path")),
 ]
 LossAggMode = Literal[
     "token-mean",

@@ -15,7 +15,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from quadriga.errors import ConfigError
-from quadriga.redact import redacted
+from quadriga.redact import redact
 
 # libyaml's bindings are ten times faster, but not every build of PyYAML has them.
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -81,15 +81,15 @@ def as_text(value: Any, name: str = "") -> str:
         value: the value.
         name: its key. Secrets, which are recognized by their key or their form, are hidden.
     """
-    value = redacted(value, name)
+    value = redact(value, name)
     if isinstance(value, str):
         return f"'{value}'"
-    # In a list, because lists are written on one line; the brackets are cut off.
+    # Written inside a list, because lists are written on one line. The brackets are cut off.
     text = " ".join(to_yaml([value]).strip()[1:-1].split())
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def combined(problems: Sequence[ConfigError]) -> ConfigError:
+def combine_errors(problems: Sequence[ConfigError]) -> ConfigError:
     """Combine errors into one; a single error is returned unchanged."""
     if len(problems) == 1:
         return problems[0]

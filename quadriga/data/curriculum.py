@@ -19,7 +19,7 @@ from quadriga.protocol import DataProto
 
 
 class AbstractSampler(Sampler[int]):
-    """A sampler that is made from a data set and the section `data`."""
+    """Base class of samplers that are created from a data set and the section `data`."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         self.data_source = data_source
@@ -30,11 +30,11 @@ class AbstractSampler(Sampler[int]):
 
 
 class AbstractCurriculumSampler(AbstractSampler, ABC):
-    """A sampler whose choice of rows depends on the batches so far."""
+    """Base class of samplers whose choice of rows depends on the batches so far."""
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:
-        """Learn from a finished batch, which has rewards and advantages."""
+        """Adapt the choice of rows to a finished batch, which has rewards and advantages."""
 
 
 class PassSampler(AbstractSampler):
@@ -50,12 +50,12 @@ class PassSampler(AbstractSampler):
         self._num_rows = 0
 
     def __iter__(self) -> Iterator[int]:
-        # A resumed pass keeps the number of rows that it began with, which is in the state.
+        # A resumed pass keeps the number of rows that it began with, which is saved in the state.
         if self._position == 0:
             self._num_rows = len(self)
         order = self._order()
         while self._position < len(order):
-            # Counted first: a state that is saved while the row is in use continues after it.
+            # Counted before the row is returned: a state saved while it is in use continues after it.
             self._position += 1
             yield int(order[self._position - 1])
         self._passes += 1
@@ -111,10 +111,13 @@ class MixtureSampler(PassSampler):
             )
         self._shares = np.array(data_config.mixture) / sum(data_config.mixture)
         # For each entry, the length of a pass in which each of its rows comes exactly once.
-        totals = lengths / self._shares
-        total = totals.min() if data_config.mixture_until == "first" else totals.max()
+        pass_lengths = lengths / self._shares
+        pass_length = pass_lengths.max()
+        if data_config.mixture_until == "first":
+            pass_length = pass_lengths.min()
         # Floating-point errors may put a whole number just below itself, so a little is added.
-        counts = np.floor(self._shares * total + 1e-9).astype(np.int64)
+        counts = np.floor(self._shares * pass_length + 1e-9).astype(np.int64)
+        # Rows of each entry in a pass.
         self._counts = np.maximum(1, counts)
 
     def __len__(self) -> int:
@@ -123,7 +126,7 @@ class MixtureSampler(PassSampler):
     def _order(self) -> np.ndarray:
         rng = np.random.default_rng([self.data_config.seed, self._passes])
         rows = []
-        # Time of each row in a pass that lasts from 0 to about the number of its rows.
+        # Each row gets a time between 0 and the length of the pass, and rows are sorted by time.
         times = []
         counts = self._counts.tolist()
         for items, count, share in zip(self._items, counts, self._shares, strict=True):
@@ -194,12 +197,16 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         rng = np.random.default_rng([self.data_config.seed, self._draws])
         noise = rng.gumbel(size=len(rates))
         self._draws += 1
-        # The rows with the largest `log(weight) + Gumbel noise` are such a draw.
+        # The Gumbel-top-k trick: the rows with the largest `log(weight) + Gumbel noise` are a draw
+        # by weight without replacement.
         order = np.argsort(-(np.log(weights) + noise), kind="stable")
         return order[:size].tolist()
 
     def update(self, batch: DataProto) -> None:
-        """Update the rates of the rows of a batch.
+        """Update the success rates of the rows in a batch.
+
+        Args:
+            batch: a finished batch; a row has several responses.
 
         Raises:
             DataError: the batch does not say which rows of the data set it has.
@@ -218,13 +225,13 @@ class SuccessRateSampler(AbstractCurriculumSampler):
             extras = batch.non_tensor_batch.get("reward_extra", ())
             accuracies = [extra.get("acc") for extra in extras]
         # A grader may return `acc` for some responses only; the others keep their score.
-        for row, accuracy in enumerate(accuracies):
+        for response, accuracy in enumerate(accuracies):
             if accuracy is not None:
-                scores[row] = float(accuracy)
+                scores[response] = float(accuracy)
         scores = np.clip(scores, 0, 1)
-        # `places` has the position in `rows` of each response's row.
-        rows, places = np.unique(items.astype(np.int64), return_inverse=True)
-        mean_scores = np.bincount(places, scores) / np.bincount(places)
+        # For each response, `positions` has the position of its row in `rows`.
+        rows, positions = np.unique(items.astype(np.int64), return_inverse=True)
+        mean_scores = np.bincount(positions, scores) / np.bincount(positions)
         success = torch.from_numpy(mean_scores)
         old_rates = self.rates[rows]
         self._rates[rows] = torch.where(old_rates.isnan(), success, (old_rates + success) / 2)

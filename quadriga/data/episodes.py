@@ -18,14 +18,18 @@ from quadriga.data.files import write_once
 SEED = "env_seed"
 """Entry of `extra_info` with the seed of `reset`."""
 IS_SEED = "is_env_seed"
-"""Entry of `extra_info` of a row that is only a seed, so that its prompt says nothing."""
+"""Entry of `extra_info` that marks a row as a seed alone, whose prompt is only a placeholder."""
 
 
 def with_episodes(config: Config) -> Config:
     """Write the rows of the environment to files in the cache, and set `data` to read them.
 
-    `data.train_files` and `data.val_files` stay as they are if they are set. Without an environment
-    (`env.name`) the configuration is returned unchanged.
+    Args:
+        config: the configuration. `data.train_files` and `data.val_files` are kept if they are set.
+
+    Returns:
+        A copy of the configuration with these files. Without an environment (`env.name`) the
+        configuration itself.
     """
     env = config.env
     if env.name is None:
@@ -56,8 +60,8 @@ def _write_rows(config: Config, num_rows: int, *, is_validation: bool) -> str:
     rows = []
     for number in range(num_rows):
         seed = episode_seed(config.data.seed, number, is_validation=is_validation)
-        # The environment's first observation replaces this prompt. It is short, so that no check of
-        # prompt lengths refuses the row before.
+        # A placeholder, which the environment's first observation replaces. It is short, so that the
+        # row passes every check of prompt lengths.
         prompt = [{"role": "user", "content": str(number)}]
         row = {
             config.data.prompt_key: prompt,

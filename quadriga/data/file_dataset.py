@@ -17,7 +17,7 @@ _MAX_LISTED = 20
 """Bad rows whose errors are printed in full; of further rows only the places are listed."""
 
 
-def tell_bad_rows(key: str, errors: Sequence[DataError]) -> None:
+def print_bad_rows(key: str, errors: Sequence[DataError]) -> None:
     """Print how many rows are left out, and the errors of the first of them.
 
     Args:
@@ -68,7 +68,8 @@ class FileDataset(Dataset, ABC):
         """Errors of the rows that are left out by `data.on_bad_row=skip`."""
         bad_lines = self.bad_rows if config.on_bad_row == "skip" else None
         self._tables: list[RowTable] = []
-        # The number of each file's entry in `data_files`: a mixture draws from entries.
+        # For each table, the number of its entry in `data_files`. One entry may be several files,
+        # and a mixture draws from entries.
         self._entries: list[int] = []
         if isinstance(data_files, str | Path):
             data_files = [data_files]
@@ -105,11 +106,14 @@ class FileDataset(Dataset, ABC):
         """Hash of the rows' content and order."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Number and hash of the rows, which a loader saves with its position."""
+        """Number and hash of the rows. A loader saves them beside its position in the rows."""
         return {"num_rows": len(self), "rows": self.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the rows are those of a checkpoint, whose position counts rows.
+        """Check that the rows are those of a checkpoint: the position saved there counts rows.
+
+        Args:
+            state: from `state_dict` when the checkpoint was written.
 
         Raises:
             DataError: the rows or their order differ.

@@ -44,21 +44,21 @@ from quadriga.http_client import ServerLostError, document
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.observe.watchdog import waiting
 
-_PARQUET = (".parquet", ".pq")
-_JSON = (".json", ".jsonl", ".ndjson")
-TABLE_SUFFIXES = (*_PARQUET, *_JSON)
-_SAVED_DATA_SET = ("dataset_info.json", "dataset_dict.json")
+_PARQUET_SUFFIXES = (".parquet", ".pq")
+_JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+TABLE_SUFFIXES = (*_PARQUET_SUFFIXES, *_JSON_SUFFIXES)
+_SAVE_TO_DISK_FILES = ("dataset_info.json", "dataset_dict.json")
 """Files by which a folder from `save_to_disk` of Hugging Face's datasets is recognized."""
 SILENCE_S = 60.0
 """Seconds without a byte after which a web server counts as lost."""
 MAPPED_BYTES = 64 << 20
 """Files of at least this size are mapped from the cache instead of held in memory."""
-_ROWS = 4096
-"""Most rows of a batch that is read from a file."""
-_BATCH_BYTES = 64 << 20
-"""Approximate limit on the bytes of such a batch."""
-_TEXTS = pa.schema([("json", pa.string())])
-"""Schema of the rows of JSON files: the text of each row."""
+_MAX_BATCH_ROWS = 4096
+"""Most rows that are read from a file at a time."""
+_MAX_BATCH_BYTES = 64 << 20
+"""Approximate limit on the bytes that are read from a file at a time."""
+_JSON_TEXT_SCHEMA = pa.schema([("json", pa.string())])
+"""Schema of the tables of JSON files: one column, with the JSON text of each row."""
 FileNames: TypeAlias = str | Path | Sequence[str | Path]
 """A path, a glob, a URL that fsspec understands, or a list of these."""
 _VERSION_FIELDS = (
@@ -75,17 +75,17 @@ _VERSION_FIELDS = (
 
 
 class RowTable:
-    """The rows of one file.
+    """The rows of one file, or of a block of it.
 
-    Pickling a table of a whole file stores its path and its entry in the cache; the other process
-    opens them again. Other tables are pickled with their rows.
+    A table of a whole file is pickled as its path and its entry in the cache, which the process
+    that unpickles it opens again. A table of a block is pickled with its rows.
 
     Args:
         path: the file.
         rows: the rows, or with `json_columns` one column with the JSON text of each row.
         json_columns: all columns that any row of a JSON file has. None: the file is Parquet.
         digest: SHA-256 of the whole file's content. None: computed when it is needed.
-        first: number of the first row in the file; a block of a file may begin later.
+        first: number that the first row of the table has in the file; above 0 for a later block.
         chat_columns: columns with chats and tool schemas, whose null fields are dropped when rows
             of Parquet are read (`drop_null_fields`).
         entry: folder in the cache that the rows are mapped from.
@@ -128,7 +128,8 @@ class RowTable:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Row `row` with every column; None where it has no value."""
+        """Values of row `row` by column; None where the row has no value."""
+        # One batch of one row.
         [[values]] = self.batches(self.columns, 1, range(row, row + 1))
         return values
 
@@ -143,12 +144,12 @@ class RowTable:
             rows: numbers of the rows in this table. None: all rows.
 
         Returns:
-            The batches: rows as dictionaries of these columns, None where a row of JSON has no
-            value.
+            The batches: lists of rows, each a dictionary of these columns. A column that a row of
+            JSON lacks is None.
         """
         if rows is None:
             rows = range(len(self))
-        # Each text in JSON holds all columns of its row.
+        # The table of a JSON file has a single column, so columns are selected after parsing.
         table = self._rows if self._is_json else self._rows.select(columns)
         for start in range(rows.start, rows.stop, size):
             batch = table.slice(start, min(size, rows.stop - start))
@@ -163,7 +164,7 @@ class RowTable:
             yield arrow_rows
 
     def to_arrow(self) -> pa.Table:
-        """All rows, as a Parquet file holds them.
+        """All rows as an Arrow table with a column for each of `columns`.
 
         Raises:
             pyarrow.ArrowException: a column has values of several types.
@@ -175,26 +176,24 @@ class RowTable:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole file's content.
-
-        Blocks of one file share it, so it does not identify the rows of a block.
-        """
-        return self._digest or _digest(self.path)
+        """SHA-256 of the whole file's content, also for a table that has a block of the file."""
+        return self._digest or _file_digest(self.path)
 
 
 def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
     """Remove the null fields of chats and tool schemas from a row of an Arrow table, in place.
 
-    Arrow gives each struct in a column the fields of all the others, with null as their value. A
-    chat template would write them into the prompt.
+    Arrow gives each struct in a column the fields of all structs there, and fills the ones that a
+    struct did not have with null. A chat template would write these nulls into the prompt.
 
     Args:
         row: values by column.
         columns: the columns to clean, or fields of struct columns, such as `extra_info.messages`.
     """
     for name in columns:
-        # A name with a dot may also be that of a column.
+        # A name with a dot may be the name of a column, or lead to a field of one.
         *path, field_name = [name] if name in row else name.split(".")
+        # Follow the path to the dictionary that has the field; None if the row lacks a part of it.
         struct: Any = row
         for part in path:
             struct = struct.get(part) if isinstance(struct, dict) else None
@@ -213,7 +212,7 @@ def _without_null_fields(value: Any) -> Any:
     return value
 
 
-def _digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -224,8 +223,8 @@ class _JsonFacts:
     """Columns and bad lines of a JSON file, collected while it is read.
 
     Attributes:
-        columns: all columns that any row has, in the order in which they first appear.
-        bad: for each bad line its number ("line 3"), what is wrong with it, and what was expected.
+        columns: all columns that any row has, as keys, in the order in which they first appear.
+        bad: for each bad line its place ("line 3"), what it has, and what was expected.
     """
 
     columns: dict[str, None] = field(default_factory=dict)
@@ -255,42 +254,44 @@ def read_table(
         DataError: the file is damaged or has no rows; it names file and line.
     """
     suffix = path.suffix.lower()
-    facts = _JsonFacts()
-    digest: str | None = None
-    entry: Path | None = None
     if suffix not in TABLE_SUFFIXES:
         got = f"a {suffix or 'missing'} suffix"
         raise DataError(str(path), got=got, expected=".parquet, .json or .jsonl")
+
+    facts = _JsonFacts()
+    digest: str | None = None
+    entry: Path | None = None
     try:
-        if suffix in _PARQUET:
+        # `batches` are iterators: nothing is read until the table or the cache entry is made.
+        if suffix in _PARQUET_SUFFIXES:
             # Not `read_table` of pyarrow, which makes a column of a folder's name such as `split=train`.
             parquet = pq.ParquetFile(path)
             groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
             num_bytes = sum(group.total_byte_size for group in groups)  # uncompressed
             schema = parquet.schema_arrow
-            # As many average rows as fit in a batch: rows with images are large.
-            rows_by_size = _BATCH_BYTES * parquet.metadata.num_rows // max(num_bytes, 1)
-            batches = parquet.iter_batches(max(1, min(_ROWS, rows_by_size)))
+            # As many rows of average size as fit in a batch: rows with images are large.
+            rows_by_size = _MAX_BATCH_BYTES * parquet.metadata.num_rows // max(num_bytes, 1)
+            batches = parquet.iter_batches(max(1, min(_MAX_BATCH_ROWS, rows_by_size)))
         else:
             num_bytes = path.stat().st_size
-            schema = _TEXTS
-            batches = _json_batches(
+            schema = _JSON_TEXT_SCHEMA
+            batches = _read_json_batches(
                 path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None
             )
         if cache_dir is None or num_bytes < MAPPED_BYTES:
             rows = pa.Table.from_batches(batches, schema)
         else:
             # The key has the content and not the path, so copies of a file share an entry.
-            digest = _digest(path)
+            digest = _file_digest(path)
             identity = f"{digest} {path.suffix} {pa.__version__}"
             key = hashlib.sha256(identity.encode()).hexdigest()[:32]
             entry = Path(cache_dir).expanduser().absolute() / "rows" / key
-            rows, facts = _mapped(path, entry, schema, batches, facts)
+            rows, facts = _map_cached_rows(path, entry, schema, batches, facts)
     except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged_file_error(path, error) from error
 
-    # `facts` came from the cache if the rows did, so bad lines are reported at each start.
-    errors = _bad_lines(path, facts)
+    # The cache stores `facts` beside the rows, so bad lines are reported at each start.
+    errors = _bad_line_errors(path, facts)
     if bad_lines is not None:
         bad_lines += errors
     elif errors:
@@ -305,7 +306,7 @@ def read_table(
             expected="at least one row",
             fix="Write the file again or leave it out.",
         )
-    return _whole_table(path, rows, facts, digest, entry, chat_columns)
+    return _table_of_file(path, rows, facts, digest, entry, chat_columns)
 
 
 def reopen_table(
@@ -326,8 +327,8 @@ def reopen_table(
         DataError: the content of the file has changed since.
     """
     if entry is not None:
-        rows, facts = _opened(entry)
-        return _whole_table(path, rows, facts, digest, entry, chat_columns)
+        rows, facts = _open_cache_entry(entry)
+        return _table_of_file(path, rows, facts, digest, entry, chat_columns)
     # The list is dropped: bad lines were reported when the file was read first.
     table = read_table(path, bad_lines=[], chat_columns=chat_columns)
     if table.digest != digest:
@@ -340,7 +341,7 @@ def reopen_table(
     return table
 
 
-def _whole_table(
+def _table_of_file(
     path: Path,
     rows: pa.Table,
     facts: _JsonFacts,
@@ -348,8 +349,8 @@ def _whole_table(
     entry: Path | None,
     chat_columns: Sequence[str],
 ) -> RowTable:
-    """Make the table of a whole file; `facts` are used for JSON only."""
-    json_columns = [*facts.columns] if path.suffix.lower() in _JSON else None
+    """Make the table of a whole file. The columns of a JSON file are those in `facts`."""
+    json_columns = [*facts.columns] if path.suffix.lower() in _JSON_SUFFIXES else None
     return RowTable(
         path, rows, json_columns, digest, chat_columns=chat_columns, entry=entry, is_whole_file=True
     )
@@ -377,7 +378,7 @@ def read_blocks(
     Raises:
         DataError: the file is damaged; it names file and line.
     """
-    if path.suffix.lower() not in _PARQUET:
+    if path.suffix.lower() not in _PARQUET_SUFFIXES:
         yield from _read_json_blocks(path, num_rows, start, bad_lines)
         return
     first = 0
@@ -396,7 +397,7 @@ def read_blocks(
                     yield RowTable(path, rows, first=first, chat_columns=chat_columns)
                 first += len(batch)
     except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged_file_error(path, error) from error
 
 
 def _read_json_blocks(
@@ -405,7 +406,7 @@ def _read_json_blocks(
     """Read the rows of a JSON file block by block, as `read_blocks` does."""
     first = 0
     facts = _JsonFacts()
-    batches = _json_batches(
+    batches = _read_json_batches(
         path,
         facts,
         num_rows,
@@ -415,7 +416,7 @@ def _read_json_blocks(
     for batch in batches:
         if first >= start:
             if bad_lines is not None:
-                bad_lines += _bad_lines(path, facts)
+                bad_lines += _bad_line_errors(path, facts)
             if len(batch):
                 rows = pa.Table.from_batches([batch])
                 yield RowTable(path, rows, list(facts.columns), first=first)
@@ -424,36 +425,37 @@ def _read_json_blocks(
         first += len(batch)
 
 
-def _bad_lines(path: Path, facts: _JsonFacts) -> list[DataError]:
+def _bad_line_errors(path: Path, facts: _JsonFacts) -> list[DataError]:
     """Make an error for each bad line of a file."""
-    return [
-        DataError(f"{path} {line}", got=got, expected=expected) for line, got, expected in facts.bad
-    ]
+    errors = []
+    for line, got, expected in facts.bad:
+        errors.append(DataError(f"{path} {line}", got=got, expected=expected))
+    return errors
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
+def _damaged_file_error(path: Path, error: Exception) -> DataError:
     """Turn an error of Arrow or of the disk into a DataError about the file."""
     # Errors of Arrow have several lines.
     reason = str(error).strip().partition("\n")[0]
     size = path.stat().st_size
-    kind = "parquet" if path.suffix.lower() in _PARQUET else "JSON"
+    kind = "parquet" if path.suffix.lower() in _PARQUET_SUFFIXES else "JSON"
     got = f"{size} bytes that are no whole {kind} file ({reason})" if size else "an empty file"
     return DataError(
         str(path), got=got, expected=f"a {kind} file", fix="Write or download it again."
     )
 
 
-def _mapped(
+def _map_cached_rows(
     path: Path, entry: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], facts: _JsonFacts
 ) -> tuple[pa.Table, _JsonFacts]:
-    """Map the rows of a file from the cache. If they are not there yet, write them first.
+    """Map the rows of a file from the cache into memory. If they are not there yet, write them first.
 
     Args:
         path: the file.
         entry: the folder in the cache.
         schema: types of the batches.
         batches: iterator over the rows. It is used only if the entry has to be written.
-        facts: filled by that iterator; stored with the rows.
+        facts: of a JSON file. `batches` adds to it while it is iterated; stored with the rows.
 
     Returns:
         The rows, and the facts that were stored with them.
@@ -466,9 +468,10 @@ def _mapped(
         waiting(f"another process to write {entry}"),
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another process may have written the entry while this one waited for the lock.
         if entry.is_dir():
             try:
-                return _opened(entry)
+                return _open_cache_entry(entry)
             except (pa.ArrowException, OSError, ValueError, TypeError) as error:
                 print(
                     f"data.cache_dir: {entry} is damaged ({error}); {path} is written there again.",
@@ -487,18 +490,23 @@ def _mapped(
                     num_rows += len(batch)
             # Only now has the iterator seen all columns and bad lines.
             (draft / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
-        return _opened(entry)
+        return _open_cache_entry(entry)
 
 
-def _opened(entry: Path) -> tuple[pa.Table, _JsonFacts]:
-    """Map the rows of an entry in the cache into memory, and read the facts stored with them."""
+def _open_cache_entry(entry: Path) -> tuple[pa.Table, _JsonFacts]:
+    """Map the rows of a cache entry into memory, and read the facts that are stored with them."""
     facts = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
     stream = pa.ipc.open_stream(pa.memory_map(str(entry / "rows.arrow")))
     return stream.read_all(), _JsonFacts(**facts)
 
 
-def _json_batches(
-    path: Path, facts: _JsonFacts, num_rows: int = _ROWS, *, is_lines: bool, keeps_bad: bool
+def _read_json_batches(
+    path: Path,
+    facts: _JsonFacts,
+    num_rows: int = _MAX_BATCH_ROWS,
+    *,
+    is_lines: bool,
+    keeps_bad: bool,
 ) -> Iterator[pa.RecordBatch]:
     """Read the rows of a JSON file as texts, after checking that each is an object.
 
@@ -506,18 +514,18 @@ def _json_batches(
         path: the file.
         facts: columns and bad lines are added to it.
         num_rows: most rows of a batch.
-        is_lines: whether each line is a row; else the file may also be one list of rows.
-        keeps_bad: whether bad lines are added to `facts`; else the first one is raised.
+        is_lines: whether each line is a row. Otherwise the file may also be one list of rows.
+        keeps_bad: whether bad lines are added to `facts`. Otherwise the first one raises an error.
 
     Returns:
-        Batches of the schema `_TEXTS`; the last one may be empty.
+        Batches of the schema `_JSON_TEXT_SCHEMA`; the last one may be empty.
 
     Raises:
-        DataError: a line is no row, and `keeps_bad` is false.
+        DataError: a line is bad, and `keeps_bad` is false.
     """
     texts: list[str] = []
     num_bytes = 0
-    for line, raw in _json_texts(path, is_lines=is_lines):
+    for line, raw in _read_json_texts(path, is_lines=is_lines):
         try:
             text = raw.decode()
             row = json.loads(text)
@@ -533,8 +541,8 @@ def _json_batches(
                 texts.append(text)
                 num_bytes += len(raw)
                 # Rows differ in size by orders of magnitude, so their bytes are limited too.
-                if len(texts) == num_rows or num_bytes >= _BATCH_BYTES:
-                    yield pa.record_batch([texts], schema=_TEXTS)
+                if len(texts) == num_rows or num_bytes >= _MAX_BATCH_BYTES:
+                    yield pa.record_batch([texts], schema=_JSON_TEXT_SCHEMA)
                     texts = []
                     num_bytes = 0
                 continue
@@ -543,15 +551,15 @@ def _json_batches(
         if not keeps_bad:
             raise DataError(f"{path} {line}", got=got, expected=expected)
         facts.bad.append((line, got, expected))
-    yield pa.record_batch([texts], schema=_TEXTS)
+    yield pa.record_batch([texts], schema=_JSON_TEXT_SCHEMA)
 
 
-def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
+def _read_json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
     """Read the text of each row of a JSON file.
 
     Args:
         path: the file.
-        is_lines: whether each line is a row; else the file may also be one list of rows.
+        is_lines: whether each line is a row. Otherwise the file may also be one list of rows.
 
     Returns:
         Pairs of the row's place, for errors ("line 3"), and its text.
@@ -561,11 +569,13 @@ def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
         has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
         first_byte = file.tell() if has_mark else 0
         file.seek(first_byte)
-        first_character = b""
+
         # A file with the suffix `.json` is a list if its first character is a bracket.
-        while not is_lines and (first_character := file.read(1)).isspace():
-            pass
+        first_character = b"" if is_lines else file.read(1)
+        while first_character.isspace():
+            first_character = file.read(1)
         file.seek(first_byte)
+
         if first_character != b"[":
             # Lines of a binary file end at "\n" only: a JSON string may contain U+2028 and U+0085.
             for number, line in enumerate(file, start=1):
@@ -599,12 +609,12 @@ def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> lis
         DataError: there is no name, a file does not exist, a glob matches nothing, or a store
             cannot be read.
     """
-    listed = [names] if isinstance(names, str | Path) else list(names)
-    if not listed or not all(str(name) for name in listed):
+    name_list = [names] if isinstance(names, str | Path) else list(names)
+    if not name_list or not all(str(name) for name in name_list):
         raise DataError(where, got="no file", expected="a path, a glob, a URL or a list of these")
     cache = Path(cache_dir).expanduser() / "files"
     files: list[Path] = []
-    for name in listed:
+    for name in name_list:
         files += _resolve(str(name), cache, where)
     return files
 
@@ -616,7 +626,7 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
     pattern = name.replace("?", "") if is_url else name
     is_pattern = has_magic(pattern) and not Path(name).exists()
     if name.startswith(("http://", "https://")) and not is_pattern:
-        return [_from_web(name, cache, where)]
+        return [_download(name, cache, where)]
     try:
         if name.startswith("s3://") and find_spec("s3fs") is None:
             # The package for this store is not installed, but pyarrow has a client of its own.
@@ -631,7 +641,7 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
             got = f"{name!r}, which matches no file"
             raise DataError(where, got=got, expected="at least one file")
         if not isinstance(filesystem, LocalFileSystem):
-            return [_copy(filesystem, path, cache) for path in paths]
+            return [_copy_to_cache(filesystem, path, cache) for path in paths]
     except DataError:
         raise
     except Exception as error:
@@ -641,15 +651,15 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         raise DataError(where, got=got, expected="a file that fsspec can open", fix=fix) from error
     files = [Path(path) for path in paths]
     for file in files:
-        _check_file(file, where)
+        _require_file(file, where)
     return files
 
 
-def _check_file(file: Path, where: str) -> None:
+def _require_file(file: Path, where: str) -> None:
     """Raise a DataError if a path is a folder, or does not exist."""
     if file.is_dir():
         fix = f"Name its files, as in {file}/*.parquet."
-        if any((file / name).is_file() for name in _SAVED_DATA_SET):
+        if any((file / name).is_file() for name in _SAVE_TO_DISK_FILES):
             fix = (
                 f"save_to_disk of datasets wrote it: load_from_disk({str(file)!r}), and a part of "
                 "it where there are several, has a method to_parquet(FILE)."
@@ -660,8 +670,8 @@ def _check_file(file: Path, where: str) -> None:
         raise DataError(where, got=got, expected="a file", fix="Check the path.")
 
 
-def _from_web(url: str, cache: Path, where: str) -> Path:
-    """Return the copy of a document in the cache; download it unless its version is there."""
+def _download(url: str, cache: Path, where: str) -> Path:
+    """Download a document into the cache, unless its current version is there; return the copy."""
     try:
         with document(url, SILENCE_S) as (headers, chunks):
             # Servers differ in which of these headers they send.
@@ -696,19 +706,20 @@ def _refuse_web_page(first_chunk: bytes, url: str, where: str) -> None:
 
 
 def _cache_name(url: str, identity: tuple[Any, ...]) -> str:
-    """Name of a remote file's copy: a hash of its URL and version, then its name in the store."""
+    """Name of a remote file's copy: a hash of `identity` (URL, size, version), then its own name."""
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
     return f"{key}-{PurePosixPath(urlsplit(url).path).name}"
 
 
-def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path:
-    """Return the copy of a remote file in the cache; copy it unless its version is there."""
+def _copy_to_cache(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path:
+    """Copy a remote file into the cache, unless its current version is there; return the copy."""
     info = filesystem.info(path)
     url = filesystem.unstrip_protocol(path)
-    version = sorted(
-        (key, str(value)) for key, value in info.items() if key.lower() in _VERSION_FIELDS
-    )
-    target = cache / _cache_name(url, (url, info.get("size"), version))
+    version = []
+    for key, value in info.items():
+        if key.lower() in _VERSION_FIELDS:
+            version.append((key, str(value)))
+    target = cache / _cache_name(url, (url, info.get("size"), sorted(version)))
     if not target.is_file():
         with written_aside(target, where="data.cache_dir") as draft:
             try:
@@ -746,9 +757,9 @@ def make_directory(path: Path, *, where: str) -> Path:
 
 @contextmanager
 def written_aside(target: Path, *, where: str) -> Iterator[Path]:
-    """Context manager: a temporary path to write to, which replaces `target` on success.
+    """Context manager: yield a temporary path to write to, and rename it to `target` on success.
 
-    After an error the temporary file or folder is removed.
+    Readers never see a half-written target. After an error the temporary file or folder is removed.
 
     Args:
         target: a file or a folder; it need not exist.
@@ -810,7 +821,7 @@ def write_once(content: bytes, folder: Path) -> Path:
 def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, where: str) -> Path:
     """Write rows to a file that is named after its content, so that equal rows share a file.
 
-    The format is JSON lines, or Parquet if JSON cannot hold a value.
+    The format is JSON lines. If JSON cannot hold a value, such as bytes, it is Parquet.
 
     Args:
         rows: the rows.
@@ -834,6 +845,7 @@ def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, whe
         suffix = "jsonl"
         content = "".join(lines).encode("utf-8", "backslashreplace")
     except (TypeError, AttributeError):
+        # JSON cannot hold a value.
         suffix = "parquet"
         stream = pa.BufferOutputStream()
         try:

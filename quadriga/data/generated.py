@@ -50,7 +50,7 @@ class AbstractDataGenerator(ABC):
 
     @abstractmethod
     def generate(self, dataset: "DynamicGenDataset") -> Iterable[Mapping[str, Any]]:
-        """Return new rows, possibly none.
+        """Make new rows, possibly none.
 
         Rows have the columns of the files' rows. Images are given by absolute paths or as bytes.
 
@@ -106,7 +106,7 @@ class DynamicGenDataset(Dataset):
         self._make_part = partial(_GeneratedRows, **options)
         # The rows of the files, then those of each call of the generator.
         self.parts = [file_rows]
-        # For each part, the number of rows up to its end.
+        # For each part, the number of rows up to its end, counted over all parts.
         self._ends = [len(file_rows)]
         # Content of the Parquet file of each generated part, for checkpoints.
         self._contents: list[bytes] = []
@@ -170,7 +170,7 @@ class DynamicGenDataset(Dataset):
 
     def _append(self, content: bytes) -> None:
         """Write a Parquet file into the cache and add its rows."""
-        # A resumed run finds the file of the same rows, or writes it again.
+        # A resumed run finds this file by the same content, or writes it again.
         file = write_once(content, Path(self.config.cache_dir).expanduser() / "generated")
         part = self._make_part(str(file))
         part.columns_entry = self.parts[0].columns_entry

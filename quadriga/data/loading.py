@@ -32,7 +32,7 @@ from quadriga.data.streaming import StreamedDataset
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import ConfigError, DataError
-from quadriga.user_file import import_file, member_of, taken
+from quadriga.user_file import accepted_arguments, import_file, member_of
 
 LOADER_CONTEXT = "fork" if sys.platform == "linux" else "spawn"
 """Start method of the `data.dataloader_num_workers` processes, as `multiprocessing` names it.
@@ -45,30 +45,31 @@ A fork of a process with threads is unsafe because a thread may hold a lock. Tha
 here: these processes only prepare rows, call nothing of Ray's, free no inherited objects
 (`_begin_worker`), have torch's handler of SIGTERM, and end without running this process's exit
 functions. On systems other than Linux, system libraries do not survive a fork."""
-_SAMPLERS = (MixtureSampler, RandomSampler, SequentialSampler)
+_INDEPENDENT_SAMPLERS = (MixtureSampler, RandomSampler, SequentialSampler)
 """Samplers whose choice of rows does not depend on the training."""
 
 
 class RowLoader(StatefulDataLoader):
-    """A loader that refuses a state if the data have changed since it was saved.
+    """A loader of batches that refuses a state if the data have changed since it was saved.
 
     If rows come without the inputs of a vision-language model
     (`data.return_multi_modal_inputs=false`), the loader adds these to the batch."""
 
     def __iter__(self) -> Any:
-        # Here, in the process of the loader: worker processes would send large pixel tensors.
         batches = super().__iter__()
         processor = getattr(self.dataset, "processor", None)
         if isinstance(processor, VisionProcessor):
+            # In the loader's own process: worker processes would have to send large pixel tensors.
             return map(processor.add_inputs, batches)
         return batches
 
     def lets_read_ahead(self) -> bool:
         """Whether a thread may fetch the next batch during a step.
 
-        If so, the data set gets a tokenizer of its own for that thread. The answer is no if code of
-        a user makes the rows, which may use the process's random generators; if the choice of rows
-        depends on the step; and with worker processes, which read ahead themselves.
+        If so, this call also gives the data set a tokenizer of its own for that thread. A thread may
+        not if a user's code makes the rows, because it may use the process's random generators; if
+        the choice of rows depends on the step; or if there are worker processes, which read ahead
+        themselves.
         """
         rows = self.dataset
         tokenizer = getattr(rows, "tokenizer", None)
@@ -76,7 +77,7 @@ class RowLoader(StatefulDataLoader):
             rows = rows.block
         if type(rows).__getitem__ is not RLHFDataset.__getitem__:
             return False
-        if type(self.sampler) not in _SAMPLERS or hasattr(rows, "on_batch_end"):
+        if type(self.sampler) not in _INDEPENDENT_SAMPLERS or hasattr(rows, "on_batch_end"):
             return False
         if getattr(tokenizer, "backend_tokenizer", None) is None or self.num_workers > 0:
             return False
@@ -159,6 +160,7 @@ def create_rl_dataset(
     """
     custom = data_config.custom_cls
     custom_key = "data.custom_cls"
+    # Generated and streamed rows are for training; validation then reads files as usual.
     cls: Any = RLHFDataset
     if is_train and data_config.datagen.path is not None:
         cls = DynamicGenDataset
@@ -170,7 +172,10 @@ def create_rl_dataset(
         cls = member_of(module, custom.name, custom_key, base=Dataset)
         _check_hooks(cls, custom_key)
     # Classes of users need not take all of these.
-    options = taken(cls, {"is_train": is_train, "max_samples": max_samples, "context": context})
+    options = accepted_arguments(
+        cls, {"is_train": is_train, "max_samples": max_samples, "context": context}
+    )
+    # Dropping this argument in silence would use more rows than asked for.
     if max_samples >= 0 and "max_samples" not in options:
         raise DataError(
             f"data.{'train' if is_train else 'val'}_max_samples",
@@ -200,8 +205,8 @@ def create_rl_dataset(
 def _check_hooks(cls: type, where: str) -> None:
     """Raise a ConfigError for a user's data set that would not work as its author expects.
 
-    It lacks a method, or derives from this package's `RLHFDataset` and overrides a method that only
-    verl's class of that name calls.
+    Such a class lacks a method, or derives from this package's `RLHFDataset` and overrides a method
+    that only verl's class of that name calls.
     """
     methods = ("__len__", "__getitem__")
     # torch's base class has no `__len__`, and a `__getitem__` that only raises.
@@ -304,7 +309,13 @@ def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler
 
 
 def _require_rows(num_rows: int, dataset: Dataset, config: DataConfig) -> None:
-    """Raise a DataError if there are no rows; `num_rows` may differ from the data set's length."""
+    """Raise a DataError if there are no rows.
+
+    Args:
+        num_rows: rows of an epoch, which may differ from the length of the data set.
+        dataset: the rows.
+        config: the section `data`.
+    """
     if num_rows > 0:
         return
     fix = "Check the files."
@@ -320,9 +331,9 @@ def _require_rows(num_rows: int, dataset: Dataset, config: DataConfig) -> None:
 
 
 def _begin_worker(number: int) -> None:
-    """Keep the garbage collector of a worker process away from inherited objects.
+    """Keep the garbage collector of a worker process from freeing inherited objects.
 
-    Freeing one of Ray's takes a lock, which one of Ray's threads may have held during the fork.
+    Freeing an object of Ray's takes a lock, which a thread of Ray's may have held during the fork.
     """
     gc.freeze()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos of a row, and their places in its messages.
+"""Finds the images and videos of a row, and their places in its messages.
 
-No image or video is opened here. The file does not need torch: processes that count tokens import
-it.
+No image or video is opened here. This module does not import torch, because processes that only
+count tokens import it.
 """
 
 import re
@@ -18,7 +18,7 @@ IMAGE = "<image>"
 VIDEO = "<video>"
 TAGS = {"image": IMAGE, "video": VIDEO}
 _FILE_KEYS = ("path", "url", "bytes")
-"""Keys of a content part that may hold its image or video, besides `image`, `image_url` etc."""
+"""Keys of a content part that may hold its image or video, besides those named after the kind."""
 
 
 def read_prompt(
@@ -40,15 +40,17 @@ def read_prompt(
         DataError: the row has no chat, or not as many images or videos as places for them, or it
             has some and the model takes text only.
     """
-    at_prompt = f"{where}, column {config.prompt_key!r}"
-    messages = as_messages(row.get(config.prompt_key), where=at_prompt)
+    prompt_place = f"{where}, column {config.prompt_key!r}"
+    messages = as_messages(row.get(config.prompt_key), where=prompt_place)
     media = media_of(row, config)
     if not is_vision:
         # Otherwise images would be dropped in silence, and their places would be text.
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
     row_images = media.get("image", ())
-    messages, images, videos = with_parts(messages, row_images, media.get("video"), where=at_prompt)
+    messages, images, videos = with_parts(
+        messages, row_images, media.get("video"), where=prompt_place
+    )
     return messages, [images, videos]
 
 
@@ -86,7 +88,8 @@ def with_parts(
         where: the row, for errors.
 
     Returns:
-        The messages with parts; all images; and all videos, each in the order of their parts.
+        The messages with parts; all images; and all videos. The images, and the videos, are in the
+        order of their parts.
 
     Raises:
         DataError: the number of places differs from the number of images or of videos.
@@ -110,22 +113,25 @@ def with_parts(
 def _take_media(
     parts: list[dict[str, Any]], kind: str, row_media: Sequence[Any], where: str
 ) -> list[Any]:
-    """List the media of one kind in the order of their parts, and remove them from these.
+    """Remove the media of one kind from their parts, and list them with those of the columns.
 
     Args:
         parts: the content parts of a chat, changed in place.
         kind: "image" or "video".
         row_media: images or videos from the columns, for the parts without one of their own.
         where: the row, for errors.
+
+    Returns:
+        The media in the order of their parts.
     """
-    # Chat templates expect only the places.
+    # Removed, because chat templates expect parts that only mark the places.
     media = [part.pop(kind, None) for part in parts if part["type"] == kind]
-    num_open = media.count(None)
-    if num_open != len(row_media):
+    num_from_columns = media.count(None)
+    if num_from_columns != len(row_media):
         tag = TAGS[kind]
         raise DataError(
             where,
-            got=f"{num_open} {tag} in the prompt, and {len(row_media)} {kind}s",
+            got=f"{num_from_columns} {tag} in the prompt, and {len(row_media)} {kind}s",
             expected="one for each, where it stands",
             fix=f"Write {tag} into the text for each {kind}, and set data.{kind}_key to their column.",
         )
@@ -155,23 +161,23 @@ def refuse_media(
     """
     contents = [message.get("content") for message in messages]
     text = " ".join(content for content in contents if isinstance(content, str))
-    at_prompt = f"{where}, column {column or config.prompt_key!r}"
+    prompt_place = f"{where}, column {column or config.prompt_key!r}"
     expected = "text, or a vision-language model"
     for kind, row_media in media.items():
-        place = at_prompt
+        if not row_media and TAGS[kind] not in text:
+            continue
+        name = TAGS[kind]
+        place = prompt_place
         if row_media:
             name = f"{kind}s"
             place = f"{where}, column {getattr(config, f'{kind}_key')!r}"
-        elif TAGS[kind] in text:
-            name = TAGS[kind]
-        else:
-            continue
         got = f"{name}, for a text-only model"
         fix = f"Use such a model, or set data.{kind}_key=null to train on the text alone."
         raise DataError(place, got=got, expected=expected, fix=fix)
+    # Parts that are all text have been joined into one text before.
     if any(isinstance(content, list) for content in contents):
         raise DataError(
-            at_prompt,
+            prompt_place,
             got="images or videos in a message, for a text-only model",
             expected=expected,
             fix="Use a vision-language model, or leave them out.",
@@ -179,7 +185,7 @@ def refuse_media(
 
 
 def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
-    """Bring the content of a message into a list of parts; text without tags stays text.
+    """Convert the content of a message to a list of parts; text without tags stays text.
 
     Args:
         content: text, or a list of parts in any of the forms that rows have.
@@ -187,8 +193,11 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
         where: the row, for errors.
 
     Returns:
-        Parts of the type "text", with their text, and of the kinds of `tags`, with their image or
-        video if they brought one.
+        Parts of the type "text", and of the kinds in `tags`. The latter hold their image or video
+        under their kind if they brought it, else it comes from the row's columns.
+
+    Raises:
+        DataError: a part has none of the forms.
     """
     # A message with tool calls alone has no content.
     if not isinstance(content, Sequence):
@@ -209,6 +218,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
         if kind == "text" and isinstance(text, str):
             parts += _split_at_tags(text, kinds)
             continue
+        # None for kinds that the row cannot have, and for parts with other keys.
         medium = _medium_of_part(kind, fields) if kind in tags else None
         if medium is None:
             forms = "|".join(tags)

@@ -24,7 +24,7 @@ Truncation = Literal["error", "left", "right", "middle"]
 def truncate(
     ids: Sequence[int], max_length: int, mode: Truncation, *, where: str = "a prompt"
 ) -> list[int]:
-    """Cut token ids to at most `max_length`.
+    """Truncate token ids to at most `max_length`.
 
     Args:
         ids: token ids, [L].
@@ -68,14 +68,14 @@ def postprocess_data(
     *,
     where: str = "a prompt",
 ) -> tuple[Tensor, Tensor]:
-    """Cut or pad a tokenizer's output to exactly `max_length` columns.
+    """Truncate or pad a tokenizer's output to exactly `max_length` columns.
 
     Args:
         input_ids: [B, L].
         attention_mask: [B, L]; padding gets 0.
         max_length: columns of the result.
         pad_token_id: fills `input_ids`.
-        left_pad: whether padding stands to the left of the tokens, else to their right.
+        left_pad: whether padding stands to the left of the tokens. Otherwise it is on their right.
         truncation: the side on which sequences that are too long lose tokens.
         where: the sequences, for errors.
 
@@ -98,7 +98,13 @@ def postprocess_data(
 
 
 def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int, int]:
-    """Number of tokens that truncation keeps at the beginning and at the end of a sequence."""
+    """Number of tokens that truncation keeps at the beginning and at the end of a sequence.
+
+    A sequence that is short enough is kept whole, as its beginning.
+
+    Raises:
+        DataError: as for `truncate`.
+    """
     modes = get_args(Truncation)
     if mode not in modes:
         expected = f"one of {', '.join(modes)}"
@@ -122,7 +128,11 @@ def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tup
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Number the valid tokens of a mask [..., L] from 0, int64 [..., L]. Padding gets 0."""
+    """Number the valid tokens of a mask [..., L] from 0. Padding gets 0.
+
+    Returns:
+        Position ids, int64 [..., L].
+    """
     # A sum of bools or floats would give positions of that type.
     mask = mask.to(torch.int64)
     return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask

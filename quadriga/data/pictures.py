@@ -24,14 +24,14 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG200
 """Formats that Pillow decodes itself, without another program. JPEG includes MPO."""
 MAX_PIXELS = 50_000_000
 _FORMS = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image'
-_TURNED = (5, 6, 7, 8)
+_SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 """EXIF orientations that exchange height and width."""
-_ANIMATED = ("GIF", "WEBP", "PNG")
+_ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
 """Formats in which several frames are an animation; in other formats they may be thumbnails."""
 
 
-class Decoded:
-    """Cache of decoded files that holds at most `max_bytes` and drops the least recently used.
+class DecodedCache:
+    """Cache of decoded files. It holds at most `max_bytes` and drops the least recently used ones.
 
     A hit returns the cached object itself, which callers must not change.
     """
@@ -44,13 +44,13 @@ class Decoded:
         self._values = OrderedDict[Any, tuple[Any, int]]()
 
     def get(
-        self, source: Any, how: Any, decode: Callable[[], Any], size: Callable[[Any], int]
+        self, source: Any, variant: Any, decode: Callable[[], Any], size: Callable[[Any], int]
     ) -> Any:
         """Return the decoded value of a file, from the cache if it is there.
 
         Args:
             source: a file, or its bytes. Anything else is decoded each time.
-            how: identifies the way of decoding; part of the key.
+            variant: identifies what is decoded of the file, and how; part of the key.
             decode: decodes the file.
             size: returns the number of bytes of a value.
 
@@ -60,9 +60,9 @@ class Decoded:
         if isinstance(source, Path):
             # A file that is overwritten gets another key.
             status = source.stat()
-            key: Any = (source, status.st_mtime_ns, status.st_size, how)
+            key: Any = (source, status.st_mtime_ns, status.st_size, variant)
         elif isinstance(source, io.BytesIO):
-            key = (hashlib.sha256(source.getbuffer()).digest(), how)
+            key = (hashlib.sha256(source.getbuffer()).digest(), variant)
         else:
             return decode()
 
@@ -85,7 +85,7 @@ class Decoded:
         return value
 
 
-DECODED = Decoded(256 << 20)
+DECODED = DecodedCache(256 << 20)
 """Cache of this process, 256 MiB."""
 
 
@@ -125,10 +125,10 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
         DataError: the value has none of these forms, the file does not exist, or it is no image of
             a known format with at most `MAX_PIXELS`.
     """
-    source = source_of(value, folder, where, "image", _FORMS)
+    source = find_source(value, folder, where, "image", _FORMS)
 
     def decode() -> Any:
-        with _opened(source, where) as picture:
+        with _open_picture(source, where) as picture:
             upright = ImageOps.exif_transpose(picture)
             if upright.has_transparency_data:
                 # `convert("RGB")` only drops the alpha channel, and transparent pixels may have any color.
@@ -154,17 +154,21 @@ def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
     Raises:
         DataError: as for `read_picture`.
     """
-    source = source_of(value, folder, where, "image", _FORMS)
-    with _opened(source, where) as picture:
+    source = find_source(value, folder, where, "image", _FORMS)
+    with _open_picture(source, where) as picture:
         width, height = picture.size
         # The header has the size before the orientation is applied.
         orientation = picture.getexif().get(ExifTags.Base.Orientation)
-    return (width, height) if orientation in _TURNED else (height, width)
+    return (width, height) if orientation in _SIDEWAYS_ORIENTATIONS else (height, width)
 
 
 @contextmanager
-def _opened(source: Any, where: str) -> Iterator[Any]:
-    """Context manager: the opened image. Errors of decoding it inside become DataErrors."""
+def _open_picture(source: Any, where: str) -> Iterator[Any]:
+    """Context manager: open an image and yield it; a `PIL.Image.Image` is yielded as it is.
+
+    Raises:
+        DataError: the image cannot be opened, or an error is raised inside the context.
+    """
     try:
         if not isinstance(source, Path | io.BytesIO):
             yield source
@@ -181,7 +185,7 @@ def _opened(source: Any, where: str) -> Iterator[Any]:
     except DataError:
         raise
     except Exception as error:  # decoders raise what they like about a damaged file
-        raise _unreadable(error, source, where) from error
+        raise _unreadable_error(error, source, where) from error
 
 
 def _check_picture(picture: Any, where: str) -> None:
@@ -189,7 +193,7 @@ def _check_picture(picture: Any, where: str) -> None:
     if picture.width * picture.height > MAX_PIXELS:
         raise Image.DecompressionBombError(f"{picture.width} x {picture.height} pixels")
     num_frames = getattr(picture, "n_frames", 1)
-    if num_frames > 1 and picture.format in _ANIMATED:
+    if num_frames > 1 and picture.format in _ANIMATED_FORMATS:
         raise DataError(
             where,
             got=f"an image of {num_frames} frames ({picture.format})",
@@ -198,8 +202,8 @@ def _check_picture(picture: Any, where: str) -> None:
         )
 
 
-def _unreadable(error: Exception, source: Any, where: str) -> DataError:
-    """Turn an error of Pillow into a DataError that says what is wrong with the image."""
+def _unreadable_error(error: Exception, source: Any, where: str) -> DataError:
+    """Make a DataError of an error that Pillow raised about an image."""
     # Some of Pillow's errors have no text, some have several lines.
     reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
     if isinstance(error, Image.DecompressionBombError):
@@ -214,13 +218,13 @@ def _unreadable(error: Exception, source: Any, where: str) -> DataError:
             return DataError(where, got=got, expected=expected, fix="Save it as one of these.")
     return DataError(
         where,
-        got=f"{described(source)}, which is no image that can be read ({reason})",
+        got=f"{describe_source(source)}, which is no image that can be read ({reason})",
         expected="a whole image file of a format that Pillow knows",
         fix="Correct or leave out the row.",
     )
 
 
-def described(source: Any) -> str:
+def describe_source(source: Any) -> str:
     """Describe a file, or the bytes of one, for an error."""
     if isinstance(source, io.BytesIO):
         return f"{source.getbuffer().nbytes} bytes"
@@ -241,14 +245,14 @@ def _format_of(source: Path | io.BytesIO) -> str:
     return ""
 
 
-def source_of(value: Any, folder: Path, where: str, what: str, expected: str) -> Any:
+def find_source(value: Any, folder: Path, where: str, kind: str, expected: str) -> Any:
     """Find the file or the bytes that an image or a video is to be read from.
 
     Args:
         value: the image or video, in one of the forms of `expected`.
         folder: folder of the data file.
         where: the row and the number of the image or video, for errors.
-        what: "image" or "video".
+        kind: "image" or "video".
         expected: the forms that it may have, for errors.
 
     Returns:
@@ -258,22 +262,23 @@ def source_of(value: Any, folder: Path, where: str, what: str, expected: str) ->
         DataError: the value has another form, or the file does not exist.
     """
     if isinstance(value, Mapping):
-        value = _value_of_fields(value, where, what)
-    if what == "image" and isinstance(value, Image.Image):
+        value = _medium_in_fields(value, where, kind)
+    if kind == "image" and isinstance(value, Image.Image):
         return value
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str | Path):
-        fix = f"Correct the row, or set data.{what}_key to the column that holds the {what}s."
-        raise DataError(where, got=f"the {what} {shortened(value)}", expected=expected, fix=fix)
-    return _file_at(str(value), folder, where, what)
+        fix = f"Correct the row, or set data.{kind}_key to the column that holds the {kind}s."
+        raise DataError(where, got=f"the {kind} {shortened(value)}", expected=expected, fix=fix)
+    return _find_file(str(value), folder, where, kind)
 
 
-def _value_of_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
-    """Return the image or video in a dictionary with `bytes`, `path`, `image`, `video` or `url`.
+def _medium_in_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
+    """Find the image or video in a dictionary with `bytes`, `path`, `image`, `video` or `url`.
 
-    If it has none of these, return a dictionary of its keys without their values: the caller
-    refuses dictionaries with an error that shows their content.
+    Returns:
+        The image or video. If the dictionary has none of these keys, a dictionary of its keys
+        without their values, which the caller refuses with an error that shows the keys.
     """
     values = without_nulls(fields)
     size_keys = [name for name in values if "pixels" in name or "resized" in name]
@@ -291,8 +296,11 @@ def _value_of_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
     return dict.fromkeys(fields)
 
 
-def _file_at(text: str, folder: Path, where: str, kind: str) -> Path:
-    """The file of a path or `file://` URL, which may be relative to the folder of the data file."""
+def _find_file(text: str, folder: Path, where: str, kind: str) -> Path:
+    """Find the local file of a path or `file://` URL. Raise a DataError if there is none.
+
+    A relative path starts at the folder of the data file, or else in the working directory.
+    """
     plain = text.removeprefix("file://")
     if "://" in plain or plain.startswith("data:"):
         raise DataError(
@@ -309,7 +317,7 @@ def _file_at(text: str, folder: Path, where: str, kind: str) -> Path:
             expected="a path below the data file's folder, or an absolute one",
             fix="Write the path from the root.",
         )
-    # Data files that are moved together with their images name them relative to themselves.
+    # The data file's folder first: a data set keeps working when it is moved with its images.
     candidates = [path] if path.is_absolute() else [folder / path, path]
     for candidate in candidates:
         if candidate.is_file():

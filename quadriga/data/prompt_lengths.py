@@ -40,10 +40,10 @@ from quadriga.data.media import read_prompt
 from quadriga.data.tokenizing import (
     ChatEncoder,
     chat_in_json,
+    describe_template_check,
     require_embedded,
     role_order,
     shortened,
-    written_messages,
 )
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
@@ -53,9 +53,10 @@ if TYPE_CHECKING:
     from quadriga.data.vision import VisionProcessor
 
 BATCH_ROWS = 256
+"""Rows that are measured in one call."""
 BAD = -1
-"""Number of tokens of a bad row."""
-# Bits of the field `notes` of a measured prompt.
+"""Stands for the number of tokens of a bad row."""
+# Bits of the field `notes` of a measured prompt: facts that are counted and printed at the start.
 IN_JSON = 1
 CONTINUED = 2
 WITH_TOOLS = 4
@@ -68,12 +69,11 @@ NOTES = {
     "write the tools' schemas, so the model is not told how to call them",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
-"""A measured prompt: number of tokens, sum of its `NOTES`, hash of its role order.
-
-The hash is 0 for a bad row."""
-Counts: TypeAlias = tuple[np.ndarray, list[DataError]]
+"""A measured prompt: its number of tokens, the sum of its `NOTES`, and the hash of its role order
+(`role_order`), which is 0 for a bad row."""
+Measurements: TypeAlias = tuple[np.ndarray, list[DataError]]
 """`MEASURED` [rows], where bad rows have `BAD` tokens; and the errors of the bad rows."""
-_WORKERS = "data.filter_overlong_prompts_workers"
+_WORKERS_KEY = "data.filter_overlong_prompts_workers"
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class PromptMeter:
         encoder: renders prompts.
         processor: counts the tokens of images and videos. None: prompts are text.
         config: the section `data`.
-        limit: a number of tokens. A count may be inexact as long as it is on the right side of this
-            number, which often saves tokenizing. None: counts are exact.
+        limit: a number of tokens. A count may be inexact, but is above `limit` if and only if the
+            exact count is, which often saves tokenizing. None: counts are exact.
         context: tools and size of the vocabulary.
     """
 
@@ -126,7 +126,7 @@ class PromptMeter:
     limit: int | None = None
     context: PromptContext = NO_CONTEXT
 
-    def measure(self, table: RowTable, rows: range) -> Counts:
+    def measure(self, table: RowTable, rows: range) -> Measurements:
         """Measure the prompts of some rows.
 
         Args:
@@ -138,28 +138,28 @@ class PromptMeter:
         """
         prompts = []
         errors = []
-        [batch] = table.batches(self._columns(table), len(rows), rows)
+        [batch] = table.batches(self._needed_columns(table), len(rows), rows)
         for number, row in enumerate(batch, start=table.first + rows.start):
             try:
-                prompt = self._rendered(row, f"{table.path} row {number}", table.path.parent)
+                prompt = self._render(row, f"{table.path} row {number}", table.path.parent)
             except DataError as error:
                 errors.append(error)
-                prompt = _Rendered(text="", num_further_tokens=BAD, notes=0, order=0)
+                prompt = _RenderedPrompt(text="", num_media_tokens=BAD, notes=0, order=0)
             prompts.append(prompt)
         # Tokens of images and videos are added below, so those of the text have to be exact.
         limit = None if self.processor else self.limit
         least, most = self.encoder.counter.bounds([prompt.text for prompt in prompts], limit).T
-        # Of the two bounds, the one nearer to the limit: both are on one side of it.
+        # Both bounds are on one side of the limit. The nearer one is taken.
         counts = most if limit is None else np.where(least > limit, least, most)
 
-        further = np.array([prompt.num_further_tokens for prompt in prompts], dtype=np.int64)
+        media_counts = np.array([prompt.num_media_tokens for prompt in prompts], dtype=np.int64)
         measured = np.empty(len(prompts), MEASURED)
-        measured["tokens"] = np.where(further == BAD, BAD, counts + further)
+        measured["tokens"] = np.where(media_counts == BAD, BAD, counts + media_counts)
         measured["notes"] = [prompt.notes for prompt in prompts]
         measured["order"] = [prompt.order for prompt in prompts]
         return measured, errors
 
-    def _columns(self, table: RowTable) -> list[str]:
+    def _needed_columns(self, table: RowTable) -> list[str]:
         """The columns of a file that prompts depend on, or that are checked."""
         config = self.config
         names = (
@@ -172,18 +172,21 @@ class PromptMeter:
         columns = [name for name in dict.fromkeys(names) if name in table.columns]
         if table.schema is None or "extra_info" not in columns:
             return columns
-        # `_rendered` checks that its values are dictionaries, as those of a struct are.
+        # `_render` checks that its values are dictionaries, as those of a struct are.
         if pa.types.is_struct(table.schema.field("extra_info").type):
             columns.remove("extra_info")
         return columns
 
-    def _rendered(self, row: dict[str, Any], where: str, folder: Path) -> "_Rendered":
+    def _render(self, row: dict[str, Any], where: str, folder: Path) -> "_RenderedPrompt":
         """Check a row and render its prompt.
 
         Args:
             row: values by column.
             where: file and row, for errors.
             folder: folder of the data file.
+
+        Returns:
+            The rendered prompt, with what is to be added to the tokens of its text.
 
         Raises:
             DataError: the row is bad.
@@ -199,22 +202,22 @@ class PromptMeter:
                 fix="Correct the row: it holds other facts about the row, by name.",
             )
         messages, media = read_prompt(row, config, is_vision=processor is not None, where=where)
-        num_further_tokens = 0
+        num_media_tokens = 0
         if processor is not None:
             counts, clips = processor.media_sizes(media, config, folder=folder, where=where)
             counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
             # The rendered text has one token for each image and video already.
-            num_further_tokens = sum(counts) - len(counts)
+            num_media_tokens = sum(counts) - len(counts)
 
-        at_prompt = f"{where}, column {config.prompt_key!r}"
+        prompt_place = f"{where}, column {config.prompt_key!r}"
         tools = self.context.tools_of(row)
-        text = self.encoder.render(messages, where=at_prompt, tools=tools)
+        text = self.encoder.render(messages, where=prompt_place, tools=tools)
         # With a template that ignores tools, the model would be trained to call unknown functions.
         tool_names = [tool["function"]["name"] for tool in tools]
         missing_names = [name for name in tool_names if name not in text]
         if missing_names:
             raise DataError(
-                at_prompt,
+                prompt_place,
                 got=f"a prompt that does not name the tools {', '.join(missing_names)}",
                 expected="one that names the tools of its agent loop",
                 fix="Use a chat template that writes tools, or describe them in a system message.",
@@ -223,49 +226,57 @@ class PromptMeter:
         vocabulary_size = self.context.vocabulary_size
         if vocabulary_size is not None:
             (token_ids,) = self.encoder.encode([text])
-            require_embedded(token_ids, vocabulary_size, self.encoder.tokenizer, where=at_prompt)
-        notes = IN_JSON * bool(chat_in_json(row[config.prompt_key]))
-        notes += CONTINUED * self.encoder.continues(messages)
-        notes += WITH_TOOLS * bool(tools)
+            require_embedded(token_ids, vocabulary_size, self.encoder.tokenizer, where=prompt_place)
+
+        notes = 0
+        if chat_in_json(row[config.prompt_key]):
+            notes |= IN_JSON
+        if self.encoder.continues(messages):
+            notes |= CONTINUED
+        if tools:
+            notes |= WITH_TOOLS
+        # If the messages name every tool, the check above says nothing about the template.
         if tools and all(name in str(messages) for name in tool_names):
-            text_without_tools = self.encoder.render(messages, where=at_prompt)
-            notes += UNWRITTEN_TOOLS * (text == text_without_tools)
-        # A hash that is equal in all processes, unlike that of `hash`. 0 is for bad rows.
+            text_without_tools = self.encoder.render(messages, where=prompt_place)
+            if text == text_without_tools:
+                notes |= UNWRITTEN_TOOLS
+
+        # Not `hash`, whose results differ from process to process. 0 stands for a bad row.
         order = repr(role_order(messages, has_tools=bool(tools)))
-        return _Rendered(text, num_further_tokens, notes, zlib.crc32(order.encode()) or 1)
+        return _RenderedPrompt(text, num_media_tokens, notes, zlib.crc32(order.encode()) or 1)
 
 
-class _Rendered(NamedTuple):
+class _RenderedPrompt(NamedTuple):
     """A rendered prompt.
 
     Attributes:
         text: as the chat template writes it.
-        num_further_tokens: tokens of images and videos, in addition to the one token that the text
+        num_media_tokens: tokens of images and videos, in addition to the one token that the text
             has for each. `BAD`: the row is bad.
         notes: the sum of its `NOTES`.
         order: the hash of its role order.
     """
 
     text: str
-    num_further_tokens: int
+    num_media_tokens: int
     notes: int
     order: int
 
 
-def told_prompts(measured: np.ndarray) -> str:
-    """Summarize the measured prompts for the notices of a start.
+def describe_prompts(measured: np.ndarray) -> str:
+    """Summarize the measured prompts, for a notice at the start of a run.
 
     Args:
         measured: `MEASURED` [rows].
     """
     num_orders = np.count_nonzero(np.unique(measured["order"]))
     longest = f"the longest has {measured['tokens'].max()} tokens"
-    return f"{len(measured)} prompts measured: {longest}; {written_messages(num_orders)}"
+    return f"{len(measured)} prompts measured: {longest}; {describe_template_check(num_orders)}"
 
 
 def prompt_lengths(
     table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1
-) -> Counts:
+) -> Measurements:
     """Measure every prompt of a file, and store the result on disk.
 
     The key of an entry is a hash of everything that the result depends on: the content of the file,
@@ -286,8 +297,9 @@ def prompt_lengths(
     Raises:
         DataError: a process has died, or counting has failed.
     """
+    # The key of an entry could not tell whether an image has changed.
     if meter.processor is not None:
-        return _measure(table, meter, num_workers)
+        return _measure_file(table, meter, num_workers)
     keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)
     facts = (
         table.digest,
@@ -314,7 +326,8 @@ def prompt_lengths(
             f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.",
             flush=True,
         )
-    measured, errors = _measure(table, meter, num_workers)
+    measured, errors = _measure_file(table, meter, num_workers)
+    # The cache only saves time, so a run goes on if it cannot be written.
     try:
         with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
             np.savez(file, lengths=measured)
@@ -326,7 +339,7 @@ def prompt_lengths(
 def _errors_of_bad_rows(
     measured: np.ndarray, table: RowTable, meter: PromptMeter
 ) -> list[DataError]:
-    """Measure the bad rows of a stored result again: their errors are not stored."""
+    """Measure the bad rows of a stored result again, because the cache does not hold their errors."""
     errors: list[DataError] = []
     for number in np.flatnonzero(measured["tokens"] == BAD).tolist():
         _, row_errors = meter.measure(table, range(number, number + 1))
@@ -334,33 +347,33 @@ def _errors_of_bad_rows(
     return errors
 
 
-def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> Counts:
+def _measure_file(table: RowTable, meter: PromptMeter, num_workers: int) -> Measurements:
     """Measure every prompt of a file, batch by batch."""
     batches = []
     for start in range(0, len(table), BATCH_ROWS):
         batches.append(range(start, min(start + BATCH_ROWS, len(table))))
     # At most one process for each batch.
     num_workers = min(num_workers, len(batches))
-    counted: dict[int, Counts] = {}  # by number of the batch
+    results: dict[int, Measurements] = {}  # by number of the batch
 
     def progress() -> str:
-        return f"{len(counted)} of {len(batches)} batches of {BATCH_ROWS} rows are there"
+        return f"{len(results)} of {len(batches)} batches of {BATCH_ROWS} rows are there"
 
     with waiting(f"the token counts of {table.path}", progress):
         if num_workers > 1:
-            _measure_elsewhere(table, meter, batches, num_workers, counted)
+            _measure_in_processes(table, meter, batches, num_workers, results)
         # With one worker, or if the other processes are unusable, all batches are measured here.
         for number, rows in enumerate(batches):
-            if number not in counted:
-                counted[number] = meter.measure(table, rows)
-    # Processes finish batches in any order.
-    parts = []
+            if number not in results:
+                results[number] = meter.measure(table, rows)
+    # Processes finish batches in any order, so the results are put in that of the rows.
+    measured_batches = []
     errors: list[DataError] = []
     for number in range(len(batches)):
-        measured, batch_errors = counted[number]
-        parts.append(measured)
+        measured, batch_errors = results[number]
+        measured_batches.append(measured)
         errors += batch_errors
-    return np.concatenate(parts), errors
+    return np.concatenate(measured_batches), errors
 
 
 # ---- processes that count -----------------------------------------------------------------------
@@ -368,49 +381,49 @@ def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> Counts:
 
 @dataclass(frozen=True)
 class Ready:
-    """A process has the tokenizer and the rows."""
+    """Answer of a process that has loaded the tokenizer and the rows."""
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """A process cannot load the tokenizer, or open the rows."""
+    """Answer of a process that cannot load the tokenizer, or cannot open the rows."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Measuring a batch has raised an error other than that of a bad row."""
+    """Answer for a batch whose measuring raised an error other than that of a bad row."""
 
     reason: str
     trace: str
 
 
-def _measure_elsewhere(
+def _measure_in_processes(
     table: RowTable,
     meter: PromptMeter,
     batches: list[range],
     num_workers: int,
-    counted: dict[int, Counts],
+    results: dict[int, Measurements],
 ) -> None:
-    """Measure batches in other processes. Print a notice if they cannot load the meter.
+    """Measure batches in other processes. If they cannot load the meter, only print a notice.
 
     Args:
         table: the rows of a file.
         meter: measures the prompts.
         batches: the rows of each batch.
         num_workers: processes to start.
-        counted: gets the result of each batch, by its number.
+        results: gets the result of each batch, by the number of the batch.
 
     Raises:
         DataError: a process has died, or measuring has failed there.
     """
     try:
         # Pickled once for all processes.
-        work = pickle.dumps((meter, table), pickle.HIGHEST_PROTOCOL)
+        meter_and_table = pickle.dumps((meter, table), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         # A user's tokenizer may raise anything when it is pickled.
-        _tell_unusable(f"{type(error).__name__}: {error}")
+        _print_unusable(f"{type(error).__name__}: {error}")
         return
     with ExitStack() as stack:
         programs: dict[Connection, SupervisedProgram] = {}
@@ -419,58 +432,64 @@ def _measure_elsewhere(
             stack.callback(program.close)
             programs[program.connection] = program
         # Numbers of the batches that each process has not answered yet, oldest first.
-        sent: dict[Connection, list[int]] = {connection: [] for connection in programs}
+        unanswered: dict[Connection, list[int]] = {connection: [] for connection in programs}
         for connection in programs:
             # If the process has died already, `recv` reports it below.
             with suppress(BrokenPipeError, ConnectionResetError):
-                connection.send_bytes(work)
+                connection.send_bytes(meter_and_table)
+
         # Batches go to whichever process is free next.
-        numbers = iter(range(len(batches)))
-        while len(counted) < len(batches):
+        next_batches = iter(range(len(batches)))
+        while len(results) < len(batches):
             for connection in wait(list(programs)):
                 assert isinstance(connection, Connection)
                 try:
                     answer = connection.recv()
                 except (EOFError, ConnectionResetError):
                     # The process ended without an answer.
-                    raise _died(programs[connection], batches, sent[connection]) from None
+                    raise _early_end_error(
+                        programs[connection], batches, unanswered[connection]
+                    ) from None
                 if isinstance(answer, Unusable):
-                    _tell_unusable(answer.reason)
+                    _print_unusable(answer.reason)
                     return
-                num_batches = 1
                 if isinstance(answer, Failed):
-                    raise _failed(answer, table, batches[sent[connection][0]])
+                    raise _failed_batch_error(answer, table, batches[unanswered[connection][0]])
+                num_new_batches = 1
                 if isinstance(answer, Ready):
-                    num_batches = 2  # so that a process never waits for its next batch
+                    # Two at first: a process has its next batch before it has answered one.
+                    num_new_batches = 2
                 else:
-                    counted[sent[connection].pop(0)] = answer
-                for number in islice(numbers, num_batches):
-                    sent[connection].append(number)
+                    results[unanswered[connection].pop(0)] = answer
+                for number in islice(next_batches, num_new_batches):
+                    unanswered[connection].append(number)
                     with suppress(BrokenPipeError, ConnectionResetError):
                         connection.send(batches[number])
 
 
-def _died(program: SupervisedProgram, batches: list[range], sent: list[int]) -> DataError:
-    """Make the error for a process that ended too early.
+def _early_end_error(
+    program: SupervisedProgram, batches: list[range], unanswered: list[int]
+) -> DataError:
+    """Make the error for a process that ended before it had answered everything.
 
     Args:
         program: the process.
         batches: the rows of each batch.
-        sent: numbers of the batches that the process has not answered.
+        unanswered: numbers of the batches that the process has not answered, oldest first.
     """
     task = "loaded the tokenizer"
-    if sent:
-        rows = batches[sent[0]]
+    if unanswered:
+        rows = batches[unanswered[0]]
         task = f"counted the tokens of rows {rows.start} to {rows.stop - 1}"
     return DataError(
-        _WORKERS,
+        _WORKERS_KEY,
         got=f"a process that ended with {program.close(patience_s=1.0)} while it {task}",
         expected="processes that count to the end",
-        fix=f"Its output above may say why. With {_WORKERS}=1 this process counts, in less memory.",
+        fix=f"Its output above may say why. With {_WORKERS_KEY}=1 this process counts, in less memory.",
     )
 
 
-def _failed(failure: Failed, table: RowTable, rows: range) -> DataError:
+def _failed_batch_error(failure: Failed, table: RowTable, rows: range) -> DataError:
     """Make the error for a batch whose measuring failed in another process."""
     first = table.first + rows.start
     last = table.first + rows.stop - 1
@@ -484,15 +503,15 @@ def _failed(failure: Failed, table: RowTable, rows: range) -> DataError:
     return error
 
 
-_told_reasons: set[str] = set()
+_printed_reasons: set[str] = set()
 
 
-def _tell_unusable(reason: str) -> None:
-    """Print that other processes are unusable: once for each reason, as there may be many files."""
-    if reason not in _told_reasons:
-        _told_reasons.add(reason)
+def _print_unusable(reason: str) -> None:
+    """Print that other processes are unusable. Each reason is printed once, for all files."""
+    if reason not in _printed_reasons:
+        _printed_reasons.add(reason)
         print(
-            f"{_WORKERS}: prompts are counted in this process alone: others cannot load {reason}.",
+            f"{_WORKERS_KEY}: prompts are counted in this process alone: others cannot load {reason}.",
             flush=True,
         )
 
@@ -502,16 +521,16 @@ def main(connection_fd: int) -> None:
     # The cores are used by several processes, so further threads would slow each other down.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     connection = Connection(connection_fd)
-    # These mean that the driver has closed the pipe, because it has all counts or has ended.
+    # These errors mean that the driver has closed the pipe: it has all counts, or has ended.
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _serve(connection)
+        _answer_requests(connection)
 
 
-def _serve(connection: Connection) -> None:
+def _answer_requests(connection: Connection) -> None:
     """Answer the driver: first whether this process is usable, then each batch."""
-    work = connection.recv_bytes()
+    meter_and_table = connection.recv_bytes()
     try:
-        meter, table = pickle.loads(work)
+        meter, table = pickle.loads(meter_and_table)
     except Exception as error:
         # A class may not be importable here, or may raise anything when it is restored.
         connection.send(Unusable(f"{type(error).__name__}: {error}"))
@@ -520,7 +539,7 @@ def _serve(connection: Connection) -> None:
     while True:
         rows = connection.recv()
         try:
-            answer: Counts | Failed = meter.measure(table, rows)
+            answer: Measurements | Failed = meter.measure(table, rows)
         except Exception as error:
             answer = Failed(f"{type(error).__name__}: {str(error)[:200]}", traceback.format_exc())
         connection.send(answer)

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
-from quadriga.data.file_dataset import FileDataset, tell_bad_rows
+from quadriga.data.file_dataset import FileDataset, print_bad_rows
 from quadriga.data.files import FileNames, RowTable
 from quadriga.data.media import read_prompt
 from quadriga.data.padding import (
@@ -38,8 +38,8 @@ from quadriga.data.prompt_lengths import (
     WITH_TOOLS,
     PromptContext,
     PromptMeter,
+    describe_prompts,
     prompt_lengths,
-    told_prompts,
 )
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.videos import Clip
@@ -100,9 +100,10 @@ class RLHFDataset(FileDataset):
         if required_columns is None:
             required_columns = (config.prompt_key, config.reward_fn_key, "reward_model")
         _check_columns(self._tables, required_columns, config)
+        # The columns of any file, in the order in which they first appear.
         self._columns = list(dict.fromkeys(chain(*(table.columns for table in self._tables))))
         # Rows are numbered over all files. For each file, the number of rows up to its end.
-        self._ends = np.cumsum([len(table) for table in self._tables])
+        self._file_ends = np.cumsum([len(table) for table in self._tables])
         moved_columns = sorted((RESERVED & {*self._columns}) - {config.prompt_key})
         if moved_columns:
             print(
@@ -112,7 +113,7 @@ class RLHFDataset(FileDataset):
             )
         is_shuffled = config.shuffle if is_train else config.validation_shuffle
         # Numbers of the rows in use: item `i` is row `_rows[i]`.
-        self._rows = self._chosen(max_samples, is_shuffled=is_shuffled)
+        self._rows = self._choose_rows(max_samples, is_shuffled=is_shuffled)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -141,31 +142,36 @@ class RLHFDataset(FileDataset):
         """
         config = self.config
         number = int(self._rows[item])
-        table, file_row, where = self._place(number)
+        table, file_row, where = self._find_row(number)
         # Rows of different files may be in one batch, so each gets the columns of all files.
         row = dict.fromkeys(self._columns) | table[file_row]
         messages, media = read_prompt(
             row, config, is_vision=self.processor is not None, where=where
         )
         tools = self.context.tools_of(row)
-        used_columns = {config.prompt_key}
+        # Before columns are moved or removed: `columns_entry` gets a copy of all.
+        file_columns = {
+            name: row[name] for name in row if name not in ("extra_info", "reward_model")
+        }
+        # The prompt and its media come back below as tokens and tensors.
+        row.pop(config.prompt_key, None)
         if self.processor is not None:
-            used_columns |= {config.image_key, config.video_key}
-        columns = {name: row[name] for name in row if name not in ("extra_info", "reward_model")}
-        row = set_aside({name: value for name, value in row.items() if name not in used_columns})
+            row.pop(config.image_key, None)
+            row.pop(config.video_key, None)
+        row = set_aside(row)
         if self.columns_entry is not None:
             # Rows that came from Python objects have the entry already, which takes precedence.
-            row["extra_info"] = {self.columns_entry: columns} | (row.get("extra_info") or {})
+            row["extra_info"] = {self.columns_entry: file_columns} | (row.get("extra_info") or {})
 
         folder = table.path.parent
         pictures, clips = read_media(media, self.processor, config, folder=folder, where=where)
-        at_prompt = f"{where}, column {config.prompt_key!r}"
-        text = self.encoder.render(messages, where=at_prompt, tools=tools)
+        prompt_place = f"{where}, column {config.prompt_key!r}"
+        text = self.encoder.render(messages, where=prompt_place, tools=tools)
         row |= prompt_columns(
             text, pictures, clips, self.encoder, self.processor, config, where=where
         )
-        # Then the loader makes these tensors (`RowLoader`), so that worker processes send less.
         if not config.return_multi_modal_inputs:
+            # The loader makes these tensors again (`RowLoader`): worker processes send less.
             row.pop("multi_modal_inputs", None)
         if config.return_raw_chat:
             row["raw_prompt"] = messages
@@ -191,33 +197,33 @@ class RLHFDataset(FileDataset):
     def places(self, items: Sequence[int]) -> list[tuple[int, int]]:
         """For each item, the number of its file and of its row in that file."""
         numbers = self._rows[np.asarray(items, dtype=np.int64)]
-        files = np.searchsorted(self._ends, numbers, side="right")
+        files = np.searchsorted(self._file_ends, numbers, side="right")
         # The number of the first row of each file among all rows.
-        first_rows = np.concatenate([[0], self._ends])[files]
+        first_rows = np.concatenate([[0], self._file_ends])[files]
         return list(zip(files.tolist(), (numbers - first_rows).tolist(), strict=True))
 
-    def _place(self, number: int) -> tuple[RowTable, int, str]:
+    def _find_row(self, number: int) -> tuple[RowTable, int, str]:
         """Find a row by its number among the rows of all files.
 
         Returns:
             The table of its file, its number in the table, and file and row for errors.
         """
-        position = int(np.searchsorted(self._ends, number, side="right"))
+        position = int(np.searchsorted(self._file_ends, number, side="right"))
         table = self._tables[position]
-        file_row = number - int(self._ends[position - 1]) if position else number
+        file_row = number - int(self._file_ends[position - 1]) if position else number
         return table, file_row, f"{table.path} row {table.first + file_row}"
 
     @property
     def digest(self) -> str:
         """Hash of the files' contents and of the numbers of the rows in use."""
-        # Other settings choose other rows of the same files.
         digest = hashlib.sha256("".join(table.digest for table in self._tables).encode())
+        # Other settings choose other rows of the same files.
         digest.update(self._rows.tobytes())
         return digest.hexdigest()
 
     def items_by_entry(self) -> list[np.ndarray]:
         """For each entry of `data_files`, the items that come from its files, int64 [items]."""
-        files = np.searchsorted(self._ends, self._rows, side="right")
+        files = np.searchsorted(self._file_ends, self._rows, side="right")
         entries = np.array(self._entries)[files]
         return [np.flatnonzero(entries == number) for number in range(self._entries[-1] + 1)]
 
@@ -231,7 +237,7 @@ class RLHFDataset(FileDataset):
             Pairs of file and row as text, and the value or None.
         """
         # Files are read once, in order; a mask says which of their rows are in use.
-        is_used = np.zeros(self._ends[-1], dtype=bool)
+        is_used = np.zeros(self._file_ends[-1], dtype=bool)
         is_used[self._rows] = True
         first = 0
         for table in self._tables:
@@ -242,7 +248,7 @@ class RLHFDataset(FileDataset):
                     yield f"{table.path} row {table.first + number}", row.get(name)
             first += len(table)
 
-    def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
+    def _choose_rows(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
         """Choose the rows to use, and print what is left out.
 
         Bad rows are left out or raise (`data.on_bad_row`), overlong ones are left out with
@@ -259,34 +265,36 @@ class RLHFDataset(FileDataset):
             DataError: no row is left, or a row would raise an error when it is fetched in training.
         """
         filters_long = self.config.filter_overlong_prompts
-        # A subclass with its own `__getitem__` may not use the prompt as it is in the file.
+        # A subclass with its own `__getitem__` may not use the prompt as it is in the file, so its
+        # prompts are measured only if the configuration asks for the filter.
         is_plain = type(self).__getitem__ is RLHFDataset.__getitem__
-        rows = np.arange(self._ends[-1])
+        rows = np.arange(self._file_ends[-1])
         is_sample = 0 <= max_samples < len(rows)
         measured = np.zeros(len(rows), MEASURED)
-        # All rows are measured if long ones are left out, for the sample is taken after that. Else
-        # only the rows of the sample are.
+        # If long rows are left out, all rows are measured, because the sample is drawn from the
+        # short ones. Otherwise only the rows of the sample are measured.
         measures_all = filters_long or (is_plain and not is_sample)
         if measures_all:
-            measured = np.concatenate([self._measured(table) for table in self._tables])
+            measured = np.concatenate([self._measure(table) for table in self._tables])
             rows = rows[measured["tokens"] != BAD]
         if filters_long:
-            rows = self._without_long(rows, measured["tokens"])
+            rows = self._drop_long(rows, measured["tokens"])
         rows = self._sample(rows, max_samples, is_shuffled=is_shuffled)
         measures_sample = is_plain and not measures_all and len(rows) > 0
         if measures_sample:
             for number in rows.tolist():
-                table, file_row, _ = self._place(number)
-                measured[number] = self._measured(table, range(file_row, file_row + 1))[0]
+                table, file_row, _ = self._find_row(number)
+                measured[number] = self._measure(table, range(file_row, file_row + 1))[0]
             rows = rows[measured["tokens"][rows] != BAD]
-        # Before the error that no row is left, so that the reasons are printed.
-        self._tell(measured[rows])
+
+        # Before the error that no row is left, so that users see why.
+        self._print_summary(measured[rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(
                 self._key, got="bad rows only", expected="a good one", fix="Correct them."
             )
         if measures_all or measures_sample:
-            self._try_long(rows, measured[rows])
+            self._check_long_rows(rows, measured[rows])
             self.longest_prompt = int(measured["tokens"][rows].max(initial=0))
         return rows
 
@@ -300,7 +308,7 @@ class RLHFDataset(FileDataset):
             return np.sort(rng.choice(rows, size=max_samples, replace=False))
         return rows[:max_samples]
 
-    def _without_long(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _drop_long(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Leave out rows that are too long.
 
         Args:
@@ -326,12 +334,15 @@ class RLHFDataset(FileDataset):
             )
         return rows[~is_long]
 
-    def _try_long(self, rows: np.ndarray, measured: np.ndarray) -> None:
+    def _check_long_rows(self, rows: np.ndarray, measured: np.ndarray) -> None:
         """Fetch overlong rows, to raise the error of the first one that must not be truncated.
 
         Args:
             rows: numbers of the rows in use.
             measured: `MEASURED` [rows].
+
+        Raises:
+            DataError: a row has tools, or images, or `data.truncation=error`.
         """
         config = self.config
         is_long = measured["tokens"] > config.max_prompt_length
@@ -348,8 +359,8 @@ class RLHFDataset(FileDataset):
 
     def _refuse_long_tools(self, number: int) -> None:
         """Raise a DataError for a row whose prompt is too long with its tools."""
-        table, file_row, where = self._place(number)
-        # A new meter without a limit, because the count has to be exact here.
+        table, file_row, where = self._find_row(number)
+        # A meter without a limit, because users need the exact count.
         meter = PromptMeter(self.encoder, self.processor, self.config, context=self.context)
         measured, _ = meter.measure(table, range(file_row, file_row + 1))
         num_tokens = measured["tokens"][0]
@@ -363,23 +374,23 @@ class RLHFDataset(FileDataset):
             ),
         )
 
-    def _tell(self, measured: np.ndarray) -> None:
+    def _print_summary(self, measured: np.ndarray) -> None:
         """Print the bad rows that are left out, and a summary of the rows in use.
 
         Args:
             measured: `MEASURED` [rows in use].
         """
         if self.bad_rows:
-            tell_bad_rows(self._key, self.bad_rows)
+            print_bad_rows(self._key, self.bad_rows)
         # Not for blocks of a stream and generated rows, which come again and again during training.
         if not self.may_be_empty and measured["order"].any():
-            print(f"{self._key}: {told_prompts(measured)}.", flush=True)
+            print(f"{self._key}: {describe_prompts(measured)}.", flush=True)
         for note, description in NOTES.items():
             count = np.count_nonzero(measured["notes"] & note)
             if count:
                 print(f"{self._key}: {count} {description}.", flush=True)
 
-    def _measured(self, table: RowTable, rows: range | None = None) -> np.ndarray:
+    def _measure(self, table: RowTable, rows: range | None = None) -> np.ndarray:
         """Measure the prompts of a file.
 
         Args:
@@ -432,7 +443,7 @@ def require_short_prompt(lengths: Sequence[int], limit: int, *, where: str) -> N
 def set_aside(row: dict[str, Any]) -> dict[str, Any]:
     """Move the columns with reserved names into `extra_info`, where reward functions find them.
 
-    The training loop has batch columns of these names, which would overwrite them.
+    The training loop has batch columns of these names, which would overwrite those of the row.
     """
     columns = {name: row.pop(name) for name in RESERVED & row.keys()}
     if not columns:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quadriga.data.sft_dataset import ASSISTANT, RowMedia, TextPart, TokenizedRows, conversation
+from quadriga.data.sft_dataset import ASSISTANT, RowMedia, TextPart, TokenizedRows, join_parts
 from quadriga.data.tokenizing import Messages, as_messages
 from quadriga.errors import DataError
 
@@ -61,18 +61,18 @@ class RMDataset(TokenizedRows[TokenizedPair]):
             np.concatenate([pair.prompt, pair.chosen]),
             np.concatenate([pair.prompt, pair.rejected]),
         ]
-        columns = self.padded(sequences, pair.media)
+        columns = self.pad(sequences, pair.media)
         return {**columns, "num_prompt_tokens": torch.tensor(len(pair.prompt))}
 
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
         """Build two chats: the prompt with the better response, and with the worse one.
 
         Args:
-            row: columns of the row.
+            row: values by column.
             where: the row, for errors.
 
         Returns:
-            Pairs of a chat's place, for errors, and its messages.
+            For each chat its place, for errors, and its messages.
         """
         chats = []
         for key in self.columns:
@@ -100,14 +100,14 @@ class RMDataset(TokenizedRows[TokenizedPair]):
             chats.append((place, messages))
         return chats
 
-    def made(
+    def build_row(
         self,
         parts: Sequence[TextPart],
         tokens: Sequence[list[int]],
         media: RowMedia | None,
         where: str,
     ) -> TokenizedPair:
-        # Each chat has two parts: the prompt and the last turn of the assistant.
+        # Two chats of two parts each: the prompt, and the last turn of the assistant.
         prompt, chosen, rejected_prompt, _ = parts
         prompt_ids, chosen_ids, rejected_prompt_ids, rejected_ids = tokens
         # Only the prompt of the first chat is stored.
@@ -127,8 +127,8 @@ class RMDataset(TokenizedRows[TokenizedPair]):
                     expected="text, to a prompt that may have some",
                     fix="Leave the row out.",
                 )
-        chosen_response = self._with_end(prompt_ids, chosen_ids)
-        rejected_response = self._with_end(rejected_prompt_ids, rejected_ids)
+        chosen_response = self._end_response(prompt_ids, chosen_ids)
+        rejected_response = self._end_response(rejected_prompt_ids, rejected_ids)
         if np.array_equal(chosen_response, rejected_response):
             raise DataError(
                 where,
@@ -139,9 +139,9 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         prompt_array = np.array(prompt_ids, dtype=np.int32)
         return TokenizedPair(prompt_array, chosen_response, rejected_response, media)
 
-    def _with_end(self, prompt_ids: list[int], response_ids: list[int]) -> np.ndarray:
-        """Token ids of a response up to its end of sequence, as supervised training learns it."""
-        joined = conversation(
+    def _end_response(self, prompt_ids: list[int], response_ids: list[int]) -> np.ndarray:
+        """Cut a response after its end of sequence, or append one; return its token ids, [L]."""
+        joined = join_parts(
             [prompt_ids, response_ids],
             [False, True],
             self.tokenizer.eos_token_id,
@@ -155,7 +155,7 @@ class RMDataset(TokenizedRows[TokenizedPair]):
 
     def cut(self, row: TokenizedPair) -> TokenizedPair | None:
         """Drop the beginning of the prompt. None: the responses alone are too long."""
-        # The media are dropped too: rows that have some are never cut.
+        # The result has no media, because rows with images or videos are never cut.
         num_excess = self.num_tokens(row) - self.config.max_length
         num_remaining = len(row.prompt) - num_excess
         # One token of the prompt must remain, which predicts the first token of the response.

@@ -8,8 +8,8 @@
 Each part is tokenized by itself, as in a rollout: the prompt is tokenized, the model adds its own
 tokens, and then only the new part of each further turn is tokenized. A response is learned up to
 and including its end-of-sequence token. What a template writes after that token, such as a line
-break, is not learned: the model never has to generate it. If a template ends no turn, the marker of
-the next role is learned, provided that generation stops at it.
+break, is not learned: the model never has to generate it. If a template writes no token at the end
+of a turn, the marker of the next role is learned, provided that generation stops at it.
 
 All rows are tokenized when the data set is made, so a bad row is found at once and not after an
 hour, and each row is tokenized once for all epochs. A token takes 5 bytes. The sizes of images and
@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
-from quadriga.data.file_dataset import FileDataset, tell_bad_rows
+from quadriga.data.file_dataset import FileDataset, print_bad_rows
 from quadriga.data.files import FileNames, RowTable
 from quadriga.data.media import media_of, refuse_media, with_parts
 from quadriga.data.tokenizing import (
@@ -43,9 +43,9 @@ from quadriga.data.tokenizing import (
     Messages,
     as_messages,
     chat_in_json,
+    describe_template_check,
     require_embedded,
     shortened,
-    written_messages,
 )
 from quadriga.data.videos import Clip
 from quadriga.data.vision import as_vision, read_media
@@ -53,11 +53,12 @@ from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
 BATCH_ROWS = 256
+"""Rows whose texts are tokenized in one call."""
 ASSISTANT = "assistant"
 THINKING = "enable_thinking"
 """Column, and argument of chat templates: whether a conversation has reasoning."""
 Row = TypeVar("Row", bound=tuple[Any, ...])
-"""A tokenized row: arrays, followed by a `RowMedia` or None."""
+"""A tokenized row: a named tuple of arrays, with a `RowMedia` or None as its last field."""
 
 
 class RowMedia(NamedTuple):
@@ -66,8 +67,9 @@ class RowMedia(NamedTuple):
     Attributes:
         table: the file of the row.
         number: number of the row in that file.
-        images: number of tokens of each image; repeated for each chat of the row.
-        clips: the videos without their frames; repeated for each chat of the row.
+        images: number of tokens of each image. A row of several chats repeats the list for each,
+            because every chat shows all images.
+        clips: the videos without their frames, repeated in the same way.
     """
 
     table: RowTable
@@ -145,7 +147,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
         self.vocabulary_size = vocabulary_size
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         tables = self._tables
-        self._tables = []  # the tokens are held in memory, the files are not
+        # From here on only the tokens are held in memory.
+        self._tables = []
         # Tokenizing takes long, so the columns of all files are checked first.
         for table in tables:
             self._check_columns(table)
@@ -159,16 +162,16 @@ class TokenizedRows(FileDataset, Generic[Row]):
             f"the tokens of {self._key}", lambda: f"{len(rows)} of {num_rows} rows are there"
         ):
             for table in tables:
-                rows.extend(islice(self._read(table), num_rows - len(rows)))
+                rows.extend(islice(self._tokenize_table(table), num_rows - len(rows)))
         if self.bad_rows:
-            tell_bad_rows(self._key, self.bad_rows)
+            print_bad_rows(self._key, self.bad_rows)
         if not rows and not self.may_be_empty:
             raise DataError(
                 self._key, got="bad rows only", expected="a good one", fix="Correct them."
             )
 
         limit = config.max_length
-        # With `data.filter_overlong_prompts`, `rows` still has rows over the limit.
+        # Only with `data.filter_overlong_prompts` does `rows` still have rows over the limit.
         lengths = [self.num_tokens(row) for row in rows]
         self.rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if not self.rows and not self.may_be_empty:
@@ -178,20 +181,20 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 expected=f"at least one of at most data.max_length={limit}",
                 fix="Raise that length.",
             )
-        self._report(len(rows))
+        self._print_report(len(rows))
 
     def _check_columns(self, table: RowTable) -> None:
         """Raise a DataError if a file lacks a column of the rows."""
-        keys = {getattr(self.config, key): f"data.{key}" for key in self.columns}
+        keys_by_column = {getattr(self.config, key): f"data.{key}" for key in self.columns}
         missing_columns = []
-        for column in keys:
+        for column in keys_by_column:
             # A dotted name may be that of a column, or of a field of a column.
             names = {column, column.partition(".")[0]}
             if names.isdisjoint(table.columns):
                 missing_columns.append(repr(column))
         if not missing_columns:
             return
-        fix = f"Name its columns with {', '.join(keys.values())}"
+        fix = f"Name its columns with {', '.join(keys_by_column.values())}"
         if "chosen_key" not in self.columns:
             fix += ", or set data.format to the form of its rows"
         raise DataError(
@@ -201,8 +204,12 @@ class TokenizedRows(FileDataset, Generic[Row]):
             fix=f"{fix}.",
         )
 
-    def _report(self, num_rows: int) -> None:
-        """Print how many rows are left out, and how many have a form that may be a mistake."""
+    def _print_report(self, num_rows: int) -> None:
+        """Print how many rows are left out, and how many have a form that may be a mistake.
+
+        Args:
+            num_rows: rows that were tokenized, with those that are too long.
+        """
         num_left_out = num_rows - len(self.rows)
         if num_left_out:
             print(
@@ -210,7 +217,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 f" {self.config.max_length} tokens and left out.",
                 flush=True,
             )
-        messages = written_messages(self.encoder.num_orders)
+        messages = describe_template_check(self.encoder.num_role_orders)
         print(f"{self._key}: {num_rows} rows measured; {messages}.", flush=True)
         if self.num_chats_in_json:
             print(
@@ -227,14 +234,14 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @abstractmethod
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
-        """Read the conversations of a row, all of which have its images and videos.
+        """Read the conversations of a row. Each of them shows all images and videos of the row.
 
         Args:
             row: values by column.
             where: file and row, for errors.
 
         Returns:
-            Pairs of a conversation's place, for errors, and the conversation.
+            For each conversation its place, for errors, and its messages.
         """
 
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
@@ -255,7 +262,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         return [TextPart(prompt, False), response]
 
     @abstractmethod
-    def made(
+    def build_row(
         self,
         parts: Sequence[TextPart],
         tokens: Sequence[list[int]],
@@ -300,12 +307,12 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 digest.update(f"{media.table.digest} {media.number}".encode())
         return digest.hexdigest()
 
-    def padded(self, sequences: Sequence[np.ndarray], media: RowMedia | None) -> dict[str, Any]:
+    def pad(self, sequences: Sequence[np.ndarray], media: RowMedia | None) -> dict[str, Any]:
         """Make the columns of a row's sequences, padded on the right to `data.max_length`.
 
         Args:
             sequences: token ids, [L] each.
-            media: images and videos of the row, which are read now.
+            media: images and videos of the row, whose pixels are read here.
 
         Returns:
             `input_ids`, `attention_mask` and `position_ids`, int64 [sequences, `data.max_length`].
@@ -324,10 +331,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
             # Positions of padding are 0.
             columns["position_ids"] = torch.arange(length) * attention_mask
             return columns
-        # Rows without images have this column too, since rows of a batch need equal columns.
+
+        # Empty for a row without images: rows of a batch need equal columns.
         inputs: dict[str, torch.Tensor] = {}
         if media is not None:
-            inputs = self._media_inputs(media)
+            inputs = self._load_media_inputs(media)
         positions = []
         for tokens in sequences:
             token_positions = self.processor.positions(tokens.tolist(), inputs)
@@ -336,17 +344,17 @@ class TokenizedRows(FileDataset, Generic[Row]):
         columns["multi_modal_inputs"] = inputs
         return columns
 
-    def _media_inputs(self, media: RowMedia) -> dict[str, torch.Tensor]:
-        """Read the images and videos of a row, as the tensors that the model takes."""
+    def _load_media_inputs(self, media: RowMedia) -> dict[str, torch.Tensor]:
+        """Read the images and videos of a row, and make the tensors that the model takes."""
         assert self.processor is not None
         table = media.table
         where = f"{table.path} row {media.number}"
-        # From the file again: only tokens are kept in memory.
-        row = self._row(table[media.number], where)
+        # Read the row again from its file: only its tokens are kept in memory.
+        row = self._add_dotted_columns(table[media.number], where)
         chats = self.chats_of(row, where)
-        _, chat = chats[0]
-        _, images, videos = self._shown(row, chat, where)
-        # `media` repeats them for each chat, and has none from messages after the last response.
+        _, first_chat = chats[0]
+        _, images, videos = self._with_media_parts(row, first_chat, where)
+        # `media` counts each image once per chat, and none after the last response.
         num_images = len(media.images) // len(chats)
         num_videos = len(media.clips) // len(chats)
         pictures, clips = read_media(
@@ -358,14 +366,19 @@ class TokenizedRows(FileDataset, Generic[Row]):
         )
         return self.processor.inputs(pictures, clips, where=where)
 
-    def _shown(
+    def _with_media_parts(
         self, row: dict[str, Any], chat: Messages, where: str
     ) -> tuple[Messages, list[Any], list[Any]]:
         """Give the images and videos of a conversation content parts of their own.
 
+        Args:
+            row: values by column.
+            chat: the conversation.
+            where: place of the conversation, for errors.
+
         Returns:
-            The messages with these parts, all images and all videos. For a text-only model the
-            conversation as it is, without any.
+            The messages with these parts, all images, and all videos. For a text-only model, the
+            messages as they are and two empty lists.
 
         Raises:
             DataError: the numbers of images and of their places differ, or a text-only model gets
@@ -374,13 +387,16 @@ class TokenizedRows(FileDataset, Generic[Row]):
         media = media_of(row, self.config)
         if self.processor is not None:
             return with_parts(chat, media.get("image", ()), media.get("video"), where=where)
-        # Only messages with parts are checked: tags in a text may be HTML that the model is to write.
-        messages = [message for message in chat if not isinstance(message.get("content"), str)]
+        # Texts are not checked: a tag such as `<image>` may be HTML that the model is to write.
+        chat_without_texts = []
+        for message in chat:
+            if not isinstance(message.get("content"), str):
+                chat_without_texts.append(message)
         column = getattr(self.config, self.columns[0])
-        refuse_media(messages, media, self.config, where=where, column=repr(column))
+        refuse_media(chat_without_texts, media, self.config, where=where, column=repr(column))
         return chat, [], []
 
-    def _parts(
+    def _render_row(
         self, table: RowTable, number: int, row: dict[str, Any]
     ) -> tuple[list[TextPart], RowMedia | None]:
         """Render the conversations of a row.
@@ -395,18 +411,20 @@ class TokenizedRows(FileDataset, Generic[Row]):
             among them, or None if there are none.
         """
         where = f"{table.path} row {number}"
-        row = self._row(row, where)
-        key = "messages_key" if "messages_key" in self.columns else "prompt_key"
-        if chat_in_json(row.get(getattr(self.config, key))):
+        row = self._add_dotted_columns(row, where)
+        chat_key = "messages_key" if "messages_key" in self.columns else "prompt_key"
+        if chat_in_json(row.get(getattr(self.config, chat_key))):
             self.num_chats_in_json += 1
+
         parts: list[TextPart] = []
         media_by_chat = []
         for place, row_chat in self.chats_of(row, where):
-            chat, images, videos = self._shown(row, row_chat, place)
+            chat, images, videos = self._with_media_parts(row, row_chat, place)
             parts += self.parts_of(row, chat, place)
             # Messages after the last response are not rendered, nor are their images.
             num_images, num_videos = _count_media(chat)
             media_by_chat.append([images[:num_images], videos[:num_videos]])
+
         media = media_by_chat[0]
         if any(other != media for other in media_by_chat):
             raise DataError(
@@ -418,60 +436,64 @@ class TokenizedRows(FileDataset, Generic[Row]):
         if self.processor is None or not any(media):
             return parts, None
         # Only the headers of the files are read now; the pixels would not fit in memory.
-        counts, clips = self.processor.media_sizes(
+        image_sizes, clips = self.processor.media_sizes(
             media, self.config, folder=table.path.parent, where=where
         )
         # Each chat has tokens for all images.
         num_chats = len(media_by_chat)
-        return parts, RowMedia(table, number, counts * num_chats, clips * num_chats)
+        return parts, RowMedia(table, number, image_sizes * num_chats, clips * num_chats)
 
-    def _expanded(
+    def _expand_media_tokens(
         self, tokens: list[list[int]], media: RowMedia | None, where: str
     ) -> list[list[int]]:
-        """Replace the token of each image and video in a row by one for each of its embeddings.
+        """Replace the token of each image and video in a row by one token for each of its embeddings.
 
         Args:
-            tokens: token ids of the row's pieces of text.
+            tokens: token ids of each of the row's pieces of text.
             media: images and videos of the row.
             where: file and row, for errors.
+
+        Returns:
+            The expanded token ids of each piece.
         """
         processor = self.processor
         if processor is None:
             return tokens
-        images = [] if media is None else media.images
+        image_sizes = [] if media is None else media.images
         clips = [] if media is None else media.clips
-        processor.check_places(list(chain.from_iterable(tokens)), images, clips, where=where)
-        # The iterators are shared by the pieces, each of which takes the images whose tokens it has.
-        next_counts = iter(images)
+        processor.check_places(list(chain.from_iterable(tokens)), image_sizes, clips, where=where)
+        # All pieces share these iterators: each takes the images and clips whose tokens it has.
+        next_sizes = iter(image_sizes)
         next_clips = iter(clips)
         encode = self.encoder.encode
-        return [processor.expand(ids, next_counts, next_clips, encode) for ids in tokens]
+        return [processor.expand(ids, next_sizes, next_clips, encode) for ids in tokens]
 
-    def _read(self, table: RowTable) -> Iterator[Row]:
+    def _tokenize_table(self, table: RowTable) -> Iterator[Row]:
         """Tokenize the rows of a file, a batch at a time. Bad rows are left out or raise."""
         first = 0
         for batch in table.batches(table.columns, BATCH_ROWS):
             rows = []
             texts = []
             for number, row in enumerate(batch, start=first):
-                with self._skips():
-                    parts, media = self._parts(table, number, row)
+                with self._collect_bad_row():
+                    parts, media = self._render_row(table, number, row)
                     rows.append((f"{table.path} row {number}", parts, media))
                     texts += [part.text for part in parts]
             first += len(batch)
             # One call for all texts of a batch: fast tokenizers work on them in parallel.
-            tokens = iter(self.encoder.encode(texts))
+            ids_of_texts = iter(self.encoder.encode(texts))
             for where, parts, media in rows:
-                part_ids = list(islice(tokens, len(parts)))
-                with self._skips():
+                part_ids = list(islice(ids_of_texts, len(parts)))
+                with self._collect_bad_row():
                     row_ids = list(chain.from_iterable(part_ids))
                     require_embedded(row_ids, self.vocabulary_size, self.tokenizer, where=where)
-                    expanded = self._expanded(part_ids, media, where)
-                    yield self._fitted(self.made(parts, expanded, media, where), where)
+                    expanded_ids = self._expand_media_tokens(part_ids, media, where)
+                    tokenized_row = self.build_row(parts, expanded_ids, media, where)
+                    yield self._truncate_to_limit(tokenized_row, where)
 
     @contextmanager
-    def _skips(self) -> Iterator[None]:
-        """Context manager: collect the DataError of a row, unless `data.on_bad_row` is "error"."""
+    def _collect_bad_row(self) -> Iterator[None]:
+        """Context manager: add a DataError to `bad_rows`, or raise it if `data.on_bad_row=error`."""
         try:
             yield
         except DataError as error:
@@ -479,12 +501,13 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 raise
             self.bad_rows.append(error)
 
-    def _row(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        """Add a column to the row for each key that names a field of a column, such as `a.b`."""
+    def _add_dotted_columns(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        """Add a column to the row, in place, for each key that names a field of a column (`a.b`)."""
         for key in ("prompt_key", *self.columns):
             name = getattr(self.config, key)
             if name in row or "." not in name:
                 continue
+            # Follow the path through nested dictionaries.
             value: Any = row
             for part in name.split("."):
                 if not isinstance(value, dict) or part not in value:
@@ -495,15 +518,18 @@ class TokenizedRows(FileDataset, Generic[Row]):
             row[name] = value
         return row
 
-    def _fitted(self, row: Row, where: str) -> Row:
-        """Truncate a row that is too long, or raise an error if it must not be truncated."""
+    def _truncate_to_limit(self, row: Row, where: str) -> Row:
+        """Truncate a row that is over `data.max_length`, or raise an error if it must not be.
+
+        With `data.filter_overlong_prompts` the row is returned as it is.
+        """
         length = self.num_tokens(row)
         limit = self.config.max_length
         truncation = self.config.truncation
-        # Filtered rows pass here; the constructor counts them and leaves them out.
+        # The constructor counts the rows that the filter leaves out.
         if length <= limit or self.config.filter_overlong_prompts:
             return row
-        # Truncation might leave half an image.
+        # The last field of a row is its media. Truncation might leave half an image.
         has_media = row[-1] is not None
         if has_media or truncation == "error":
             expected = f"at most data.max_length={limit}"
@@ -532,6 +558,7 @@ def _count_media(chat: Messages) -> tuple[int, int]:
     roles = [message["role"] for message in chat]
     # Number of messages up to and including the last response.
     end = len(roles) - roles[::-1].index(ASSISTANT)
+    # Types of all content parts: "text", "image" or "video".
     kinds: list[str] = []
     for message in chat[:end]:
         content = message.get("content")
@@ -554,7 +581,7 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
             `multi_modal_inputs`.
         """
         row = self.rows[item]
-        columns = self.padded([row.ids], row.media)
+        columns = self.pad([row.ids], row.media)
         # A row has one sequence.
         for name in ("input_ids", "attention_mask", "position_ids"):
             columns[name] = columns[name][0]
@@ -575,7 +602,7 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         tools = tools_of_row(row.get(key), where=f"{where}, column {key!r}")
         return text_parts(chat, self.encoder, where=where, tools=tools, **options)
 
-    def made(
+    def build_row(
         self,
         parts: Sequence[TextPart],
         tokens: Sequence[list[int]],
@@ -584,13 +611,15 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
     ) -> TokenizedConversation:
         is_response = [part.is_learned for part in parts]
         eos = self.tokenizer.eos_token_id
-        joined = conversation(tokens, is_response, eos, self.stop_token_ids)
-        num_ends = 0
+        joined = join_parts(tokens, is_response, eos, self.stop_token_ids)
+
         # Each response should have one end token among its learned tokens.
+        num_ends = 0
         if eos is not None:
             learned_ids = joined.ids[joined.is_learned]
             num_ends = int(np.isin(learned_ids, [eos, *self.stop_token_ids]).sum())
         self.num_open_turns += max(0, sum(is_response) - num_ends)
+
         if media is None or self.processor is None:
             return joined
         # A model reads images and videos, but never generates them.
@@ -627,7 +656,7 @@ class SFTDataset(MultiTurnSFTDataset):
         messages = as_messages(row[self.config.prompt_key], where=where)
         return [(where, [*messages, {"role": ASSISTANT, "content": response}])]
 
-    # Not that of the base class: turns of the assistant in the prompt are not learned.
+    # Of the grandparent class: turns of the assistant in the prompt are not learned.
     parts_of = TokenizedRows.parts_of
 
 
@@ -669,18 +698,19 @@ def text_parts(
         raise DataError(where, got=got, expected="a prompt before the response")
     render = partial(encoder.render, where=where, tools=tools, **options)
     parts = []
-    written = ""
+    previous_text = ""
     for turn in turns:
         place = f"{where}, message {turn}"
         _check_turn(messages[turn], place)
         # The prompt as a rollout renders it, and the chat with the response.
-        before = render(messages[:turn], add_generation_prompt=True)
-        after = render(messages[: turn + 1], add_generation_prompt=False)
-        _check_prefix(written, before, place)
-        _check_prefix(before, after, place)
-        parts.append(TextPart(before[len(written) :], False))
-        parts.append(TextPart(after[len(before) :], True))
-        written = after
+        prompt_text = render(messages[:turn], add_generation_prompt=True)
+        chat_text = render(messages[: turn + 1], add_generation_prompt=False)
+        # Each text must continue the one before, so that the pieces add up to the chat.
+        _check_prefix(previous_text, prompt_text, place)
+        _check_prefix(prompt_text, chat_text, place)
+        parts.append(TextPart(prompt_text[len(previous_text) :], False))
+        parts.append(TextPart(chat_text[len(prompt_text) :], True))
+        previous_text = chat_text
     return parts
 
 
@@ -702,12 +732,12 @@ def _check_prefix(shorter: str, longer: str, where: str) -> None:
     """Raise a DataError unless the longer rendered chat begins with the shorter one."""
     if longer.startswith(shorter):
         return
-    # Find the first character that differs.
-    place = 0
-    while place < len(longer) and shorter[place] == longer[place]:
-        place += 1
-    old = shorter[place : place + 40]
-    new = longer[place : place + 40]
+    # Find the first character that differs, and show a little of both texts from there.
+    position = 0
+    while position < len(longer) and shorter[position] == longer[position]:
+        position += 1
+    old = shorter[position : position + 40]
+    new = longer[position : position + 40]
     raise DataError(
         where,
         got=f"a chat template that changes earlier turns: {old!r} became {new!r} in this turn",
@@ -720,7 +750,7 @@ def _check_prefix(shorter: str, longer: str, where: str) -> None:
     )
 
 
-def conversation(
+def join_parts(
     parts: Sequence[Sequence[int]],
     is_response: Sequence[bool],
     eos_token_id: int | None,
@@ -730,8 +760,9 @@ def conversation(
 
     Args:
         parts: token ids of each part.
-        is_response: whether a part is a turn of the assistant.
-        eos_token_id: token that ends a turn; appended to the last one if it has no end.
+        is_response: whether each part is a turn of the assistant.
+        eos_token_id: token that ends a turn; appended to the last one if it has no end. None: the
+            tokenizer has no such token.
         stop_token_ids: further tokens that end a turn. If a response has no end and the next part
             begins with one of these, that token is learned as the end of the response.
 
@@ -742,25 +773,28 @@ def conversation(
     ids: list[int] = []
     learned: list[bool] = []
     is_open = False  # whether the previous part is a response without an end
-    for number, (part, is_learned) in enumerate(zip(parts, is_response, strict=True)):
+    for number, part in enumerate(parts):
         tokens = list(part)
+        # The first `num_learned` tokens of the part are learned. Of a prompt that is at most its
+        # first token, which then ends the response before it.
         num_learned = int(is_open and bool(tokens) and tokens[0] in end_ids)
         is_open = False
-        if is_learned:
+        if is_response[number]:
             # Learned up to and including the last end token, or all of it if there is none.
-            end_places = [place for place, token in enumerate(tokens, 1) if token in end_ids]
-            is_open = not end_places
-            num_learned = len(tokens) if is_open else end_places[-1]
-            if number == len(parts) - 1 and eos_token_id is not None:
+            end_positions = [position for position, token in enumerate(tokens) if token in end_ids]
+            is_open = not end_positions
+            num_learned = len(tokens) if is_open else end_positions[-1] + 1
+            is_last = number == len(parts) - 1
+            if is_last and eos_token_id is not None:
                 tokens = [*tokens, eos_token_id] if is_open else tokens[:num_learned]
                 num_learned = len(tokens)
         ids += tokens
-        learned += [position < num_learned for position in range(len(tokens))]
+        learned += [True] * num_learned + [False] * (len(tokens) - num_learned)
     return TokenizedConversation(np.array(ids, dtype=np.int32), np.array(learned, dtype=bool))
 
 
 def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
-    """The tool schemas of a row.
+    """Parse the tool schemas of a row.
 
     Args:
         value: a list of schemas; the list, or each schema, may be text in JSON. None: no tools.
@@ -772,20 +806,19 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     Raises:
         DataError: the value has another form.
     """
+    tools: list[Any] = []
     try:
         # Many data sets have schemas as JSON, since a column of Parquet cannot hold different structs.
         schemas = json.loads(value) if isinstance(value, str) and value else value
-        tools = [
-            json.loads(schema) if isinstance(schema, str) else schema for schema in schemas or ()
-        ]
-        wrong = next((tool for tool in tools if not isinstance(tool, Mapping)), None)
+        for schema in schemas or ():
+            tools.append(json.loads(schema) if isinstance(schema, str) else schema)
+        bad_schemas = [tool for tool in tools if not isinstance(tool, Mapping)]
     except (ValueError, TypeError, RecursionError) as error:
-        tools = None
-        wrong = f"{shortened(value)} ({error})"
-    if wrong is not None:
+        bad_schemas = [f"{shortened(value)} ({error})"]
+    if bad_schemas:
         raise DataError(
             where,
-            got=f"the tool schema {wrong}, which is no JSON object",
+            got=f"the tool schema {bad_schemas[0]}, which is no JSON object",
             expected=(
                 'a list such as [{"type": "function", "function": {"name": ..., "parameters":'
                 " {...}}}]"

@@ -24,9 +24,9 @@ from quadriga.errors import DataError
 
 
 class _RowBlock(RLHFDataset):
-    """Rows of one block that are neither bad nor too long.
+    """The rows of the block that is in memory, without bad and overlong ones.
 
-    Before the first `open` there are no rows, and `_tables` has the first block of each file.
+    Before the first `open` it has no rows, and `_tables` has the first block of each file.
     """
 
     may_be_empty = True
@@ -34,6 +34,7 @@ class _RowBlock(RLHFDataset):
     _is_open = False
 
     def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
+        """Read the first block of a file, for the columns."""
         config = self.config
         blocks = read_blocks(
             file, config.streaming, bad_lines=bad_lines, chat_columns=config.chat_columns
@@ -64,14 +65,14 @@ class _RowBlock(RLHFDataset):
         self._is_open = True
         self.bad_rows = bad_lines
         self._tables = [table]
-        self._ends = np.array([len(table)])
-        self._rows = self._chosen(-1, is_shuffled=False)
+        self._file_ends = np.array([len(table)])
+        self._rows = self._choose_rows(-1, is_shuffled=False)
 
-    def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
+    def _choose_rows(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
         # The constructor of the base class calls this before any block is open.
         if not self._is_open:
             return np.arange(0)
-        return super()._chosen(max_samples, is_shuffled=is_shuffled)
+        return super()._choose_rows(max_samples, is_shuffled=is_shuffled)
 
 
 class StreamedDataset(Dataset):
@@ -111,7 +112,7 @@ class StreamedDataset(Dataset):
         if config.shuffle:
             order = f"shuffled among {config.streaming} at a time"
         print(f"data.streaming: rows are read as they are needed, {order}.", flush=True)
-        self._begin(passes=0, file=0, row=0, first=0)
+        self._start_reading(pass_number=0, file=0, row=0, first_item=0)
 
     def __len__(self) -> int:
         """More than a run ever asks for: the stream has no end."""
@@ -119,11 +120,11 @@ class StreamedDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         """Row `item`, counted since the run began. Never less than the item before."""
-        while item >= self._first + len(self.block):
-            self._first += len(self.block)
+        while item >= self._first_item + len(self.block):
+            self._first_item += len(self.block)
             self._open_next()
         # The item numbers of a stream go on over blocks and passes.
-        number = self._order[item - self._first]
+        number = self._order[item - self._first_item]
         return {**self.block[int(number)], "item": item}
 
     @property
@@ -131,25 +132,27 @@ class StreamedDataset(Dataset):
         """Data sets whose columns are known before training."""
         return [self.block]
 
-    def _begin(self, *, passes: int, file: int, row: int, first: int) -> None:
+    def _start_reading(self, *, pass_number: int, file: int, row: int, first_item: int) -> None:
         """Start to read at a row of a file, where a block begins.
 
         Args:
-            passes: number of the pass over the files.
+            pass_number: number of the pass over the files.
             file: number of the file.
             row: number of the row in the file.
-            first: item number of that row.
+            first_item: item number of the block's first usable row.
         """
-        # Filled by the generator of blocks while it reads.
+        # The iterator over the blocks adds to this list while it reads.
         self._bad_lines: list[DataError] = []
-        self._blocks = self._blocks_from(passes, file, row)
-        self._first = first
+        self._blocks = self._read_blocks_from(pass_number, file, row)
+        self._first_item = first_item
         # The latest pass with a row that is neither bad nor too long.
-        self._used_pass = passes
+        self._latest_usable_pass = pass_number
         self._open_next()
 
-    def _blocks_from(self, passes: int, file: int, row: int) -> Iterator[tuple[int, int, RowTable]]:
-        """Read blocks without end, from a row of a file on.
+    def _read_blocks_from(
+        self, pass_number: int, file: int, row: int
+    ) -> Iterator[tuple[int, int, RowTable]]:
+        """Read blocks without end, pass after pass, beginning at a row of a file.
 
         Yields:
             The number of the pass, the number of the file, and the block.
@@ -162,10 +165,10 @@ class StreamedDataset(Dataset):
                     self._files[number], config.streaming, row, bad_lines, config.chat_columns
                 )
                 for table in blocks:
-                    yield passes, number, table
-                # Only the file that reading starts with is entered in its middle.
+                    yield pass_number, number, table
+                # Only the first file may be entered in its middle.
                 row = 0
-            passes += 1
+            pass_number += 1
             file = 0
 
     def _open_next(self) -> None:
@@ -174,30 +177,30 @@ class StreamedDataset(Dataset):
         Raises:
             DataError: a whole pass had no row that can be used.
         """
-        passes, number, table = next(self._blocks)
-        # Two passes after the latest one with a row, a whole pass had none.
-        if passes > self._used_pass + 1:
+        pass_number, file, table = next(self._blocks)
+        # The pass after the latest usable one is over, and had no row.
+        if pass_number > self._latest_usable_pass + 1:
             raise DataError(
                 "data.train_files",
                 got="a pass over the files without a row that can be used",
                 expected="at least one",
                 fix="Raise data.max_prompt_length.",
             )
-        # The block keeps a copy: the generator of blocks goes on to fill this list.
+        # The block keeps a copy, because reading goes on to fill this list.
         self.block.open(table, [*self._bad_lines])
         self._bad_lines.clear()
-        self._place = {"passes": passes, "file": number, "row": table.first}
+        self._place = {"passes": pass_number, "file": file, "row": table.first}
         if len(self.block):
-            self._used_pass = passes
+            self._latest_usable_pass = pass_number
         self._order = np.arange(len(self.block))
         if self.config.shuffle:
-            # A seed from the place: the state need not hold that of a random generator.
+            # Seeded by the place, so that the state need not hold a random generator's.
             rng = np.random.default_rng([self.config.seed, *self._place.values()])
             self._order = rng.permutation(self._order)
 
     def state_dict(self) -> dict[str, Any]:
         """Place of the block, the number of its first item, and what identifies the files."""
-        return {**self._place, "first": self._first, "files": self._facts()}
+        return {**self._place, "first": self._first_item, "files": self._file_facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the block of a state.
@@ -205,19 +208,22 @@ class StreamedDataset(Dataset):
         Raises:
             DataError: the sizes of the files or of blocks differ from those of the state.
         """
-        if state["files"] != self._facts():
+        if state["files"] != self._file_facts():
             raise DataError(
                 "data.train_files",
                 got="files of other sizes than those of the checkpoint, or other settings",
                 expected="the data that the run began with",
                 fix="Restore them.",
             )
-        self._begin(
-            passes=state["passes"], file=state["file"], row=state["row"], first=state["first"]
+        self._start_reading(
+            pass_number=state["passes"],
+            file=state["file"],
+            row=state["row"],
+            first_item=state["first"],
         )
 
-    def _facts(self) -> list[int]:
-        """Rows of a block, then the size of each file in bytes."""
+    def _file_facts(self) -> list[int]:
+        """What identifies the files in a state: rows of a block, then each file's size in bytes."""
         # Sizes instead of hashes: hashing would read the large files at each start.
         sizes = [file.stat().st_size for file in self._files]
         return [self.config.streaming or 0, *sizes]

@@ -9,8 +9,8 @@ and the pieces have as many tokens as the text:
 
 A piece has at least one token, and at most one for each of its bytes. Often these bounds, and the
 counts of pieces seen before, already show whether a text is over a limit. Only if they do not are
-further pieces tokenized. `cuts` finds out from the tokenizer's description where texts may be cut;
-if it cannot, whole texts are tokenized.
+further pieces tokenized. `find_cuts` finds out from the tokenizer's description where texts may be
+cut. If it cannot, whole texts are tokenized.
 """
 
 import json
@@ -23,11 +23,11 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-MAX_PIECES = 1 << 20
-"""Pieces whose counts are remembered."""
-_MAX_LENGTH = 48
+MAX_REMEMBERED_PIECES = 1 << 20
+"""Number of pieces whose counts are remembered."""
+_MAX_REMEMBERED_BYTES = 48
 """Most bytes of a remembered piece; longer ones seldom occur again."""
-# Where a text may be cut, given two consecutive bytes. Both bits may be set.
+# Bits that say where a text may be cut, given two consecutive bytes. Both may be set.
 _BETWEEN = 1  # between the two bytes
 _BEFORE = 2  # before the first of them
 
@@ -58,10 +58,11 @@ _VISIBLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _ALPHABET = {*map(chr, _VISIBLE), *map(chr, range(0x100, 0x200 - len(_VISIBLE)))}
 """The 256 characters that byte-level tokenizers use for bytes: visible Latin-1 for itself, and
 characters from U+0100 on for the other bytes."""
-_WHITE = b"\t\n\v\f\r "
+_WHITE_SPACE = b"\t\n\v\f\r "
 _SPACE = 0x20
-# The separator of texts, and characters that are white space to Python's `re` but not to Unicode.
-_ODD = (0, 0x1C, 0x1D, 0x1E, 0x1F)
+# Characters at which texts are never cut: the separator of texts, and characters that are white space
+# to Python's `re` but not to Unicode.
+_ODD_CHARACTERS = (0, 0x1C, 0x1D, 0x1E, 0x1F)
 
 
 class TokenCounter:
@@ -69,22 +70,25 @@ class TokenCounter:
 
     Args:
         tokenizer: a tokenizer of transformers.
+
+    Attributes:
+        cut_table: where texts may be cut (`find_cuts`). None: whole texts are tokenized.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._known: dict[bytes, int] = {}
-        self.cuts: np.ndarray | None = None
+        self._count_by_piece: dict[bytes, int] = {}
+        self.cut_table: np.ndarray | None = None
         if self._backend is not None:
-            self.cuts = cuts(json.loads(self._backend.to_str()))
-        if self.cuts is not None:
+            self.cut_table = find_cuts(json.loads(self._backend.to_str()))
+        if self.cut_table is not None:
             tokens = self._backend.get_added_tokens_decoder().values()
             added = [token.content.encode() for token in tokens]
             # The longest comes first, because a token may begin with another one.
             added.sort(key=len, reverse=True)
-            self._added = re.compile(b"|".join(map(re.escape, added)))
-            self._begins_added = np.isin(np.arange(256), [token[0] for token in added])
+            self._special_tokens_pattern = re.compile(b"|".join(map(re.escape, added)))
+            self._begins_special_token = np.isin(np.arange(256), [token[0] for token in added])
             self._backend.no_truncation()
             self._backend.no_padding()
 
@@ -100,25 +104,27 @@ class TokenCounter:
             int64 [texts, 2].
         """
         bounds = np.zeros((len(texts), 2), dtype=np.int64)
-        if self.cuts is None:
+        if self.cut_table is None:
             encodings = self._tokenizer(
                 list(texts), add_special_tokens=False, return_attention_mask=False
             )
             counts = [len(ids) for ids in encodings["input_ids"]]
             bounds[:] = np.array(counts, dtype=np.int64)[:, None]
             return bounds
-        if len(self._known) > MAX_PIECES:  # common words soon come back
-            self._known.clear()
+        if len(self._count_by_piece) > MAX_REMEMBERED_PIECES:  # common words soon come back
+            self._count_by_piece.clear()
         encoded = [text.encode() for text in texts]
-        bounds[:, 1] = [_most_tokens(text) for text in encoded]
+        bounds[:, 1] = [_max_num_tokens(text) for text in encoded]
         # Texts of few bytes are surely within the limit.
-        is_open = bounds[:, 1] > (-1 if limit is None else limit)
-        if is_open.any():
-            open_texts = [encoded[number] for number in np.flatnonzero(is_open).tolist()]
-            bounds[is_open] = self._bounds_by_pieces(open_texts, limit)
+        is_undecided = np.ones(len(texts), dtype=bool)
+        if limit is not None:
+            is_undecided = bounds[:, 1] > limit
+        if is_undecided.any():
+            undecided_texts = [encoded[number] for number in np.flatnonzero(is_undecided).tolist()]
+            bounds[is_undecided] = self._bounds_from_pieces(undecided_texts, limit)
         return bounds
 
-    def _bounds_by_pieces(self, texts: list[bytes], limit: int | None) -> np.ndarray:
+    def _bounds_from_pieces(self, texts: list[bytes], limit: int | None) -> np.ndarray:
         """Find the bounds of texts by their pieces.
 
         Args:
@@ -134,24 +140,26 @@ class TokenCounter:
         ends = np.cumsum([len(text) + 1 for text in texts]) - 1
         starts = self._piece_starts(together, ends)
         owners = np.searchsorted(ends, starts)  # number of the text that each piece belongs to
-        # A separator is a piece of its own, which is not counted.
+        # Each separator is a piece too, which is not counted.
         is_counted = starts != ends[owners]
+        # A piece has at least one token, and at most one for each of its bytes.
         num_pieces = np.bincount(owners[is_counted], minlength=len(texts))
-        bounds = np.stack([num_pieces, [_most_tokens(text) for text in texts]], axis=1)
+        bounds = np.stack([num_pieces, [_max_num_tokens(text) for text in texts]], axis=1)
         if limit is not None:
             # Texts with more pieces are surely over the limit: their pieces need not be looked up.
             is_counted &= (num_pieces <= limit)[owners]
         owners = owners[is_counted]
         codes, pieces = _distinct_pieces(together, starts, is_counted)
-        known_counts = map(self._known.get, pieces, repeat(0))
-        # Tokens of each distinct piece; 0 if not known.
-        counts = np.array([*known_counts], dtype=np.int64)
-        most = counts.copy()
-        unknown = np.flatnonzero(counts == 0)
-        most[unknown] = [_most_tokens(pieces[number]) for number in unknown.tolist()]
 
-        def sums(values: np.ndarray) -> np.ndarray:
-            """Add up the values of a text's pieces, int64 [texts].
+        # Tokens of each distinct piece; 0 if not known.
+        known_counts = map(self._count_by_piece.get, pieces, repeat(0))
+        counts = np.array([*known_counts], dtype=np.int64)
+        max_counts = counts.copy()
+        unknown = np.flatnonzero(counts == 0)
+        max_counts[unknown] = [_max_num_tokens(pieces[number]) for number in unknown.tolist()]
+
+        def sum_by_text(values: np.ndarray) -> np.ndarray:
+            """Add up the values of each text's pieces, int64 [texts].
 
             Args:
                 values: a value for each distinct piece.
@@ -159,31 +167,31 @@ class TokenCounter:
             return np.bincount(owners, values[codes], minlength=len(texts)).astype(np.int64)
 
         # The counts of known pieces narrow the bounds of the texts whose pieces were looked up.
-        is_open = np.bincount(owners, minlength=len(texts)) > 0
-        by_counts = np.stack([sums(np.maximum(counts, 1)), sums(most)], axis=1)
-        bounds[is_open] = by_counts[is_open]
-        least_tokens, most_tokens = bounds.T
+        is_undecided = np.bincount(owners, minlength=len(texts)) > 0
+        narrower = np.stack([sum_by_text(np.maximum(counts, 1)), sum_by_text(max_counts)], axis=1)
+        bounds[is_undecided] = narrower[is_undecided]
+        lower, upper = bounds.T
         if limit is None:
-            is_open &= least_tokens < most_tokens
+            is_undecided &= lower < upper
         else:
-            is_open &= (least_tokens <= limit) & (most_tokens > limit)
+            is_undecided &= (lower <= limit) & (upper > limit)
 
-        # The texts whose bounds do not decide yet get exact counts: tokenize their unknown pieces.
+        # The texts that are still undecided get exact counts: tokenize their unknown pieces.
         is_needed = np.zeros(len(pieces), dtype=bool)
-        is_needed[codes[is_open[owners]]] = True
+        is_needed[codes[is_undecided[owners]]] = True
         needed = np.flatnonzero(is_needed & (counts == 0))
-        counts[needed] = self._tokenize([pieces[number] for number in needed.tolist()])
-        bounds[is_open] = sums(counts)[is_open, None]
+        counts[needed] = self._count_tokens([pieces[number] for number in needed.tolist()])
+        bounds[is_undecided] = sum_by_text(counts)[is_undecided, None]
         return bounds
 
-    def _tokenize(self, pieces: list[bytes]) -> list[int]:
+    def _count_tokens(self, pieces: list[bytes]) -> list[int]:
         """Count the tokens of pieces, and remember the counts of short ones."""
         texts = [piece.decode() for piece in pieces]
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         counts = [*map(len, encodings)]
         for piece, count in zip(pieces, counts, strict=True):
-            if len(piece) <= _MAX_LENGTH:
-                self._known[piece] = count
+            if len(piece) <= _MAX_REMEMBERED_BYTES:
+                self._count_by_piece[piece] = count
         return counts
 
     def _piece_starts(self, together: bytes, ends: np.ndarray) -> np.ndarray:
@@ -196,20 +204,20 @@ class TokenCounter:
         Returns:
             Ascending positions, [pieces].
         """
-        assert self.cuts is not None
+        assert self.cut_table is not None
         characters = np.frombuffer(together, dtype=np.uint8)
         byte_pairs = characters[:-1].astype(np.uint16) << 8 | characters[1:]
-        marks = self.cuts[byte_pairs]
+        marks = self.cut_table[byte_pairs]
         # One entry for each position, and one for the end.
         is_start = np.zeros(len(characters) + 1, dtype=bool)
         is_start[1:-1] = marks & _BETWEEN
         is_start[:-2] |= marks >= _BEFORE
-        # The tokenizer finds special tokens before it applies the expression.
-        for start in np.flatnonzero(self._begins_added[characters]).tolist():
-            token = self._added.match(together, start)
+        # The tokenizer finds special tokens before it applies the expression, so they are not cut.
+        for start in np.flatnonzero(self._begins_special_token[characters]).tolist():
+            token = self._special_tokens_pattern.match(together, start)
             if token:
                 is_start[start + 1 : token.end()] = False
-                # So a space before one ends the white space there, and no word takes it.
+                # No word takes a space before a special token: it stays with the white space there.
                 is_start[start - 1 : start] &= together[start - 1 : start] != b" "
         # A piece begins with each text, and with the separator after it.
         is_start[0] = True
@@ -239,13 +247,14 @@ def _distinct_pieces(
     return encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
 
 
-def _most_tokens(text: bytes) -> int:
-    """Upper bound of the tokens of a text: its bytes, after the tokenizer has applied NFC."""
-    # NFC makes a text at most three times as long, and leaves ASCII as it is.
+def _max_num_tokens(text: bytes) -> int:
+    """Upper bound of the number of tokens of a text: one token for each byte."""
+    # The tokenizer may apply NFC first, which leaves ASCII as it is, and makes other texts at most
+    # three times as long.
     return len(text) if text.isascii() else 3 * len(text)
 
 
-def cuts(description: Mapping[str, Any]) -> np.ndarray | None:
+def find_cuts(description: Mapping[str, Any]) -> np.ndarray | None:
     """Find the places where a tokenizer tokenizes the text on each side independently.
 
     Args:
@@ -255,17 +264,17 @@ def cuts(description: Mapping[str, Any]) -> np.ndarray | None:
         Table of `_BETWEEN` and `_BEFORE` for all pairs of bytes, at `256 * first + second`, uint8
         [65536]. None: texts must not be cut.
     """
-    alternatives = _alternatives(_pattern(description))
+    alternatives = _parse_alternatives(_splitting_pattern(description))
     texts = {tuple(part.text for part in parts) for parts in alternatives}
-    # These two alternatives split white space before its last space. A text may be cut there, before
-    # a space that a word follows, if the conditions below hold too.
+    # These two alternatives split a run of white space before its last space, if a word follows. A text
+    # may be cut there, before that space, if the conditions below hold too.
     if not texts >= {(_ALL_BUT_LAST_SPACE,), (_SPACE_RUN,)}:
         return None
     # A match must have a space only as its first character, unless it is white space alone.
     for first, *later_parts in alternatives:
-        if any(part.takes[_SPACE] for part in later_parts):
+        if any(part.matches[_SPACE] for part in later_parts):
             return None
-        if first.takes[_SPACE] and first.is_repeated and first.text not in _SPACES:
+        if first.matches[_SPACE] and first.is_repeated and first.text not in _SPACES:
             return None
     table = np.zeros((256, 256), dtype=np.uint8)
     is_word = np.zeros(256, dtype=bool)
@@ -274,15 +283,15 @@ def cuts(description: Mapping[str, Any]) -> np.ndarray | None:
     is_word[0xC3:0xE0] = True
     is_word[0xE4:0xF5] = True
     table[_SPACE, is_word] = _BEFORE
-    # Between two ASCII characters texts are cut unless a match may hold them together. White space
-    # stays with what follows: `\s+(?!\S)` looks ahead.
-    is_cut = ~_held_together(alternatives)
-    is_cut[[*_WHITE]] = False
+    # Texts are cut between two ASCII characters unless one match may have both. They are never cut
+    # after white space, because `\s+(?!\S)` looks at what follows.
+    is_cut = ~_held_together_pairs(alternatives)
+    is_cut[[*_WHITE_SPACE]] = False
     table[:128, :128] |= is_cut.astype(np.uint8) * _BETWEEN
     return table.reshape(-1)
 
 
-def _pattern(description: Mapping[str, Any]) -> str:
+def _splitting_pattern(description: Mapping[str, Any]) -> str:
     """Find the regular expression that splits texts into words.
 
     Args:
@@ -302,6 +311,7 @@ def _pattern(description: Mapping[str, Any]) -> str:
     # With a token for each byte, no text has an unknown token.
     if not model["vocab"].keys() >= _ALPHABET:
         return ""
+    # A special token must not change how the text around it is tokenized.
     for token in description.get("added_tokens", ()):
         content = token["content"]
         is_composed = token["normalized"] and not content.isascii()
@@ -328,47 +338,55 @@ class _RegexPart(NamedTuple):
 
     Attributes:
         text: the part as it is written.
-        takes: whether it may match each ASCII character, bool [128]; all true if not known.
-        is_free: whether any of these characters is a match for it by itself.
+        matches: for each ASCII character whether the part may match it, bool [128]; all true if not
+            known.
+        matches_alone: whether a single one of these characters is a full match of the part.
         is_optional: whether it may match nothing.
         is_repeated: whether it may match several characters.
     """
 
     text: str
-    takes: np.ndarray
-    is_free: bool = False
+    matches: np.ndarray
+    matches_alone: bool = False
     is_optional: bool = False
     is_repeated: bool = True
 
     @classmethod
-    def of(cls, text: str) -> "_RegexPart":
-        """Describe a part by its text; whatever is not understood may match anything."""
+    def parse(cls, text: str) -> "_RegexPart":
+        """Find out what a part matches. Whatever is not understood may match anything."""
         if text in _SPACES:
-            return cls(text, np.isin(np.arange(128), [*_WHITE]), is_free=text == _SPACE_RUN)
+            return cls(
+                text, np.isin(np.arange(128), [*_WHITE_SPACE]), matches_alone=text == _SPACE_RUN
+            )
+
         match = _PART.fullmatch(text)
         base, quantifier = match.groups(default="") if match else ("", "")
         is_optional = quantifier[:1] in ("*", "?") or quantifier.startswith("{0")
         is_repeated = quantifier[:1] in ("*", "+", "{")
-        is_free = not re.match(r"\{([2-9]|\d\d)", quantifier)
+        # A quantifier such as `{2,3}` asks for several characters.
+        matches_alone = not re.match(r"\{([2-9]|\d\d)", quantifier)
         # A group of words is taken for a class of their letters, in any order and number.
         if base.startswith("("):
             letters = base[4:-1].replace("|", "")
             base = f"[{letters}{letters.swapcase()}]"
-            is_free = False
+            matches_alone = False
             is_repeated = True
+
         properties = {*re.findall(r"\\p\{(\w+)\}", base)}
         has_other_syntax = re.search(r"\\P|&&|\[:|-\\|\}-", base)
         if base == "" or has_other_syntax or not properties <= _ASCII_OF_PROPERTY.keys():
             return cls(text, np.ones(128, dtype=bool))
+
+        # Python's `re` knows no properties of Unicode, so their ASCII characters are listed.
         plain = re.sub(r"\\p\{(\w+)\}", lambda name: _ASCII_OF_PROPERTY[name[1]], base)
-        # A class must not be empty, so a character is added that is not asked for below.
+        # A class must not be empty, so a character beyond ASCII is added.
         plain = f"{plain[:-1]}\uffff]" if base.startswith("[") else f"[{plain}\uffff]"
         pattern = re.compile(plain)
-        takes = np.array([pattern.match(chr(code)) is not None for code in range(128)])
-        return cls(text, takes, is_free, is_optional, is_repeated)
+        matches = np.array([pattern.match(chr(code)) is not None for code in range(128)])
+        return cls(text, matches, matches_alone, is_optional, is_repeated)
 
 
-def _alternatives(pattern: str) -> list[list[_RegexPart]]:
+def _parse_alternatives(pattern: str) -> list[list[_RegexPart]]:
     """Split a regular expression into its alternatives, and each of them into parts.
 
     Returns:
@@ -384,30 +402,30 @@ def _alternatives(pattern: str) -> list[list[_RegexPart]]:
             part_texts = [text]
         elif "".join(part_texts) != text:
             part_texts = [""]  # one part, which may match anything
-        alternatives.append([*map(_RegexPart.of, part_texts)])
+        alternatives.append([*map(_RegexPart.parse, part_texts)])
     return alternatives
 
 
-def _held_together(alternatives: list[list[_RegexPart]]) -> np.ndarray:
+def _held_together_pairs(alternatives: list[list[_RegexPart]]) -> np.ndarray:
     """Find the pairs of ASCII characters that may be neighbours in one match, bool [128, 128].
 
     A character that no alternative is sure to match alone may be in a longer stretch between
     matches, so it counts as held together with all others.
     """
     is_held = np.zeros((128, 128), dtype=bool)
-    is_matched = np.zeros(128, dtype=bool)
-    is_matched[[*_ODD]] = True
+    is_surely_matched = np.zeros(128, dtype=bool)
     for parts in alternatives:
         for number, part in enumerate(parts):
             # Any later part may follow directly, since those between may be optional. A repeated
             # part may also follow itself.
             following = parts[number if part.is_repeated else number + 1 :]
             if following:
-                follows = np.any([other.takes for other in following], axis=0)
-                is_held |= np.outer(part.takes, follows)
-            if part.is_free and all(other.is_optional for other in parts if other is not part):
-                is_matched |= part.takes
-    for code in [*_ODD, *np.flatnonzero(~is_matched)]:
+                follows = np.any([other.matches for other in following], axis=0)
+                is_held |= np.outer(part.matches, follows)
+            others_are_optional = all(other.is_optional for other in parts if other is not part)
+            if part.matches_alone and others_are_optional:
+                is_surely_matched |= part.matches
+    for code in [*_ODD_CHARACTERS, *np.flatnonzero(~is_surely_matched)]:
         is_held[code] = True
         is_held[:, code] = True
     return is_held

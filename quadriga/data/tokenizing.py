@@ -18,7 +18,7 @@ from quadriga.errors import DataError
 from quadriga.protocol.chats import CONTINUING, ends_with_assistant
 
 Messages = list[dict[str, Any]]
-_TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
+_TEMPLATE_KEY = "actor_rollout_ref.model.custom_chat_template"
 MAX_ROLE_ORDERS = 256
 """Number of role orders for which the template is checked to write each message."""
 _PROBE = " quadriga"
@@ -47,8 +47,8 @@ def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     Returns:
         The tokenizer.
     """
-    # Accessing the attribute imports the class, and torch with it. A `from` import at the top of the file would do so
-    # in processes that only count tokens, too.
+    # Accessing the attribute imports the class, and torch with it. A `from` import at the top of the file would import
+    # torch in processes that only count tokens, too.
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
     # Annotated as optional, for installations without the package tokenizers, which transformers requires.
     return cast(PreTrainedTokenizerBase, tokenizer)
@@ -89,7 +89,7 @@ def load_tokenizer(
                 tokenizer.chat_template = chat_template
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                _TEMPLATE,
+                _TEMPLATE_KEY,
                 got=f"{chat_template!r} ({error})",
                 expected="a chat template in Jinja, or a file with one",
                 fix="Check the path.",
@@ -113,6 +113,7 @@ def check_tokenizer(
         DataError: as for `load_tokenizer`.
     """
     where = f"tokenizer {name}"
+    # Special tokens that were added to an empty vocabulary do not count.
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise DataError(
             where,
@@ -137,12 +138,13 @@ def check_tokenizer(
         )
     if has_template:
         return
+    # Without a template, prompts that are chats cannot be rendered.
     if not tokenizer.chat_template:
         raise DataError(
             where,
             got="no chat template",
             expected="one, to turn chat messages into text",
-            fix=f"Set {_TEMPLATE}, or use the tokenizer of an instruct model.",
+            fix=f"Set {_TEMPLATE_KEY}, or use the tokenizer of an instruct model.",
         )
     if _ignores_messages(tokenizer):
         template = shortened(tokenizer.chat_template)
@@ -150,22 +152,22 @@ def check_tokenizer(
             f"chat template of {where}",
             got=f"{template}, which writes the same whatever the messages say",
             expected="one that writes their content",
-            fix=f"Correct it, or set {_TEMPLATE} to another one.",
+            fix=f"Correct it, or set {_TEMPLATE_KEY} to another one.",
         )
 
 
 def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template renders the same text whatever the content of a message is."""
-    words = ("one", "two")
-    # Some templates read only texts, some only lists of parts.
-    as_parts = [[{"type": "text", "text": word}] for word in words]
     encoder = ChatEncoder(tokenizer, {})
-    for contents in (words, as_parts):
+    texts = ("one", "two")
+    # Some templates read only texts, some only lists of parts.
+    part_lists = [[{"type": "text", "text": text}] for text in texts]
+    for contents in (texts, part_lists):
         rendered_texts = set()
         for content in contents:
             chat = [{"role": "user", "content": content}]
             try:
-                rendered_texts.add(encoder.written(chat, encoder.template_kwargs))
+                rendered_texts.add(encoder.apply_template(chat, encoder.template_kwargs))
             except DataError:
                 return False  # a template that refuses a message has read it
         if len(rendered_texts) > 1:
@@ -191,9 +193,10 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
         DataError: the prompt has another form.
     """
     prompt = chat_in_json(prompt) or prompt
+    # A text that is no chat in JSON.
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    if not _is_chat(prompt):
+    if not _is_message_list(prompt):
         raise DataError(
             where,
             got=f"the {key.removesuffix('_key')} {shortened(prompt)}",
@@ -205,14 +208,15 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
         message = without_nulls(row_message)
         content = message.get("content")
         # A message with tool calls needs no content.
-        is_call = content is None and message.get("tool_calls")
-        if not isinstance(content, Sequence) and not is_call:
+        has_only_calls = content is None and message.get("tool_calls")
+        if not isinstance(content, Sequence) and not has_only_calls:
             raise DataError(
                 f"{where}, message {number}",
                 got=shortened(message),
                 expected="a content that is text, or a list of parts",
                 fix='Give it a text, "" if need be.',
             )
+        # Templates of text-only models expect text.
         if isinstance(content, list) and all(
             isinstance(part, Mapping) and part.get("type") == "text" for part in content
         ):
@@ -221,7 +225,7 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
     return messages
 
 
-def _is_chat(value: Any) -> bool:
+def _is_message_list(value: Any) -> bool:
     """Whether a value is a list of messages, each a dictionary with a role."""
     if not isinstance(value, Sequence) or not value:
         return False
@@ -257,8 +261,9 @@ class ChatEncoder:
 
     Args:
         tokenizer: has a chat template, unless `template_kwargs` brings one as `chat_template`.
-        template_kwargs: arguments of the chat template. Unless they say how the prompt ends, a turn
-            of the assistant is opened, or continued where the messages end with one.
+        template_kwargs: arguments of the chat template. Unless they have `add_generation_prompt` or
+            `continue_final_message`, the prompt ends by opening a turn of the assistant; if the
+            messages end with such a turn, the model continues it.
 
     Raises:
         DataError: an argument is one of tokenization, not of the template.
@@ -279,14 +284,14 @@ class ChatEncoder:
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
         ending_keys = {"add_generation_prompt", "continue_final_message"}
         self._may_continue = ending_keys.isdisjoint(template_kwargs)
-        # For each role order that was checked, the pair of roles whose second message the template leaves out. None:
-        # it writes all messages.
-        self._left_out: dict[RoleOrder, tuple[str, str] | None] = {}
+        # For each role order that was checked, a pair of consecutive roles whose second message the template leaves
+        # out. None: it writes all messages.
+        self._omitted_pairs: dict[RoleOrder, tuple[str, str] | None] = {}
 
     def render(
         self, messages: Messages, *, where: str, tools: Sequence[Any] | None = None, **options: Any
     ) -> str:
-        """Render the text of a prompt.
+        """Render the text of a prompt with `template_kwargs`.
 
         Args:
             messages: the chat.
@@ -295,7 +300,7 @@ class ChatEncoder:
             options: further arguments of the template; they replace those of `template_kwargs`.
 
         Returns:
-            The text of the chat, and of the beginning of the assistant's next turn.
+            The text of the chat, which ends with the beginning of the assistant's next turn.
 
         Raises:
             DataError: the template refuses the messages, or leaves one of them out.
@@ -303,26 +308,28 @@ class ChatEncoder:
         arguments = {**self.template_kwargs, **options}
         is_continued = self.continues(messages)
         if tools:
-            # Like agent loops, ignore how `template_kwargs` want a prompt to end.
+            # Agent loops decide themselves how a prompt ends, and do not follow `template_kwargs`.
             arguments["tools"] = list(tools)
             arguments["add_generation_prompt"] = options.get("add_generation_prompt", True)
             is_continued = ends_with_assistant(messages)
         if is_continued and "add_generation_prompt" not in options:
             arguments |= CONTINUING
-        text = self.written(messages, arguments, where=where)
-        self._require_all_written(messages, arguments, text, where)
+        text = self.apply_template(messages, arguments, where=where)
+        self._require_no_omission(messages, arguments, text, where)
         return text
 
     @property
-    def num_orders(self) -> int:
+    def num_role_orders(self) -> int:
         """Number of role orders for which the template has been checked."""
-        return len(self._left_out)
+        return len(self._omitted_pairs)
 
     def continues(self, messages: Messages) -> bool:
-        """Whether the model is to continue the last message, one of the assistant."""
+        """Whether the messages end with a turn of the assistant that the model is to continue."""
         return self._may_continue and ends_with_assistant(messages)
 
-    def written(self, messages: Messages, options: Mapping[str, Any], *, where: str = "") -> str:
+    def apply_template(
+        self, messages: Messages, options: Mapping[str, Any], *, where: str = ""
+    ) -> str:
         """Render messages with exactly these arguments of the chat template.
 
         Args:
@@ -361,38 +368,45 @@ class ChatEncoder:
         # transformers annotates the union of what all arguments return; with `tokenize=False` it is a text.
         return cast(str, text)
 
-    def _require_all_written(
+    def _require_no_omission(
         self, messages: Messages, options: Mapping[str, Any], text: str, where: str
     ) -> None:
         """Raise a DataError if the template leaves out a message.
 
-        The check renders changed chats, so only the first chat of each role order is checked.
+        The check renders several changed chats, so only the first chat of each role order is
+        checked.
+
+        Args:
+            messages: the chat.
+            options: arguments of the chat template.
+            text: the rendered chat.
+            where: file and row, for errors.
         """
         order = role_order(messages, has_tools=bool(options.get("tools")))
-        if order not in self._left_out:
+        if order not in self._omitted_pairs:
             # If nearly every chat had a new order, checking all would double the time of the start.
-            if len(self._left_out) >= MAX_ROLE_ORDERS:
+            if len(self._omitted_pairs) >= MAX_ROLE_ORDERS:
                 return
-            self._left_out[order] = self._find_left_out(messages, options, text)
-        missing_pair = self._left_out[order]
+            self._omitted_pairs[order] = self._find_omitted_message(messages, options, text)
+        missing_pair = self._omitted_pairs[order]
         if missing_pair is None:
             return
         # Chats of one role order have the same pairs, so this chat has the pair too.
-        number = _first_messages(messages)[missing_pair]
+        number = _first_message_of_pairs(messages)[missing_pair]
         missing_role = missing_pair[1]
         raise DataError(
             f"{where}, message {number}",
             got=f"the role {missing_role!r}, whose messages the chat template leaves out",
             expected="a role that the chat template writes",
-            fix=f"Correct the row, or set {_TEMPLATE} to a template that writes them.",
+            fix=f"Correct the row, or set {_TEMPLATE_KEY} to a template that writes them.",
         )
 
-    def _find_left_out(
+    def _find_omitted_message(
         self, messages: Messages, options: Mapping[str, Any], text: str
     ) -> tuple[str, str] | None:
         """Find a message that the template leaves out.
 
-        A message is written if the text changes when its content does.
+        The template writes a message if the text of the chat changes when the message does.
 
         Args:
             messages: the chat.
@@ -400,23 +414,24 @@ class ChatEncoder:
             text: the rendered chat.
 
         Returns:
-            The pair of roles that the message ends. None: all messages are written.
+            The roles of the message before it and of the message itself. None: all messages are
+            written.
         """
-        for pair, number in _first_messages(messages).items():
+        for pair, number in _first_message_of_pairs(messages).items():
             message = messages[number]
             content: Any = message.get("content") or ""
-            probed: Any = [*content, {"type": "text", "text": _PROBE}]
+            new_content: Any = [*content, {"type": "text", "text": _PROBE}]
             if isinstance(content, str):
-                probed = content + _PROBE
-            changed = list(messages)
-            changed[number] = {**message, "content": probed}
+                new_content = content + _PROBE
+            changed_chat = list(messages)
+            changed_chat[number] = {**message, "content": new_content}
             try:
-                is_written = self.written(changed, options) != text
+                is_written = self.apply_template(changed_chat, options) != text
                 # Templates may drop the reasoning of an earlier turn, and text beside a tool call,
                 # but still write the turn. Then the chat without the turn has another text.
                 if not is_written and message["role"] == "assistant":
                     shorter = [*messages[:number], *messages[number + 1 :]]
-                    is_written = self.written(shorter, options) != text
+                    is_written = self.apply_template(shorter, options) != text
             except DataError:
                 continue  # a template that refuses the changed message has read it
             if not is_written:
@@ -438,6 +453,7 @@ class ChatEncoder:
     def fingerprint(self) -> str:
         """Hash of everything that determines the token ids of prompts."""
         tokenizer = self.tokenizer
+        # The part of a fast tokenizer that is written in Rust describes itself completely.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None:
             tokenizer_facts: Any = backend.to_str()
@@ -459,11 +475,12 @@ class ChatEncoder:
             # Some templates write the date into the prompt.
             "date": str(date.today()) if "strftime_now" in json.dumps(template) else "",
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
+        text = json.dumps(facts, sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
-def written_messages(num_orders: int) -> str:
-    """Describe the result of checking the chat template, for the notices of a start.
+def describe_template_check(num_orders: int) -> str:
+    """Describe the result of checking the chat template, for a notice at the start of a run.
 
     Args:
         num_orders: number of role orders in the data.
@@ -484,12 +501,15 @@ def role_order(messages: Messages, *, has_tools: bool) -> RoleOrder:
     Returns:
         The sorted pairs of consecutive roles, the last role, and whether there are tools.
     """
-    pairs = sorted(_first_messages(messages))
+    pairs = sorted(_first_message_of_pairs(messages))
     return tuple(pairs), messages[-1]["role"], has_tools
 
 
-def _first_messages(messages: Messages) -> dict[tuple[str, str], int]:
-    """Map each pair of consecutive roles to the number of the first message that ends it."""
+def _first_message_of_pairs(messages: Messages) -> dict[tuple[str, str], int]:
+    """Map each pair of consecutive roles to the number of the first message that follows in it.
+
+    The first message of a chat follows the role "".
+    """
     roles = ["", *(message["role"] for message in messages)]
     numbers: dict[tuple[str, str], int] = {}
     for number, pair in enumerate(pairwise(roles)):
@@ -527,11 +547,11 @@ def require_embedded(
 
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are not None: Parquet gives each struct the fields of all, as nulls."""
+    """Copy the fields that are not None. Parquet gives each struct the fields of all, as nulls."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def shortened(value: Any) -> str:
-    """Representation of a value for an error, in at most 80 characters."""
+    """Represent a value in at most 80 characters, for an error."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -24,24 +24,25 @@ import torch
 from torch.nn.functional import interpolate
 from transformers.utils import cached_file
 
-from quadriga.data.pictures import DECODED, described, picture_size, read_picture, source_of
+from quadriga.data.pictures import DECODED, describe_source, find_source, picture_size, read_picture
 from quadriga.data.tokenizing import shortened, without_nulls
 from quadriga.errors import DataError
 
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+"""Files that may have the settings of a model's video processor; the newest layout comes first."""
 # Frames that are taken of a video, unless model files or configuration say otherwise.
 _FPS = 2.0  # per second
 _MIN_FRAMES = 4
 _MAX_FRAMES = 768
-APART = ("qwen3_vl", "qwen3_vl_moe", "glm4v")
-"""Models whose prompts have the patches of each time apart, beside the time as text."""
+TIME_TEXT_TYPES = ("qwen3_vl", "qwen3_vl_moe", "glm4v")
+"""Types of models whose prompts write each time of a video as text, beside its patches."""
 # Colors as OpenAI's CLIP normalizes them.
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_MAX_RATIO = 200
+_MAX_SIDE_RATIO = 200
 """Largest ratio of a frame's sides."""
-_SEEK_S = 10.0
-"""Assumed distance of key frames, in a file that does not list them."""
+_KEY_FRAME_DISTANCE_S = 10.0
+"""Assumed seconds between key frames, in a file that does not list them."""
 _FORMS = "a path, the bytes of a video file, a list of images, an array [T, H, W, 3], or one of these as `video`"
 
 
@@ -87,21 +88,21 @@ class Clip:
     frames: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, frames: torch.Tensor, told: Mapping[str, Any]) -> "Clip":
+    def of(cls, frames: torch.Tensor, metadata: Mapping[str, Any]) -> "Clip":
         """Restore a clip from its frames and metadata.
 
         Args:
             frames: [T, 3, H, W] uint8.
-            told: what `metadata()` of the clip returned.
+            metadata: from `metadata()` of the original clip.
 
         Returns:
             The clip with its frames.
         """
         height, width = frames.shape[-2:]
         return cls(
-            indices=tuple(told["frames_indices"]),
-            fps=told["fps"],
-            num_frames=told["total_num_frames"],
+            indices=tuple(metadata["frames_indices"]),
+            fps=metadata["fps"],
+            num_frames=metadata["total_num_frames"],
             size=(height, width),
             frames=frames,
         )
@@ -130,14 +131,15 @@ class FrameRules:
         mean: mean of each color, after scaling.
         std: standard deviation of each color, after scaling.
         scale: factor of a pixel's value, applied before `mean` and `std`.
-        are_apart: whether the prompt has the patches of each time apart, beside the time as text.
-        counts_all: whether `min_pixels` and `max_pixels` limit all frames together.
+        writes_times: whether the prompt has the tokens of each time apart, with the time as text.
+        limits_whole_clip: whether `min_pixels` and `max_pixels` limit the pixels of all frames
+            together. Otherwise they limit those of each frame.
         fps: frames that are taken of each second.
         min_frames: fewest frames of a video.
         max_frames: most frames of a video.
-        longest_s: seconds (GLM-4V). Up to this length frames are taken at `fps`; of a longer video
-            as many frames in all as of one of this length. None: `min_frames` and `max_frames`
-            limit the number of frames.
+        max_duration_s: seconds (GLM-4V). Up to this length frames are taken at `fps`; of a longer
+            video as many frames in all as of one of this length. None: `min_frames` and
+            `max_frames` limit the number of frames.
     """
 
     patch_size: int
@@ -148,20 +150,22 @@ class FrameRules:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     scale: float = 1 / 255
-    are_apart: bool = False
-    counts_all: bool = False
+    writes_times: bool = False
+    limits_whole_clip: bool = False
     fps: float = _FPS
     min_frames: int = _MIN_FRAMES
     max_frames: int = _MAX_FRAMES
-    longest_s: float | None = None
+    max_duration_s: float | None = None
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], kind: str, options: Mapping[str, Any]) -> "FrameRules":
+    def of(
+        cls, settings: Mapping[str, Any], model_type: str, options: Mapping[str, Any]
+    ) -> "FrameRules":
         """Make the rules of a model.
 
         Args:
-            told: settings of the model's video processor, from `video_settings`.
-            kind: the model's type.
+            settings: of the model's video processor, from `video_settings`.
+            model_type: `model_type` of the model's configuration.
             options: values of `data.mm_processor_kwargs`, which replace the model's own.
 
         Returns:
@@ -170,51 +174,51 @@ class FrameRules:
         Raises:
             DataError: an option has no effect in this model.
         """
-        is_glm = kind == "glm4v"
+        # Defaults of transformers for this type of model.
         patch_size = 14
         mean = _CLIP_MEAN
         std = _CLIP_STD
-        if kind.startswith("qwen3_vl"):
+        if model_type.startswith("qwen3_vl"):
             patch_size = 16
             mean = std = (0.5, 0.5, 0.5)
         # Pixels of the square that makes one embedding.
         square = (2 * patch_size) ** 2
         min_pixels = 128 * square
         max_pixels = 768 * square
-        longest_s = None
-        if is_glm:
+        max_duration_s = None
+        if model_type == "glm4v":
             min_pixels = 16 * square
             max_pixels = 60_000 * square
-            longest_s = told.get("max_duration") or 300
+            max_duration_s = settings.get("max_duration") or 300
             ignored_keys = {"min_frames", "max_frames"} & options.keys()
             if ignored_keys:
                 raise DataError(
                     f"data.mm_processor_kwargs.{min(ignored_keys)}",
-                    got=f"a value, for a model of type {kind}",
+                    got=f"a value, for a model of type {model_type}",
                     expected="fps, by which alone it takes frames",
                     fix="Leave the key out.",
                 )
         # Some files have the bounds of a frame under `size`.
-        size = told.get("size") or {}
+        size = settings.get("size") or {}
         rules = cls(
-            patch_size=told.get("patch_size") or patch_size,
-            temporal_patch_size=told.get("temporal_patch_size") or 2,
-            merge_size=told.get("merge_size") or 2,
-            min_pixels=told.get("min_pixels") or size.get("shortest_edge") or min_pixels,
-            max_pixels=told.get("max_pixels") or size.get("longest_edge") or max_pixels,
-            mean=tuple(told.get("image_mean") or mean),
-            std=tuple(told.get("image_std") or std),
-            scale=told.get("rescale_factor") or 1 / 255,
-            are_apart=kind in APART,
-            counts_all=kind in APART,
-            longest_s=longest_s,
-            fps=told.get("fps") or _FPS,
-            min_frames=told.get("min_frames") or _MIN_FRAMES,
-            max_frames=told.get("max_frames") or _MAX_FRAMES,
+            patch_size=settings.get("patch_size") or patch_size,
+            temporal_patch_size=settings.get("temporal_patch_size") or 2,
+            merge_size=settings.get("merge_size") or 2,
+            min_pixels=settings.get("min_pixels") or size.get("shortest_edge") or min_pixels,
+            max_pixels=settings.get("max_pixels") or size.get("longest_edge") or max_pixels,
+            mean=tuple(settings.get("image_mean") or mean),
+            std=tuple(settings.get("image_std") or std),
+            scale=settings.get("rescale_factor") or 1 / 255,
+            writes_times=model_type in TIME_TEXT_TYPES,
+            limits_whole_clip=model_type in TIME_TEXT_TYPES,
+            max_duration_s=max_duration_s,
+            fps=settings.get("fps") or _FPS,
+            min_frames=settings.get("min_frames") or _MIN_FRAMES,
+            max_frames=settings.get("max_frames") or _MAX_FRAMES,
         )
         if {"min_pixels", "max_pixels"} & options.keys():
             # As options, these keys limit each image, and so each frame.
-            rules = replace(rules, counts_all=False)
+            rules = replace(rules, limits_whole_clip=False)
         return replace(rules, **options)
 
     def clip(self, video: Video, *, where: str) -> Clip:
@@ -231,13 +235,13 @@ class FrameRules:
             DataError: the sides of the video differ too much.
         """
         fps = video.fps or self.fps
-        if self.longest_s is not None:
-            indices = self._indices_by_duration(video, fps, self.longest_s)
-        elif self.are_apart:
-            indices = self._indices_apart(video.num_frames, fps)
+        if self.max_duration_s is not None:
+            indices = self._glm_indices(video, fps, self.max_duration_s)
+        elif self.writes_times:
+            indices = self._evenly_spaced_indices(video.num_frames, fps)
         else:
-            indices = self._indices_in_patches(video.num_frames, fps)
-        size = self._size(len(indices), video.height, video.width, where)
+            indices = self._whole_patch_indices(video.num_frames, fps)
+        size = self._resized_size(len(indices), video.height, video.width, where)
         return Clip(tuple(indices), fps, video.num_frames, size)
 
     def read(self, video: Video, *, where: str) -> Clip:
@@ -256,30 +260,35 @@ class FrameRules:
         clip = self.clip(video, where=where)
 
         def decode() -> torch.Tensor:
-            frames = [self._resized(frame, clip.size) for frame in video.read(clip.indices)]
+            frames = [self._resize(frame, clip.size) for frame in video.read(clip.indices)]
             return torch.cat(frames)
 
-        # Other rules may choose other frames of the same file, or another size.
-        way = (clip.indices, clip.size)
-        frames = DECODED.get(video.source, way, decode, lambda tensor: tensor.nbytes)
+        # Part of the cache's key: other rules may choose other frames of the same file, or another size.
+        variant = (clip.indices, clip.size)
+        frames = DECODED.get(video.source, variant, decode, lambda tensor: tensor.nbytes)
         return replace(clip, frames=frames)
 
     def grid(self, clip: Clip) -> tuple[int, int, int]:
-        """Number of patches along time, height and width."""
+        """Number of patches of a clip along time, height and width."""
         height, width = clip.size
         time = math.ceil(len(clip.indices) / self.temporal_patch_size)
         return time, height // self.patch_size, width // self.patch_size
 
     def times(self, clip: Clip) -> list[float]:
-        """Time of each patch in seconds: its middle; for models with `longest_s` its start."""
+        """Time in seconds of each patch along time.
+
+        It is the middle of the patch, or its start for models with `max_duration_s` (GLM-4V).
+        """
         size = self.temporal_patch_size
         # The last frame is repeated to fill the last patch.
         num_missing = -len(clip.indices) % size
         indices = [*clip.indices, *[clip.indices[-1]] * num_missing]
-        seconds = [index / clip.fps for index in indices]
-        # The mean of the first and the last frame of a patch, or of the first one with itself.
-        last = 0 if self.longest_s else size - 1
-        return [(seconds[at] + seconds[at + last]) / 2 for at in range(0, len(seconds), size)]
+        frame_times = [index / clip.fps for index in indices]
+        patch_times = []
+        for first in range(0, len(frame_times), size):
+            last = first if self.max_duration_s else first + size - 1
+            patch_times.append((frame_times[first] + frame_times[last]) / 2)
+        return patch_times
 
     def patches(self, clip: Clip) -> torch.Tensor:
         """Cut the frames of a clip into normalized patches, [S, X] float32.
@@ -292,32 +301,46 @@ class FrameRules:
         size = self.temporal_patch_size
         merged = self.merge_size
         pixels = self.patch_size
+        # The last frame is repeated to fill the last patch.
         num_missing = time * size - len(clip.frames)
         padding = clip.frames[-1:].expand(num_missing, -1, -1, -1)
         frames = torch.cat((clip.frames, padding)).float()
+
         # Scaling is folded into the normalization, as in transformers, to round alike.
         mean = torch.tensor(self.mean)[:, None, None] * (1.0 / self.scale)
         std = torch.tensor(self.std)[:, None, None] * (1.0 / self.scale)
         frames = (frames - mean) / std
-        # Axes: time, frame, color, then rows of squares, patches in a square, pixels in a patch; the
-        # same for columns.
+
+        # The axes of time are patches and frames of a patch. Height and width each become squares,
+        # patches of a square, and pixels of a patch.
         blocks = frames.view(
             time, size, 3, height // merged, merged, pixels, width // merged, merged, pixels
         )
+        # First the axes that number the patches, then those of the values of one patch.
         ordered = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         return ordered.reshape(time * height * width, 3 * size * pixels**2)
 
-    def _indices_by_duration(self, video: Video, fps: float, longest_s: float) -> list[int]:
-        """Choose an even number of frames as GLM-4V does, by the duration of the video."""
+    def _glm_indices(self, video: Video, fps: float, max_duration_s: float) -> list[int]:
+        """Choose an even number of frames as GLM-4V does, by the duration of the video.
+
+        Args:
+            video: the video.
+            fps: frames per second of the video; `self.fps` of them are taken.
+            max_duration_s: `self.max_duration_s`, which is not None here.
+
+        Returns:
+            The numbers of the frames.
+        """
         last = video.num_frames - 1
-        seconds = video.seconds or round(last / fps) + 1
-        count = int(longest_s * self.fps)
-        if seconds <= longest_s:
-            places = np.ceil(np.arange(max(int(seconds * self.fps), 1)) * fps / self.fps)
-        elif count >= video.num_frames:
+        duration_s = video.seconds or round(last / fps) + 1
+        max_count = int(max_duration_s * self.fps)
+        if duration_s <= max_duration_s:
+            count = max(int(duration_s * self.fps), 1)
+            places = np.ceil(np.arange(count) * fps / self.fps)
+        elif max_count >= video.num_frames:
             places = np.arange(video.num_frames)
         else:
-            places = np.ceil(np.linspace(0, seconds, count) * fps)
+            places = np.ceil(np.linspace(0, duration_s, max_count) * fps)
         # At a higher rate than the video's, frames come several times; each is taken once.
         indices = np.unique(places.clip(max=last).astype(int)).tolist()
         # A patch has two frames.
@@ -325,67 +348,80 @@ class FrameRules:
             indices.append(indices[-1])
         return indices
 
-    def _indices_apart(self, num_frames: int, fps: float) -> list[int]:
+    def _evenly_spaced_indices(self, num_frames: int, fps: float) -> list[int]:
         """Choose frames as Qwen3-VL does: evenly from the first to the last frame."""
         count = int(num_frames / fps * self.fps)
         count = min(max(count, self.min_frames), self.max_frames, num_frames)
         places = np.linspace(0, num_frames - 1, count).round()
         return places.astype(int).tolist()
 
-    def _indices_in_patches(self, num_frames: int, fps: float) -> list[int]:
-        """Choose frames as Qwen2-VL and Qwen2.5-VL do: a multiple of those of a patch."""
+    def _whole_patch_indices(self, num_frames: int, fps: float) -> list[int]:
+        """Choose frames as Qwen2-VL and Qwen2.5-VL do: as many as fill whole patches."""
         size = self.temporal_patch_size
-        most = min(self.max_frames, num_frames) // size * size
+        max_count = min(self.max_frames, num_frames) // size * size
         target = max(num_frames / fps * self.fps, self.min_frames)
-        count = int(min(target, most, num_frames) // size * size)
+        count = int(min(target, max_count) // size * size)
         if not count:  # fewer frames than a patch has
             return list(range(num_frames))
         return torch.arange(0, num_frames, num_frames / count).int().tolist()[:count]
 
-    def _size(self, num_frames: int, height: int, width: int, where: str) -> tuple[int, int]:
+    def _resized_size(
+        self, num_frames: int, height: int, width: int, where: str
+    ) -> tuple[int, int]:
         """Height and width of the frames after resizing: multiples of the side of an embedding.
 
         Follows the models' processors in transformers, including their rounding.
+
+        Args:
+            num_frames: frames of the clip.
+            height: height of the video in pixels.
+            width: width of the video in pixels.
+            where: the row and the number of the video, for errors.
+
+        Raises:
+            DataError: the sides of the video differ too much.
         """
-        factor = self.patch_size * self.merge_size
-        low = self.min_pixels
-        high = self.max_pixels
-        # Number of frames whose pixels are limited together: as it is, and in whole patches.
-        num_counted = 1
-        num_rounded = 1
-        if self.are_apart:
+        side = self.patch_size * self.merge_size  # of an embedding, in pixels
+        min_pixels = self.min_pixels
+        max_pixels = self.max_pixels
+        # Number of frames whose pixels are limited together, and the same in whole patches:
+        # transformers compares with the latter, and scales by the former.
+        num_limited = 1
+        num_in_patches = 1
+        if self.writes_times:
             size = self.temporal_patch_size
-            num_counted = num_frames
-            num_rounded = max(1, round(num_frames / size)) * size
-            if not self.counts_all:
-                low *= num_rounded
-                high *= num_rounded
+            num_limited = num_frames
+            num_in_patches = max(1, round(num_frames / size)) * size
+            if not self.limits_whole_clip:
+                min_pixels *= num_in_patches
+                max_pixels *= num_in_patches
             # Each side has room for at least one embedding.
-            if min(height, width) < factor:
-                scale = max(factor / height, factor / width)
+            if min(height, width) < side:
+                scale = max(side / height, side / width)
                 height = int(height * scale)
                 width = int(width * scale)
-        if max(height, width) > _MAX_RATIO * min(height, width):
+        if max(height, width) > _MAX_SIDE_RATIO * min(height, width):
             raise DataError(
                 where,
                 got=f"frames of {height} by {width} pixels",
-                expected=f"sides that differ at most {_MAX_RATIO} times",
+                expected=f"sides that differ at most {_MAX_SIDE_RATIO} times",
                 fix="Crop or leave out the video.",
             )
         # The nearest multiples, unless they are outside the limits. Then both sides are scaled alike.
-        rows = round(height / factor) * factor
-        columns = round(width / factor) * factor
-        if num_rounded * rows * columns > high:
-            by = math.sqrt(num_counted * height * width / high)
-            rows = max(factor, math.floor(height / by / factor) * factor)
-            columns = max(factor, math.floor(width / by / factor) * factor)
-        elif num_rounded * rows * columns < low:
-            by = math.sqrt(low / (num_counted * height * width))
-            rows = math.ceil(height * by / factor) * factor
-            columns = math.ceil(width * by / factor) * factor
-        return rows, columns
+        new_height = round(height / side) * side
+        new_width = round(width / side) * side
+        num_pixels = num_in_patches * new_height * new_width
+        if num_pixels > max_pixels:
+            divisor = math.sqrt(num_limited * height * width / max_pixels)
+            new_height = max(side, math.floor(height / divisor / side) * side)
+            new_width = max(side, math.floor(width / divisor / side) * side)
+        elif num_pixels < min_pixels:
+            scale = math.sqrt(min_pixels / (num_limited * height * width))
+            new_height = math.ceil(height * scale / side) * side
+            new_width = math.ceil(width * scale / side) * side
+        return new_height, new_width
 
-    def _resized(self, frame: np.ndarray, size: tuple[int, int]) -> torch.Tensor:
+    def _resize(self, frame: np.ndarray, size: tuple[int, int]) -> torch.Tensor:
         """Resize a frame [H, W, 3] as torchvision does, to [1, 3, H, W] uint8."""
         pixels = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)[None].contiguous()
         if pixels.shape[2:] == size:
@@ -399,17 +435,17 @@ def video_settings(path: str | Path) -> dict[str, Any]:
     Args:
         path: the model's folder or its name on the hub.
     """
-    quiet = {
+    # With these options, `cached_file` returns None for a file that is not there.
+    no_errors = {
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    # The newest layout of model files comes first.
     for name in FILES:
-        file = cached_file(path, name, **quiet)
+        file = cached_file(path, name, **no_errors)
         if file is None:
             continue
         settings = json.loads(Path(file).read_text(encoding="utf-8"))
-        # This file has a section for each processor of the model.
+        # `processor_config.json` has a section for each processor of the model.
         if name == FILES[0]:
             settings = settings.get("video_processor")
         if settings:
@@ -439,8 +475,8 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
     # Dictionaries may be nested: `with_parts` wraps a list of frames to keep its `fps`.
     while isinstance(value, Mapping):
         fields = without_nulls(value)
-        if not fields.keys().isdisjoint(("bytes", "path", "url")):
-            break  # `source_of` reads a dictionary with a file
+        if fields.keys() & {"bytes", "path", "url"}:
+            break  # `find_source` reads a dictionary with a file
         fps = fields.pop("fps", fps)
         names = list(fields)
         if names not in (["video"], ["frames"]):
@@ -455,9 +491,9 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
         expected = "frames for each second, above 0"
         raise DataError(where, got=f"fps {shortened(fps)}", expected=expected)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return _from_list(list(value), fps, folder, where)
+        return _video_of_list(list(value), fps, folder, where)
     if isinstance(value, np.ndarray | torch.Tensor):
-        return _from_array(np.asarray(value), fps, where)
+        return _video_of_array(np.asarray(value), fps, where)
     if fps is not None:
         raise DataError(
             where,
@@ -465,11 +501,11 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
             expected="a file, which says it itself",
             fix="Leave it out. data.mm_processor_kwargs.fps sets how many frames of a second are taken.",
         )
-    return _from_file(source_of(value, folder, where, "video", _FORMS), where)
+    return _video_of_file(find_source(value, folder, where, "video", _FORMS), where)
 
 
-def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -> Video:
-    """Make a video of a list of images, or of an array as nested lists."""
+def _video_of_list(values: list[Any], fps: float | None, folder: Path, where: str) -> Video:
+    """Open a video that is a list of images, or an array as nested lists."""
     if not values:
         raise DataError(
             where, got="a video without frames", expected="at least one frame", fix="Leave it out."
@@ -481,7 +517,7 @@ def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -
         except ValueError as error:
             got = f"a video of uneven lists ({error})"
             raise DataError(where, got=got, expected=_FORMS) from error
-        return _from_array(array, fps, where)
+        return _video_of_array(array, fps, where)
     places = [f"{where}, frame {number}" for number in range(len(values))]
     sizes = set()
     for value, place in zip(values, places, strict=True):
@@ -499,8 +535,8 @@ def _from_list(values: list[Any], fps: float | None, folder: Path, where: str) -
     return Video(len(values), fps, height, width, read)
 
 
-def _from_array(array: np.ndarray, fps: float | None, where: str) -> Video:
-    """Make a video of an array [T, H, W, 3] or [T, 3, H, W]."""
+def _video_of_array(array: np.ndarray, fps: float | None, where: str) -> Video:
+    """Open a video that is an array [T, H, W, 3] or [T, 3, H, W]."""
     if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
         array = array.transpose(0, 2, 3, 1)
     # Arrays that were nested lists have int64 values.
@@ -523,33 +559,47 @@ def _from_array(array: np.ndarray, fps: float | None, where: str) -> Video:
     return Video(num_frames, fps, height, width, read)
 
 
-def _from_file(source: Path | io.BytesIO, where: str) -> Video:
-    """Make a video of a file. Its header and its first frame are read."""
-    with _decoding(source, where) as (container, stream):
-        # The header may leave the number out; packets can be counted without decoding them.
+def _video_of_file(source: Path | io.BytesIO, where: str) -> Video:
+    """Open a video that is a file. Its header and its first frame are read."""
+    with _open_container(source, where) as (container, stream):
+        # The header may leave out the number of frames. Packets can be counted without decoding.
         count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
         fps = float(stream.average_rate or stream.guessed_rate or 0)
-    with _decoding(source, where) as (container, stream):
+    with _open_container(source, where) as (container, stream):
         # A header may promise frames that are not there.
         first_frame = next(container.decode(stream), None)
         if first_frame is None or not count or not fps:
-            got = f"a video without frames ({described(source)})"
+            got = f"a video without frames ({describe_source(source)})"
             raise DataError(where, got=got, expected="at least one frame", fix="Leave it out.")
-        height, width, _ = _upright(first_frame).shape
+        height, width, _ = _upright_pixels(first_frame).shape
 
     def read(indices: Sequence[int]) -> Iterator[np.ndarray]:
-        return _frames(source, fps, indices, where)
+        return _decode_frames(source, fps, indices, where)
 
     return Video(count, fps, height, width, read, source, count / fps)
 
 
-def _frames(
+def _decode_frames(
     source: Path | io.BytesIO, fps: float, indices: Sequence[int], where: str
 ) -> Iterator[np.ndarray]:
-    """Decode the frames with the given ascending numbers. Long gaps are skipped by seeking."""
-    with _decoding(source, where) as (container, stream):
+    """Decode some frames of a file. Long gaps between them are skipped by seeking.
+
+    Args:
+        source: the file, or its bytes.
+        fps: frames per second of the file.
+        indices: numbers of the frames, ascending.
+        where: the row and the number of the video, for errors.
+
+    Yields:
+        The pixels of each frame, [H, W, 3] uint8.
+
+    Raises:
+        DataError: the file breaks off before a frame.
+    """
+    with _open_container(source, where) as (container, stream):
         # Decode with several threads.
         stream.thread_type = "AUTO"
+        # Time stamps count from `start`, in units of this many seconds.
         start = stream.start_time or 0
         unit = float(stream.time_base)
         # Numbers of the key frames; empty with older versions of PyAV, and for files without an index.
@@ -559,49 +609,54 @@ def _frames(
                 key_frames.append(round((entry.timestamp - start) * unit * fps))
         frames = container.decode(stream)
         frame = None
-        place = -1
+        position = -1  # number of the frame that was decoded last
         for index in indices:
             # The frame at which decoding would begin after a seek: the last key frame before `index`.
-            seek_place = index - _SEEK_S * fps
+            seek_position = index - _KEY_FRAME_DISTANCE_S * fps
             if key_frames:
-                seek_place = key_frames[max(bisect_right(key_frames, index), 1) - 1]
-            # If that skips less than a second, decoding on is faster than seeking.
-            if seek_place > place + fps:
+                seek_position = key_frames[max(bisect_right(key_frames, index), 1) - 1]
+            # If a seek skips less than a second, decoding on is faster.
+            if seek_position > position + fps:
                 container.seek(start + int(index / fps / unit), stream=stream)
                 frames = container.decode(stream)
-            # Decode up to the wanted frame. Its time stamp gives a frame's number after a seek.
-            while place < index:
+            # Decode up to the wanted frame. After a seek only time stamps tell a frame's number.
+            while position < index:
                 next_frame = next(frames, None)
                 if next_frame is None:
                     break
                 frame = next_frame
-                place += 1
+                position += 1
                 if frame.pts is not None:
-                    place = round((frame.pts - start) * unit * fps)
-            # At the end, frame numbers from rounded time stamps may be slightly off.
-            if frame is None or place < index - fps:
+                    position = round((frame.pts - start) * unit * fps)
+            # At the end of a file, numbers from rounded time stamps may be off by up to a second.
+            if frame is None or position < index - fps:
                 raise DataError(
                     where,
                     got=(
-                        f"a video that breaks off at frame {place + 1}, before frame {index}"
-                        f" ({described(source)})"
+                        f"a video that breaks off at frame {position + 1}, before frame {index}"
+                        f" ({describe_source(source)})"
                     ),
                     expected="a whole file",
                     fix="Correct or leave out the row.",
                 )
-            yield _upright(frame)
+            yield _upright_pixels(frame)
 
 
-def _upright(frame: Any) -> np.ndarray:
+def _upright_pixels(frame: Any) -> np.ndarray:
     """The pixels of a frame, rotated as the file says, [H, W, 3] uint8."""
+    # Older versions of PyAV do not tell the rotation, in degrees.
     turns = round(getattr(frame, "rotation", 0) / 90) % 4
     return np.rot90(frame.to_ndarray(format="rgb24"), turns)
 
 
 @contextmanager
-def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]]:
-    """Context manager: container and video stream. Errors of FFmpeg become DataErrors."""
-    # An optional dependency: videos as images or arrays do not need it.
+def _open_container(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]]:
+    """Context manager: open a file and yield its container and its video stream.
+
+    Raises:
+        DataError: PyAV is not installed, or FFmpeg raises an error here or inside the context.
+    """
+    # PyAV is an optional dependency: videos as images or arrays do not need it.
     try:
         import av
     except ImportError as error:
@@ -621,7 +676,7 @@ def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]
             if not container.streams.video:
                 raise DataError(
                     where,
-                    got=f"a file without a video stream ({described(source)})",
+                    got=f"a file without a video stream ({describe_source(source)})",
                     expected="a video",
                     fix="Correct or leave out the row.",
                 )
@@ -631,7 +686,7 @@ def _decoding(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any, Any]
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise DataError(
             where,
-            got=f"{described(source)}, which is no video that can be read ({error})",
+            got=f"{describe_source(source)}, which is no video that can be read ({error})",
             expected="a whole file of a format that FFmpeg knows",
             fix="Correct or leave out the row.",
         ) from error

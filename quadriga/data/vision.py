@@ -59,7 +59,7 @@ class VisionPrompt:
     inputs: dict[str, torch.Tensor]
 
     def columns(self) -> dict[str, Any]:
-        """The non-tensor columns of the batch, in addition to tokens and positions."""
+        """The prompt's entries in the batch's non-tensor columns: ids, images, videos and inputs."""
         data: dict[str, Any] = {}
         if self.pictures:
             data["image"] = list(self.pictures)
@@ -87,8 +87,8 @@ class VisionProcessor:
         frames: rules for videos. None: prompts with videos are refused.
         tokens_per_second: positions per second along the time of a video. None: one position for
             each patch along time.
-        bounds: tokens before and after the patches of one time, for models whose prompts have them
-            apart (`FrameRules.are_apart`).
+        bounds: tokens before and after the embeddings of one time, for models whose prompts write
+            the times (`FrameRules.writes_times`).
         video_bounds: tokens before and after a video, for models that use the image token for the
             embeddings between them. None: embeddings of videos have a token of their own.
     """
@@ -103,12 +103,12 @@ class VisionProcessor:
     video_bounds: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        kind = type(self.image_processor).__name__
-        known = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
-        # Other processors order the patches differently.
-        if not kind.startswith(known):
-            expected = f"{' or '.join(known)}, those of {', '.join(VISION_TYPES)}"
-            raise DataError(f"image processor of {self.name}", got=kind, expected=expected)
+        class_name = type(self.image_processor).__name__
+        # By prefix, because classes with the suffix `Fast` order the patches alike. Others do not.
+        supported = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
+        if not class_name.startswith(supported):
+            expected = f"{' or '.join(supported)}, those of {', '.join(VISION_TYPES)}"
+            raise DataError(f"image processor of {self.name}", got=class_name, expected=expected)
 
     @property
     def media_ids(self) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class VisionProcessor:
             try:
                 processed = self.image_processor(images=list(pictures), return_tensors="pt")
             except ValueError as error:
-                raise self._refused(error, where) from error
+                raise self._refusal_error(error, where) from error
             inputs["pixel_values"] = processed["pixel_values"].float()
             inputs["image_grid_thw"] = processed["image_grid_thw"].long()
         if clips:
@@ -191,7 +191,7 @@ class VisionProcessor:
         Args:
             ids: token ids, with one token for each image and each video.
             images: images in any form that a row may have.
-            videos: frames [T, 3, H, W] of each video, with its `Clip.metadata`.
+            videos: for each video its resized frames, [T, 3, H, W], and its `Clip.metadata`.
             encode: tokenizes the times of frames.
             where: the conversation, for errors.
 
@@ -210,14 +210,14 @@ class VisionProcessor:
         return self.prompt(ids, pictures, sys.maxsize, where=where, clips=clips, encode=encode)
 
     def media_sizes(
-        self, given: Sequence[Sequence[Any]], config: DataConfig, *, folder: Path, where: str
+        self, media: Sequence[Sequence[Any]], config: DataConfig, *, folder: Path, where: str
     ) -> tuple[list[int], list[Clip]]:
         """Count the embeddings of a row's images, and choose the frames of its videos.
 
         Only the headers of files are read, unless bad rows are to be left out.
 
         Args:
-            given: two lists, the images and the videos of a row.
+            media: two lists, the images and the videos of a row.
             config: the section `data`.
             folder: folder of the data file.
             where: file and row, for errors.
@@ -230,18 +230,18 @@ class VisionProcessor:
         """
         if config.on_bad_row == "skip":
             # A row is bad if a file is damaged anywhere, which only decoding it shows.
-            read_media(given, self, config, folder=folder, where=where)
-        images, videos = given
-        counts = []
-        for image, place in _with_places(images, "image", config.image_key, where):
+            read_media(media, self, config, folder=folder, where=where)
+        images, videos = media
+        num_embeddings = []
+        for image, place in _list_with_places(images, "image", config.image_key, where):
             height, width = picture_size(image, folder=folder, where=place)
-            counts.append(self.num_tokens(height, width, where=place))
+            num_embeddings.append(self.num_tokens(height, width, where=place))
         clips = []
-        for value, place in _with_places(videos, "video", config.video_key, where):
+        for value, place in _list_with_places(videos, "video", config.video_key, where):
             rules = self.frame_rules(place)
             video = open_video(value, folder=folder, where=place)
             clips.append(rules.clip(video, where=place))
-        return counts, clips
+        return num_embeddings, clips
 
     def frame_rules(self, where: str) -> FrameRules:
         """Return the rules for videos. Raise a DataError if the processor takes no videos."""
@@ -271,11 +271,11 @@ class VisionProcessor:
         try:
             num_patches = self.image_processor.get_number_of_image_patches(height, width, {})
         except ValueError as error:
-            raise self._refused(error, where) from error
+            raise self._refusal_error(error, where) from error
         return num_patches // self.merge_size**2
 
-    def _refused(self, error: Exception, where: str) -> DataError:
-        """Turn an error of the image processor into a DataError."""
+    def _refusal_error(self, error: Exception, where: str) -> DataError:
+        """Make a DataError of an error that the image processor raised about an image."""
         reason = str(error).partition("\n")[0]
         return DataError(
             where,
@@ -324,12 +324,13 @@ class VisionProcessor:
         inputs = self.inputs(pictures, clips, where=where)
         image_grids = inputs.get("image_grid_thw", torch.zeros(0, 3))
         # Each square of patches becomes one embedding.
-        counts = (image_grids.prod(-1) // self.merge_size**2).int().tolist()
-        expanded = self.expand(ids, iter(counts), iter(clips), encode)
-        if inputs and len(expanded) > limit:
-            raise self._too_long(expanded, limit, where, has_videos=bool(clips))
-        positions = self.positions(expanded, inputs)
-        return VisionPrompt(ids, expanded, positions, tuple(pictures), tuple(clips), inputs)
+        num_embeddings = (image_grids.prod(-1) // self.merge_size**2).int().tolist()
+        expanded_ids = self.expand(ids, iter(num_embeddings), iter(clips), encode)
+        # `inputs` are empty without images and videos. Such a prompt may be truncated.
+        if inputs and len(expanded_ids) > limit:
+            raise self._too_long_error(expanded_ids, limit, where, has_videos=bool(clips))
+        positions = self.positions(expanded_ids, inputs)
+        return VisionPrompt(ids, expanded_ids, positions, tuple(pictures), tuple(clips), inputs)
 
     def positions(self, ids: list[int], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Compute the positions of expanded tokens.
@@ -346,13 +347,13 @@ class VisionProcessor:
         positions, _ = self.get_rope_index(ids, **grids)
         return positions
 
-    def _too_long(
-        self, expanded: list[int], limit: int, where: str, *, has_videos: bool
+    def _too_long_error(
+        self, expanded_ids: list[int], limit: int, where: str, *, has_videos: bool
     ) -> DataError:
-        """Make the error for a prompt that is too long."""
-        got = f"{len(expanded)} tokens"
+        """Make the error for a prompt with images or videos that is longer than `limit` tokens."""
+        got = f"{len(expanded_ids)} tokens"
         # The numbers tell users whether shorter texts or smaller images would help.
-        kinds = self._kinds(expanded)
+        kinds = self._media_kinds(expanded_ids)
         for name, kind in (("images", 1), ("videos", 2)):
             count = kinds.count(kind)
             if count:
@@ -406,22 +407,23 @@ class VisionProcessor:
 
         Args:
             ids: token ids, with one token for each image and each video.
-            counts: number of embeddings of each image; only those of the images in `ids` are taken.
-            clips: the videos; only those in `ids` are taken.
+            counts: number of embeddings of each image. One is taken per image token in `ids`, so
+                that several pieces of a prompt can share the iterator.
+            clips: the videos. One is taken per video token in `ids`.
             encode: tokenizes times, for models that have them in the prompt.
 
         Returns:
             The expanded token ids, [P].
         """
-        expanded: list[int] = []
+        expanded_ids: list[int] = []
         for token in ids:
             if token == self.image_token_id:
-                expanded += [token] * next(counts)
+                expanded_ids += [token] * next(counts)
             elif token == self.video_token_id:
-                expanded += self.video_ids(next(clips), encode)
+                expanded_ids += self.video_ids(next(clips), encode)
             else:
-                expanded.append(token)
-        return expanded
+                expanded_ids.append(token)
+        return expanded_ids
 
     def video_ids(self, clip: Clip, encode: Encode | None) -> list[int]:
         """Make the tokens that replace one video token.
@@ -431,29 +433,30 @@ class VisionProcessor:
             encode: tokenizes times, for models that have them in the prompt.
 
         Returns:
-            A token for each embedding; for models with `are_apart` also the tokens of the times and
-            of `bounds`.
+            A token for each embedding. For models with `writes_times` also the tokens of the times
+            as text, and `bounds` around the embeddings of each time.
         """
         rules = self.frame_rules("a prompt")
         token = self.video_token_id
         assert token is not None
-        # The grid counts patches; `count` is the number of embeddings of each time.
         time, height, width = rules.grid(clip)
-        count = height * width // rules.merge_size**2
-        if not rules.are_apart:
+        # The grid counts patches, of which a square makes one embedding.
+        num_per_time = height * width // rules.merge_size**2
+        if not rules.writes_times:
             # Only the positions of the tokens tell the times apart.
-            return [token] * (time * count)
+            return [token] * (time * num_per_time)
         assert encode is not None, "times are tokenized"
         start, end = self.bounds
         times = rules.times(clip)
         ids: list[int] = []
-        # GLM-4V writes whole seconds after the patches, Qwen3-VL seconds before them.
         if self.video_bounds is not None:
+            # GLM-4V: whole seconds after the embeddings.
             for time_ids in encode([str(int(second)) for second in times]):
-                ids += [start, *[self.image_token_id] * count, end, *time_ids]
+                ids += [start, *[self.image_token_id] * num_per_time, end, *time_ids]
             return ids
+        # Qwen3-VL: seconds before the embeddings.
         for time_ids in encode([f"<{second:.1f} seconds>" for second in times]):
-            ids += [*time_ids, start, *[token] * count, end]
+            ids += [*time_ids, start, *[token] * num_per_time, end]
         return ids
 
     def get_rope_index(
@@ -483,27 +486,29 @@ class VisionProcessor:
         if video_grid_thw is not None:
             self.frame_rules("get_rope_index")
         image_grids = [] if image_grid_thw is None else image_grid_thw
-        # The next grid of each kind that `_kinds` returns, and positions per patch along time.
+        # For each kind that `_media_kinds` returns, an iterator over the grids of that kind, each
+        # with the positions per patch along time.
         grids_by_kind = (
             iter(()),
             ((grid, 1.0) for grid in image_grids),
-            self._video_grids(video_grid_thw, second_per_grid_ts),
+            self._grids_of_video_runs(video_grid_thw, second_per_grid_ts),
         )
         parts = []
         end = 0  # place after the last image or video so far
         position = 0  # position of a token at that place
-        for place, kind in enumerate(self._kinds(ids)):
+        for place, kind in enumerate(self._media_kinds(ids)):
             if place < end:
                 continue  # inside an image or video
-            entry = next(grids_by_kind[kind], None)
-            if entry is None:
+            grid_and_interval = next(grids_by_kind[kind], None)
+            if grid_and_interval is None:
                 continue  # text, or an image token without a grid
-            grid, interval = entry
+            grid, interval = grid_and_interval
             time, height, width = grid.tolist()
             # The text between the previous image or video and this one.
             num_text = place - end
             parts.append((torch.arange(num_text) + position).expand(3, -1))
             position += num_text
+            # Coordinates along time, height and width.
             axes = [
                 (torch.arange(time) * interval).long(),
                 torch.arange(height // self.merge_size),
@@ -519,7 +524,7 @@ class VisionProcessor:
         parts.append((torch.arange(len(ids) - end) + position).expand(3, -1))
         return torch.cat(parts, dim=1), position - end
 
-    def _kinds(self, ids: list[int]) -> list[int]:
+    def _media_kinds(self, ids: list[int]) -> list[int]:
         """Kind of each expanded token: 1 for an image's embedding, 2 for a video's, 0 for text."""
         tokens = np.array(ids)
         is_image = tokens == self.image_token_id
@@ -530,17 +535,20 @@ class VisionProcessor:
         is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
         return (is_image * (1 + is_inside)).tolist()
 
-    def _video_grids(
+    def _grids_of_video_runs(
         self, grids: torch.Tensor | None, seconds: torch.Tensor | None
     ) -> Iterator[tuple[Any, Any]]:
-        """The grid of each run of video tokens in the prompt, and positions per patch along time.
+        """Yield the grid of each run of video tokens in the prompt.
 
         Args:
             grids: patches of each video along time, height and width, [videos, 3].
             seconds: seconds from one patch to the next along time, [videos].
+
+        Yields:
+            The patches along time, height and width, [3]; and the positions per patch along time.
         """
         for number, grid in enumerate([] if grids is None else grids):
-            if self.frames is not None and self.frames.are_apart:
+            if self.frames is not None and self.frames.writes_times:
                 # In the prompt, the patches of each time are a run of their own, like an image.
                 time = grid[0]
                 frame_grid = torch.stack((torch.ones_like(time), *grid[1:]))
@@ -577,21 +585,22 @@ def load_processor(
         DataError: Pillow or the processor's file is missing, or there are options for a text-only
             model.
     """
-    kind = ""
+    model_type = ""
     if not Path(path).is_file():
         # `AutoConfig` would run the code of a model that has some; the dictionary needs none.
         model_config, _ = PretrainedConfig.get_config_dict(path)
-        kind = model_config.get("model_type", "")
+        model_type = model_config.get("model_type", "")
     options = dict(options or {})
-    if kind not in VISION_TYPES:
+    if model_type not in VISION_TYPES:
         if options:
             raise DataError(
                 "data.mm_processor_kwargs",
-                got=f"{options} for {path}, a model of type {kind or 'unknown'}",
+                got=f"{options} for {path}, a model of type {model_type or 'unknown'}",
                 expected=f"a vision-language model: {', '.join(VISION_TYPES)}",
                 fix="Leave the key out.",
             )
         return None
+    # The model is a vision-language model from here on.
     where = f"image processor of {path}"
     require_pillow(where)
     settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -609,7 +618,7 @@ def load_processor(
             fix="Copy it from the model that this one was made of.",
         ) from error
     video_bounds = None
-    if kind == "glm4v":
+    if model_type == "glm4v":
         # This processor limits the pixels of all frames of a patch together, under other names.
         edges = dict(image_processor.size)
         for option, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
@@ -625,7 +634,7 @@ def load_processor(
         image_token_id=settings.image_token_id,
         video_token_id=settings.video_token_id,
         name=str(path),
-        frames=FrameRules.of(video_settings(path), kind, options),
+        frames=FrameRules.of(video_settings(path), model_type, options),
         tokens_per_second=getattr(settings.vision_config, "tokens_per_second", None),
         bounds=bounds,
         video_bounds=video_bounds,
@@ -656,7 +665,7 @@ def as_vision(processor: Any) -> VisionProcessor | None:
 
 
 def read_media(
-    given: Sequence[Sequence[Any]],
+    media: Sequence[Sequence[Any]],
     processor: VisionProcessor | None,
     config: DataConfig,
     *,
@@ -666,7 +675,7 @@ def read_media(
     """Read the images and videos of a row.
 
     Args:
-        given: two lists, the images and the videos of the row; both empty without a processor.
+        media: two lists, the images and the videos of the row; both empty without a processor.
         processor: of the vision-language model.
         config: the section `data`.
         folder: folder of the data file, where relative paths start.
@@ -678,12 +687,12 @@ def read_media(
     Raises:
         DataError: an image or a video is wrong; it names its column and number.
     """
-    images, videos = given
+    images, videos = media
     pictures = []
-    for image, place in _with_places(images, "image", config.image_key, where):
+    for image, place in _list_with_places(images, "image", config.image_key, where):
         pictures.append(read_picture(image, folder=folder, where=place))
     clips = []
-    for value, place in _with_places(videos, "video", config.video_key, where):
+    for value, place in _list_with_places(videos, "video", config.video_key, where):
         # Without a processor there are no videos.
         assert processor is not None
         rules = processor.frame_rules(place)
@@ -692,10 +701,13 @@ def read_media(
     return pictures, clips
 
 
-def _with_places(
+def _list_with_places(
     media: Sequence[Any], kind: str, key: str | None, where: str
 ) -> list[tuple[Any, str]]:
-    """List images or videos of a row, each with its place for errors."""
-    # They are in order of appearance, and each may come from the column or from a message.
+    """List images or videos of a row, each with its place for errors.
+
+    They are numbered in the order of their places in the messages, because each may come from the
+    column or from a message.
+    """
     column = f"{where}, column {key!r} or a message"
     return [(medium, f"{column}, {kind} {number}") for number, medium in enumerate(media)]

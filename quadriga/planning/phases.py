@@ -26,7 +26,7 @@ from quadriga.config.placement import (
     ACTOR,
     CRITIC,
     DISTILLATION,
-    asked_roles,
+    enabled_roles,
     role_pools,
     rollout_group_size,
     rollout_share,
@@ -223,7 +223,7 @@ def phases(
     if has_policy:
         beside["reference"] = _reference_bytes(config, plans[ACTOR])
     beside_training = dict(beside)
-    pools = role_pools(config.trainer, asked_roles(config))
+    pools = role_pools(config.trainer, enabled_roles(config))
     # In a pool of its own the rollout takes no memory of the actor's devices.
     generates = has_policy and pools.get("rollout") == pools.get("actor")
     if generates:
@@ -290,7 +290,7 @@ def apart_phases(config: Config, device_bytes: float) -> list[Phase]:
         The phase of generation, if the rollout has devices of its own and reserves a share of their
         memory at its start; otherwise no phase.
     """
-    pools = role_pools(config.trainer, asked_roles(config))
+    pools = role_pools(config.trainer, enabled_roles(config))
     has_own_devices = config.task == "rl" and pools.get("rollout") != pools.get("actor")
     if not has_own_devices or not _reserves_memory(config):
         return []

@@ -37,7 +37,11 @@ _OPERATORS = _SEPARATORS - {",", ";", "&"} | {"*", "/", "^", "\\cdot", "\\times"
 
 
 def why_ungradable(latex: str) -> str:
-    """Say why an expression must not be evaluated; "" if it is within all bounds."""
+    """Say why an expression must not be evaluated; "" if it is within all bounds.
+
+    Args:
+        latex: the expression.
+    """
     if len(latex) > MAX_CHARS:
         return f"it has more than {MAX_CHARS} characters"
     if latex.count("|") > MAX_BARS:
@@ -47,7 +51,8 @@ def why_ungradable(latex: str) -> str:
     text = _CLOSING.sub(")", _OPENING.sub("(", text))
     tokens = _TOKEN.findall(_BETWEEN_BARS.sub(r"(\1)", text))
 
-    depth = deepest = 0
+    depth = 0
+    deepest = 0
     for token in tokens:
         if token in "([{":
             depth += 1
@@ -62,7 +67,7 @@ def why_ungradable(latex: str) -> str:
     magnitude = _Magnitude(tokens)
     num_digits = magnitude.of_sum()
     if "\\sum" in tokens or "\\prod" in tokens:
-        # An index may be as large as its upper end, and a product has that many factors.
+        # An index may be as large as the largest number, and a product may have that many factors.
         largest = min(magnitude.largest, 18.0)
         num_digits = _Magnitude(tokens, letter=largest).of_sum()
         if "\\prod" in tokens:
@@ -88,7 +93,8 @@ class _Magnitude:
 
     def of_sum(self) -> float:
         """Bound a sum, up to the next closing bracket or the end."""
-        largest = product = 0.0  # of all terms so far, and of the current term
+        largest = 0.0  # bound of the largest term so far
+        product = 0.0  # bound of the current term
         num_terms = 1
         while self._tokens:
             if self._tokens[0] in ")]}":
@@ -99,8 +105,10 @@ class _Magnitude:
                 product = 0.0
                 num_terms += 1
                 continue
+            # In log10, a product is a sum of logarithms.
             product += self._of_factor()
             largest = max(largest, product)
+        # At most `num_terms` times the largest term.
         return min(largest + math.log10(num_terms), _HUGE)
 
     def _of_factor(self) -> float:
@@ -141,6 +149,7 @@ class _Magnitude:
             groups.append(self.of_sum())
         if token.endswith("binom") and len(groups) == 2:
             above, below = groups
+            # A binomial coefficient of n and k is at most 2**n, and at most n**k.
             return min(10 ** min(above, 18.0), above * 10 ** min(below, 18.0))
         return sum(groups)
 
@@ -148,6 +157,7 @@ class _Magnitude:
 def _log10(number: str) -> float:
     """Upper bound of |log10| of a decimal number, which may have too many digits for a float."""
     mantissa, _, exponent = number.lower().replace(",", "").partition("e")
+    # `float` would be infinite for more than 308 digits. Then the number of digits is the bound.
     value = float(mantissa) if len(mantissa) < 300 else 0.0
     size = abs(math.log10(value)) if value else float(len(mantissa))
     return min(size + abs(int(exponent or 0)), _HUGE)

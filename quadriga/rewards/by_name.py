@@ -22,22 +22,31 @@ from quadriga.background import run_coroutine
 from quadriga.errors import ConfigError
 from quadriga.rewards.components import weighted
 
-PLURALS = {
+OPTIONAL_ARGUMENTS = {
     "solution_with_special_tokens": "solutions_with_special_tokens",
     "solution_messages": "solutions_messages",
 }
-"""Arguments that are passed only to functions that name them, and their plurals."""
+"""Arguments that are passed only to functions that name them -> their plurals."""
 # Entry of `extra_info` with the columns of the row; present if a function reads one of them.
 ROW = "row"
 # Arguments that are known for every sample, and those made from columns of its row.
-OF_SAMPLE = ("solution_str", "response", "ground_truth", "data_source", "extra_info", *PLURALS)
-OF_ROW = ("completion", "prompt")
+SAMPLE_ARGUMENTS = (
+    "solution_str",
+    "response",
+    "ground_truth",
+    "data_source",
+    "extra_info",
+    *OPTIONAL_ARGUMENTS,
+)
+ROW_ARGUMENTS = ("completion", "prompt")
 # Name of an argument -> its name in functions that grade a batch.
-BATCH_NAMES = {name: PLURALS.get(name, f"{name}s") for name in (*OF_SAMPLE, *OF_ROW)}
-OF_BATCH = tuple(BATCH_NAMES.values())
-# Names that occur only in functions that are called by the names of their arguments.
-_SINGULAR = ("response", *OF_ROW)
-BY_NAME = frozenset([*_SINGULAR, *(BATCH_NAMES[name] for name in _SINGULAR)])
+BATCH_NAMES = {
+    name: OPTIONAL_ARGUMENTS.get(name, f"{name}s") for name in (*SAMPLE_ARGUMENTS, *ROW_ARGUMENTS)
+}
+PLURAL_NAMES = tuple(BATCH_NAMES.values())
+# Names that this package's own contract lacks: a function with one of them is called by its names.
+_SINGULAR = ("response", *ROW_ARGUMENTS)
+BY_NAME_ONLY = frozenset([*_SINGULAR, *(BATCH_NAMES[name] for name in _SINGULAR)])
 
 
 class NamedReward:
@@ -76,10 +85,13 @@ class NamedReward:
                 if parameter.default is parameter.empty:
                     self.required.append(parameter.name)
 
-        self.is_batch = not set(OF_BATCH).isdisjoint(self.names)
-        has_known_name = not {*OF_SAMPLE, *OF_ROW, *OF_BATCH}.isdisjoint(self.names)
+        # One plural name is enough: a function takes either one sample or a batch.
+        self.is_batch = not set(PLURAL_NAMES).isdisjoint(self.names)
+        has_known_name = not {*SAMPLE_ARGUMENTS, *ROW_ARGUMENTS, *PLURAL_NAMES}.isdisjoint(
+            self.names
+        )
         self.is_positional = len(self.required) == 1 and not has_known_name
-        names_without_row = {*OF_SAMPLE, *(BATCH_NAMES[name] for name in OF_SAMPLE)}
+        names_without_row = {*SAMPLE_ARGUMENTS, *(BATCH_NAMES[name] for name in SAMPLE_ARGUMENTS)}
         has_other_name = self.takes_all or not names_without_row.issuperset(self.names)
         self.reads_row = has_other_name and not self.is_positional
 
@@ -90,13 +102,13 @@ class NamedReward:
             columns: names of the columns of the rows.
 
         Raises:
-            ConfigError: an argument is neither a known one nor a column.
+            ConfigError: an argument has neither a known name nor that of a column.
         """
         if self.is_positional:
             return
-        known = {*OF_SAMPLE, *OF_ROW, *columns}
+        known = {*SAMPLE_ARGUMENTS, *ROW_ARGUMENTS, *columns}
         if self.is_batch:
-            known.update(OF_BATCH)
+            known.update(PLURAL_NAMES)
         for name in self.required:
             if name not in known:
                 names = ", ".join(sorted(known))
@@ -107,7 +119,10 @@ class NamedReward:
                 )
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
-        """Call the function for samples, given as the dictionaries of `facts`.
+        """Call the function for samples.
+
+        Args:
+            samples: the result of `collect_arguments` for each sample.
 
         Returns:
             What the function returned for each sample.
@@ -116,16 +131,17 @@ class NamedReward:
             ValueError: a function that grades a batch returned another number of scores.
         """
         if self.is_positional:
-            return [_await(self.function(sample["solution_str"])) for sample in samples]
+            return [_wait_for_result(self.function(sample["solution_str"])) for sample in samples]
         if not self.is_batch:
-            return [_await(self.function(**self._select(sample))) for sample in samples]
+            return [_wait_for_result(self.function(**self._select(sample))) for sample in samples]
 
-        # Turn one dict per sample into one dict of lists, which are also passed by plural names.
+        # Turn one dict per sample into one dict of lists. Columns keep their names in a batch, and
+        # all other arguments can be named in the plural too.
         names = dict.fromkeys(name for sample in samples for name in sample)
         lists = {name: [sample.get(name) for sample in samples] for name in names}
         for name, batch_name in BATCH_NAMES.items():
             lists[batch_name] = lists[name]
-        returned = list(_await(self.function(**self._select(lists))))
+        returned = list(_wait_for_result(self.function(**self._select(lists))))
         if len(returned) != len(samples):
             raise ValueError(
                 f"{self.name} returned {len(returned)} scores, expected {len(samples)}"
@@ -165,7 +181,7 @@ class ItemReward:
         solution_with_special_tokens: str | None = None,
         solution_messages: list[dict[str, Any]] | None = None,
     ) -> Any:
-        sample = facts(
+        sample = collect_arguments(
             data_source,
             solution_str,
             ground_truth,
@@ -176,22 +192,26 @@ class ItemReward:
         return self.score([sample])[0]
 
     def score(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
-        """Score samples, given as the dictionaries of `facts`.
+        """Score samples by the weighted sum over all functions.
 
-        A function that returns None for a sample does not take part in its score. If all do, the
-        sample has no score.
+        A function that returns None for a sample does not take part in the sample's score. If all
+        of them return None, the sample has no score.
+
+        Args:
+            samples: the result of `collect_arguments` for each sample.
 
         Returns:
             For each sample a number or a dict with "score".
         """
         results = [part(samples) for part in self.parts]
         scores = results[0]
+        # A single function of weight 1 may return a dict with entries of its own.
         if len(self.parts) > 1 or self.parts[0].weight != 1:
             scores = [self._combine(values) for values in zip(*results, strict=True)]
         return [{"score": None} if score is None else score for score in scores]
 
     def _combine(self, values: Sequence[Any]) -> dict[str, float] | None:
-        """Combine what the functions returned for one sample; None if all returned None."""
+        """Combine what each function returned for one sample; None if all of them returned None."""
         components = {}
         weights = {}
         for part, value in zip(self.parts, values, strict=True):
@@ -215,7 +235,7 @@ class BatchReward(ItemReward):
         solutions_messages: Any,
     ) -> list[Any]:
         samples = map(
-            facts,
+            collect_arguments,
             data_sources,
             solution_strs,
             ground_truths,
@@ -226,7 +246,7 @@ class BatchReward(ItemReward):
         return self.score(list(samples))
 
 
-def facts(
+def collect_arguments(
     data_source: Any,
     solution_str: str,
     ground_truth: Any,
@@ -264,11 +284,11 @@ def facts(
     }
 
 
-def reward_of(given: Any) -> ItemReward:
-    """Make the score function of one or several functions.
+def reward_of(functions: Any) -> ItemReward:
+    """Make one score function of one or several functions of the user.
 
     Args:
-        given: a function, or a list of functions and pairs `(function, weight)`.
+        functions: a function, or a list of functions and pairs `(function, weight)`.
 
     Returns:
         One score function that calls all of them.
@@ -276,7 +296,7 @@ def reward_of(given: Any) -> ItemReward:
     Raises:
         ConfigError: something in the list is neither a function nor a pair, or the list is empty.
     """
-    entries = given if isinstance(given, list | tuple) else [given]
+    entries = functions if isinstance(functions, list | tuple) else [functions]
     parts: list[NamedReward] = []
     for number, entry in enumerate(entries, start=1):
         function = entry
@@ -287,6 +307,7 @@ def reward_of(given: Any) -> ItemReward:
             raise ConfigError(
                 f"reward {number}", got=repr(entry), expected="a function, or (function, weight)"
             )
+        # Scores are logged by name, so names must differ from each other.
         name = getattr(function, "__name__", type(function).__name__)
         taken_names = [part.name for part in parts]
         if len(entries) > 1 or weight != 1:
@@ -301,6 +322,6 @@ def reward_of(given: Any) -> ItemReward:
     return cls(parts)
 
 
-def _await(returned: Any) -> Any:
-    """Wait for the result of an `async def` function; return any other result as it is."""
+def _wait_for_result(returned: Any) -> Any:
+    """Wait for the result of an `async def` function. Any other result is returned as it is."""
     return run_coroutine(returned) if inspect.iscoroutine(returned) else returned

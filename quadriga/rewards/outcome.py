@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from quadriga.errors import traceback_text
 
-_LARGEST = 3.4028234663852886e38  # the largest float32, which is the type of scores in a batch
+_MAX_FLOAT32 = 3.4028234663852886e38  # scores in a batch are float32
 _MAX_SHOWN_CHARS = 80
 
 # A "graded" sample has a score. The other kinds say why there is none: the grader raised an error;
@@ -34,10 +34,13 @@ Such a response gets the score of a wrong one."""
 
 
 class Outcome(NamedTuple):
-    """The grade of one sample.
+    """The grade of one sample, or why it has none.
 
-    `error` is empty exactly when `kind` is "graded" or "unscored". A sample that is not graded has
-    the score 0, and one that is unscored is left out of baselines and of the loss.
+    Attributes:
+        score: the score; 0 unless `kind` is "graded".
+        extra: what the score function returned beside the score.
+        error: why the sample has no grade; empty if `kind` is "graded" or "unscored".
+        kind: how grading ended. An unscored sample is left out of baselines and of the loss.
     """
 
     score: float
@@ -59,12 +62,12 @@ def failure(kind: Kind, error: str) -> Outcome:
     return Outcome(0.0, {}, error, kind)
 
 
-def raised(error: BaseException) -> Outcome:
-    """Make the outcome of a sample whose grader raised an error; it has the grader's traceback."""
+def error_outcome(error: BaseException) -> Outcome:
+    """Make the outcome of a sample whose grader raised an error, with the grader's traceback."""
     # Without the outermost frame, which is the one that called the grader.
-    inner = error.__traceback__.tb_next if error.__traceback__ else None
+    grader_frames = error.__traceback__.tb_next if error.__traceback__ else None
     kind: Kind = "timeout" if isinstance(error, TimeoutError) else "raised"
-    return failure(kind, traceback_text(error, inner))
+    return failure(kind, traceback_text(error, grader_frames))
 
 
 def read_outcome(returned: Any) -> Outcome:
@@ -91,12 +94,13 @@ def read_outcome(returned: Any) -> Outcome:
     if value is None and isinstance(returned, Mapping):
         return Outcome(0.0, extra, "", "unscored")
     number = value
+    # An array or tensor of one element.
     if hasattr(value, "item") and math.prod(value.shape) == 1:
         number = value.item()
     if not isinstance(number, Real):
         return failure("invalid", f"{subject} {_describe(value)}, expected a number")
-    # Not `abs(number) > _LARGEST`, which is false for NaN.
-    if not abs(number) <= _LARGEST:
+    # Not `abs(number) > _MAX_FLOAT32`, which is false for NaN.
+    if not abs(number) <= _MAX_FLOAT32:
         shown = number if isinstance(number, float) else "a number too large for a float"
         return failure(
             "invalid", f"{subject} {shown}, expected a finite number that float32 can hold"

@@ -31,12 +31,12 @@ from typing import NamedTuple
 from quadriga.errors import RewardError
 from quadriga.rewards.outcome import UNGRADABLE, Outcome, failure
 from quadriga.rewards.process import (
-    LATE,
+    LATE_MESSAGE,
     LOADING_LIMIT_S,
     READY,
     Arguments,
     GradingProcess,
-    Printed,
+    OutputPrinter,
 )
 from quadriga.rewards.scoring import ScoreFunction
 
@@ -74,13 +74,13 @@ class GradingRound:
         self.processes = set[GradingProcess]()
         self.timeout_s = timeout_s
         self._max_failures = math.inf if max_failures is None else max_failures
-        self._num_left = num_samples
+        self._num_remaining = num_samples
         self._num_failed = 0
         if not num_samples:
             self.end()
 
     def record(self, key: int, outcome: Outcome) -> None:
-        """Record the outcome of a sample; the last one, or too many failures, ends the round.
+        """Record the outcome of a sample. End the round if it is the last one, or too many failed.
 
         Args:
             key: position of the sample in the round.
@@ -91,15 +91,15 @@ class GradingRound:
                 return
             self._outcomes[key] = outcome
             self.graded_at[key] = time.time()
-            self._num_left -= 1
+            self._num_remaining -= 1
             self._num_failed += bool(outcome.error)
-            if not self._num_left:
+            if not self._num_remaining:
                 self.done.set_result(None)
             elif self._num_failed > self._max_failures:
                 self.end()
 
-    def leave(self, process: GradingProcess) -> None:
-        """Record that a process has no samples of the round any more."""
+    def remove_process(self, process: GradingProcess) -> None:
+        """Note that a process has no samples of the round any more."""
         with self.lock:
             self.processes.discard(process)
 
@@ -151,9 +151,9 @@ class GradingRound:
         busy_s: list[float] = []
         with self.lock:
             if not self.done.done():
-                busy_s = [time.monotonic() - process.since for process in self.processes]
+                busy_s = [time.monotonic() - process.begun_at for process in self.processes]
         num_samples = len(self._outcomes)
-        text = f"{num_samples - self._num_left} of {num_samples} graded, {self._num_failed} failed"
+        text = f"{num_samples - self._num_remaining} of {num_samples} graded, {self._num_failed} failed"
         if self.timeout_s is not None:
             text += f", {len(busy_s)} in work"
             if busy_s:
@@ -170,7 +170,7 @@ class _GradingCall(NamedTuple):
         arguments: arguments of the call.
         max_concurrent: most calls, with this one, that its process may await at the same time.
         sent_at: when it was sent to a process, by `time.monotonic`.
-        ungradable: why an empty response is graded instead; "" if it is not.
+        ungradable: why an empty response is graded in place of the sample's; "" if it is not.
     """
 
     round: GradingRound
@@ -212,11 +212,11 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._lock = threading.Lock()
         self._queue: deque[_GradingCall] = deque()
         self._processes: set[GradingProcess] = set()
-        self._printed = Printed()
+        self._printer = OutputPrinter()
         self._idle: list[GradingProcess] = []
         self._numbers = count()
         # Moving average of the seconds of one call, to choose the size of chunks.
-        self._item_s = CHUNK_S
+        self._call_s = CHUNK_S
         self._is_closed = False
         self.accepted = frozenset[str]()
         # If nobody calls `close`, the processes end with the pool or with the interpreter.
@@ -224,7 +224,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
     def start(self) -> None:
         """Start one process now, so that an error in loading the score function is raised early."""
-        process = self._process()
+        process = self._take_process()
         self.accepted = process.accepted
         self._idle.append(process)
 
@@ -249,16 +249,20 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             raise RewardError(
                 "grading pool", got="a sample", expected="none, since the pool is closed"
             )
+        # One call for all samples, or one for each.
         if self._function.is_batch and rows:
             round_ = GradingRound(len(rows), max_failures, timeout_s * len(rows))
-            calls = [_GradingCall(round_, range(len(rows)), self._function.batch_of(rows))]
+            calls = [
+                _GradingCall(round_, range(len(rows)), self._function.batch_arguments_of(rows))
+            ]
         else:
             round_ = GradingRound(len(rows), max_failures, timeout_s)
             calls = [_GradingCall(round_, (key,), row) for key, row in enumerate(rows)]
         with self._lock:
             self._queue.extend(calls)
+        # Threads that find the queue empty end at once.
         for _ in calls[: self._num_workers]:
-            self._threads.submit(self._lead)
+            self._threads.submit(self._drive_processes)
         return round_
 
     def grade(
@@ -288,7 +292,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._threads.shutdown()
         for process in list(self._processes):
             self._remove(process)
-        self._printed.close()
+        self._printer.close()
         self._end_rounds(
             RewardError("grading pool", got="close()", expected="samples to be graded first")
         )
@@ -296,14 +300,17 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _lead(self) -> None:
-        """Drive processes, one at a time, until the queue is empty; runs in a thread."""
+    def _drive_processes(self) -> None:
+        """Make a process grade calls of the queue until it is empty; runs in a thread.
+
+        A process that has ended is replaced by another one.
+        """
         process: GradingProcess | None = None
         try:
             while self._has_calls():
                 if process is None:
-                    process = self._process()
-                self._grade(process)
+                    process = self._take_process()
+                self._grade_calls(process)
                 if process.is_ended:
                     process = None
         except Exception as error:
@@ -323,8 +330,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 self._queue.popleft()
             return bool(self._queue) and not self._is_closed
 
-    def _grade(self, process: GradingProcess) -> None:
-        """Make a process grade samples of any rounds until the queue is empty or it has ended."""
+    def _grade_calls(self, process: GradingProcess) -> None:
+        """Make a process grade calls of any rounds, until the queue is empty or the process ends."""
         # Calls that were sent and have no outcome, by number, oldest first.
         under_way: dict[int, _GradingCall] = {}
         # Outcome of the call that ended the process, if one did.
@@ -344,23 +351,23 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                     call = under_way.pop(number)
                     call.record(outcome)
                     if all(other.round is not call.round for other in under_way.values()):
-                        call.round.leave(process)
-                    item_s = max(time.monotonic() - process.since, 1e-6)
-                    self._item_s += 0.1 * (item_s - self._item_s)
+                        call.round.remove_process(process)
+                    call_s = max(time.monotonic() - process.begun_at, 1e-6)
+                    self._call_s += 0.1 * (call_s - self._call_s)
                     continue
-                # A coroutine function has its own time limits. If they do not work, it never yields
-                # to the event loop.
-                begun_at = max(process.since, oldest.sent_at)
+                # The process applies the time limits of a coroutine function itself. If an outcome
+                # is late all the same, the function never yields to the event loop.
+                begun_at = max(process.begun_at, oldest.sent_at)
                 if time.monotonic() > begun_at + timeout_s + _BLOCKED_S:
                     process.stop()
                     fatal = failure(
-                        "timeout", f"{LATE.format(timeout_s)}: it blocks its event loop"
+                        "timeout", f"{LATE_MESSAGE.format(timeout_s)}: it blocks its event loop"
                     )
                     break
         finally:
-            self._hand_back(process, under_way, fatal)
+            self._requeue_calls(process, under_way, fatal)
 
-    def _hand_back(
+    def _requeue_calls(
         self, process: GradingProcess, under_way: dict[int, _GradingCall], fatal: Outcome | None
     ) -> None:
         """Put calls without an outcome back in the queue, except the one that ended the process.
@@ -376,8 +383,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         max_concurrent = MAX_CHUNK
         if fatal is not None:
             if process.is_async and len(calls) != 1:
-                # Any of the concurrent calls may be the fatal one. They are repeated in smaller
-                # and smaller groups, until it is alone.
+                # Any of the concurrent calls may be the fatal one. They are repeated in smaller and
+                # smaller groups, until the fatal one is alone.
                 max_concurrent = max(1, len(calls) // 8)
             elif fatal.kind == "ungradable" and not calls[0].ungradable:
                 # Grade an empty response instead: it gets the score of a wrong response, which
@@ -392,7 +399,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 limit = min(call.max_concurrent, max_concurrent)
                 self._queue.appendleft(call._replace(max_concurrent=limit))
         for call in under_way.values():
-            call.round.leave(process)
+            call.round.remove_process(process)
 
     def _send_more(self, process: GradingProcess, under_way: dict[int, _GradingCall]) -> int:
         """Send the process a share of the queue, if it has room for more calls.
@@ -427,7 +434,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         return len(under_way)
 
     def _num_to_send(self, process: GradingProcess, num_under_way: int) -> int:
-        """The number of calls that a process should get next. Needs the lock."""
+        """Number of calls that a process should get next. The caller holds the lock."""
         share = len(self._queue) / self._num_workers
         if process.is_async:
             return math.ceil(share)
@@ -435,19 +442,21 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             return 0
         # Enough calls that sending them costs little, but at most half a share, so that all
         # processes finish at about the same time.
-        num_quick = int(CHUNK_S / self._item_s)
-        return min(math.ceil(share), max(1, min(math.ceil(share / 2), num_quick)))
+        num_quick = int(CHUNK_S / self._call_s)
+        num_calls = max(1, min(math.ceil(share / 2), num_quick))
+        # The queue may be empty.
+        return min(math.ceil(share), num_calls)
 
-    def _process(self) -> GradingProcess:
+    def _take_process(self) -> GradingProcess:
         """Take an idle process, or start one and wait until it has loaded the score function."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
                 if process.is_idle:
                     return process
-                # It ended while it was idle.
+                # The process ended while it was idle.
                 self._remove(process)
-            process = GradingProcess(self._function, self._printed)
+            process = GradingProcess(self._function, self._printer)
             self._processes.add(process)
         try:
             process.receive(LOADING_LIMIT_S, last=READY)

@@ -46,7 +46,7 @@ from quadriga.errors import QuadrigaError, RewardError
 from quadriga.observe.watchdog import waiting
 from quadriga.programs import SupervisedProgram
 from quadriga.rewards import cpu_limit
-from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome, read_outcomes
+from quadriga.rewards.outcome import Outcome, error_outcome, failure, read_outcome, read_outcomes
 from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 from quadriga.streams import relay
 
@@ -60,9 +60,10 @@ MINUTE_BYTES = 65536
 
 # How a process ends if a single operation exceeds the CPU limit (see `cpu_limit`).
 OVER_CPU_LIMIT = f"signal {signal.SIGPROF.name}"
-DIED = "the grading process ended with {} while it graded this sample"
-LATE = "no score within {:g} s (reward_model.timeout_s)"
-_LOOK_S = 0.05  # interval at which a process with a coroutine function is offered more samples
+DIED_MESSAGE = "the grading process ended with {} while it graded this sample"
+LATE_MESSAGE = "no score within {:g} s (reward_model.timeout_s)"
+# Interval at which a process with a coroutine function is offered more samples.
+_OFFER_INTERVAL_S = 0.05
 
 # Kinds of messages from a grading process.
 READY = "ready"
@@ -72,12 +73,14 @@ BEGUN = "begun"
 GRADED = "graded"
 
 Arguments = dict[str, Any]
+"""Arguments of one call of the score function, by name."""
 Function = Callable[..., Any]
 Send = Callable[[int, Outcome | list[Outcome]], None]
+"""Sends the driver the outcome of a sample, or those of a batch, under the number of the call."""
 
 
-class Printed:
-    """Shows on the standard output what score functions print, up to the limits.
+class OutputPrinter:
+    """Prints the output of score functions to the driver's standard output, up to the limits.
 
     The processes of a pool share one object. Bytes beyond the limits are counted.
 
@@ -88,65 +91,73 @@ class Printed:
     def __init__(self, source: str = "score functions") -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._since = time.monotonic()
-        self._room = MINUTE_BYTES
-        self._num_left_out = 0
+        self._minute_begun_at = time.monotonic()
+        self._num_bytes_left = MINUTE_BYTES
+        self._num_omitted_bytes = 0
 
-    def show(self, data: bytes, room: int) -> int:
-        """Show the beginning of what was printed.
+    def show(self, data: bytes, limit: int) -> int:
+        """Print the beginning of some output.
 
         Args:
-            data: what was printed.
-            room: most bytes of it that may be shown.
+            data: the output.
+            limit: most bytes of it that may be shown.
 
         Returns:
             Number of bytes that count towards the limits, even if they could not be written.
         """
         with self._lock:
-            if time.monotonic() > self._since + 60:
+            if time.monotonic() > self._minute_begun_at + 60:
                 self.close()
-                self._since = time.monotonic()
-                self._room = MINUTE_BYTES
-            shown = data[: min(room, self._room)]
-            self._room -= len(shown)
-            self._num_left_out += len(data) - len(shown)
+                self._minute_begun_at = time.monotonic()
+                self._num_bytes_left = MINUTE_BYTES
+            shown = data[: min(limit, self._num_bytes_left)]
+            self._num_bytes_left -= len(shown)
+            self._num_omitted_bytes += len(data) - len(shown)
             if shown and not relay(shown.decode(errors="replace"), sys.stdout, flush=True):
-                self._num_left_out += len(shown)
+                self._num_omitted_bytes += len(shown)
         return len(shown)
 
     def close(self) -> None:
-        """Print how many bytes were left out, if any."""
-        if self._num_left_out:
+        """Print how many bytes were not shown, if any, and begin to count anew."""
+        if self._num_omitted_bytes:
             print(
-                f"\n{self._source} printed {self._num_left_out:,} more bytes; "
+                f"\n{self._source} printed {self._num_omitted_bytes:,} more bytes; "
                 f"{SAMPLE_BYTES:,} of a call and {MINUTE_BYTES:,} a minute are shown.",
                 flush=True,
             )
-        self._num_left_out = 0
+        self._num_omitted_bytes = 0
 
 
 class OutputPipe:
-    """The read end of the pipe for what a grading process prints.
+    """The read end of the pipe to which a grading process prints.
+
+    Args:
+        fd: its descriptor.
+        printer: shows the output.
 
     Attributes:
-        fd: its descriptor.
-        room: number of further bytes that may be shown for the current sample.
+        fd: as passed.
+        num_bytes_left: number of further bytes that may be shown for the current sample.
     """
 
-    def __init__(self, fd: int, printed: Printed) -> None:
+    def __init__(self, fd: int, printer: OutputPrinter) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
-        self._printed = printed
-        self.room = SAMPLE_BYTES
+        self._printer = printer
+        self.num_bytes_left = SAMPLE_BYTES
 
     def pass_on(self) -> bool:
-        """Show what can be read without blocking. Return whether the pipe has ended."""
+        """Show what can be read from the pipe without blocking.
+
+        Returns:
+            Whether the pipe has ended.
+        """
         try:
             # Only one read: a process might print faster than this loop could read.
             data = os.read(self.fd, 1 << 20)
         except BlockingIOError:
             return False
-        self.room -= self._printed.show(data, self.room)
+        self.num_bytes_left -= self._printer.show(data, self.num_bytes_left)
         return not data
 
 
@@ -157,25 +168,26 @@ class GradingProcess:
 
     Args:
         function: the score function.
-        printed: shows what the process prints.
+        printer: shows what the process prints.
 
     Attributes:
         accepted: names of the arguments that each call passes; known once the process is ready.
         is_ready: whether the process has loaded the score function and is not importing a library.
         is_ended: whether the process was killed or has ended.
         is_async: whether the score function is a coroutine function.
-        since: when the current sample was begun, by `time.monotonic`; with a coroutine function,
+        begun_at: when the current sample was begun, by `time.monotonic`; with a coroutine function,
             when the last message arrived.
     """
 
-    def __init__(self, function: ScoreFunction, printed: Printed) -> None:
+    def __init__(self, function: ScoreFunction, printer: OutputPrinter) -> None:
+        # The process writes to one end of the pipe, of which it gets a copy.
         output_fd, their_output_fd = os.pipe()
         try:
             self._program = SupervisedProgram(__name__, their_output_fd)
         finally:
             os.close(their_output_fd)
         self._connection = self._program.connection
-        self._output = OutputPipe(output_fd, printed)
+        self._output = OutputPipe(output_fd, printer)
         self._messages = select.poll()
         self._messages.register(self._connection, select.POLLIN)
         self._messages.register(output_fd, select.POLLIN)
@@ -188,7 +200,7 @@ class GradingProcess:
         # Whether the process may have ended before it got the samples that were sent last. Then no
         # sample is to blame for its end.
         self._may_be_gone = False
-        self.since = time.monotonic()
+        self.begun_at = time.monotonic()
         self.send(function)
 
     @property
@@ -207,7 +219,7 @@ class GradingProcess:
         Args:
             message: the `ScoreFunction`, or a list of `(number, timeout_s, arguments)`.
             is_idle: whether the process has no other samples.
-            timeout_s: a process that takes nothing for so long is killed.
+            timeout_s: a process that reads nothing from its pipe for so long is killed.
         """
         self._may_be_gone = is_idle and self._has_graded
         # `Connection` has no time limit, so it is set on the socket, through another descriptor.
@@ -231,15 +243,16 @@ class GradingProcess:
 
         Returns:
             The content of the message: `(number, outcome)` for GRADED, `(is_async, accepted)` for
-            READY. An `Outcome` if the process was too late or has ended; then it is stopped, and
-            the kind is "skipped" if no sample is to blame. None if a coroutine function has no
-            outcome yet.
+            READY. An `Outcome` if the process was too late or has ended. The process is stopped
+            then, and the kind is "skipped" if no sample is to blame. None if a coroutine function
+            has no outcome yet.
 
         Raises:
             QuadrigaError: the score function or a grader's library cannot be loaded.
         """
         if self.is_async:
-            self._until = time.monotonic() + _LOOK_S
+            # Return soon, so that the caller can send more samples.
+            self._wait_until = time.monotonic() + _OFFER_INTERVAL_S
         else:
             self._begin_wait(timeout_s)
         while ready_fds := self._wait():
@@ -252,6 +265,7 @@ class GradingProcess:
             if kind == UNUSABLE:
                 raise value
             if kind == BEGUN:
+                # The samples have arrived: from here on, one of them is to blame for an end.
                 self._may_be_gone = False
                 continue
 
@@ -263,6 +277,7 @@ class GradingProcess:
                 self._begin_sample()
             if kind == last:
                 return value
+            # The process has begun or ended loading, so another limit applies.
             self._begin_wait(timeout_s)
 
         # The time is up.
@@ -270,7 +285,9 @@ class GradingProcess:
             return None
         self.stop()
         if self.is_ready:
-            return failure("timeout", f"{LATE.format(timeout_s)}; the grading process was killed")
+            return failure(
+                "timeout", f"{LATE_MESSAGE.format(timeout_s)}; the grading process was killed"
+            )
         raise RewardError(
             "grading process",
             got=f"no sign of life for {LOADING_LIMIT_S:g} s",
@@ -279,19 +296,19 @@ class GradingProcess:
         )
 
     def _outcome_of_end(self) -> Outcome:
-        """Stop a process that has ended; make the outcome of the sample that it was grading.
+        """Stop a process that has ended, and make the outcome of the sample that it was grading.
 
         Raises:
-            RewardError: it ended before it had loaded the score function.
+            RewardError: the process ended before it had loaded the score function.
         """
         was_killed = self.is_ended
         end = self.stop(is_ending=True)
         if self._is_built_in and end == OVER_CPU_LIMIT:
             return failure("ungradable", "a single operation went beyond the limit of CPU time")
         if was_killed or (self.is_ready and self._may_be_gone):
-            return failure("skipped", DIED.format(end))
+            return failure("skipped", DIED_MESSAGE.format(end))
         if self.is_ready:
-            return failure("died", DIED.format(end))
+            return failure("died", DIED_MESSAGE.format(end))
         raise RewardError(
             "grading process",
             got=end,
@@ -301,13 +318,13 @@ class GradingProcess:
 
     def _begin_sample(self) -> None:
         """Restart the clock and the limit on output, for the next sample."""
-        self.since = time.monotonic()
-        self._output.room = SAMPLE_BYTES
+        self.begun_at = time.monotonic()
+        self._output.num_bytes_left = SAMPLE_BYTES
 
     def _begin_wait(self, timeout_s: float) -> None:
         """Set the time until which `_wait` waits, for a sample or for loading."""
         self._begin_sample()
-        self._until = self.since + (timeout_s if self.is_ready else LOADING_LIMIT_S)
+        self._wait_until = self.begun_at + (timeout_s if self.is_ready else LOADING_LIMIT_S)
 
     def _wait(self) -> list[int]:
         """Wait until there is something to read, and show what was printed.
@@ -315,17 +332,17 @@ class GradingProcess:
         Returns:
             The descriptors that are ready; empty if the time is up.
         """
-        remaining_s = self._until - time.monotonic()
+        remaining_s = self._wait_until - time.monotonic()
         if remaining_s <= 0:
             return []
         ready_fds = [fd for fd, _ in self._messages.poll(1000 * remaining_s)]
-        # Before the message is read: what a sample printed counts for that sample.
+        # Shown before the message is read, so that output counts for the sample that printed it.
         if self._output.fd in ready_fds:
-            self._pass_on()
+            self._show_output()
         return ready_fds
 
-    def _pass_on(self) -> None:
-        """Show what was printed; stop polling the pipe at its end, where it is always ready."""
+    def _show_output(self) -> None:
+        """Show what was printed. At the end of the pipe, which is always ready, stop polling it."""
         if self._output.pass_on():
             # `stop` may find the end a second time.
             with suppress(KeyError):
@@ -343,17 +360,17 @@ class GradingProcess:
         """Kill the process, and close the driver's descriptors. May be called again.
 
         Args:
-            is_ending: whether it seems to be ending by itself, for which it gets 1 s.
+            is_ending: whether the process seems to be ending by itself, for which it gets 1 s.
 
         Returns:
-            How it ended, as in "exit status 1" or "signal SIGKILL".
+            How the process ended, as in "exit status 1" or "signal SIGKILL".
         """
         was_closed = self._connection.closed
         self.is_ended = True
         end = self._program.close(patience_s=1.0 if is_ending else 0.0)
         if not was_closed:
-            self._output.room = SAMPLE_BYTES
-            self._pass_on()
+            self._output.num_bytes_left = SAMPLE_BYTES
+            self._show_output()
             os.close(self._output.fd)
         return end
 
@@ -373,6 +390,7 @@ def _serve(connection: Connection) -> None:
     pid = os.getpid()
 
     def send(number: int, outcome: Outcome | list[Outcome]) -> None:
+        """Send the driver the outcome of a call."""
         if os.getpid() != pid:
             # The score function has forked, and the child has returned from it too. The parent
             # sends the outcome.
@@ -382,25 +400,33 @@ def _serve(connection: Connection) -> None:
     try:
         compute_score = function.load()
         is_async = inspect.iscoroutinefunction(compute_score)
-        accepted = function.accepted_by(compute_score)
+        accepted = function.accepted_names(compute_score)
         connection.send((READY, (is_async, accepted)))
         if is_async:
-            asyncio.run(_serve_many(connection, function, compute_score, accepted, send))
+            asyncio.run(_grade_concurrently(connection, function, compute_score, accepted, send))
         else:
-            _serve_in_turn(connection, function, compute_score, accepted, send)
+            _grade_in_turn(connection, function, compute_score, accepted, send)
     except QuadrigaError as error:
         # Raised by loading only: errors of the score function itself are outcomes.
         connection.send((UNUSABLE, error))
 
 
-def _serve_in_turn(
+def _grade_in_turn(
     connection: Connection,
     function: ScoreFunction,
     compute_score: Function,
     accepted: frozenset[str],
     send: Send,
 ) -> None:
-    """Grade one sample after the other, until the driver closes the pipe."""
+    """Grade one sample after the other, until the driver closes the pipe.
+
+    Args:
+        connection: the pipe to the driver.
+        function: describes the score function.
+        compute_score: the loaded score function.
+        accepted: names of the arguments that it takes.
+        send: sends an outcome to the driver.
+    """
     loaded_graders: set[str] = set()
     while True:
         chunk = connection.recv()
@@ -416,60 +442,72 @@ def _serve_in_turn(
                         load_grader(grader)
                         loaded_graders.add(grader)
                         connection.send((READY, None))
-                arguments = _select(arguments, accepted)
+                arguments = select_arguments(arguments, accepted)
                 try:
                     returned = compute_score(**arguments)
                     if inspect.iscoroutine(returned):
                         # From a plain function that returns a coroutine, such as a lambda.
                         returned = asyncio.run(returned)
-                    outcome = _read(returned, function, arguments)
+                    outcome = _read_returned(returned, function, arguments)
                 except BaseException as error:
                     # Also SystemExit of a score function, and errors such as CPULimitError.
-                    outcome = raised(error)
+                    outcome = error_outcome(error)
                 send(number, outcome)
 
 
-def _select(arguments: Arguments, accepted: frozenset[str]) -> Arguments:
+def select_arguments(arguments: Arguments, accepted: frozenset[str]) -> Arguments:
     """Leave out the arguments that the score function does not take."""
     return {name: value for name, value in arguments.items() if name in accepted}
 
 
-def _read(returned: Any, function: ScoreFunction, arguments: Arguments) -> Outcome | list[Outcome]:
-    """Turn what a score function returned into the outcome of each sample."""
+def _read_returned(
+    returned: Any, function: ScoreFunction, arguments: Arguments
+) -> Outcome | list[Outcome]:
+    """Convert what a score function returned to the outcome of each sample of the call."""
     if function.is_batch:
         return read_outcomes(returned, len(arguments["solution_strs"]))
     return read_outcome(returned)
 
 
-async def _serve_many(
+async def _grade_concurrently(
     connection: Connection,
     function: ScoreFunction,
     compute_score: Function,
     accepted: frozenset[str],
     send: Send,
 ) -> None:
-    """Grade many samples concurrently, until the driver closes the pipe."""
+    """Grade many samples concurrently, until the driver closes the pipe.
+
+    Args:
+        connection: the pipe to the driver.
+        function: describes the score function.
+        compute_score: the loaded score function, a coroutine function.
+        accepted: names of the arguments that it takes.
+        send: sends an outcome to the driver.
+    """
     loop = asyncio.get_running_loop()
-    # The event loop holds only weak references to its tasks.
+    # Held here, because the event loop has only weak references to its tasks.
     tasks = set[asyncio.Task[None]]()
-    ended = loop.create_future()
+    pipe_ended = loop.create_future()
 
     async def grade(number: int, timeout_s: float, arguments: Arguments) -> None:
-        arguments = _select(arguments, accepted)
+        """Grade one sample within its time limit, and send its outcome."""
+        arguments = select_arguments(arguments, accepted)
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
                 returned = await compute_score(**arguments)
-            outcome = _read(returned, function, arguments)
+            outcome = _read_returned(returned, function, arguments)
         except BaseException as error:
             # A TimeoutError may also be the score function's own.
             if isinstance(error, TimeoutError) and limit.expired():
-                outcome = failure("timeout", LATE.format(timeout_s))
+                outcome = failure("timeout", LATE_MESSAGE.format(timeout_s))
             else:
-                outcome = raised(error)
+                outcome = error_outcome(error)
         send(number, outcome)
 
     def begin(samples: list[tuple[int, float, Arguments]]) -> None:
+        """Confirm that samples have arrived, and begin to grade them."""
         # These errors mean that the driver has closed the pipe, which `receive` notices too.
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.send((BEGUN, None))
@@ -479,14 +517,15 @@ async def _serve_many(
             task.add_done_callback(tasks.discard)
 
     def receive() -> None:
-        # In a thread, so that the driver can send while a score function blocks the event loop.
+        """Pass samples from the driver to the event loop; runs in a thread."""
         # RuntimeError: the event loop is closed.
         with suppress(RuntimeError):
             try:
                 while True:
                     loop.call_soon_threadsafe(begin, connection.recv())
             except (EOFError, ConnectionResetError):
-                loop.call_soon_threadsafe(ended.set_result, None)
+                loop.call_soon_threadsafe(pipe_ended.set_result, None)
 
+    # In a thread, so that the driver can send while a score function blocks the event loop.
     threading.Thread(target=receive, daemon=True).start()
-    await ended
+    await pipe_ended

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.errors import RewardError
 from quadriga.rewards.outcome import Outcome
-from quadriga.user_file import OTHER_CONTRACT, is_reference, referred
+from quadriga.user_file import OTHER_CONTRACT, is_reference, load_reference
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,8 +86,8 @@ class RewardManager:
     def begin(self, data: "DataProto", outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         """Begin to grade the responses of a batch.
 
-        By default, for managers that implement `__call__` alone, they are graded when `result` is
-        called.
+        By default, for managers that implement `__call__` alone, the responses are graded when
+        `result` is called.
 
         Args:
             data: tensors `responses` [B, T] and `attention_mask` [B, P+T]; columns: the data
@@ -148,11 +148,11 @@ def register(name: str, *, is_built_in: bool = False) -> Callable[[ManagerClass]
 
     def add(cls: ManagerClass) -> ManagerClass:
         registered = _classes.get(name, cls)
-        # By name, because loading a file again makes new class objects of the same full name.
+        # By name, because loading a file again creates other class objects of the same full name.
         is_same = _full_name(registered) == _full_name(cls)
         is_reserved = name in BUILT_IN and not is_built_in
         if not is_same or is_reserved:
-            # A built-in manager may not be registered yet: that happens when it is first used.
+            # A built-in manager is registered when it is first used, so its name is looked up.
             owner = BUILT_IN[name] if registered is cls else _full_name(registered)
             raise RewardError(
                 f"register({name!r})",
@@ -166,6 +166,7 @@ def register(name: str, *, is_built_in: bool = False) -> Callable[[ManagerClass]
 
 
 def _full_name(cls: type) -> str:
+    """Module and qualified name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -177,7 +178,7 @@ def get_reward_manager_cls(name: str) -> type:
         ConfigError: the file cannot be imported or does not contain the class.
     """
     if is_reference(name):
-        return referred(name, "reward_model.reward_manager", base=object)
+        return load_reference(name, "reward_model.reward_manager", base=object)
     if name not in _classes and name in BUILT_IN:
         import_module(BUILT_IN[name])
     if name not in _classes:

@@ -32,10 +32,10 @@ from quadriga.rewards.registry import Grading, RewardManager, RewardOutput
 from quadriga.rewards.scoring import POLICY_TEXT
 
 logger = logging.getLogger(__name__)
-OF_CONVERSATION = ("num_turns", "finish_reason", "tool_rewards", "turn_scores")
+CONVERSATION_COLUMNS = ("num_turns", "finish_reason", "tool_rewards", "turn_scores")
 """Columns of a conversation that score functions get in their `extra_info`.
 
-They are known when a response is complete, so they do not depend on whether it is graded alone."""
+They are known as soon as the response is complete, whether it is graded then or with its batch."""
 
 ERROR_COLUMN = "reward_error"
 
@@ -98,24 +98,25 @@ class SampleManager(RewardManager):
         )
         num_samples = len(samples.rows)
         early_outcomes = [None] * num_samples if outcomes is None else list(outcomes)
-        missing = [row for row, outcome in enumerate(early_outcomes) if outcome is None]
+        ungraded = [row for row, outcome in enumerate(early_outcomes) if outcome is None]
         max_error_rate = self.settings.max_error_rate
-        work = self.submit(
-            [samples.rows[row] for row in missing], allowed_failures(num_samples, max_error_rate)
+        round_ = self.submit(
+            [samples.rows[row] for row in ungraded], allowed_failures(num_samples, max_error_rate)
         )
 
         def result() -> RewardOutput:
-            with waiting(f"the rewards of {len(missing)} samples", detail=work.progress):
-                late_outcomes = dict(zip(missing, work.result(), strict=True))
+            """Wait for the outcomes of the round, and make the rewards of the whole batch."""
+            with waiting(f"the rewards of {len(ungraded)} samples", detail=round_.progress):
+                late_outcomes = dict(zip(ungraded, round_.result(), strict=True))
             complete = [outcome or late_outcomes[row] for row, outcome in enumerate(early_outcomes)]
-            output = collect(samples, self.shaped(complete, samples), max_error_rate)
-            # The rollout knows when samples with an early outcome were graded.
+            output = collect(samples, self.adjust_outcomes(complete, samples), max_error_rate)
+            # Only the rollout knows when samples with an early outcome were graded.
             output.graded_at = [math.nan] * num_samples
-            for row, graded_at in zip(missing, work.graded_at, strict=True):
+            for row, graded_at in zip(ungraded, round_.graded_at, strict=True):
                 output.graded_at[row] = graded_at
             return output
 
-        return Grading(result, work.cancel)
+        return Grading(result, round_.cancel)
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if not self.needs_truths:
@@ -145,12 +146,16 @@ class SampleManager(RewardManager):
         return round_.result()[0]
 
     def grade_all(self, samples: Samples) -> list[Outcome]:
-        """Grade all samples and wait; RewardError if too many could not be graded."""
+        """Grade all samples and wait for their outcomes.
+
+        Raises:
+            RewardError: too many samples could not be graded.
+        """
         max_error_rate = self.settings.max_error_rate
         num_samples = len(samples.rows)
-        work = self.submit(samples.rows, allowed_failures(num_samples, max_error_rate))
-        with waiting(f"the grades of {num_samples} responses", detail=work.progress):
-            outcomes = work.result()
+        round_ = self.submit(samples.rows, allowed_failures(num_samples, max_error_rate))
+        with waiting(f"the grades of {num_samples} responses", detail=round_.progress):
+            outcomes = round_.result()
         _report_failures(samples, outcomes, max_error_rate)
         return outcomes
 
@@ -166,10 +171,10 @@ class SampleManager(RewardManager):
         """
         raise NotImplementedError
 
-    def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
-        """Change the outcomes by anything that graders do not know, such as a length penalty.
+    def adjust_outcomes(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
+        """Adjust the outcomes by anything that graders do not know, such as a length penalty.
 
-        By default they are returned unchanged.
+        By default the outcomes are returned unchanged.
 
         Args:
             outcomes: [B] outcome of each sample.
@@ -202,15 +207,15 @@ def read_samples(
     _check_columns(data, reward_fn_key, needs_truths=needs_truths)
     responses = data.batch["responses"].cpu()
     response_length = responses.shape[1]
-    valid = responses
-    if response_length:
-        # Not the response mask: `solution_str` includes what tools or users said between the
-        # policy's turns.
-        valid = data.batch["attention_mask"].cpu()[:, -response_length:]
-    lengths = valid.long().sum(dim=-1)
-    masks = None
+    # Not the response mask: `solution_str` includes what tools or users said between the policy's
+    # turns. The slice begins at P, because `-0` would not select an empty response.
+    attention_mask = data.batch["attention_mask"].cpu()
+    num_prompt_positions = attention_mask.shape[1] - response_length
+    lengths = attention_mask[:, num_prompt_positions:].long().sum(dim=-1)
+    # Which tokens the policy itself wrote, [B, T].
+    policy_masks = None
     if "response_mask" in data.batch.keys():
-        masks = data.batch["response_mask"].cpu().numpy()
+        policy_masks = data.batch["response_mask"].cpu().numpy()
 
     # Arrays are decoded much faster than tensors.
     token_ids = [
@@ -233,8 +238,8 @@ def read_samples(
             "extra_info": _extra_info(columns, row),
             "solution_with_special_tokens": special_texts[row],
         }
-        if masks is not None:
-            mask = masks[row][: lengths[row]]
+        if policy_masks is not None:
+            mask = policy_masks[row][: lengths[row]]
             # Otherwise the policy wrote the whole response, which is `solution_str`.
             if not mask.all():
                 facts[POLICY_TEXT] = policy_text(tokenizer, token_ids[row], mask)
@@ -267,11 +272,11 @@ def _check_columns(data: DataProto, reward_fn_key: str, *, needs_truths: bool) -
 
 
 def _extra_info(columns: Mapping[str, Any], row: int) -> Any:
-    """A row's `extra_info` together with the columns of its conversation (`OF_CONVERSATION`)."""
+    """A row's `extra_info`, together with its `CONVERSATION_COLUMNS` as far as they exist."""
     extra_info = columns["extra_info"][row] if "extra_info" in columns else None
     if extra_info is None:
         extra_info = {}
-    conversation = {name: columns[name][row] for name in OF_CONVERSATION if name in columns}
+    conversation = {name: columns[name][row] for name in CONVERSATION_COLUMNS if name in columns}
     return {**extra_info, **conversation} if conversation else extra_info
 
 
@@ -286,6 +291,7 @@ def policy_text(tokenizer: Any, token_ids: Any, mask: Any) -> str:
     Returns:
         The text of each run of tokens whose mask is 1, joined by line ends.
     """
+    # Runs of consecutive tokens of the policy, each of which is one of its turns.
     runs = []
     for is_policy, pairs in groupby(zip(token_ids, mask, strict=True), lambda pair: bool(pair[1])):
         if is_policy:
@@ -334,7 +340,8 @@ def allowed_failures(num_samples: int, max_error_rate: float) -> int:
     Returns:
         The number, rounded down.
     """
-    # 0.29 * 100 is 28.999999999999996, but at a rate of 0.29, 29 samples of 100 may fail.
+    # A little is added, because 0.29 * 100 is 28.999999999999996, and at a rate of 0.29, 29 samples
+    # of 100 may fail.
     return math.floor(num_samples * max_error_rate + 1e-9)
 
 
@@ -362,8 +369,11 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         scores[torch.arange(len(outcomes)), last] = sample_scores
 
     metrics = _error_metrics(outcomes)
+
+    # The columns to store: those that graders returned beside the score, and those of this package.
     extra = {ERROR_COLUMN: object_array(outcome.error for outcome in outcomes)}
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
+    # An entry must not overwrite a column of the batch.
     taken_names = names.keys() & {ERROR_COLUMN, UNSCORED, *FIELDS}
     if taken_names:
         raise RewardError(
@@ -375,6 +385,7 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
     for name in names:
         extra[name] = object_array(outcome.extra.get(name) for outcome in outcomes)
         values = [value for value in extra[name] if value is not None]
+        # The mean over the samples that have the entry, if it is a number for all of them.
         if values and all(isinstance(value, Real) for value in values):
             mean = math.fsum(values) / len(values)
             metrics[f"reward/extra/{name}"] = Metric(mean, "mean", weight=len(values))
@@ -417,7 +428,7 @@ def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_ra
     failed = []
     has_skipped = False
     for row, outcome in enumerate(outcomes):
-        # A skipped sample has not failed: too many others had failed before its turn.
+        # A skipped sample has not failed itself: too many others had failed before its turn.
         if outcome.kind == "skipped":
             has_skipped = True
         elif outcome.error:

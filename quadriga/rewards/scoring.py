@@ -17,9 +17,9 @@ from typing import Any
 
 from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards.by_name import (
-    BY_NAME,
-    OF_BATCH,
-    PLURALS,
+    BY_NAME_ONLY,
+    OPTIONAL_ARGUMENTS,
+    PLURAL_NAMES,
     ROW,
     BatchReward,
     ItemReward,
@@ -160,8 +160,8 @@ class ScoreFunction:
             `default_compute_score`.
         name: name of the function in the file.
         reward_kwargs: further keyword arguments of every call.
-        is_batch: whether a call grades a list of samples (`BATCH_ARGUMENTS`); else it grades one
-            (`ITEM_ARGUMENTS`).
+        is_batch: whether a call grades a list of samples (`BATCH_ARGUMENTS`). Otherwise it grades
+            one (`ITEM_ARGUMENTS`).
 
     Raises:
         ConfigError: there is no such file, or `reward_kwargs` has the name of another argument.
@@ -196,35 +196,42 @@ class ScoreFunction:
         """Names of the arguments that each call passes, in addition to `reward_kwargs`."""
         return BATCH_ARGUMENTS if self.is_batch else ITEM_ARGUMENTS
 
-    def facts_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Choose the arguments for one sample from its entry in `Samples.rows`.
 
-        For built-in graders, `solution_str` has only the text that the policy itself wrote.
+        For built-in graders, `solution_str` has only the text that the policy itself wrote. A
+        user's function also sees what tools and users said in between.
         """
-        facts = {name: row[name] for name in ITEM_ARGUMENTS}
+        arguments = {name: row[name] for name in ITEM_ARGUMENTS}
         text = row["solution_str"]
         if self.path is None:
-            facts["solution_str"] = row.get(POLICY_TEXT, text)
-            return facts
+            arguments["solution_str"] = row.get(POLICY_TEXT, text)
+            return arguments
         messages = row.get("solution_messages") or [{"role": "assistant", "content": text}]
-        facts["solution_with_special_tokens"] = row.get("solution_with_special_tokens", text)
-        facts["solution_messages"] = messages
-        return facts
+        arguments["solution_with_special_tokens"] = row.get("solution_with_special_tokens", text)
+        arguments["solution_messages"] = messages
+        return arguments
 
-    def batch_of(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        """Turn the arguments of each sample (`facts_of`) into those of one call for all."""
-        return {PLURALS.get(name, f"{name}s"): [row[name] for row in rows] for name in rows[0]}
+    def batch_arguments_of(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+        """Combine the arguments of each sample (`arguments_of`) to those of one call for all samples.
 
-    def accepted_by(self, function: Callable[..., Any]) -> frozenset[str]:
-        """Names of the arguments that a call of the loaded function needs.
+        Each argument becomes a list, under its plural name.
+        """
+        return {
+            OPTIONAL_ARGUMENTS.get(name, f"{name}s"): [row[name] for row in rows]
+            for name in rows[0]
+        }
 
-        Optional arguments (`PLURALS`) are among them if the function names them. So is `ROW`, which
-        is an entry of `extra_info`, if it reads columns of the row.
+    def accepted_names(self, function: Callable[..., Any]) -> frozenset[str]:
+        """Names of the arguments that each call of the loaded function gets.
+
+        They include optional arguments (`OPTIONAL_ARGUMENTS`) that the function names. They include
+        `ROW`, which is an entry of `extra_info`, if the function reads columns of the row.
 
         Args:
             function: the function that `load` returned.
         """
-        optional = PLURALS.values() if self.is_batch else PLURALS.keys()
+        optional = OPTIONAL_ARGUMENTS.values() if self.is_batch else OPTIONAL_ARGUMENTS.keys()
         row = [ROW] if isinstance(function, ItemReward) and function.reads_row else []
         try:
             parameters = inspect.signature(function).parameters
@@ -253,18 +260,19 @@ class ScoreFunction:
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
-            # It cannot be checked before the first call.
+            # Some callables written in C have no signature to check.
             return loaded
 
         # `ROW` is an entry of `extra_info`, not an argument.
-        arguments = dict.fromkeys(self.accepted_by(function) - {ROW}) | self.reward_kwargs
+        arguments = dict.fromkeys(self.accepted_names(function) - {ROW}) | self.reward_kwargs
         try:
             signature.bind(**arguments)
         except TypeError as error:
+            # The function does not take this package's names. It may take other known names, or the
+            # three arguments by position.
             names = list(signature.parameters)
             takes_positions = names[:1] == ["data_source"] and names[2:] == ["ground_truth"]
-            is_by_name = not takes_positions and not BY_NAME.isdisjoint(names)
-            if is_by_name:
+            if not takes_positions and not BY_NAME_ONLY.isdisjoint(names):
                 part = NamedReward(loaded, self.name)
                 if self.is_batch:
                     return BatchReward([part])
@@ -287,7 +295,7 @@ class ScoreFunction:
             "Change the function's parameters, add **kwargs to them, "
             "or pass what else it needs in reward_kwargs."
         )
-        if not self.is_batch and signature.parameters.keys() & set(OF_BATCH):
+        if not self.is_batch and signature.parameters.keys() & set(PLURAL_NAMES):
             fix = (
                 "A function that takes lists, of a whole batch, "
                 "needs reward_model.reward_manager=batch."

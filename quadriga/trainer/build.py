@@ -14,7 +14,7 @@ from quadriga.config import Config, place_roles
 from quadriga.config.async_training import AsyncTrainingConfig
 from quadriga.config.placement import (
     POLICIES,
-    asked_roles,
+    enabled_roles,
     role_pools,
     rollout_devices,
     rollout_group_size,
@@ -294,13 +294,16 @@ def start_workers(
         Role.Teacher: TeacherWorker,
         Role.Rollout: RolloutWorker,
     }
-    asked = ()
+    optional_roles = ()
     if config.task == "rl":
-        asked = asked_roles(config)
+        optional_roles = enabled_roles(config)
     else:
         role_classes[Role.ActorRollout] = SUPERVISED_WORKERS[config.task]
     placement = place_roles(
-        config.trainer, has_reference=needs.reference, has_critic=needs.critic, asked=asked
+        config.trainer,
+        has_reference=needs.reference,
+        has_critic=needs.critic,
+        optional_roles=optional_roles,
     )
 
     workers = {}

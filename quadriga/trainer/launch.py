@@ -10,7 +10,7 @@ from typing import Any
 from quadriga import __version__
 from quadriga.background import in_background
 from quadriga.config import Config
-from quadriga.config.placement import asked_roles, role_pools
+from quadriga.config.placement import enabled_roles, role_pools
 from quadriga.errors import ConfigError
 from quadriga.lazy import collector_paused
 from quadriga.observe.gpu_machine import check_machine
@@ -100,7 +100,7 @@ def cluster_of(
     if config.trainer.backend == "local":
         yield
         return
-    pools = set(role_pools(config.trainer, asked_roles(config)).values())
+    pools = set(role_pools(config.trainer, enabled_roles(config)).values())
     # For each pool, the number of processes on each of its nodes; the first node is this one.
     counts_of_pools = [config.trainer.processes_of(pool) for pool in pools]
     num_processes = sum(map(sum, counts_of_pools))

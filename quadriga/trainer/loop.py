@@ -24,7 +24,7 @@ from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import RunFacts, Tracking
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
-from quadriga.redact import redacted
+from quadriga.redact import redact
 from quadriga.trainer import saving
 from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.profiler import Profiler
@@ -383,7 +383,7 @@ class TrainingLoop:
         facts = RunFacts(
             project_name=self.settings.project_name,
             experiment_name=self.settings.experiment_name,
-            config=redacted(self.config.model_dump(mode="json")),
+            config=redact(self.config.model_dump(mode="json")),
             directory=self.settings.directory,
             resume_step=self.global_steps,
             is_restart=self.recovery is not None,

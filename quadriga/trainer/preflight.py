@@ -241,7 +241,7 @@ class _Checks:
                     "grader reads."
                 )
                 return None
-            # What the shortest conversation adds (`rewards.samples.OF_CONVERSATION`): one turn
+            # What the shortest conversation adds (`rewards.samples.CONVERSATION_COLUMNS`): one turn
             # without a tool call.
             has_user = (row.get("interaction_kwargs") or {}).get("name") is not None
             tool_names = [tool["function"]["name"] for tool in self._context.tools_of(row)]

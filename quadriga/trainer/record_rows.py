@@ -19,7 +19,7 @@ from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import GRADED_AT, TIME_COLUMNS, TIMES
 from quadriga.protocol.memory import images_key
-from quadriga.redact import redacted
+from quadriga.redact import redact
 from quadriga.trainer.responses import user_columns
 from quadriga.trainer.rollout_rows import name_rollouts, scored_rows
 
@@ -68,7 +68,7 @@ def record_table(batch: DataProto, config: DataConfig, *, not_computed: str = ""
 
 def _json(value: Any) -> str:
     """A value as JSON, without secrets."""
-    return _utf8(json.dumps(redacted(jsonable(value)), ensure_ascii=False))
+    return _utf8(json.dumps(redact(jsonable(value)), ensure_ascii=False))
 
 
 def _utf8(value: Any) -> str:

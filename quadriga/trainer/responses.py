@@ -33,7 +33,7 @@ from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import GRADED_AT, object_array
 from quadriga.protocol.fields import RESERVED
-from quadriga.redact import redacted
+from quadriga.redact import redact
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
 from quadriga.rewards.by_name import ROW
 from quadriga.trainer.metrics import spread
@@ -238,7 +238,7 @@ def user_columns(columns: Mapping[str, np.ndarray], row: int, config: DataConfig
         if not values["extra_info"]:
             del values["extra_info"]
     plain = jsonable(values, lambda value: "<bytes>" if isinstance(value, bytes) else str(value))
-    return redacted(plain)
+    return redact(plain)
 
 
 def _add_entries(facts: dict[str, Any], entries: Mapping[str, Any], prefix: str) -> None:

@@ -17,7 +17,7 @@ from quadriga.config.placement import (
     DISTILLATION,
     POLICIES,
     arranged_roles,
-    asked_roles,
+    enabled_roles,
     role_pools,
 )
 from quadriga.errors import ConfigError
@@ -135,7 +135,7 @@ def _choose_unpredicted(
 def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:
     """Plan the other roles on the same devices, whose state takes memory, too."""
     # Roles on one pool share its devices.
-    pools = role_pools(config.trainer, asked_roles(config))
+    pools = role_pools(config.trainer, enabled_roles(config))
     pool_of_role = {CRITIC: pools.get("critic"), "reward_model": pools.get("reward_model")}
     pool_of_role[DISTILLATION] = pools.get("teacher")
     pool_of_role[ACTOR] = next((pools[name] for name in POLICIES if name in pools), None)
@@ -148,7 +148,7 @@ def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, Rol
     }
     if config.distillation.enable:
         # Only the first teacher is counted.
-        paths[DISTILLATION] = next(iter(config.distillation.loaded.values()), None)
+        paths[DISTILLATION] = next(iter(config.distillation.loaded_teachers.values()), None)
 
     plans = {}
     for where, section, size in arranged_roles(config, has_critic=has_critic):

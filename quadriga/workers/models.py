@@ -677,7 +677,7 @@ def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str,
             yield where, layout, _model_config(config, where)
             continue
         trusts = config.actor_rollout_ref.model.trust_remote_code
-        for path in dict.fromkeys(config.distillation.loaded.values()):
+        for path in dict.fromkeys(config.distillation.loaded_teachers.values()):
             yield where, layout, load_config(path, trust_remote_code=trusts)
 
 

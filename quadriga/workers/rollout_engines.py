@@ -16,7 +16,7 @@ from quadriga.rollout.scripted import ScriptedEngine
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.vllm.engine import VLLMEngine
-from quadriga.user_file import referred
+from quadriga.user_file import load_reference
 
 ENGINES: dict[str, type[RolloutEngine]] = {
     engine.name: engine
@@ -41,7 +41,7 @@ def rollout_engine_class(config: Config) -> type[RolloutEngine]:
 
     # A reference to a user's class.
     where = f"{ROLLOUT}.name"
-    engine: type[RolloutEngine] = referred(rollout.name, where, base=RolloutEngine)
+    engine: type[RolloutEngine] = load_reference(rollout.name, where, base=RolloutEngine)
     missing_methods = sorted(engine.__abstractmethods__)
     # `from_config` is not abstract, but the inherited one only raises.
     if engine.from_config.__qualname__ == RolloutEngine.from_config.__qualname__:

@@ -162,7 +162,7 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     num_top = section.num_top_tokens
     vocab = tokenizer.get_vocab()
-    for key, path in section.named.items():
+    for key, path in section.named_teachers.items():
         if is_served(path):
             server = _make_client(config, path)
             try:

@@ -19,7 +19,7 @@ from quadriga.rollout import (
     SamplingParams,
     ScriptedEngine,
 )
-from quadriga.user_file import referred
+from quadriga.user_file import load_reference
 from quadriga.weight_sync import CopiedWeights, SharedWeights
 from quadriga.weight_sync.fingerprint import fingerprint
 
@@ -65,7 +65,7 @@ ENGINES: dict[str, Callable[[], RolloutEngine]] = {
     "native": lambda: NativeEngine(_model(ATTENTION_NAME), tokenizer=Pairs()),
     "hf": lambda: HFEngine(_model("sdpa"), tokenizer=Pairs()),
     "scripted": lambda: ScriptedEngine(_script, tokenizer=Pairs()),
-    "example": lambda: referred(EXAMPLE, "test")(_model("sdpa"), tokenizer=Pairs()),
+    "example": lambda: load_reference(EXAMPLE, "test")(_model("sdpa"), tokenizer=Pairs()),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 import quadriga_verl.shim.loops as verl
 from quadriga.config import RolloutConfig
-from quadriga.data.videos import APART, FrameRules, open_video
+from quadriga.data.videos import TIME_TEXT_TYPES, FrameRules, open_video
 from quadriga.data.vision import VisionProcessor, load_processor
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
@@ -161,7 +161,9 @@ def test_videos_behind_images(engine: RolloutEngine) -> None:
     model = models(engine)
     family = model.config.model_type
     tokenizer, is_glm = tiny_tokenizer(family), family == "glm4v"
-    rules = FrameRules(4, 2, 2, 64, 1024, (0.5,) * 3, (0.5,) * 3, are_apart=family in APART)
+    rules = FrameRules(
+        4, 2, 2, 64, 1024, (0.5,) * 3, (0.5,) * 3, writes_times=family in TIME_TEXT_TYPES
+    )
     per_second, film = 4 if family == "qwen2_5_vl" else None, FILM_BOUNDS if is_glm else None
     frames = {
         "frames": rules,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quadriga.data.videos import APART
+from quadriga.data.videos import TIME_TEXT_TYPES
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.step import infer
@@ -87,7 +87,7 @@ def test_log_probs_are_the_trainers(rows: list[Row], family: str) -> None:
     prompts, images = prompts_of(model, rows)
     engine = NativeEngine(model)
     completions = engine.generate_batch(prompts, params_of(rows, ignore_eos=True), images)
-    assert type(engine._network) is (Network if family in APART else PlainNetwork)
+    assert type(engine._network) is (Network if family in TIME_TEXT_TYPES else PlainNetwork)
     for row, completion in zip(rows, completions, strict=True):
         row.answer[:] = completion.token_ids
     trainer = FSDPEngine(

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import quadriga
-from quadriga.api import Evaluation, TrainerSettings, _defaults_of, _draft_of_frozen
+from quadriga.api import Evaluation, TrainerSettings, _draft_without_training, _frozen_defaults
 from quadriga.config import load_config
-from quadriga.config_draft import ConfigDraft, with_sources
+from quadriga.config_draft import ConfigDraft, name_sources
 from quadriga.errors import ConfigError, DataError
 from quadriga.rewards.by_name import reward_of
 from quadriga.user_function import NAME, write_function
@@ -104,7 +104,7 @@ def test_errors_about_rows_name_what_the_caller_gave(tmp_path: Path) -> None:
     draft.set_rows("data.train_files", rows)
     (written,) = draft.sources
     assert json.loads(Path(written).read_text())["extra_info"]["row"]["prompt"] == "1+1="
-    error = with_sources(DataError(f"{written} row 0", got="a list"), draft.sources)
+    error = name_sources(DataError(f"{written} row 0", got="a list"), draft.sources)
     assert str(error) == "data row 0: got a list."
 
 
@@ -170,16 +170,16 @@ def test_a_run_has_the_defaults_of_its_evaluation(is_in_memory: bool, tmp_path: 
     )
     run = quadriga.Run(tmp_path)
     if is_in_memory:
-        run.config = load_config(values=_defaults_of(run)).config
+        run.config = load_config(values=_frozen_defaults(run)).config
     (tmp_path / "more.yaml").write_text("data: {max_response_length: 5}")
     (tmp_path / "model").mkdir()
-    draft = _draft_of_frozen(run, tmp_path / "more.yaml", None)
+    draft = _draft_without_training(run, tmp_path / "more.yaml", None)
     config = draft.load()
     assert (config.data.prompt_key, config.data.max_response_length) == ("question", 5)
     assert (config.actor_rollout_ref.rollout.n, config.trainer.validation_data_dir) == (1, None)
     assert config.custom_reward_function.path == "old.py"
     options = {"actor_rollout_ref.rollout.temperature": 1}
-    draft = _draft_of_frozen(run, (), options)
+    draft = _draft_without_training(run, (), options)
     draft.set_reward("new.py")
     config = draft.load()
     assert config.actor_rollout_ref.rollout.temperature == 1

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from quadriga.errors import RewardError
-from quadriga.redact import HIDDEN, hidden_names, is_secret, redacted, redacted_text
+from quadriga.redact import HIDDEN, hidden_names, is_secret, redact, redact_text
 
 SECRET = """password db_password PGPASSWORD passwords passphrase api_key apiKey APIKEY x-api-key api_keys OPENAI_API_KEY
     AWS_SECRET_ACCESS_KEY client_secret credentials token hf_token HF_TOKEN authToken refresh_token X-Auth-Token
@@ -37,8 +37,8 @@ def test_names() -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_values_that_look_like_keys(key: str) -> None:
     """Under any name, and in the middle of a text."""
-    assert redacted({"note": key}) == {"note": HIDDEN}
-    assert redacted_text(f"it said: {key}, twice") == f"it said: {HIDDEN}, twice"
+    assert redact({"note": key}) == {"note": HIDDEN}
+    assert redact_text(f"it said: {key}, twice") == f"it said: {HIDDEN}, twice"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_values_that_look_like_keys(key: str) -> None:
     ],
 )
 def test_texts(text: str, hidden: str) -> None:
-    assert redacted_text(text) == hidden == redacted_text(hidden)
+    assert redact_text(text) == hidden == redact_text(hidden)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_texts(text: str, hidden: str) -> None:
     ],
 )  # fmt: skip
 def test_texts_that_stay(text: str) -> None:
-    assert redacted_text(text) == text
+    assert redact_text(text) == text
 
 
 def test_trees() -> None:
@@ -86,7 +86,7 @@ def test_trees() -> None:
         "headers": [{"Authorization": "Basic abcdefgh"}],
         "mark_token": "<|x|>", "sep_token": "|", "password": "", "url": "https://me:it@host/x",
     }  # fmt: skip
-    hidden = redacted(tree)
+    hidden = redact(tree)
     assert hidden == {
         "env_vars": {"HF_TOKEN": HIDDEN, "MODE": "b", "N_TOKEN": 3},
         "credentials": {"user": HIDDEN, "other": [{"x": HIDDEN}]},
@@ -133,7 +133,7 @@ def test_time_is_linear(piece: str) -> None:
         text, times = (piece * length)[:length], []
         for _ in range(3):
             begun = time.process_time()
-            redacted_text(text)
+            redact_text(text)
             times.append(time.process_time() - begun)
         return min(times)
 

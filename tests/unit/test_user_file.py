@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.observe import watchdog
-from quadriga.user_file import import_external, import_file, is_reference, member_of, referred
+from quadriga.user_file import import_external, import_file, is_reference, load_reference, member_of
 
 
 def test_a_file_is_run_once_and_again_when_it_changes(
@@ -41,8 +41,8 @@ def test_modules_and_packages_of_the_working_directory(
         sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))]
     )
     assert import_file("elsewhere/mine.py", "key").score(2) == 4
-    assert referred("pkg://own_package.scores:score", "key")(3) == 6
-    assert referred("elsewhere/mine.py:score", "key")(3) == 6
+    assert load_reference("pkg://own_package.scores:score", "key")(3) == 6
+    assert load_reference("elsewhere/mine.py:score", "key")(3) == 6
     assert [
         is_reference(name)
         for name in ("a.py:f", "pkg://a.b:f", "a.py", "pkg://a.b", "grpo", "a.b:f")

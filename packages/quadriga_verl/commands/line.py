@@ -16,7 +16,7 @@ from typing import Any
 
 from quadriga.config import Config
 from quadriga.config.keys import leaf_of
-from quadriga.config.root import spelled
+from quadriga.config.root import spell_key
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError
 from quadriga_verl.commands.entries import Entry
@@ -81,7 +81,7 @@ class Line:
         What the user wrote takes precedence over defaults; two different values of the user are
         refused.
         """
-        key = spelled(key, self.entry.task)
+        key = spell_key(key, self.entry.task)
         source = self.written
         is_users = source in self.keys.from_user
         if value == {}:
@@ -196,7 +196,7 @@ class Line:
 
     def take_ours(self, key: str, value: Any) -> None:
         """Take over a key that exists here under the same name; refuse an unknown key."""
-        key = spelled(key, self.entry.task)
+        key = spell_key(key, self.entry.task)
         section, _, name = key.rpartition(".")
         is_verls = key in known_keys()
         if leaf_of(key, self.entry.task) is not None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, get_args
 
-from quadriga.config.root import spelled
+from quadriga.config.root import spell_key
 from quadriga.config.trainer import Tracker
-from quadriga.declared_algorithms import declared, loss_options
+from quadriga.declared_algorithms import loss_options, read_declarations
 from quadriga_verl.commands import programs
 from quadriga_verl.commands.entries import OWN_ENGINES
 from quadriga_verl.commands.hydra import VERSIONS
@@ -199,7 +199,7 @@ def one_length(line: Line, key: str, value: Any) -> None:
 
 # ---- algorithm ----------------------------------------------------------------------------------
 
-ESTIMATORS = frozenset(declared("register_adv_est"))
+ESTIMATORS = frozenset(read_declarations("register_adv_est"))
 LOSSES = loss_options()
 """Options that each policy loss has, by its name."""
 MANAGERS = ("naive", "batch", "dapo", "prime")
@@ -689,7 +689,7 @@ def schedules(line: Line) -> None:
     ends at `total_training_steps` if it is set, even if the epochs end before.
     """
     num_steps = line.ours.get("trainer.total_training_steps")
-    for section in (spelled(f"{ACTOR}.optim", line.entry.task), "critic.optim"):
+    for section in (spell_key(f"{ACTOR}.optim", line.entry.task), "critic.optim"):
         scheduler = line.ours.get(f"{section}.lr_scheduler_type", "constant")
         has_warmup = line.ours.get(f"{section}.lr_warmup_steps_ratio")
         if is_number(num_steps) and (scheduler != "constant" or has_warmup):

@@ -27,7 +27,7 @@ from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Registry
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
-from quadriga.user_file import taken
+from quadriga.user_file import accepted_arguments
 from quadriga_verl import core_algos
 from quadriga_verl.shim import is_before
 
@@ -51,14 +51,14 @@ def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
         is_variadic = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         if not is_variadic and parameter.default is Parameter.empty:
             required_names.append(parameter.name)
-    usual_names = taken(function, dict.fromkeys(_USUAL_FIELDS))
+    usual_names = accepted_arguments(function, dict.fromkeys(_USUAL_FIELDS))
     names = list(dict.fromkeys([*required_names, *usual_names]))
     if "config" in names:
         names.remove("config")
 
     def estimate(*fields: Any, config: Any) -> Any:
         arguments = dict(zip(names, fields, strict=True))
-        return function(**arguments, **taken(function, {"config": config}))
+        return function(**arguments, **accepted_arguments(function, {"config": config}))
 
     fields = ["uid" if name == "index" else name for name in names]
     return _with_signature(estimate, function, fields, {"config": Parameter.empty})
@@ -92,7 +92,7 @@ def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
             "rollout_is_weights": rollout_is_weights,
             "config": config.model_copy(update={"global_batch_info": batch_info}),
         }
-        arguments = taken(function, offered)
+        arguments = accepted_arguments(function, offered)
         if rollout_is_weights is not None and "rollout_is_weights" not in arguments:
             got = "importance weights of the rollout, which it does not take"
             fix = "Add the parameter rollout_is_weights=None and multiply the loss of each token by it."

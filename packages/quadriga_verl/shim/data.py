@@ -30,7 +30,7 @@ from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
 from quadriga.data.videos import FrameRules, open_video
 from quadriga.data.vision import as_vision, load_processor, read_media
 from quadriga.errors import ConfigError, DataError, did_you_mean
-from quadriga.user_file import taken
+from quadriga.user_file import accepted_arguments
 
 _VERLS_DEFAULTS = {"max_prompt_length": 1024, "filter_overlong_prompts": True}
 """Defaults of verl's class that differ from those of the configuration."""
@@ -161,7 +161,7 @@ class RLHFDataset(Dataset):
         # In a table, each message has the fields of all messages, some of them null.
         drop_null_fields(row, [self.prompt_key])
         # An override may take the row alone.
-        arguments = taken(self._build_messages, {"key": self.prompt_key})
+        arguments = accepted_arguments(self._build_messages, {"key": self.prompt_key})
         return list(self._build_messages(row, **arguments))
 
     def __len__(self) -> int:
@@ -416,12 +416,12 @@ def hf_tokenizer(
     name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
 ) -> Any:
     """Load a tokenizer, which always gets a pad token; see `load_tokenizer`."""
-    return load_tokenizer(name_or_path, **taken(load_tokenizer, kwargs))
+    return load_tokenizer(name_or_path, **accepted_arguments(load_tokenizer, kwargs))
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
     """Load the processor of a vision-language model. Return None for a text-only model."""
-    return load_processor(name_or_path, **taken(load_processor, kwargs))
+    return load_processor(name_or_path, **accepted_arguments(load_processor, kwargs))
 
 
 def copy_to_local(src: str, cache_dir: str | None = None, *options: Any, **named: Any) -> str:

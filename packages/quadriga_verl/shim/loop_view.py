@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from quadriga.config import Config
-from quadriga.config.placement import asked_roles, role_pools
+from quadriga.config.placement import enabled_roles, role_pools
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.ray_trainer import RayPPOTrainer
@@ -66,7 +66,7 @@ class NumProcesses:
         trainer = self._config.trainer
         if trainer.backend == "local":
             return 1
-        pools = set(role_pools(trainer, asked_roles(self._config)).values())
+        pools = set(role_pools(trainer, enabled_roles(self._config)).values())
         return sum(sum(trainer.processes_of(pool)) for pool in pools)
 
 

@@ -38,7 +38,7 @@ from quadriga.rollout.agent_loop.interactions import UserSimulator
 from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
 from quadriga.rollout.agent_loop.parsers import PARSERS, ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox
-from quadriga.user_file import taken
+from quadriga.user_file import accepted_arguments
 from quadriga_verl.shim import is_before
 from quadriga_verl.shim.data import RLHFDataset
 from quadriga_verl.shim.tools import Instance, Open, ToolResponse, simple_timer, tool_of
@@ -265,7 +265,7 @@ class _AdaptedLoop(AgentLoop):
             "processor": None,
             "dataset_cls": RLHFDataset,
         }
-        loop = self.loop_class(**taken(self.loop_class, offered), **self.arguments)
+        loop = self.loop_class(**accepted_arguments(self.loop_class, offered), **self.arguments)
         sampling = chat.sampling
         sampling_params = {
             "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
@@ -280,7 +280,7 @@ class _AdaptedLoop(AgentLoop):
             "messages": messages,
             "sampling_params": sampling_params,
         }
-        output = await loop.run(**taken(loop.run, columns))
+        output = await loop.run(**accepted_arguments(loop.run, columns))
         if not isinstance(output, AgentLoopOutput):
             name = f"{self.loop_class.__name__}.run"
             got = type(output).__name__
@@ -417,7 +417,7 @@ class AgentLoopBase(ABC):
             **kwargs,
         }
         # A subclass may declare only some of verl's parameters.
-        self.init_class(**taken(self.init_class, arguments))
+        self.init_class(**accepted_arguments(self.init_class, arguments))
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
@@ -777,7 +777,7 @@ class ToolAgentLoop(AgentLoopBase):
 
         extract = self.tool_parser.extract_tool_calls
         offered = {"tools": self.tool_schemas, "with_unreadable": True}
-        _, agent_data.tool_calls = await extract(ids, **taken(extract, offered))
+        _, agent_data.tool_calls = await extract(ids, **accepted_arguments(extract, offered))
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         agent_data.messages.append({"role": "assistant", "content": text})
         if agent_data.tool_calls:
@@ -878,7 +878,7 @@ class ToolAgentLoop(AgentLoopBase):
                 # The instance is made here, because its reward is read afterwards.
                 instance = Instance(tool)
                 specs[name] = replace(specs[name], make=lambda: instance)
-                arguments = taken(tool.execute, {"agent_data": agent_data})
+                arguments = accepted_arguments(tool.execute, {"agent_data": agent_data})
                 kwargs["execute_kwargs"] = {**arguments, **(kwargs.get("execute_kwargs") or {})}
         call = _parsed_call(tool_call)
         box = ToolBox(

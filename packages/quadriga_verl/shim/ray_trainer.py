@@ -25,7 +25,7 @@ from quadriga.errors import ConfigError
 from quadriga.observe import tracking
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
-from quadriga.redact import redacted
+from quadriga.redact import redact
 from quadriga.rewards import RewardManager
 from quadriga.trainer import launch, ray_trainer
 from quadriga.trainer.balance import order_for_ranks
@@ -331,9 +331,7 @@ class Tracking(tracking.Tracking):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         settings = {"project_name": project_name, "experiment_name": experiment_name}
         folder = Path(Config(trainer=settings).trainer.directory)
-        facts = tracking.RunFacts(
-            project_name, experiment_name, redacted(dict(config or {})), folder
-        )
+        facts = tracking.RunFacts(project_name, experiment_name, redact(dict(config or {})), folder)
         super().__init__(names, facts)
 
     def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:

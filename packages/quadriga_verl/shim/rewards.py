@@ -26,13 +26,13 @@ from torch import Tensor
 from quadriga.background import EventLoopThread
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
-from quadriga.rewards.managers.naive import punishment_of
+from quadriga.rewards.managers.naive import overlong_penalty
 from quadriga.rewards.outcome import read_outcome
 from quadriga.rewards.registry import RewardManager, RewardOutput
 from quadriga.rewards.registry import register as _register
 from quadriga.rewards.samples import Samples, collect, read_samples
 from quadriga.rewards.scoring import ITEM_ARGUMENTS, ScoreFunction
-from quadriga.user_file import taken
+from quadriga.user_file import accepted_arguments
 from quadriga_verl.shim.scores import default_compute_score
 
 RawRewardFn = Callable[..., Any]
@@ -65,11 +65,11 @@ class _Adapted(RewardManager):
         offered["num_examine"] = 0
         offered["compute_score"] = score or default_compute_score
         offered["reward_fn_key"] = config.data.reward_fn_key
-        self.manager = self.manager_class(**taken(self.manager_class, offered))
+        self.manager = self.manager_class(**accepted_arguments(self.manager_class, offered))
 
     async def _make(self, offered: dict[str, Any]) -> Any:
         """Make the manager with those arguments that it has parameters for."""
-        return self.manager_class(**taken(self.manager_class, offered))
+        return self.manager_class(**accepted_arguments(self.manager_class, offered))
 
     def __call__(self, data: DataProto) -> RewardOutput:
         name = self.manager_class.__name__
@@ -112,7 +112,7 @@ class _Adapted(RewardManager):
         Raises:
             RewardError: rewards or columns have another form.
         """
-        result = self.manager(data, **taken(self.manager, {"return_dict": True}))
+        result = self.manager(data, **accepted_arguments(self.manager, {"return_dict": True}))
         rewards = result
         columns: dict[str, Any] = {}
         if isinstance(result, Mapping):
@@ -287,7 +287,7 @@ class DAPORewardManager(NaiveRewardManager):
     def shaped(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
         score, details = super().shaped(graded, length)
         buffer = self.overlong_buffer_cfg or {}
-        penalty, penalty_columns = punishment_of(length, self.max_resp_len, buffer)
+        penalty, penalty_columns = overlong_penalty(length, self.max_resp_len, buffer)
         return score + penalty, {**details, **penalty_columns}
 
 
@@ -355,7 +355,7 @@ class SingleDAPORewardManager(SingleRewardManager):
         num_positions = data.batch["responses"].shape[1]
         length = int(data.batch["attention_mask"][0, -num_positions:].sum())
         buffer = kwargs.get("overlong_buffer_cfg") or {}
-        penalty, columns = punishment_of(length, kwargs.get("max_resp_len"), buffer)
+        penalty, columns = overlong_penalty(length, kwargs.get("max_resp_len"), buffer)
         return {
             "reward_score": result["reward_score"] + penalty,
             "reward_extra_info": {**result["reward_extra_info"], **columns},

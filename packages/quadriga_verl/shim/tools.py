@@ -24,7 +24,7 @@ from quadriga.rewards.code.containment import ResourceLimits
 from quadriga.rewards.code.run import Case, run_cases, run_remotely
 from quadriga.rollout.agent_loop.interactions import Interaction, Reply
 from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, WithImages, class_tools, validator_of
-from quadriga.user_file import taken
+from quadriga.user_file import accepted_arguments
 from quadriga_verl.shim import scores
 
 # ---- schemas ------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Instance(Tool):
 
     async def create(self, **kwargs: Any) -> None:
         # Tools of verl take the row's arguments by name, or all of them as `create_kwargs`.
-        arguments = taken(self.tool.create, {**kwargs, "create_kwargs": kwargs})
+        arguments = accepted_arguments(self.tool.create, {**kwargs, "create_kwargs": kwargs})
         result = await _awaited(self.tool.create(**arguments))
         self.instance_id = result[0] if isinstance(result, tuple) else result
 
@@ -468,7 +468,7 @@ class _Talk(Interaction):
 
     async def _call(self, method: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
         """Call a method of the shared object with those of `offered` that it has parameters for."""
-        arguments = taken(method, {"instance_id": self.instance_id, **offered})
+        arguments = accepted_arguments(method, {"instance_id": self.instance_id, **offered})
         return await _awaited(method(**arguments))
 
 

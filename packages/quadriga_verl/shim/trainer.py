@@ -21,7 +21,7 @@ from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
 from quadriga.single_controller.dispatch import collect_rows, split_rows
 from quadriga.trainer.metrics import data_metrics, performance_metrics
-from quadriga.user_file import import_file, taken
+from quadriga.user_file import accepted_arguments, import_file
 from quadriga_verl.shim.algorithms import get_adv_estimator_fn
 from quadriga_verl.shim.loop_view import RESPONSE_COLUMNS
 
@@ -121,7 +121,7 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tens
         rewards = output.scores
         extra = output.extra
     else:
-        rewards = reward_fn(data, **taken(reward_fn, {"return_dict": True}))
+        rewards = reward_fn(data, **accepted_arguments(reward_fn, {"return_dict": True}))
         if isinstance(rewards, Mapping):
             extra = rewards.get("reward_extra_info") or {}
             rewards = rewards["reward_tensor"]
@@ -171,7 +171,7 @@ def compute_advantage(
     offered |= options
     offered["config"] = config
     _require_columns(estimator, offered)
-    advantages, returns = estimator(**taken(estimator, offered))
+    advantages, returns = estimator(**accepted_arguments(estimator, offered))
     data.batch["advantages"] = advantages
     data.batch["returns"] = returns
     return data

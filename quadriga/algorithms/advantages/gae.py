@@ -38,15 +38,17 @@ def gae(
     """
     is_own_token = response_mask.bool()
     advantages = torch.zeros_like(values)
-    # Per sequence, [B]: reward of skipped tokens that the next own token on the left receives,
-    # and value and advantage of the next own token on the right.
-    waiting_reward = next_value = next_advantage = torch.zeros_like(values[:, 0])
+    # The loop goes from right to left. Per sequence, [B]: reward of skipped tokens, which the next
+    # own token on the left receives; and value and advantage of the nearest own token on the right.
+    waiting_reward = torch.zeros_like(values[:, 0])
+    next_value = waiting_reward
+    next_advantage = waiting_reward
     for t in reversed(range(values.shape[1])):
         is_own = is_own_token[:, t]
         reward = token_level_rewards[:, t] + waiting_reward
         delta = reward + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
-        # A skipped token passes its reward on to the left, and the state of its right neighbour.
+        # A skipped token only passes on its reward, and value and advantage from its right.
         waiting_reward = reward.masked_fill(is_own, 0)
         next_value = torch.where(is_own, values[:, t], next_value)
         next_advantage = torch.where(is_own, advantage, next_advantage)

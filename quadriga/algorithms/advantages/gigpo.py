@@ -62,30 +62,30 @@ def gigpo(
     spans_of_row = [list(spans) for spans in turn_spans]
     scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(names, scores, rollout_id)
-    of_response = groups.centered(scores)
+    response_advantage = groups.centered(scores)  # [B]
     if norm_adv_by_std_in_grpo:
-        of_response = of_response / (groups.deviation(scores) + epsilon)
-    advantages = spread(of_response, response_mask)
+        response_advantage = response_advantage / (groups.deviation(scores) + epsilon)
+    advantages = spread(response_advantage, response_mask)
 
     # All turns of the batch, with the group and the state that they are compared within.
-    steps: list[tuple[int, int, int]] = []
-    anchors: list[Hashable] = []
+    turns: list[tuple[int, int, int]] = []
+    states_of_turns: list[Hashable] = []
     for row, states in enumerate(turn_states):
         for (start, end), state in zip(spans_of_row[row], states, strict=True):
-            steps.append((row, start, end))
-            anchors.append((names[row], state))
-    if not steps:
+            turns.append((row, start, end))
+            states_of_turns.append((names[row], state))
+    if not turns:
         return advantages, advantages
 
-    to_go = turn_returns(token_level_rewards, spans_of_row, step_gamma)  # [S]
-    peers = Groups.of(anchors, to_go)
-    of_step = peers.centered(to_go)
+    returns = turn_returns(token_level_rewards, spans_of_row, step_gamma)  # [S]
+    peers = Groups.of(states_of_turns, returns)
+    step_advantage = peers.centered(returns)  # [S]
     if norm_adv_by_std_in_grpo:
-        of_step = of_step / (peers.deviation(to_go) + epsilon)
+        step_advantage = step_advantage / (peers.deviation(returns) + epsilon)
     # A turn that has no peers is no evidence for or against its action.
-    of_step = torch.where(peers.size > 1, of_step, 0.0) * step_advantage_weight
+    step_advantage = torch.where(peers.size > 1, step_advantage, 0.0) * step_advantage_weight
     advantages = advantages.clone()
-    for (row, start, end), value in zip(steps, of_step, strict=True):
+    for (row, start, end), value in zip(turns, step_advantage, strict=True):
         advantages[row, start:end] += value
     advantages = zero_outside(advantages, response_mask)
     return advantages, advantages
@@ -104,14 +104,15 @@ def turn_returns(
     Returns:
         Rewards to go of the turns of all rows, row after row, [S].
     """
-    to_go: list[Tensor] = []
+    returns: list[Tensor] = []
     for rewards, spans in zip(token_level_rewards, turn_spans, strict=True):
+        # From the last turn to the first: the reward of a turn ends where the next one starts.
         end = len(rewards)
-        following = rewards.new_zeros(())
-        of_row: list[Tensor] = []
+        turn_return = rewards.new_zeros(())
+        returns_of_row: list[Tensor] = []
         for start, _ in reversed(spans):
-            following = rewards[start:end].sum() + gamma * following
-            of_row.insert(0, following)
+            turn_return = rewards[start:end].sum() + gamma * turn_return
+            returns_of_row.insert(0, turn_return)
             end = start
-        to_go += of_row
-    return torch.stack(to_go)
+        returns += returns_of_row
+    return torch.stack(returns)

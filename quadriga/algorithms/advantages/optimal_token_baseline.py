@@ -63,7 +63,9 @@ def optimal_token_baseline(
     to_go = _rewards_to_go(token_level_rewards)
     energy = token_energy(old_log_probs, sum_pi_squared, rollout_is_weights)
     is_sampled = response_mask.bool()
-    advantages = against_optimum(to_go, is_sampled, uid, energy, keeps_tail=handle_zero_tail)
+    advantages = subtract_optimal_baseline(
+        to_go, is_sampled, uid, energy, keeps_tail=handle_zero_tail
+    )
     return advantages, zero_outside(to_go, response_mask)
 
 
@@ -90,14 +92,14 @@ def token_energy(
     return energy * rollout_is_weights.square()
 
 
-def against_optimum(
-    to_go: Tensor, is_ours: Tensor, uid: Iterable[Hashable], energy: Tensor, *, keeps_tail: bool
+def subtract_optimal_baseline(
+    to_go: Tensor, is_sampled: Tensor, uid: Iterable[Hashable], energy: Tensor, *, keeps_tail: bool
 ) -> Tensor:
     """Subtract the optimal baseline of each position from the rewards to go.
 
     Args:
         to_go: reward to go of each token, [B, T].
-        is_ours: mask of the policy's own tokens, [B, T] bool.
+        is_sampled: marks the tokens that the policy sampled, [B, T] bool.
         uid: group of each response, [B].
         energy: squared length of each token's gradient, [B, T].
         keeps_tail: whether a token that no other response can be compared with keeps its reward.
@@ -105,24 +107,24 @@ def against_optimum(
     Returns:
         Advantages, [B, T], 0 outside the mask.
     """
-    present = is_ours.to(to_go.dtype)
+    mask = is_sampled.to(to_go.dtype)
     # W of the module docstring: the energy of all sampled tokens up to each position, 0 elsewhere.
-    energy_so_far = zero_outside(energy, is_ours).cumsum(-1) * present
+    energy_so_far = zero_outside(energy, is_sampled).cumsum(-1) * mask
     groups = Groups.of(uid, to_go)
     # If no response of a group has any gradient at a position, all of them weigh the same.
-    weights = energy_so_far.where(groups.sum(energy_so_far) > 0, present)
+    weights = energy_so_far.where(groups.sum(energy_so_far) > 0, mask)
 
     # Subtracting the smallest value first makes equal values exactly 0, as in `Groups.centered`.
-    smallest = groups.smallest(to_go.masked_fill(~is_ours, float("inf")))
-    distance = zero_outside(to_go - smallest, is_ours)
+    smallest = groups.smallest(to_go.masked_fill(~is_sampled, float("inf")))
+    distance = zero_outside(to_go - smallest, is_sampled)
     total_weight = groups.sum(weights).clamp(min=torch.finfo(weights.dtype).tiny)
     baseline = groups.sum(distance * weights) / total_weight
 
     # Nothing to compare with: a group of one, or a position that only one response reaches.
     is_alone = (groups.size == 1)[:, None]
     if keeps_tail:
-        is_alone = groups.sum(present) == 1
-    return zero_outside(torch.where(is_alone, to_go, distance - baseline), is_ours)
+        is_alone = groups.sum(mask) == 1
+    return zero_outside(torch.where(is_alone, to_go, distance - baseline), is_sampled)
 
 
 @register_adv_est("tir_optimal_token_baseline")
@@ -159,7 +161,7 @@ def tir_optimal_token_baseline(
     # Move the sampled tokens of each row to its front, in their order.
     is_sampled = response_mask.bool()
     order = (~is_sampled).int().argsort(dim=-1, stable=True)
-    moved_advantages = against_optimum(
+    moved_advantages = subtract_optimal_baseline(
         to_go.gather(-1, order),
         is_sampled.gather(-1, order),
         uid,

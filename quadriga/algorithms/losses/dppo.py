@@ -58,7 +58,7 @@ def dppo_tv(
     log_q = zero_outside(old_log_prob, response_mask)
     # The region only decides where the gradient stops; no gradient flows through it.
     divergence = (log_p.exp() - log_q.exp()).abs().detach()
-    return _within_region(
+    return _policy_gradient_in_region(
         log_p,
         log_q,
         advantages,
@@ -103,7 +103,7 @@ def dppo_kl(
     other_p = (1 - p).clamp(min=0) + _EPSILON
     other_q = (1 - q).clamp(min=0) + _EPSILON
     divergence = q * (log_q - log_p.detach()) + (1 - q) * (other_q / other_p).log()
-    return _within_region(
+    return _policy_gradient_in_region(
         log_p,
         log_q,
         advantages,
@@ -115,7 +115,7 @@ def dppo_kl(
     )
 
 
-def _within_region(
+def _policy_gradient_in_region(
     log_p: Tensor,
     log_q: Tensor,
     advantages: Tensor,
@@ -126,7 +126,21 @@ def _within_region(
     max_rise: float,
     max_ratio: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy gradient, [B, T], that stops where `divergence` [B, T] exceeds its bound."""
+    """Policy gradient that stops at a token once its divergence exceeds a bound.
+
+    Args:
+        log_p: log-probabilities under the policy in training, [B, T].
+        log_q: log-probabilities under the policy that the update starts from, [B, T].
+        advantages: [B, T].
+        response_mask: [B, T].
+        divergence: divergence of the two policies at each token, [B, T].
+        max_fall: largest divergence of a probability that fell.
+        max_rise: largest divergence of a probability that rose.
+        max_ratio: largest ratio that counts.
+
+    Returns:
+        As for `dppo_tv`.
+    """
     advantages = zero_outside(advantages, response_mask)
     log_ratio = log_ratios(log_p, log_q, response_mask)
     ratio = log_ratio.detach().exp()

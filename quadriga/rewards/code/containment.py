@@ -57,8 +57,8 @@ _CAP_DAC_READ_SEARCH = 1 << 2
 _CAPABILITY_VERSION = 0x20080522
 # Far above any user's id. A contained process takes this plus its process id.
 _FIRST_USER = 1_000_000_000
-# Read by interpreters and libraries when they start. These hold nothing about a run or a user.
-_SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+# Paths that interpreters and libraries read. They hold nothing about a run or a user.
+_SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/zero", "/dev/urandom", "/dev/random")
 
 # Landlock's flags and rights.
@@ -71,11 +71,12 @@ _READ_DIR = 1 << 3
 _REMOVE_FILE = 1 << 5
 _MAKE_REG = 1 << 8
 _TRUNCATE = 1 << 14
-# Rights on files, for reading, and on the program's own folder. Nobody may create sub-folders,
-# links, devices or sockets, so a flat listing of that folder shows everything in it.
-_ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
-_READ = _READ_FILE | _READ_DIR
-_OWN = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
+# Rights that a file may have (others are for folders), rights to read, and rights on the program's own
+# folder. Nobody may create sub-folders, links, devices or sockets, so a flat listing of that folder
+# shows everything in it.
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+_RIGHTS_TO_READ = _READ_FILE | _READ_DIR
+_RIGHTS_ON_OWN = _RIGHTS_TO_READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
 
 
 class ResourceLimits(NamedTuple):
@@ -103,6 +104,8 @@ class ResourceLimits(NamedTuple):
 
 
 class _Ruleset(ctypes.Structure):
+    """The kernel's `landlock_ruleset_attr`: which rights a set of rules takes away."""
+
     _fields_ = (
         ("files", ctypes.c_uint64),
         ("network", ctypes.c_uint64),
@@ -111,13 +114,15 @@ class _Ruleset(ctypes.Structure):
 
 
 class _PathRule(ctypes.Structure):
+    """The kernel's `landlock_path_beneath_attr`: rights on a path and all below it."""
+
     _pack_ = 1
     _layout_ = "ms"
     _fields_ = (("allowed", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
 
 
-def missing() -> str:
-    """Say why programs cannot be contained on this machine; "" if they can."""
+def why_unavailable() -> str:
+    """Say why programs cannot be contained on this machine; empty if they can."""
     if not sys.platform.startswith("linux"):
         return f"the system is {sys.platform}, and containment needs Linux"
     if not is_known_machine():
@@ -143,10 +148,11 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def mount_memory(folders: Sequence[os.PathLike[str]], limits: ResourceLimits) -> None:
+def mount_memory_file_systems(folders: Sequence[os.PathLike[str]], limits: ResourceLimits) -> None:
     """Mount a small file system in memory on each folder, visible to this process and its children.
 
-    Then the kernel enforces the limits on a folder, and frees it with the last of these processes.
+    The kernel then enforces the limits on each folder, and frees the memory when the last of these
+    processes ends.
 
     Args:
         folders: folders to mount on.
@@ -185,8 +191,8 @@ def confine(
         folder: folder of the program.
         limits: resources that the program may use.
         readable: folders of the interpreter and its packages.
-        may_remove: whether the program may remove files from `folder`. Not if the supervisor
-            enforces the limits, which does not see removed files that are still open.
+        may_remove: whether the program may remove files from `folder`. It may not if the supervisor
+            enforces the limits, because that does not see removed files that are still open.
 
     Returns:
         The listener for refused system calls, see `filter_calls`.
@@ -196,15 +202,15 @@ def confine(
     """
     parent_pid = os.getppid()
     are_threads_counted = _take_own_user(folder)
-    _limit(limits)
+    _set_resource_limits(limits)
     _drop_capabilities()
     die_with_parent(parent_pid)
     make_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     # Other processes of the same user, such as other programs, must not read its memory.
     make_call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
-    rules = [(path, _READ) for path in (*_SYSTEM, *_DEVICES, *readable)]
-    rules.append(("/dev/null", _OWN))
-    rules.append((folder, _OWN if may_remove else _OWN & ~_REMOVE_FILE))
+    rules = [(path, _RIGHTS_TO_READ) for path in (*_SYSTEM_PATHS, *_DEVICES, *readable)]
+    rules.append(("/dev/null", _RIGHTS_ON_OWN))
+    rules.append((folder, _RIGHTS_ON_OWN if may_remove else _RIGHTS_ON_OWN & ~_REMOVE_FILE))
     confine_files(rules)
     return filter_calls(may_have_threads=are_threads_counted)
 
@@ -242,7 +248,7 @@ def _take_own_user(folder: str) -> bool:
     return True
 
 
-def _limit(limits: ResourceLimits) -> None:
+def _set_resource_limits(limits: ResourceLimits) -> None:
     """Set the resource limits of this process."""
     sizes = {
         resource.RLIMIT_AS: limits.memory_megabytes * MEGABYTE,
@@ -322,7 +328,7 @@ def confine_files(rules: Sequence[tuple[str, int]]) -> None:
         allowed = rights & handled
         if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
             # The kernel refuses rules that give a file rights for folders.
-            allowed &= _ON_FILES
+            allowed &= _FILE_RIGHTS
         rule = _PathRule(allowed, path_fd)
         make_call("landlock_add_rule", ruleset_fd, _PATH_BENEATH, ctypes.byref(rule), 0)
         os.close(path_fd)

@@ -33,9 +33,9 @@ from quadriga.rewards.code.supervisor import COMMAND, HEADER
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[3])
 _URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
 _MARK = "\n---- quadriga result ----\n"
-# Status of a run on the server -> `CaseRun.status`.
-_STATUS = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
-_QUEUE_S = 60.0  # time that the server may take in addition to the program's own
+# Status of a run, as the server calls it -> `CaseRun.status`.
+_STATUS_OF_SERVER = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
+_MAX_QUEUE_S = 60.0  # time that a request may wait at the server before its program runs
 # Errors that the server reports about itself may be temporary, so a run is tried this often.
 _MAX_SANDBOX_ERRORS = 3
 _MAX_ATTEMPTS = 4  # requests for each try, if the server does not answer
@@ -51,33 +51,33 @@ class Case(NamedTuple):
     """A test of a program.
 
     Attributes:
-        given: input of the test: {"input": text}, or {"function": name, "arguments": list}.
+        test_input: input of the test: {"input": text}, or {"function": name, "arguments": list}.
         expected: the right output or result, which the program does not see.
     """
 
-    given: dict[str, Any]
+    test_input: dict[str, Any]
     expected: Any
 
     @property
     def is_call(self) -> bool:
         """Whether the test calls a function; else it is about standard input and output."""
-        return "function" in self.given
+        return "function" in self.test_input
 
 
 class CaseRun(NamedTuple):
-    """The outcome of one test, before its output is compared.
+    """How a program ended on one test, and what it wrote, before the output is compared.
 
     Attributes:
         index: position of the test.
         status: "ok" if the program ended by itself with exit status 0; else "error" (another exit
             status), "crash" (a signal), "network", or the limit that ended it ("time", "wall",
             "output", "folder").
-        code: exit status; negative: number of the signal.
+        code: exit status. If a signal ended the program, its number, negated.
         cpu_s: CPU time in seconds.
         stdout: its standard output.
         stderr: its standard error.
         result: result of its function, as JSON.
-        refused: names of the system calls that containment refused it.
+        refused: names of the system calls that containment refused.
     """
 
     index: int
@@ -93,7 +93,7 @@ class CaseRun(NamedTuple):
 @cache
 def require_containment() -> None:
     """Raise a RewardError if programs cannot be contained here. The check runs once per process."""
-    reason = containment.missing()
+    reason = containment.why_unavailable()
     if reason:
         raise RewardError(
             "grader code",
@@ -107,14 +107,14 @@ def require_containment() -> None:
 def can_mount() -> bool:
     """Whether a supervisor can mount file systems here, which many containers forbid.
 
-    It is tried once per process, in a child process, because a failed attempt may leave that
-    process in a new user namespace.
+    This is tried once per process, in a child process, because a failed attempt may leave the
+    process that makes it in a new user namespace.
     """
     with own_folder() as folder:
         code = (
             "import sys; sys.path[:] = sys.argv[2:]; "
             "from quadriga.rewards.code import containment as c; "
-            "c.mount_memory(sys.argv[1:2], c.ResourceLimits())"
+            "c.mount_memory_file_systems(sys.argv[1:2], c.ResourceLimits())"
         )
         command = [sys.executable, "-I", "-S", "-c", code, folder, _PACKAGE_FOLDER, *sys.path]
         done = subprocess.run(command, capture_output=True, env=_ENVIRONMENT)
@@ -154,7 +154,7 @@ def run_cases(
         job = {
             "grader": os.getpid(),
             "program": program,
-            "cases": [case.given for case in cases],
+            "cases": [case.test_input for case in cases],
             "limits": limits._asdict(),
             "parallel": parallel,
             "folder": folder,
@@ -171,23 +171,27 @@ def run_cases(
         ) as process:
             assert process.stdin is not None
             try:
-                # If the supervisor has died already, `_runs` reports it.
+                # If the supervisor has died already, `_read_runs` reports it.
                 with suppress(BrokenPipeError), process.stdin as stream:
                     stream.write(json.dumps(job).encode())
-                yield from _runs(process, len(cases), deadline)
+                yield from _read_runs(process, len(cases), deadline)
             finally:
                 # The kernel kills its children too.
                 process.kill()
 
 
-def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> Iterator[CaseRun]:
+def _read_runs(
+    process: subprocess.Popen[bytes], num_cases: int, deadline: float
+) -> Iterator[CaseRun]:
     """Read the supervisor's reports, one per test, until the deadline."""
     assert process.stderr is not None
     for num_read in range(num_cases):
         try:
-            header = _read(process, HEADER.size, deadline)
+            header = _read_exactly(process, HEADER.size, deadline)
             index, status, code, cpu_s, *sizes = HEADER.unpack(header)
-            streams = [_read(process, size, deadline).decode("utf-8", "replace") for size in sizes]
+            streams = [
+                _read_exactly(process, size, deadline).decode("utf-8", "replace") for size in sizes
+            ]
         except TimeoutError:
             return
         except EOFError:
@@ -201,7 +205,7 @@ def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> 
         yield CaseRun(index, status.rstrip(b"\0").decode(), code, cpu_s, *streams)
 
 
-def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
+def _read_exactly(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
     """Read exactly `size` bytes of a process's standard output.
 
     Raises:
@@ -286,8 +290,8 @@ def _run_remote_case(
         RewardError: the server does not answer, or reports an error of its own each time.
     """
     body = {
-        "code": _with_call(program, case) if case.is_call else program,
-        "stdin": case.given.get("input", ""),
+        "code": _append_call(program, case) if case.is_call else program,
+        "stdin": case.test_input.get("input", ""),
         "language": language,
         "compile_timeout": limits.wall_s,
         "run_timeout": limits.time_s,
@@ -295,7 +299,8 @@ def _run_remote_case(
         "files": {},
         "fetch_files": [],
     }
-    timeout_s = limits.wall_s + limits.time_s + _QUEUE_S
+    # To compile, to run, and to wait for a free place at the server.
+    timeout_s = limits.wall_s + limits.time_s + _MAX_QUEUE_S
     reply: dict[str, Any] = {}
     for _ in range(_MAX_SANDBOX_ERRORS):
         reply = server.call_until(body, timeout_s=timeout_s, max_attempts=_MAX_ATTEMPTS)
@@ -311,9 +316,11 @@ def _run_remote_case(
     if not step or (step.get("status") == "Finished" and step.get("return_code") == 0):
         step = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}
     code = step.get("return_code") or 0
-    status = _STATUS.get(str(step.get("status")), "error")
+    # The server calls a run finished whatever its exit status.
+    status = _STATUS_OF_SERVER.get(str(step.get("status")), "error")
     if status == "ok" and code:
         status = "error"
+    # The appended call prints its result after the mark.
     stdout, _, result = (step.get("stdout") or "").partition(_MARK)
     return CaseRun(
         index=index,
@@ -326,10 +333,10 @@ def _run_remote_case(
     )
 
 
-def _with_call(program: str, case: Case) -> str:
+def _append_call(program: str, case: Case) -> str:
     """Append to a program a call of its function that prints the result."""
-    name = case.given["function"]
-    arguments = json.dumps(case.given["arguments"])
+    name = case.test_input["function"]
+    arguments = json.dumps(case.test_input["arguments"])
     return (
         f"{program}\nimport json as _json\n"
         f"_function = {name} if {name!r} in globals() else getattr(Solution(), {name!r})\n"

@@ -115,7 +115,7 @@ def execute(program: str, case: dict[str, Any]) -> None:
 
     Args:
         program: text of the program.
-        case: input of the test, as in `Case.given`. If it names a function, the function is called
+        case: input of the test, as in `Case.test_input`. If it names a function, the function is called
             and its result is written to `RESULT_FD` as JSON.
     """
     module = types.ModuleType("__main__")
@@ -165,12 +165,15 @@ class Supervisor:
         for folder in self._folders:
             folder.mkdir()
         if self._is_in_memory:
-            containment.mount_memory(self._folders, self._limits)
+            containment.mount_memory_file_systems(self._folders, self._limits)
         # Outcomes that the grader's pipe, descriptor 1, has not taken yet.
         self._unsent: deque[memoryview] = deque()
         os.set_blocking(1, False)
-        # All tests write to one socket, so its type must keep messages apart.
-        self._notices, self._notice = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Tests report here that they are contained. All of them write to one socket, so its type must
+        # keep messages apart.
+        self._notices, self._notice_sender = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
         self._notices.setblocking(False)
         self._selector.register(self._notices, selectors.EVENT_READ)
 
@@ -193,11 +196,17 @@ class Supervisor:
     def _start(self, index: int, case: dict[str, Any]) -> int:
         """Fork the process of a test. Like `os.fork`, return 0 in the new process."""
         folder = self._folders.pop()
-        streams = (_memory_file("stdout"), _memory_file("stderr"), _memory_file("result"))
-        stdin = _memory_file("stdin", case.get("input", "").encode("utf-8", "surrogateescape"))
+        streams = (
+            _create_memory_file("stdout"),
+            _create_memory_file("stderr"),
+            _create_memory_file("result"),
+        )
+        stdin = _create_memory_file(
+            "stdin", case.get("input", "").encode("utf-8", "surrogateescape")
+        )
         pid = os.fork()
         if pid == 0:
-            self._become_test(index, folder, (stdin, *streams, self._notice.fileno()))
+            self._become_test(index, folder, (stdin, *streams, self._notice_sender.fileno()))
             return 0
         os.close(stdin)
         running = _RunningTest(index, pid, streams, folder, time.monotonic() + self._limits.wall_s)
@@ -206,15 +215,19 @@ class Supervisor:
         return pid
 
     def _become_test(self, index: int, folder: Path, fds: tuple[int, ...]) -> None:
-        """Make this process that of a test: its streams, its folder, and containment.
+        """Turn this forked process into that of a test: set its streams and folder, and contain it.
 
-        `fds` become descriptors 0 to 4: standard input, output and error, the result, the notice.
+        Args:
+            index: position of the test.
+            folder: folder of the test.
+            fds: become descriptors 0 to 4: standard input, output and error, the result, and the
+                notice that the process is contained.
         """
         # First duplicate them beyond their old and their new numbers, so that none is overwritten.
         first_free = max(fds) + len(fds)
         moved_fds = [os.dup2(fd, first_free + number) for number, fd in enumerate(fds)]
         # Closed now: later these objects would close descriptors that have taken their numbers.
-        for owner in (self._selector, self._notices, self._notice):
+        for owner in (self._selector, self._notices, self._notice_sender):
             owner.close()
         for number, fd in enumerate(moved_fds):
             os.dup2(fd, number)
@@ -293,6 +306,7 @@ class Supervisor:
             self._stop_listening(running)
 
     def _stop_listening(self, running: _RunningTest) -> None:
+        """Close the listener of a test, if it has one. The kernel then refuses calls itself."""
         if running.listener is not None:
             self._selector.unregister(running.listener)
             os.close(running.listener)
@@ -327,11 +341,12 @@ class Supervisor:
         _, wait_status, usage = os.wait4(running.pid, 0)
         if not exceeded and self._is_full(running.folder):
             exceeded = "folder"
+        # The notice of a process that ended at once may not have been read yet.
         self._take_notices()
         self._stop_listening(running)
         self._selector.unregister(running.pid_fd)
         del self._running[running.index]
-        stdout, stderr, result = map(_content, running.streams)
+        stdout, stderr, result = map(_read_and_close, running.streams)
         stderr = stderr[-_ERROR_BYTES:]
         if not running.is_contained and not exceeded:
             reason = stderr.decode("utf-8", "replace")
@@ -339,6 +354,7 @@ class Supervisor:
                 f"a test's process could not be contained, and its program has not run: {reason}"
             )
         os.close(running.pid_fd)
+        # The next test gets an empty folder.
         for entry in os.scandir(running.folder):
             os.unlink(entry.path)
         self._folders.append(running.folder)
@@ -347,7 +363,7 @@ class Supervisor:
         code = os.waitstatus_to_exitcode(wait_status)
         status = _status(code, exceeded, cpu_s, self._limits)
         if status != "ok":
-            # Not needed: a test passes only if its program ends well.
+            # Nobody compares them: a test passes only if its program ends well.
             stdout = b""
             result = b""
         refused = ", ".join(dict.fromkeys(running.refused)).encode()
@@ -374,10 +390,10 @@ class Supervisor:
 
 
 def _status(code: int, exceeded: str, cpu_s: float, limits: ResourceLimits) -> str:
-    """The status of a test (`CaseRun.status`).
+    """Determine the status of a test (`CaseRun.status`).
 
     Args:
-        code: exit status; negative: number of the signal.
+        code: exit status. If a signal ended the program, its number, negated.
         exceeded: the limit for which the supervisor killed it, or "".
         cpu_s: CPU time in seconds.
         limits: limits of the test.
@@ -397,8 +413,8 @@ def _status(code: int, exceeded: str, cpu_s: float, limits: ResourceLimits) -> s
     return "crash" if code < 0 else "error"
 
 
-def _memory_file(name: str, content: bytes = b"") -> int:
-    """Make a file in memory; return its descriptor, positioned at the beginning."""
+def _create_memory_file(name: str, content: bytes = b"") -> int:
+    """Create a file in memory, and return its descriptor, positioned at the beginning."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as stream:
         stream.write(content)
@@ -406,7 +422,7 @@ def _memory_file(name: str, content: bytes = b"") -> int:
     return fd
 
 
-def _content(fd: int) -> bytes:
+def _read_and_close(fd: int) -> bytes:
     """Read a file in memory as a whole, and close it."""
     # The program could change the size, but not beyond its limit on the size of files.
     content = os.pread(fd, os.fstat(fd).st_size, 0)

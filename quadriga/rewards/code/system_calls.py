@@ -36,7 +36,7 @@ import struct
 from functools import cache
 from pathlib import Path
 
-# Placeholders in the filter, which `program` replaces for one process.
+# Placeholders in the filter, which `make_filter` replaces for one process.
 _OWN_PID = 0x7FFFFFF5  # id of the process
 _THREAD = 0x7FFFFFF6  # flags of `clone` that are allowed
 _REFUSED = 0x7FFFFFF7  # answer to refused calls
@@ -90,7 +90,7 @@ _RETURN = 0x06
 _NUMBER_AT = 0
 _MACHINE_AT = 4
 _ARGUMENTS_AT = 16
-_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _SET_MODE_FILTER = 1
 _NEW_LISTENER = 8
 # Commands to a listener, and the size of the call that it reads (`struct seccomp_notif`).
@@ -114,7 +114,7 @@ class _Filter(ctypes.Structure):
 
 def is_known_machine() -> bool:
     """Whether the table has the system calls of this machine."""
-    return os.uname().machine in _MACHINES
+    return os.uname().machine in _AUDIT_ARCHITECTURES
 
 
 @cache
@@ -170,15 +170,17 @@ def filter_calls(*, may_have_threads: bool) -> int | None:
         may_have_threads: whether `clone` may create threads.
 
     Returns:
-        The listener, a descriptor for `refuse_call` in another process, which must answer: refused
-        calls wait for it. None: the process has the listener of its container already, so the
-        kernel refuses calls itself.
+        The listener, a descriptor for `refuse_call` in another process. Each refused call waits
+        until that process answers. None: the process has the listener of its container already, so
+        the kernel refuses calls itself.
 
     Raises:
         OSError: the kernel refuses the filter.
     """
     for has_listener in (True, False):
-        code = program(os.getpid(), may_have_threads=may_have_threads, has_listener=has_listener)
+        code = make_filter(
+            os.getpid(), may_have_threads=may_have_threads, has_listener=has_listener
+        )
         flags = _NEW_LISTENER if has_listener else 0
         filter_ = _Filter(len(code) // 8, code)
         try:
@@ -192,26 +194,26 @@ def filter_calls(*, may_have_threads: bool) -> int | None:
     return None
 
 
-def program(pid: int, *, may_have_threads: bool, has_listener: bool) -> bytes:
+def make_filter(pid: int, *, may_have_threads: bool, has_listener: bool) -> bytes:
     """Make the filter of one process, as the kernel takes it.
 
     Args:
         pid: id of the process.
         may_have_threads: whether it may have threads.
-        has_listener: whether a listener answers calls that are refused; else the kernel does.
+        has_listener: whether a listener answers refused calls. Otherwise the kernel refuses them.
 
     Returns:
         BPF instructions of 8 bytes each.
     """
     values = {
         _OWN_PID: pid,
-        # No flags of `clone` are equal to _ALL under their mask.
+        # Under their mask, no flags of `clone` are equal to _ALL, so this forbids threads.
         _THREAD: _CLONE_THREAD if may_have_threads else _ALL,
         _REFUSED: _NOTIFY if has_listener else _ERRNO | errno.EPERM,
     }
-    code = _FILTER
-    for mark, value in values.items():
-        code = code.replace(struct.pack("=I", mark), struct.pack("=I", value))
+    code = _FILTER_TEMPLATE
+    for placeholder, value in values.items():
+        code = code.replace(struct.pack("=I", placeholder), struct.pack("=I", value))
     return code
 
 
@@ -241,73 +243,92 @@ def refuse_call(listener: int) -> str | None:
     return call_names()[number]
 
 
-def _filter() -> bytes:
+def _make_filter_template() -> bytes:
     """Make the filter, with placeholders: BPF instructions of 8 bytes each."""
     names = call_names()
-    # Each range of call numbers with the same rule, as its first number and the rule. The last range
-    # has all numbers beyond the table.
-    stretches: list[tuple[int, list[bytes]]] = []
+    # Each range of call numbers with the same answer, as its first number and the instructions that
+    # answer. The last range has all numbers beyond the table.
+    ranges: list[tuple[int, list[bytes]]] = []
     for number in range(max(names) + 2):
-        rule = _rule(names.get(number, ""))
-        if not stretches or stretches[-1][1] != rule:
-            stretches.append((number, rule))
-    steps = [
-        _step(_LOAD, _MACHINE_AT),
-        _step(_EQUAL, _MACHINES[os.uname().machine], 1, 0),
-        _step(_RETURN, _KILL),
-        _step(_LOAD, _NUMBER_AT),
-        *_tree(stretches),
+        instructions = _answer_call(names.get(number, ""))
+        if not ranges or ranges[-1][1] != instructions:
+            ranges.append((number, instructions))
+    # A call of another machine's architecture has other numbers, so it kills the process.
+    code = [
+        _instruction(_LOAD, _MACHINE_AT),
+        _instruction(_EQUAL, _AUDIT_ARCHITECTURES[os.uname().machine], 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER_AT),
+        *_search_range(ranges),
     ]
-    return b"".join(steps)
+    return b"".join(code)
 
 
-def _tree(stretches: list[tuple[int, list[bytes]]]) -> list[bytes]:
-    """Instructions that find a call's number among ranges by binary search, and apply its rule."""
-    if len(stretches) == 1:
-        return stretches[0][1]
-    middle = len(stretches) // 2
-    first_of_high = stretches[middle][0]
-    low = _tree(stretches[:middle])
-    high = _tree(stretches[middle:])
+def _search_range(ranges: list[tuple[int, list[bytes]]]) -> list[bytes]:
+    """Make the instructions that find the range of a call's number by binary search, and answer.
+
+    Args:
+        ranges: the first number of each range, ascending, and the instructions that answer.
+    """
+    if len(ranges) == 1:
+        return ranges[0][1]
+    middle = len(ranges) // 2
+    first_of_high = ranges[middle][0]
+    low = _search_range(ranges[:middle])
+    high = _search_range(ranges[middle:])
     # Only an unconditional jump can skip more than 255 instructions.
-    return [_step(_AT_LEAST, first_of_high, 0, 1), _step(_JUMP, len(low)), *low, *high]
+    return [
+        _instruction(_AT_LEAST, first_of_high, 0, 1),
+        _instruction(_JUMP, len(low)),
+        *low,
+        *high,
+    ]
 
 
-def _rule(name: str) -> list[bytes]:
-    """Instructions that answer the call of a name; "" stands for numbers without a call."""
+def _answer_call(name: str) -> list[bytes]:
+    """Make the instructions that answer a call; the name "" stands for numbers without a call."""
     answer = _ANSWERS[_table()[name]["answer"] if name else "ENOSYS"]
     if name == "socket":
-        return _tests([(0, _ALL, [_AF_UNIX])], answer, _KILL)
+        return _check_arguments([(0, _ALL, [_AF_UNIX])], answer, _KILL)
     if name in _ALLOWED_IF:
-        return _tests(_ALLOWED_IF[name], _ALLOW, answer)
-    return [_step(_RETURN, answer)]
+        return _check_arguments(_ALLOWED_IF[name], _ALLOW, answer)
+    return [_instruction(_RETURN, answer)]
 
 
-def _tests(words: list[tuple[int, int, list[int]]], if_all: int, otherwise: int) -> list[bytes]:
-    """Instructions that check words of a call's arguments.
+def _check_arguments(
+    words: list[tuple[int, int, list[int]]], if_all: int, otherwise: int
+) -> list[bytes]:
+    """Make the instructions that check words of a call's arguments, and answer.
 
     Args:
         words: for each word, its number, the mask of its bits that count, and its permitted values.
-        if_all: what to return if every word has a permitted value.
-        otherwise: what to return if a word has another value.
+        if_all: answer if every word has a permitted value.
+        otherwise: answer if a word has another value.
     """
-    steps = []
+    code = []
     for word, mask, values in words:
-        steps.append(_step(_LOAD, _ARGUMENTS_AT + 4 * word))
-        steps.append(_step(_AND, mask))
+        code.append(_instruction(_LOAD, _ARGUMENTS_AT + 4 * word))
+        code.append(_instruction(_AND, mask))
         for index, value in enumerate(values):
             # If equal, jump over the remaining comparisons and the return, to the next word.
             num_skipped = len(values) - index
-            steps.append(_step(_EQUAL, value, num_skipped, 0))
-        steps.append(_step(_RETURN, otherwise))
-    steps.append(_step(_RETURN, if_all))
-    return steps
+            code.append(_instruction(_EQUAL, value, num_skipped, 0))
+        code.append(_instruction(_RETURN, otherwise))
+    code.append(_instruction(_RETURN, if_all))
+    return code
 
 
-def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Encode an instruction. A jump skips `if_true` or `if_false` instructions."""
+def _instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """Encode a BPF instruction in 8 bytes.
+
+    Args:
+        operation: what it does.
+        value: its operand.
+        if_true: of a conditional jump, the number of instructions to skip if the condition holds.
+        if_false: the number of instructions to skip if it does not hold.
+    """
     return struct.pack("=HBBI", operation, if_true, if_false, value)
 
 
-# Made at import: the processes that a supervisor forks inherit it.
-_FILTER = _filter() if is_known_machine() else b""
+# Made at import, so that the processes that a supervisor forks inherit it.
+_FILTER_TEMPLATE = _make_filter_template() if is_known_machine() else b""

@@ -99,7 +99,8 @@ def compute_score(
     cases = read_cases(ground_truth)
     program = extract_program(solution_str)
     if not program.strip():
-        return _graded(0, len(cases), "the response holds no program", use_partial_credit)
+        return _make_result(0, len(cases), "the response holds no program", use_partial_credit)
+    # Both return an iterator, so tests that have not begun can be left out.
     if sandbox_url is None:
         runs = run_cases(program, cases, test_limits, parallel=parallel, total_s=total_s)
     else:
@@ -107,8 +108,9 @@ def compute_score(
             program, cases, test_limits, url=sandbox_url, language=language, parallel=parallel
         )
 
+    # Reasons by number of the test; the test with the lowest number is reported.
+    failures: dict[int, str] = {}
     num_passed = 0
-    failures: dict[int, str] = {}  # reasons by number of the test
     try:
         for run in runs:
             failure = why_failed(run, cases[run.index], test_limits)
@@ -122,7 +124,7 @@ def compute_score(
                 break
         else:
             if num_passed + len(failures) < len(cases):
-                # Under a number after all tests, so that the failure of a test comes first.
+                # Under a number beyond all tests, so that the failure of a test is reported first.
                 failures[len(cases)] = (
                     f"the {total_s:g} s for all {len(cases)} tests were over after {num_passed}"
                 )
@@ -135,7 +137,7 @@ def compute_score(
         reason = failures[first]
         if first < len(cases):
             reason = f"test {first + 1} of {len(cases)}: {reason}"
-    return _graded(num_passed, len(cases), reason, use_partial_credit)
+    return _make_result(num_passed, len(cases), reason, use_partial_credit)
 
 
 def extract_program(solution_str: str) -> str:
@@ -156,25 +158,26 @@ def why_failed(run: CaseRun, case: Case, limits: ResourceLimits) -> str:
         The reason; "" if the test has passed.
     """
     if run.status != "ok":
-        return _ended(run, limits)
+        return _describe_end(run, limits)
     if not case.is_call:
         if is_same_text(run.stdout, case.expected):
             return ""
-        return f"wrong answer: got {_short(run.stdout)}, expected {_short(case.expected)}"
+        return f"wrong answer: got {_shorten(run.stdout)}, expected {_shorten(case.expected)}"
     if not run.result:
         return "the program ended before its function returned"
     try:
         result = _read_json(run.result)
     except (ValueError, RecursionError) as error:
         # The program may have written to the descriptor for the result itself.
-        return f"its function's result cannot be read: {_short(run.result)} ({error})"
+        return f"its function's result cannot be read: {_shorten(run.result)} ({error})"
     if is_same_result(result, case.expected):
         return ""
-    return f"wrong answer: got {_short(run.result)}, expected {_short(case.expected)}"
+    return f"wrong answer: got {_shorten(run.result)}, expected {_shorten(case.expected)}"
 
 
-def _ended(run: CaseRun, limits: ResourceLimits) -> str:
-    """Say why a program did not end with exit status 0."""
+def _describe_end(run: CaseRun, limits: ResourceLimits) -> str:
+    """Say why a program did not end by itself with exit status 0."""
+    # An uncaught exception is the last line of the standard error.
     lines = run.stderr.strip().splitlines()
     error = lines[-1][-LONGEST_REASON:] if lines else ""
     if run.status == "error":
@@ -194,10 +197,10 @@ def _ended(run: CaseRun, limits: ResourceLimits) -> str:
     return reasons.get(run.status, f"error: {error or f'exit status {run.code}'}")
 
 
-def _graded(
+def _make_result(
     num_passed: int, num_tests: int, reason: str, use_partial_credit: bool
 ) -> dict[str, Any]:
-    """Make the result of `compute_score`."""
+    """Make the result of `compute_score` from the number of tests that passed."""
     share = num_passed / num_tests
     return {
         "score": share if use_partial_credit else float(num_passed == num_tests),
@@ -209,7 +212,7 @@ def _graded(
 
 
 def _read_json(text: str) -> Any:
-    """Read a JSON value; ValueError or RecursionError if Python cannot read the text."""
+    """Parse JSON. Raise a ValueError or a RecursionError if Python cannot parse the text."""
     was_collecting = gc.isenabled()
     # With millions of lists, the garbage collector would take seconds; the value has no cycles.
     gc.disable()
@@ -220,8 +223,8 @@ def _read_json(text: str) -> Any:
             gc.enable()
 
 
-def _short(value: Any) -> str:
-    """Beginning of a value's representation, for a reason."""
+def _shorten(value: Any) -> str:
+    """Represent a value in at most `_MAX_SHOWN_CHARS` characters, for a reason."""
     # `repr` of a long text would be slow.
     if isinstance(value, str):
         value = value[: _MAX_SHOWN_CHARS + 1]
@@ -251,6 +254,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
         if isinstance(tests, Mapping):
             got = f"the keys {sorted(map(str, tests))}"
         raise ValueError(f"ground truth: got {got}, expected a dict with 'inputs' and 'outputs'")
+    # In tables these are arrays of NumPy.
     inputs = list(tests["inputs"])
     outputs = list(tests["outputs"])
     if len(inputs) != len(outputs) or not inputs:
@@ -262,14 +266,14 @@ def read_cases(ground_truth: Any) -> list[Case]:
     cases = []
     for value, output in zip(inputs, outputs, strict=True):
         if name:
-            cases.append(Case({"function": name, "arguments": _arguments(value)}, output))
+            cases.append(Case({"function": name, "arguments": _read_arguments(value)}, output))
         else:
-            cases.append(Case({"input": _text(value)}, _text(output)))
+            cases.append(Case({"input": _read_text(value)}, _read_text(output)))
     if not name:
         return cases
     # The supervisor and the comparison need JSON.
     try:
-        json.dumps([case.given for case in cases])
+        json.dumps([case.test_input for case in cases])
         json.dumps(outputs, default=methodcaller("tolist"))
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
@@ -319,6 +323,7 @@ def is_same_result(result: Any, expected: Any) -> bool:
     Returns:
         Whether they are the same.
     """
+    # What the expected output may mean: itself, the value of its JSON text, or its only element.
     readings = [expected]
     if isinstance(expected, str):
         # Text that is not JSON can only be the result itself.
@@ -378,7 +383,7 @@ def _is_same_scalar(value: Any, expected: Any) -> bool:
         return False  # an integer that is larger than any float
 
 
-def _text(value: Any) -> str:
+def _read_text(value: Any) -> str:
     """Read the input or output of a program: text, or a list of lines."""
     if not isinstance(value, str | list | tuple):
         raise ValueError(
@@ -395,7 +400,7 @@ def _text(value: Any) -> str:
     return text
 
 
-def _arguments(value: Any) -> list[Any]:
+def _read_arguments(value: Any) -> list[Any]:
     """Read the arguments of a call: a list, or text with one in JSON per line."""
     if isinstance(value, str):
         try:

@@ -36,8 +36,8 @@ from quadriga.rewards.cpu_limit import CPULimitError, cpu_limit
 from quadriga.rewards.graders.reading import last_box, plain_math
 
 CPU_LIMIT_S = 1.7
-LARGEST_VOTE = 1e15  # numbers below it are written out for majority voting
-LARGEST_SMALL = 1e-3  # numbers up to here are also compared by their ratio
+MAX_VOTE = 1e15  # numbers below it are written out for majority voting
+MAX_SMALL_NUMBER = 1e-3  # numbers up to here are also compared by their ratio
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _WORD = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf)\{)?([A-Za-z]{3,})\}?")
 _RELATION = re.compile(r"\s*(?:[<>\u2260\u2264\u2265]|\\(?:neq?|leq?|geq?|lt|gt|not)(?![A-Za-z]))")
@@ -85,9 +85,11 @@ def compute_score(
             answer_text = _first_text(answers)
             if answer_text is not None:
                 result["pred"] = " ".join(answer_text.split())
-            if answers and isinstance(answers[0], Number) and abs(answers[0]) < LARGEST_VOTE:
+            if answers and isinstance(answers[0], Number) and abs(answers[0]) < MAX_VOTE:
                 result["pred"] = f"{float(answers[0]):.12g}"
-            result["score"] = float(not _is_other_form(truth, answers) and _is_same(truth, answers))
+            result["score"] = float(
+                not _differ_in_form(truth, answers) and _is_same(truth, answers)
+            )
     except (Exception, CPULimitError, UngradableError) as error:
         result["ungradable"] = f"{type(error).__name__}: {error}"[:500]
     finally:
@@ -113,7 +115,7 @@ def _parse(text: str) -> list[Any]:
 
 @lru_cache(maxsize=1024)
 def _parse_truth(ground_truth: str) -> list[Any]:
-    """Parse a ground truth; ValueError if it is no mathematics or cannot be compared."""
+    """Parse a ground truth. Raise a ValueError if it is no mathematics or cannot be compared."""
     text = ground_truth
     if "\\boxed" not in text and "$" not in text:
         # Outside of a math environment, "\frac{1}{2}" would be read as several numbers.
@@ -153,7 +155,7 @@ def _is_same(truth: list[Any], answers: list[Any]) -> bool:
     return False
 
 
-def _bounded(parse_expression: Callable[[str], Any]) -> Callable[[str], Any]:
+def _refuse_beyond_bounds(parse_expression: Callable[[str], Any]) -> Callable[[str], Any]:
     """Wrap a parser of the library so that it refuses expressions beyond the bounds."""
 
     @wraps(parse_expression)
@@ -167,20 +169,23 @@ def _bounded(parse_expression: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse_bounded
 
 
-def _also_by_ratio(are_equal: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap the library's comparison of numbers, which looks at absolute differences only."""
+def _compare_also_by_ratio(are_equal: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap the library's comparison of numbers, so that small numbers are also compared by ratio.
+
+    The library looks at absolute differences only.
+    """
 
     @wraps(are_equal)
     def compare(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
         if not are_equal(a, b, float_rounding, numeric_precision):
             return False
-        # For other callers, and for what are no numbers, the library's answer stands.
+        # For other callers, and unless both are numbers, the library's answer stands.
         if not _is_grading.get():
             return True
         if not getattr(a, "is_number", False) or not getattr(b, "is_number", False):
             return True
         size = abs(a.evalf())
-        if not size.is_Float or size > LARGEST_SMALL:
+        if not size.is_Float or size > MAX_SMALL_NUMBER:
             return True
         # Decimal numbers may be rounded; exact expressions may not.
         tolerance = 1e-2 if a.atoms(Float) or b.atoms(Float) else 1e-12
@@ -190,8 +195,8 @@ def _also_by_ratio(are_equal: Callable[..., bool]) -> Callable[..., bool]:
 
 
 for _name in ("parse_latex_cached", "parse_expr_cached"):
-    setattr(library_parser, _name, _bounded(getattr(library_parser, _name)))
-library_grader.sympy_numeric_eq = _also_by_ratio(library_grader.sympy_numeric_eq)
+    setattr(library_parser, _name, _refuse_beyond_bounds(getattr(library_parser, _name)))
+library_grader.sympy_numeric_eq = _compare_also_by_ratio(library_grader.sympy_numeric_eq)
 
 
 def _first_text(readings: list[Any]) -> str | None:
@@ -202,7 +207,7 @@ def _first_text(readings: list[Any]) -> str | None:
     return None
 
 
-def _is_other_form(truth: list[Any], answers: list[Any]) -> bool:
+def _differ_in_form(truth: list[Any], answers: list[Any]) -> bool:
     """Whether truth and answer differ in a way that math-verify ignores (see the top of the file).
 
     Args:
@@ -211,6 +216,7 @@ def _is_other_form(truth: list[Any], answers: list[Any]) -> bool:
     """
     true_text = _first_text(truth) or ""
     text = _first_text(answers) or ""
+    # Words are compared as words.
     true_word = _WORD.fullmatch(true_text)
     word = _WORD.fullmatch(text)
     if true_word and word:
@@ -218,13 +224,15 @@ def _is_other_form(truth: list[Any], answers: list[Any]) -> bool:
         is_long = max(len(true_word[1]), len(word[1])) > 3
         if is_long or not f"{true_text}{text}".islower():
             return true_word[1].casefold() != word[1].casefold()
+    # Only one of them begins with a relation.
     if bool(_RELATION.match(true_text)) != bool(_RELATION.match(text)):
         return True
-    return {_opening(true_text, truth), _opening(text, answers)} == {"a set", "("}
+    # One is a pair, the other a set.
+    return {_first_character(true_text, truth), _first_character(text, answers)} == {"a set", "("}
 
 
-def _opening(text: str, readings: list[Any]) -> str:
-    """The first character of an answer; "a set" if it is a set of several elements."""
+def _first_character(text: str, readings: list[Any]) -> str:
+    """First character of an answer, such as "(" of a pair; "a set" for a set of several elements."""
     if text.startswith("\\{") and isinstance(readings[0], FiniteSet) and len(readings[0]) > 1:
         return "a set"
     return text[:1]

@@ -22,7 +22,7 @@ if HAS_SYMBOLS:
 _TAIL_CHARS = 2000  # only the end of a response is searched for the answer
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
-# Markup that does not change the meaning of an answer.
+# Markup that does not change the meaning of an answer, and white space.
 _LEFT_OUT = re.compile(
     r"\\left|\\right|\\[!,;: ]|\\%|%|\\\$|\$|\\degree|\^\\circ|\^\{\\circ\}|\s|\*\*"
 )
@@ -53,13 +53,13 @@ def compute_score(
     Raises:
         ValueError: the ground truth is empty, or has to be compared by its meaning and cannot be.
     """
-    truth = normal(str(ground_truth))
+    truth = normalize(str(ground_truth))
     if not truth:
         raise ValueError(f"ground truth: got {ground_truth!r}, expected an answer")
     answer = extract_answer(solution_str)
     if answer is None:
         return {"score": wrong_score, "acc": 0.0, "pred": None, "ungradable": ""}
-    text = normal(answer)
+    text = normalize(answer)
     is_right = text == truth
     ungradable = ""
     if not is_right and _PLAIN_NUMBER.fullmatch(text) and _PLAIN_NUMBER.fullmatch(truth):
@@ -74,7 +74,11 @@ def compute_score(
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """Read the answer after the last "Answer:" near the end, or the last box; None if neither."""
+    """Read the answer after the last "Answer:" near the end, or else the last box.
+
+    Returns:
+        The answer; None if there is neither.
+    """
     text = solution_str[-_TAIL_CHARS:]
     lines = _ANSWER.findall(text)
     if lines:
@@ -85,7 +89,7 @@ def extract_answer(solution_str: str) -> str | None:
     return text.lstrip(" *").rstrip(" .*") if lines else None
 
 
-def normal(text: str) -> str:
+def normalize(text: str) -> str:
     """Normalise an answer to the form in which texts are compared."""
     box = last_box(text)
     text = _TEXT.sub(r"\1", plain_math(text if box is None else box))

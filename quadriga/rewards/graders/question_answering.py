@@ -54,7 +54,7 @@ def compute_score(
     tagged = last_answer(solution_str)
     if tagged is None:
         return {"score": 0.0, "em": 0.0, "sub_match": 0.0, "f1": 0.0, "pred": None}
-    answer = normal(tagged)
+    answer = normalize(tagged)
     words = answer.split()
     f1 = 0.0
     for text in accepted:
@@ -69,7 +69,11 @@ def compute_score(
 
 
 def _accepted_answers(ground_truth: Any) -> list[str]:
-    """Read the accepted answers of a row, normalised; ValueError if one is missing or empty."""
+    """Read and normalise the accepted answers of a row.
+
+    Raises:
+        ValueError: the ground truth has another form, no answer, or an empty one.
+    """
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     if hasattr(target, "tolist"):
         target = target.tolist()
@@ -77,7 +81,7 @@ def _accepted_answers(ground_truth: Any) -> list[str]:
     # Empty for a ground truth of any other form.
     accepted = []
     if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
-        accepted = [normal(text) for text in texts]
+        accepted = [normalize(text) for text in texts]
     if not accepted or not all(accepted):
         raise ValueError(
             f"ground truth: got {ground_truth!r}, expected a text, texts, or a dict with 'target'"
@@ -85,6 +89,6 @@ def _accepted_answers(ground_truth: Any) -> list[str]:
     return accepted
 
 
-def normal(text: str) -> str:
+def normalize(text: str) -> str:
     """Normalise a text to the form in which it is compared."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())

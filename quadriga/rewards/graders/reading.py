@@ -8,7 +8,7 @@ in the length of the text: a model may write any text.
 import re
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 
-# Exact for any number that a response may hold, even one of a million digits.
+# Arithmetic in this context is exact for any number that a response may hold.
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
 # A hyphen is a minus sign only if no word, digit or closing bracket precedes it: "3-5" ends in 5,
@@ -51,7 +51,7 @@ def find_numbers(text: str) -> list[Decimal]:
 
 
 def leading_number(text: str) -> Decimal | None:
-    """Read the number at the start of a text, after blanks and a currency sign; None if none."""
+    """Read the number at the start of a text, after blanks and a currency sign; None if there is none."""
     match = _LONE_NUMBER.match(text)
     if match is None:
         return None
@@ -71,14 +71,14 @@ def true_number(ground_truth: object) -> Decimal:
 
 
 def plain_text(number: Decimal | None) -> str | None:
-    """Write a number in a canonical form, so that "7", "7.0" and "7.00" are the same vote."""
+    """Write a number in a canonical form: "7", "7.0" and "7.00" are one answer in a majority vote."""
     if number is None:
         return None
     return "0" if number == 0 else format(number.normalize(_EXACT), "f")
 
 
 def _decimal(digits: str, *, is_negative: bool) -> Decimal:
-    """Make a number of matched digits, which may have thousands separators."""
+    """Convert matched digits, which may have thousands separators, to a number."""
     number = Decimal(digits.replace(",", ""))
     # Exact, whereas `-number` rounds to the precision of the context.
     return number.copy_negate() if is_negative else number

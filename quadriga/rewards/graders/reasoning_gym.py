@@ -28,7 +28,14 @@ CPU_LIMIT_S = 1.7
 
 # Errors of a scorer that cannot parse an answer: no number, too large a number, or other JSON than
 # expected.
-_MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
+_PARSING_ERRORS = (
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
 # An answer without content (no move, no colour), for entries that have no answer of their own.
 _EMPTY_ANSWER = "{}"
 # Cached, because the library makes a data set of the task for each scorer.
@@ -71,9 +78,9 @@ def compute_score(
         MissingKeyError: the entry is incomplete. Other errors of a scorer over a faulty entry are
             raised as they are.
     """
-    entry = _entry(ground_truth, extra_info or {})
+    entry = _read_entry(ground_truth, extra_info or {})
     name = task or (entry.get("metadata") or {}).get("source_dataset") or ""
-    # Not by the library's own function, which takes quadratic time.
+    # Not found by the library's own function, which takes quadratic time.
     tagged = last_answer(solution_str)
     answer = (solution_str if tagged is None else tagged).strip()
     scorer = _scorer(name)
@@ -83,8 +90,8 @@ def compute_score(
             result["score"] = float(scorer(answer=answer, entry=entry))
     except MissingKeyError:
         raise
-    except (*_MALFORMED, CPULimitError, MemoryError) as error:
-        if not isinstance(error, _MALFORMED):
+    except (*_PARSING_ERRORS, CPULimitError, MemoryError) as error:
+        if not isinstance(error, _PARSING_ERRORS):
             result["ungradable"] = f"{type(error).__name__}: {error}"
         # If the entry is at fault and not the answer, scoring the entry's own answer fails too.
         reference = entry.get("answer")
@@ -100,8 +107,13 @@ def compute_score(
     return result
 
 
-def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
-    """Read the entry of a row; its missing keys raise MissingKeyError."""
+def _read_entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
+    """Read the entry of a row, as a dict whose missing keys raise MissingKeyError.
+
+    Raises:
+        ValueError: the row has no entry, or one of another form.
+    """
+    # Either the whole entry, or only its metadata, beside which the row has question and answer.
     key = "entry"
     if extra_info.get(key) is None:
         key = "metadata"

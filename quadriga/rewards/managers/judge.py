@@ -40,13 +40,13 @@ from quadriga.config import Config
 from quadriga.errors import ConfigError, RewardError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.components import weighted
-from quadriga.rewards.outcome import raised, read_outcome
+from quadriga.rewards.outcome import error_outcome, read_outcome
 from quadriga.rewards.pool import GradingRound
 from quadriga.rewards.registry import register
 from quadriga.rewards.samples import SampleManager
 
 WINDOW_S = 60.0
-_LAST_LINE = re.compile(r"(?:^|\n)Score: (-?\d+(?:\.\d+)?)\s*$")
+_SCORE_LINE = re.compile(r"(?:^|\n)Score: (-?\d+(?:\.\d+)?)\s*$")
 _ENDING = (
     "\n\nEnd your reply with one line of exactly this form, "
     "X being a number from {:g} to {:g}:\nScore: X"
@@ -55,9 +55,22 @@ _QUESTION_KEYS = ("prompt", "range", "pattern")
 # To estimate the tokens of a request, until the server has counted them.
 _CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
-_PLACE = re.compile(
+_PROMPT_PLACE = re.compile(
     r"\{(solution_str|solution_with_special_tokens|ground_truth|data_source|extra_info\.\w+)\}"
 )
+
+
+@dataclass(eq=False)  # two requests may have equal values
+class WindowEntry:
+    """A request that counts towards a rate limit.
+
+    Attributes:
+        sent_at: when it was sent, in seconds of the limit's clock.
+        num_tokens: number of its tokens, at first an estimate.
+    """
+
+    sent_at: float
+    num_tokens: int
 
 
 @dataclass(kw_only=True)
@@ -79,11 +92,11 @@ class RateLimit:
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
-        # [time, tokens] of each request of the last minute, the oldest first.
-        self._window: deque[list[float]] = deque()
-        self._num_tokens = 0.0
+        # The requests of the last minute, the oldest first, and their tokens together.
+        self._window: deque[WindowEntry] = deque()
+        self._num_tokens = 0
 
-    def acquire(self, num_tokens: int, deadline: float) -> list[float]:
+    def acquire(self, num_tokens: int, deadline: float) -> WindowEntry:
         """Wait until there is room for a request.
 
         Args:
@@ -99,32 +112,33 @@ class RateLimit:
         with self._changed:
             while True:
                 now = self.clock()
-                while self._window and self._window[0][0] <= now - WINDOW_S:
-                    self._num_tokens -= self._window.popleft()[1]
+                while self._window and self._window[0].sent_at <= now - WINDOW_S:
+                    self._num_tokens -= self._window.popleft().num_tokens
                 if self._has_room(num_tokens):
                     break
                 if now >= deadline:
                     raise TimeoutError(
                         "the judge's limit on requests or tokens per minute left no room in time"
                     )
-                # Until the oldest request leaves the window; `settle` may make room before that.
-                self.wait(self._changed, min(self._window[0][0] + WINDOW_S, deadline) - now)
-            entry = [now, float(num_tokens)]
+                # Until the oldest request leaves the window. `settle` may make room before that.
+                next_room_at = self._window[0].sent_at + WINDOW_S
+                self.wait(self._changed, min(next_room_at, deadline) - now)
+            entry = WindowEntry(now, num_tokens)
             self._window.append(entry)
             self._num_tokens += num_tokens
             return entry
 
     def _has_room(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens may be sent now. Needs the lock."""
+        """Whether a request of so many tokens may be sent now. The caller holds the lock."""
         if not self._window:
-            # Otherwise a request with more tokens than the limit would wait for ever.
+            # Otherwise a request with more tokens than the limit would wait forever.
             return True
         if self.requests_per_minute is not None and len(self._window) >= self.requests_per_minute:
             return False
         total = self._num_tokens + num_tokens
         return self.tokens_per_minute is None or total <= self.tokens_per_minute
 
-    def settle(self, entry: list[float], num_tokens: int) -> None:
+    def settle(self, entry: WindowEntry, num_tokens: int) -> None:
         """Replace the estimate of a request by the number of tokens that the server has counted.
 
         Args:
@@ -132,10 +146,10 @@ class RateLimit:
             num_tokens: number of its tokens.
         """
         with self._changed:
-            # By identity: two requests may have equal entries. It may have left the window already.
-            if any(entry is other for other in self._window):
-                self._num_tokens += num_tokens - entry[1]
-                entry[1] = float(num_tokens)
+            # The request may have left the window already.
+            if entry in self._window:
+                self._num_tokens += num_tokens - entry.num_tokens
+                entry.num_tokens = num_tokens
                 self._changed.notify_all()
 
 
@@ -222,12 +236,13 @@ class Judge:
             RewardError: the server refuses, no attempt had a reply, or the reply has no text.
         """
         deadline = time.monotonic() + self.timeout_s
+        # An estimate, until the server has counted the tokens.
         num_chars = sum(len(message["content"]) for message in messages)
         num_tokens = num_chars // _CHARS_PER_TOKEN + self.max_tokens
-        entries: list[list[float]] = []
+        entries: list[WindowEntry] = []
 
         def before_attempt() -> None:
-            # The server counts every attempt, so each has an entry; only the last one is settled.
+            """Wait for room within the rate limit, since the server counts every attempt."""
             entries.append(self._limit.acquire(num_tokens, deadline))
 
         body = {
@@ -245,6 +260,7 @@ class Judge:
         )
         num_counted = (reply.get("usage") or {}).get("total_tokens")
         if isinstance(num_counted, int):
+            # Only the last attempt had a reply. Estimates remain for the others.
             self._limit.settle(entries[-1], num_counted)
         try:
             text = reply["choices"][0]["message"]["content"]
@@ -265,25 +281,32 @@ class JudgeQuestion(NamedTuple):
         pattern: regular expression for the score in the reply. None: the judge is asked for a last
             line with the score.
         weight: weight of the score in the sum.
-        least: lowest score.
-        most: highest score.
+        min_score: lowest score.
+        max_score: highest score.
     """
 
     name: str
     prompt: str
     pattern: str | None = None
     weight: float = 1.0
-    least: float = 0.0
-    most: float = 1.0
+    min_score: float = 0.0
+    max_score: float = 1.0
 
-    def asked_of(self, row: dict[str, Any]) -> str:
+    def fill_in(self, row: dict[str, Any]) -> str:
         """Fill in the prompt for a sample.
 
         Args:
             row: facts of the sample, as an entry of `Samples.rows`.
+
+        Returns:
+            The question. Without a `pattern` it ends by asking for a last line with the score.
         """
-        text = _PLACE.sub(lambda match: _value(row, match[1]), self.prompt)
-        return text if self.pattern is not None else text + _ENDING.format(self.least, self.most)
+        text = _PROMPT_PLACE.sub(lambda match: _value_of_place(row, match[1]), self.prompt)
+        return (
+            text
+            if self.pattern is not None
+            else text + _ENDING.format(self.min_score, self.max_score)
+        )
 
     def read_score(self, reply: str) -> float:
         """Read the score in a judge's reply.
@@ -291,10 +314,11 @@ class JudgeQuestion(NamedTuple):
         Raises:
             ValueError: the reply has no score, several, or one that is out of range.
         """
+        # The end of a reply is where its score usually is.
         got = f"judge's reply: got ...{reply[-200:]!r}"
         if self.pattern is None:
             # The line is short, so the end of the reply is enough.
-            numbers = _LAST_LINE.findall(reply.rstrip()[-100:])
+            numbers = _SCORE_LINE.findall(reply.rstrip()[-100:])
             expected = "a last line 'Score: X'"
         else:
             numbers = [match[1] for match in re.finditer(self.pattern, reply)]
@@ -305,9 +329,9 @@ class JudgeQuestion(NamedTuple):
         if len(scores) > 1:
             raise ValueError(f"{got} with the scores {sorted(scores)}, expected one")
         score = scores.pop()
-        if not self.least <= score <= self.most:
+        if not self.min_score <= score <= self.max_score:
             raise ValueError(
-                f"{got}, expected a score from {self.least:g} to {self.most:g} ({_WHERE}, range)"
+                f"{got}, expected a score from {self.min_score:g} to {self.max_score:g} ({_WHERE}, range)"
             )
         return score
 
@@ -326,20 +350,22 @@ class JudgeRewardManager(SampleManager):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         kwargs = dict(self.settings.reward_kwargs)
+        # All other fields of `Judge` have defaults.
         missing = [name for name in ("url", "model") if name not in kwargs]
         if missing:
             raise ConfigError(
                 _WHERE, got=f"no {' and no '.join(missing)}", expected="the judge's url and model"
             )
-        self._questions = _questions(kwargs)
+        self._questions = _read_questions(kwargs)
         ranges = ", ".join(
-            f"{question.name} from {question.least:g} to {question.most:g}"
+            f"{question.name} from {question.min_score:g} to {question.max_score:g}"
             for question in self._questions
         )
         self.notices = (
             f"judge {kwargs['model']}: {ranges}; "
             f"a score beyond its range is an error ({_WHERE}, range)",
         )
+        # Without a place for the truth in any prompt, rows need none.
         self.needs_truths = any("{ground_truth}" in question.prompt for question in self._questions)
         judge_names = {field.name for field in fields(Judge)}
         self._judge = Judge(**{name: kwargs[name] for name in judge_names & kwargs.keys()})
@@ -362,20 +388,28 @@ class JudgeRewardManager(SampleManager):
         weights: dict[str, float] = {}
         try:
             for question in self._questions:
-                reply = self._judge.ask([{"role": "user", "content": question.asked_of(row)}])
+                reply = self._judge.ask([{"role": "user", "content": question.fill_in(row)}])
                 scores[question.name] = question.read_score(reply)
                 weights[question.name] = question.weight
             round_.record(key, read_outcome(weighted(scores, weights)))
         except (RewardError, TimeoutError, ValueError) as error:
-            round_.record(key, raised(error))
+            round_.record(key, error_outcome(error))
         except BaseException as error:
             # Nobody waits for this thread's future, so the round has to end with the error.
             round_.end(error)
             raise
 
 
-def _value(row: dict[str, Any], place: str) -> str:
-    """The text for a place in a prompt, `column` or `extra_info.NAME`; ValueError if missing."""
+def _value_of_place(row: dict[str, Any], place: str) -> str:
+    """Look up the text for a place in a prompt.
+
+    Args:
+        row: facts of the sample.
+        place: `column` or `extra_info.NAME`.
+
+    Raises:
+        ValueError: the row's `extra_info` lacks the entry.
+    """
     column, _, name = place.partition(".")
     if not name:
         # Callers of `grade_one` may leave out the text with special tokens.
@@ -387,8 +421,8 @@ def _value(row: dict[str, Any], place: str) -> str:
     return str(row[column][name])
 
 
-def _questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
-    """Read the questions from the manager's options; ConfigError if they are wrong."""
+def _read_questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
+    """Read the questions from the manager's options. Raise a ConfigError if they are wrong."""
     components = kwargs.get("components")
     if (components is None) == (kwargs.get("prompt") is None):
         got = "neither" if components is None else "both"
@@ -400,11 +434,11 @@ def _questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
         raise ConfigError(
             f"{_WHERE}.components", got=repr(components), expected="names, each with a prompt"
         )
-    return [_question(str(name), settings) for name, settings in components.items()]
+    return [_read_question(str(name), settings) for name, settings in components.items()]
 
 
-def _question(name: str, settings: Any) -> JudgeQuestion:
-    """Read one question from its options; ConfigError if they are wrong."""
+def _read_question(name: str, settings: Any) -> JudgeQuestion:
+    """Read one question from its options. Raise a ConfigError if they are wrong."""
     where = f"{_WHERE}.components.{name}"
     if not isinstance(settings, Mapping) or not set(settings) <= {*_QUESTION_KEYS, "weight"}:
         raise ConfigError(
@@ -412,6 +446,7 @@ def _question(name: str, settings: Any) -> JudgeQuestion:
             got=repr(settings),
             expected="a dict with prompt, and optionally range, pattern and weight",
         )
+    # Everything is checked at the start: an error in a run would count for every sample.
     pattern = settings.get("pattern")
     try:
         has_group = pattern is None or re.compile(pattern).groups > 0
@@ -423,6 +458,7 @@ def _question(name: str, settings: Any) -> JudgeQuestion:
         raise ConfigError(
             f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number"
         )
+    # A prompt without the response would give all samples the same question.
     prompt = settings.get("prompt")
     if not isinstance(prompt, str) or not re.search(
         r"\{solution_(str|with_special_tokens)\}", prompt

@@ -20,9 +20,10 @@ from typing import Any
 from quadriga.config import Config
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
-from quadriga.rewards.by_name import PLURALS, ROW
-from quadriga.rewards.outcome import Outcome, raised, read_outcome, read_outcomes
+from quadriga.rewards.by_name import OPTIONAL_ARGUMENTS, ROW
+from quadriga.rewards.outcome import Outcome, error_outcome, read_outcome, read_outcomes
 from quadriga.rewards.pool import GradingPool, GradingRound
+from quadriga.rewards.process import select_arguments
 from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager, Samples
 from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
@@ -48,7 +49,7 @@ def special_token_notice(tokenizer: Any, accepted: Collection[str]) -> tuple[str
         One sentence; empty if the function also takes the texts with special tokens, or if the
         tokenizer has none but those for ends and padding.
     """
-    if not {*PLURALS, *PLURALS.values()}.isdisjoint(accepted):
+    if not {*OPTIONAL_ARGUMENTS, *OPTIONAL_ARGUMENTS.values()}.isdisjoint(accepted):
         return ()
     ends = {getattr(tokenizer, name, None) for name in ("eos_token", "pad_token", "bos_token")}
     special_tokens = sorted(set(getattr(tokenizer, "all_special_tokens", ())) - ends)
@@ -73,7 +74,7 @@ class NaiveRewardManager(SampleManager):
     Attributes:
         function: the score function.
         has_grades: whether the score function is used. If not, a reward model or the environment
-            grades, and the scores of this manager are 0 plus what `shaped` adds.
+            grades, and the scores of this manager are 0 plus what `adjust_outcomes` adds.
         is_batch: whether one call of the score function grades all samples.
     """
 
@@ -99,7 +100,7 @@ class NaiveRewardManager(SampleManager):
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if self.function.path is None and self.has_grades:
-            # Checked once for each data source. The reversed order leaves its first place.
+            # Each data source is checked once. In reversed order, its first place is what remains.
             first_places = {data_source: place for place, data_source, _ in reversed(rows)}
             for data_source, place in first_places.items():
                 grader_name(data_source, f"{place}, its data source")
@@ -124,7 +125,7 @@ class NaiveRewardManager(SampleManager):
             # Raises for an unknown data source, before a process is started.
             for data_source in dict.fromkeys(row["data_source"] for row in rows):
                 grader_name(data_source)
-        arguments = [self.function.facts_of(row) for row in rows]
+        arguments = [self.function.arguments_of(row) for row in rows]
         return self._pool.begin(arguments, timeout_s=timeout_s, max_failures=max_failures)
 
     def close(self) -> None:
@@ -185,7 +186,7 @@ class PrimeRewardManager(NaiveRewardManager):
         )
         super().__init__(config.model_copy(update={"reward_model": settings}), tokenizer)
 
-    def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
+    def adjust_outcomes(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
         """Add the score as "acc" if the grader returned no "acc" itself.
 
         Args:
@@ -197,23 +198,23 @@ class PrimeRewardManager(NaiveRewardManager):
         """
         if not self.has_grades:
             return outcomes
-        shaped = []
+        adjusted = []
         for outcome in outcomes:
             if not outcome.error:
                 outcome = outcome._replace(extra={"acc": outcome.score, **outcome.extra})
-            shaped.append(outcome)
-        return shaped
+            adjusted.append(outcome)
+        return adjusted
 
 
-def punishment_of(
-    length: int, max_length: Any, given: Mapping[str, Any]
+def overlong_penalty(
+    length: int, max_length: Any, buffer_config: Mapping[str, Any]
 ) -> tuple[float, dict[str, Any]]:
-    """Compute the soft penalty for an over-long response, see `DapoRewardManager`.
+    """Compute DAPO's soft penalty for an over-long response (`DapoRewardManager`).
 
     Args:
         length: length of the response in tokens.
         max_length: option `max_resp_len`, in tokens.
-        given: option `overlong_buffer_cfg`.
+        buffer_config: option `overlong_buffer_cfg`.
 
     Returns:
         The penalty, 0 or negative, and the entries to log.
@@ -221,14 +222,14 @@ def punishment_of(
     Raises:
         ConfigError: an option is wrong.
     """
-    unknown = [key for key in given if key not in _BUFFER_DEFAULTS]
+    unknown = [key for key in buffer_config if key not in _BUFFER_DEFAULTS]
     if unknown:
         raise ConfigError(
             f"{_WHERE}.overlong_buffer_cfg",
             got=", ".join(unknown),
             expected=f"only {', '.join(_BUFFER_DEFAULTS)}",
         )
-    options = {**_BUFFER_DEFAULTS, **given}
+    options = {**_BUFFER_DEFAULTS, **buffer_config}
     if not options["enable"]:
         return 0.0, {}
     buffer_length = options["len"]
@@ -244,6 +245,7 @@ def punishment_of(
             got=repr(buffer_length),
             expected=f"a number of tokens from 1 to max_resp_len={max_length}",
         )
+    # Tokens beyond the length from which on there is a penalty; negative for a short response.
     excess = length - (max_length - buffer_length)
     penalty = min(0.0, -excess / buffer_length * options["penalty_factor"])
     if not options["log"]:
@@ -270,13 +272,13 @@ class DapoRewardManager(NaiveRewardManager):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         kwargs = config.reward_model.reward_kwargs
         self._max_length = kwargs.get("max_resp_len")
-        self._buffer = kwargs.get("overlong_buffer_cfg") or {}
+        self._buffer_config = kwargs.get("overlong_buffer_cfg") or {}
         # Raises if an option is wrong.
-        punishment_of(0, self._max_length, self._buffer)
+        overlong_penalty(0, self._max_length, self._buffer_config)
         super().__init__(config, tokenizer)
 
-    def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
-        """Add the penalty to the scores; "acc" is the score without it.
+    def adjust_outcomes(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
+        """Add the penalty to the scores, and the score without the penalty as "acc".
 
         Args:
             outcomes: [B] outcome of each sample.
@@ -285,17 +287,17 @@ class DapoRewardManager(NaiveRewardManager):
         Returns:
             [B] outcomes.
         """
-        shaped = []
+        adjusted = []
         for outcome, length in zip(outcomes, samples.lengths.tolist(), strict=True):
             if not outcome.error:
-                penalty, entries = punishment_of(length, self._max_length, self._buffer)
+                penalty, entries = overlong_penalty(length, self._max_length, self._buffer_config)
                 extra = {}
                 # Without a grader there is no accuracy.
                 if self.has_grades:
                     extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)}
                 outcome = outcome._replace(score=outcome.score + penalty, extra=extra | entries)
-            shaped.append(outcome)
-        return shaped
+            adjusted.append(outcome)
+        return adjusted
 
 
 @register("in_process", is_built_in=True)
@@ -316,7 +318,7 @@ class InProcessRewardManager(SampleManager):
             custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self._is_batch
         )
         self._compute_score = self.function.load()
-        self._accepted = self.function.accepted_by(self._compute_score)
+        self._accepted = self.function.accepted_names(self._compute_score)
         if custom.path is not None:
             self.notices = special_token_notice(tokenizer, self._accepted)
             self.reads_rows = ROW in self._accepted
@@ -338,13 +340,14 @@ class InProcessRewardManager(SampleManager):
 
     def _grade(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         """Grade rows in one call of the score function."""
-        facts = [self.function.facts_of(row) for row in rows]
-        arguments = self.function.batch_of(facts) if self._is_batch else facts[0]
-        arguments = {name: value for name, value in arguments.items() if name in self._accepted}
+        sample_arguments = [self.function.arguments_of(row) for row in rows]
+        arguments = sample_arguments[0]
+        if self._is_batch:
+            arguments = self.function.batch_arguments_of(sample_arguments)
         try:
-            returned = self._compute_score(**arguments)
+            returned = self._compute_score(**select_arguments(arguments, self._accepted))
             if self._is_batch:
                 return read_outcomes(returned, len(rows))
             return [read_outcome(returned)]
         except Exception as error:
-            return [raised(error)] * len(rows)
+            return [error_outcome(error)] * len(rows)

@@ -14,7 +14,7 @@ from quadriga.rollout.environments import libraries
 from quadriga.rollout.environments.interface import EnvironmentSpec, TextEnvironment
 from quadriga.rollout.environments.openenv import OpenEnvEnvironment
 from quadriga.rollout.environments.user_classes import user_environment
-from quadriga.user_file import is_reference, referred
+from quadriga.user_file import is_reference, load_reference
 
 LIBRARIES: dict[str, Callable[[EnvironmentSpec, str], TextEnvironment]] = {
     "textarena": libraries.TextArenaEnvironment,
@@ -37,7 +37,7 @@ def environment_maker(spec: EnvironmentSpec) -> Callable[[], TextEnvironment]:
         ConfigError: the name has an unknown form, or a user's class cannot be loaded.
     """
     if is_reference(spec.name):
-        user_class = referred(spec.name, _WHERE, base=object)
+        user_class = load_reference(spec.name, _WHERE, base=object)
         return partial(user_environment, user_class, spec)
     library, _, identifier = spec.name.partition(":")
     if library not in LIBRARIES or not identifier:

@@ -19,7 +19,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from quadriga.user_file import referred
+from quadriga.user_file import load_reference
 
 # A reply of the model, or a call of a tool: {"name": ..., "arguments": {...}}.
 Action: TypeAlias = str | dict[str, Any]
@@ -109,7 +109,7 @@ class TextEnvironment(ABC):
         if reference == RANDOM:
             action = self.sample_action(text, generator)
         else:
-            action = referred(reference, "env.agents")(text, generator)
+            action = load_reference(reference, "env.agents")(text, generator)
         return Step(action if isinstance(action, str) else json.dumps(action))
 
     def sample_action(self, text: str, generator: random.Random) -> Action:

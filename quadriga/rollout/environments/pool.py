@@ -27,7 +27,7 @@ from quadriga.config.environment import EnvironmentConfig
 from quadriga.errors import RolloutError
 from quadriga.observe.metrics import Metric
 from quadriga.rewards.outcome import Kind
-from quadriga.rewards.process import LOADING_LIMIT_S, Printed
+from quadriga.rewards.process import LOADING_LIMIT_S, OutputPrinter
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError
 from quadriga.rollout.environments.interface import Action, Description, EnvironmentSpec, Step
 from quadriga.rollout.environments.process import RAISED, UNUSABLE, EnvironmentProcess
@@ -84,7 +84,7 @@ class EnvironmentPool:
         self.is_graded_elsewhere = is_graded_elsewhere
         num_processes = config.num_processes or len(os.sched_getaffinity(0))
         self._counts = Counter[str]()
-        self._printed = Printed("environments")
+        self._printed = OutputPrinter("environments")
         self._numbers = count()
         self._episode_slots: asyncio.Semaphore | None = None
         if config.max_concurrent_episodes is not None:
@@ -216,7 +216,7 @@ class _Host:
         self,
         spec: EnvironmentSpec,
         timeout_s: float,
-        printed: Printed,
+        printed: OutputPrinter,
         counts: Counter[str],
     ) -> None:
         self._spec = spec

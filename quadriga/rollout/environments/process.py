@@ -31,7 +31,7 @@ from typing import Any
 
 from quadriga.errors import QuadrigaError, RolloutError, traceback_text
 from quadriga.programs import SupervisedProgram
-from quadriga.rewards.process import SAMPLE_BYTES, OutputPipe, Printed
+from quadriga.rewards.process import SAMPLE_BYTES, OutputPipe, OutputPrinter
 from quadriga.rollout.agent_loop.tool_calls import truncate
 from quadriga.rollout.environments.adapters import environment_maker
 from quadriga.rollout.environments.interface import (
@@ -62,7 +62,7 @@ class EnvironmentProcess:
         printed: shows the output of environments, up to a limit.
     """
 
-    def __init__(self, spec: EnvironmentSpec, printed: Printed) -> None:
+    def __init__(self, spec: EnvironmentSpec, printed: OutputPrinter) -> None:
         output_fd, program_output_fd = os.pipe()
         try:
             # A replay in another process must give the same texts, and the order in which a set of
@@ -99,7 +99,7 @@ class EnvironmentProcess:
             EOFError: the process has ended.
         """
         # The limit on shown output is for each answer.
-        self._output.room = SAMPLE_BYTES
+        self._output.num_bytes_left = SAMPLE_BYTES
         deadline = time.monotonic() + timeout_s
         while True:
             remaining_s = deadline - time.monotonic()

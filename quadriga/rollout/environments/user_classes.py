@@ -35,7 +35,7 @@ from quadriga.rollout.environments.interface import (
     TextEnvironment,
     plain_value,
 )
-from quadriga.user_file import taken
+from quadriga.user_file import accepted_arguments
 
 _NO_TOOLS = frozenset({"reset", "get_reward", "close"})
 _MAX_ERROR_CHARACTERS = 2000
@@ -101,7 +101,7 @@ class SteppedEnvironment(TextEnvironment):
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
         """Call `reset` of the object with the seed and the columns of the row that it takes."""
         reset = self.environment.reset
-        result = reset(**taken(reset, {**row, "seed": seed}))
+        result = reset(**accepted_arguments(reset, {**row, "seed": seed}))
         info: Mapping[str, Any] = {}
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
             result, info = result
@@ -221,7 +221,7 @@ class ToolEnvironment(TextEnvironment):
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
         reset = self.environment.reset
-        result = reset(**taken(reset, {**row, "seed": seed}))
+        result = reset(**accepted_arguments(reset, {**row, "seed": seed}))
         return Step(as_observation(result))
 
     def step(self, action: Action) -> Step:

@@ -34,7 +34,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from quadriga.descendants import start_of
+from quadriga.descendants import start_time_of
 from quadriga.errors import PeerLostError, QuadrigaError, WorkerError, WorkerLostError
 from quadriga.observe.watchdog import waiting
 from quadriga.single_controller.ray import cluster, transport
@@ -479,7 +479,7 @@ def _await_end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> lis
     """
     start = time.monotonic()
     is_killed = False
-    while alive := [pid for pid, started in processes if start_of(pid) == started]:
+    while alive := [pid for pid, started in processes if start_time_of(pid) == started]:
         waited_s = time.monotonic() - start
         if waited_s > END_LIMIT_S:
             return alive

@@ -32,7 +32,7 @@ import ray
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from quadriga.descendants import beside, end_session
+from quadriga.descendants import end_session, start_beside
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.observe.probe import release_numbers
 
@@ -163,7 +163,7 @@ class _OwnCluster:
         self.sessions = [*former_sessions, session]
         processes = ray._private.worker._global_node.all_processes
         self._parts = [processes[name][0].process for name in ("gcs_server", "raylet")]
-        self._sweeper = beside("_end_sessions_behind", os.getpid(), self.sessions)
+        self._sweeper = start_beside("_end_sessions_behind", os.getpid(), self.sessions)
 
     def is_broken(self) -> bool:
         """Whether its head or raylet has ended."""

@@ -41,7 +41,7 @@ from typing import Any
 import ray
 
 from quadriga import streams
-from quadriga.descendants import start_of, stat_of
+from quadriga.descendants import start_time_of, stat_of
 from quadriga.errors import WorkerError
 from quadriga.lazy import collector_paused, keep_modules
 from quadriga.observe.call_times import RANK_WAITS, CallTime
@@ -204,7 +204,7 @@ class WorkerProcess:
             node_id=node_id,
             raylet_port=this_node["NodeManagerPort"],
             pid=os.getpid(),
-            started=start_of(os.getpid()),
+            started=start_time_of(os.getpid()),
             log=os.readlink("/proc/self/fd/2"),
             oom_kills=oom_kills(),
         )

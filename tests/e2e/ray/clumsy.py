@@ -15,7 +15,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from quadriga.descendants import start_of
+from quadriga.descendants import start_time_of
 from quadriga.errors import DataError, PeerLostError, QuadrigaError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, WorkerPlace, register
@@ -41,7 +41,7 @@ class Clumsy(Worker):
 
     def process(self) -> tuple[int, int]:
         """Process id and start."""
-        return os.getpid(), int(start_of(os.getpid()))
+        return os.getpid(), int(start_time_of(os.getpid()))
 
     def where(self) -> tuple[WorkerPlace, str]:
         """Its place, and the address of its node."""
@@ -155,7 +155,7 @@ class Clumsy(Worker):
 def is_gone(pid: int, started: int | None = None) -> bool:
     """Whether a process of this machine has ended, within `PROCESS_ENDS_S`."""
     deadline = time.monotonic() + PROCESS_ENDS_S
-    while (now := int(start_of(pid) or 0)) != 0 and now == (started or now):
+    while (now := int(start_time_of(pid) or 0)) != 0 and now == (started or now):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)

@@ -17,7 +17,7 @@ import torch  # noqa: E402
 
 import clumsy  # noqa: E402
 from clumsy import Clumsy, error_of, is_gone, notes  # noqa: E402
-from quadriga.descendants import start_of  # noqa: E402
+from quadriga.descendants import start_time_of  # noqa: E402
 from quadriga.errors import DataError, WorkerError  # noqa: E402
 from quadriga.protocol import DataProto  # noqa: E402
 from quadriga.single_controller.ray import (  # noqa: E402
@@ -142,7 +142,7 @@ def make() -> Iterator[Make]:
         addresses = group.processes.addresses
         group.shutdown()
         assert [
-            address.pid for address in addresses if start_of(address.pid) == address.started
+            address.pid for address in addresses if start_time_of(address.pid) == address.started
         ] == []
         pool.close()
 

@@ -22,7 +22,7 @@ from quadriga.algorithms.registry import (
     options,
     required_fields,
 )
-from quadriga.declared_algorithms import declared, loss_options
+from quadriga.declared_algorithms import loss_options, read_declarations
 from quadriga.errors import ConfigError
 from quadriga.user_file import import_external
 
@@ -88,10 +88,10 @@ def test_declarations_are_what_is_registered() -> None:
         "register_batch_column": BATCH_COLUMNS,
     }
     for decorator, registry in registries.items():
-        for name, declaration in declared(decorator).items():
+        for name, declaration in read_declarations(decorator).items():
             assert declaration.fields == required_fields(registry[name])
             assert set(declaration.options) <= set(options(registry[name]))
-    losses = declared("register_policy_loss")
+    losses = read_declarations("register_policy_loss")
     assert losses.keys() == POLICY_LOSSES.built_in
     flagged = {name for name, loss in losses.items() if "needs_advantage" in loss.flags}
     assert flagged == POLICY_LOSSES.needing_advantage

@@ -88,7 +88,7 @@ def test_a_role_that_is_asked_for_has_a_pool(
     placement, pool = placement.replace("ROLE", role), pool.replace("ROLE", role)
     trainer = load_config([RAY, f"trainer.placement={placement}"]).config.trainer
     has = {"has_reference": False, "has_critic": True}
-    placed_roles = place_roles(trainer, **has, asked=[role])
+    placed_roles = place_roles(trainer, **has, optional_roles=[role])
     assert placed_roles.roles[role] == pool and pool in placed_roles.pools
     assert role not in place_roles(trainer, **has).roles
     words = role.replace("_", " ")

@@ -15,7 +15,7 @@ from quadriga.config import (
     show,
     training_findings,
 )
-from quadriga.config.root import spelled, spelled_text
+from quadriga.config.root import spell_key, spell_text
 from quadriga.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -217,8 +217,8 @@ def test_a_key_has_two_spellings_and_messages_the_short_one(tmp_path: Path) -> N
         f"{actor}.grad_clip",
         "task",
     ):
-        assert spelled(spelled(key, "sft"), "sft", in_full=True) == key
-        assert spelled(key, "rl") == key
+        assert spell_key(spell_key(key, "sft"), "sft", in_full=True) == key
+        assert spell_key(key, "rl") == key
     file = tmp_path / "run.yaml"
     file.write_text(f"task: sft\n{actor.replace('.', ': {')}: {{optim: {{lr: 2e-5}}}}}}\n")
     assert (
@@ -228,7 +228,7 @@ def test_a_key_has_two_spellings_and_messages_the_short_one(tmp_path: Path) -> N
         ).config
     )
     text = f"{actor}.ppo_max_token_len_per_gpu, {actor}.optim.lr, actor_rollout_ref.model.path"
-    assert spelled_text(text, "sft") == "engine.max_token_len_per_gpu, optim.lr, model.path"
+    assert spell_text(text, "sft") == "engine.max_token_len_per_gpu, optim.lr, model.path"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.data.file_dataset import tell_bad_rows
+from quadriga.data.file_dataset import print_bad_rows
 from quadriga.data.prompt_lengths import PromptContext
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset
@@ -111,7 +111,7 @@ def test_bad_rows_only(tokenizer, config, write, row):
 
 @pytest.mark.parametrize(
     "tools",
-    ["{", '{"name": "f"}', [1], ["f"], 7, [json.dumps([{"name": "f"}])]],
+    ["{", '{"name": "f"}', [1], ["f"], 7, [None], [json.dumps([{"name": "f"}])]],
 )
 def test_a_tool_schema_that_is_no_json(tokenizer, config, write, tools):
     chat = [USER, {"role": "assistant", "content": "w2"}]
@@ -155,7 +155,7 @@ def test_neighbours_of_another_schema(tokenizer, config, write, row):
 
 
 def test_a_long_list_names_the_first(capsys):
-    tell_bad_rows(
+    print_bad_rows(
         "data.val_files", [DataError(f"f row {number}", got="it") for number in range(23)]
     )
     said = capsys.readouterr().out

@@ -316,7 +316,7 @@ def test_the_formats_agree(
     )
     if is_mapped:
         monkeypatch.setattr(files, "MAPPED_BYTES", 0)
-        monkeypatch.setattr(files, "_ROWS", 2)
+        monkeypatch.setattr(files, "_MAX_BATCH_ROWS", 2)
         read_table(path, tmp_path / "cache")
     table = read_table(path, tmp_path / "cache")
     assert (tmp_path / "cache" / "rows").is_dir() == is_mapped

@@ -208,7 +208,7 @@ def test_a_tokenizer_that_cannot_travel_is_counted_with_here_and_said_once(
     tokenizer, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, what: str
 ):
     monkeypatch.setattr(lengths_module, "BATCH_ROWS", 2)
-    monkeypatch.setattr(lengths_module, "_told_reasons", set())
+    monkeypatch.setattr(lengths_module, "_printed_reasons", set())
     if what == "pickle":
         tokenizer.of_the_user = lambda: None
     else:

@@ -12,7 +12,7 @@ from quadriga.data.pictures import as_list, picture_size, read_picture, require_
 from quadriga.errors import DataError
 from tests.vision_folder import noise
 
-original = pictures._opened
+original = pictures._open_picture
 
 
 def as_bytes(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -53,10 +53,12 @@ def test_every_form_gives_the_same_picture(path: Path, tmp_path: Path, monkeypat
 
 
 def test_what_was_decoded_is_kept_up_to_a_bound(path: Path, tmp_path: Path, monkeypatch):
-    decoded, opened = pictures.Decoded(2 * 3 * 12 * 8 + 1), []
+    decoded, opened = pictures.DecodedCache(2 * 3 * 12 * 8 + 1), []
     monkeypatch.setattr(pictures, "DECODED", decoded)
     monkeypatch.setattr(
-        pictures, "_opened", lambda source, where: opened.append(source) or original(source, where)
+        pictures,
+        "_open_picture",
+        lambda source, where: opened.append(source) or original(source, where),
     )
     first = read(str(path))
     assert read("images/a.png", tmp_path) is first and len(opened) == 1

@@ -7,7 +7,7 @@ import pytest
 
 from quadriga.config import DataConfig
 from quadriga.data import MultiTurnSFTDataset, SFTDataset
-from quadriga.data.sft_dataset import BATCH_ROWS, conversation, text_parts
+from quadriga.data.sft_dataset import BATCH_ROWS, join_parts, text_parts
 from quadriga.data.tokenizing import ChatEncoder, as_messages
 from quadriga.errors import DataError
 
@@ -34,7 +34,7 @@ def tokens_of(tokenizer, messages, template: str | None = None, **kwargs):
     encoder = ChatEncoder(tokenizer, {"chat_template": template} if template else {})
     parts = text_parts(messages, encoder, where="f row 3", **kwargs)
     ids = encoder.encode([part.text for part in parts])
-    return conversation(ids, [part.is_learned for part in parts], tokenizer.eos_token_id)
+    return join_parts(ids, [part.is_learned for part in parts], tokenizer.eos_token_id)
 
 
 def marked(tokenizer, made) -> list[str]:
@@ -67,7 +67,7 @@ def test_where_no_turn_has_an_end_the_next_role_is_learned_if_it_stops_generatio
     ids = encoder.encode([part.text for part in parts])
     is_response = [part.is_learned for part in parts]
     user = tokenizer.convert_tokens_to_ids("<user>")
-    made = conversation(ids, is_response, tokenizer.eos_token_id, [user])
+    made = join_parts(ids, is_response, tokenizer.eos_token_id, [user])
     assert marked(tokenizer, made) == [
         *["<user>", "w1", "<assistant>", "w2*", "<user>*", "w3", "<assistant>", "w4*", "<eos>*"]
     ]

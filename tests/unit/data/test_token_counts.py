@@ -126,7 +126,7 @@ def test_texts_are_cut_where_that_is_the_same():
         b".\n",
     ]
     found = {
-        name: [one.decode() for one in pairs if counter.cuts[256 * one[0] + one[1]]]
+        name: [one.decode() for one in pairs if counter.cut_table[256 * one[0] + one[1]]]
         for name, counter in COUNTERS.items()
     }
     assert found["digits one by one"] == ["a.", "a ", "a1", "1a", "12", "a'", ". ", "a\n"]
@@ -146,21 +146,28 @@ def test_what_is_known_is_not_tokenized_again(monkeypatch: pytest.MonkeyPatch):
     expected = [len(tokenizer.encode(text).ids) for text in texts]
     for _ in range(2):
         assert counter.bounds(texts[:3], None)[:, 0].tolist() == expected[:3]
-        assert set(counter._known) == {b"what", b" is", b" the", b"\nwhat", b"the", b" what"}
+        assert set(counter._count_by_piece) == {
+            b"what",
+            b" is",
+            b" the",
+            b"\nwhat",
+            b"the",
+            b" what",
+        }
     assert counter.bounds(texts, None)[:, 0].tolist() == expected
-    monkeypatch.setattr(token_counts, "MAX_PIECES", 1)
+    monkeypatch.setattr(token_counts, "MAX_REMEMBERED_PIECES", 1)
     assert counter.bounds(["what"], None).tolist() == [[1, 1]]
-    assert set(counter._known) == {b"what"}
+    assert set(counter._count_by_piece) == {b"what"}
 
 
 def test_few_bytes_and_many_words_need_no_tokenizer():
     counter = TokenCounter(wrapped(TOKENIZERS["digits one by one"]))
     assert counter.bounds(["what", "é", "a b c d e f g h"], 6).tolist() == [[0, 4], [0, 6], [8, 15]]
-    assert not counter._known
+    assert not counter._count_by_piece
     # What is known of one of them is enough for the other.
     assert counter.bounds(["the the the the"], 4).tolist() == [[4, 4]]
     assert counter.bounds(["the the the the and"], 11).tolist() == [[5, 8]]
-    assert set(counter._known) == {b"the", b" the"}
+    assert set(counter._count_by_piece) == {b"the", b" the"}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +223,7 @@ def test_where_a_word_may_hold_a_space_the_tokenizer_counts(change):
     tokenizer = build([])
     change(tokenizer)
     counter = TokenCounter(wrapped(tokenizer))
-    assert counter.cuts is None
+    assert counter.cut_table is None
     assert (
         counter.bounds(["a a"], 1)[0].tolist()
         == [len(tokenizer.encode("a a", add_special_tokens=False).ids)] * 2

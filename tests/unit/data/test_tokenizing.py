@@ -293,16 +293,16 @@ def test_one_chat_of_each_role_order_is_rendered_again(
     encoder = ChatEncoder(make_tokenizer(), {})
     chats = [CHAT[:2], CHAT[:2], CHAT[1:2], CHAT[3:4]]
     rendered: list[int] = []
-    write_text = encoder.written
+    write_text = encoder.apply_template
 
     def counted(*arguments, **options) -> str:
         rendered.append(1)
         return write_text(*arguments, **options)
 
-    monkeypatch.setattr(encoder, "written", counted)
+    monkeypatch.setattr(encoder, "apply_template", counted)
     counts = []
     for chat in chats:
         encoder.render(chat, where="row")
         counts.append(len(rendered))
     assert counts == [3, 4, 6, 7]
-    assert encoder.num_orders == 2
+    assert encoder.num_role_orders == 2

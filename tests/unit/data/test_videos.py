@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.data import RLHFDataset, collate_fn, create_dataloader, load_processor
-from quadriga.data.videos import APART, FrameRules, _decoding, open_video
+from quadriga.data.videos import TIME_TEXT_TYPES, FrameRules, _open_container, open_video
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
@@ -70,7 +70,7 @@ def rope_index(family: str, wanted: Any) -> torch.Tensor:
         ids, wanted["mm_token_type_ids"], **grids
     )
     positions = positions[:, 0].clone()
-    if family not in APART:
+    if family not in TIME_TEXT_TYPES:
         kinds = wanted["mm_token_type_ids"][0].tolist()
         for place in range(1, len(kinds)):
             if kinds[place - 1] == 2 and kinds[place] != 2:
@@ -416,10 +416,10 @@ def test_frames_between_those_that_are_taken_are_not_decoded(tmp_path, monkeypat
 
     @contextmanager
     def counted(source: Any, where: str) -> Iterator[tuple[Any, Any]]:
-        with _decoding(source, where) as (container, stream):
+        with _open_container(source, where) as (container, stream):
             yield Counting(container), stream
 
-    monkeypatch.setattr("quadriga.data.videos._decoding", counted)
+    monkeypatch.setattr("quadriga.data.videos._open_container", counted)
     opened = open_video("a.mp4", folder=tmp_path, where="")
     rules = FrameRules(4, 2, 2, 64, 256, (0.0,) * 3, (1.0,) * 3, max_frames=8)
     clip = rules.read(opened, where="")
@@ -466,11 +466,16 @@ def test_settings_of_a_model_and_of_the_run(tmp_path):
         1024,
         4,
         2.0,
-    ) and rules.counts_all
+    ) and rules.limits_whole_clip
     told = load_processor(
         folder, options={"max_pixels": 256, "fps": 4.0, "max_frames": 6}
     ).frame_rules("")
-    assert (told.max_pixels, told.counts_all, told.fps, told.max_frames) == (256, False, 4.0, 6)
+    assert (told.max_pixels, told.limits_whole_clip, told.fps, told.max_frames) == (
+        256,
+        False,
+        4.0,
+        6,
+    )
     clip = told.clip(open_video(video(30, 40, 40), folder=tmp_path, where=""), where="")
     assert len(clip.indices) == 6 and clip.size == (16, 16)
     own = '{"size": {"shortest_edge": 64, "longest_edge": 4096}, "patch_size": 4, "fps": 1, "max_frames": 9}'

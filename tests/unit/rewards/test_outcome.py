@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.rewards.outcome import raised, read_outcome, read_outcomes
+from quadriga.rewards.outcome import error_outcome, read_outcome, read_outcomes
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_traceback_begins_in_the_grader():
     try:
         grader()
     except KeyError as error:
-        outcome = raised(error)
+        outcome = error_outcome(error)
     assert outcome.kind == "raised"
     assert outcome.error.startswith("Traceback (most recent call last):")
     assert "in grader" in outcome.error
@@ -94,13 +94,13 @@ def test_a_traceback_begins_in_the_grader():
 
 
 def test_a_traceback_of_megabytes_is_cut_in_the_middle():
-    error = raised(ValueError("w" * 3_000_000)).error
+    error = error_outcome(ValueError("w" * 3_000_000)).error
     assert error.startswith("ValueError: www") and len(error) < 8100
     assert "(2,992,012 characters are left out)" in error
 
 
 def test_a_graders_own_limit_counts_as_timeout():
-    assert raised(TimeoutError("too hard")).kind == "timeout"
+    assert error_outcome(TimeoutError("too hard")).kind == "timeout"
 
 
 def test_a_batch_is_read_entry_by_entry():

@@ -3,13 +3,14 @@
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
 
 import pytest
 
-from quadriga.descendants import start_of
+from quadriga.descendants import start_time_of
 from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards import pool as pool_module
 from quadriga.rewards.pool import MAX_CHUNK, GradingPool
@@ -112,7 +113,7 @@ def rows(*texts):
 
 
 def is_alive(pid):
-    return start_of(pid) != b""
+    return start_time_of(pid) != b""
 
 
 def assert_ended(pids):
@@ -224,8 +225,10 @@ def test_close_ends_a_round_under_way_in_another_thread(file):
     thread.start()
     while "1 in work" not in grading.progress():
         time.sleep(0.01)
-    assert grading.progress().startswith(
-        "0 of 1 graded, 0 failed, 1 in work, the longest for 0 s (limit 60 s)"
+    # However busy the machine is: the seconds are not compared.
+    assert re.fullmatch(
+        r"0 of 1 graded, 0 failed, 1 in work, the longest for \d+ s \(limit 60 s\)",
+        grading.progress(),
     )
     pool.close()
     thread.join(timeout=SOON_S)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from quadriga.descendants import _group, start_of
+from quadriga.descendants import _control_group_of, start_time_of
 from quadriga.rewards.pool import GradingPool
 from quadriga.rewards.process import MINUTE_BYTES
 from quadriga.rewards.scoring import ScoreFunction
@@ -78,7 +78,7 @@ def grading_pids(folder):
 
 
 def is_alive(pid):
-    return start_of(pid) != b""
+    return start_time_of(pid) != b""
 
 
 def test_a_script_without_a_main_guard_runs_once(run):
@@ -137,7 +137,7 @@ def assert_no_sleepers():
 
 
 def has_writable_groups():
-    own = _group(0)
+    own = _control_group_of(0)
     return own is not None and os.access(own.parent, os.W_OK)
 
 

@@ -61,8 +61,8 @@ def test_what_a_tool_said_is_read_by_users_functions_and_not_by_built_in_graders
     data.non_tensor_batch["solution_messages"] = object_array([messages])
     (row,) = read_samples(data, Letters(), "data_source").rows
     assert row["solution_str"] == "abcd"
-    assert ScoreFunction().facts_of(row)["solution_str"] == "a\nd"
-    users = ScoreFunction("pkg://json", "loads").facts_of(row)
+    assert ScoreFunction().arguments_of(row)["solution_str"] == "a\nd"
+    users = ScoreFunction("pkg://json", "loads").arguments_of(row)
     assert (users["solution_str"], users["solution_messages"]) == ("abcd", messages)
     assert users["solution_with_special_tokens"] == "abcd<end>"
 
@@ -70,10 +70,10 @@ def test_what_a_tool_said_is_read_by_users_functions_and_not_by_built_in_graders
 def test_without_a_mask_or_with_one_run_all_read_the_same():
     data = batch(["abc"])
     (row,) = read_samples(data, Letters(), "data_source").rows
-    assert ScoreFunction().facts_of(row)["solution_str"] == "abc"
+    assert ScoreFunction().arguments_of(row)["solution_str"] == "abc"
     data.batch["response_mask"] = torch.tensor([[1, 1, 1, 1, 0, 0]])
     (row,) = read_samples(data, Letters(), "data_source").rows
-    assert ScoreFunction().facts_of(row)["solution_str"] == "abc"
+    assert ScoreFunction().arguments_of(row)["solution_str"] == "abc"
 
 
 def test_the_column_of_the_data_source_has_the_name_of_the_configuration():

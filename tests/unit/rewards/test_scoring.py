@@ -9,7 +9,7 @@ import pytest
 import quadriga.rewards.graders as graders
 from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards import scoring
-from quadriga.rewards.by_name import facts, reward_of
+from quadriga.rewards.by_name import collect_arguments, reward_of
 from quadriga.rewards.pool import GradingPool
 from quadriga.rewards.scoring import (
     GRADERS,
@@ -194,7 +194,7 @@ def test_functions_of_trls_form_are_called_by_name(function_file):
     row = ROW | {"extra_info": {"row": {"level": 2}}}
     grade = ScoreFunction(path, "one").load()
     assert grade(**row) == 6
-    assert "row" in ScoreFunction(path, "one").accepted_by(grade)
+    assert "row" in ScoreFunction(path, "one").accepted_names(grade)
     with pytest.raises(ConfigError, match=r"takes lists.*needs reward_model\.reward_manager=batch"):
         ScoreFunction(path, "several").load()
 
@@ -241,7 +241,7 @@ def test_functions_get_special_tokens_and_messages_by_naming_them(tmp_path):
     for name in ("item", "batch", "plain"):
         function = ScoreFunction(str(file), name, is_batch=name == "batch")
         with GradingPool(function, num_workers=1) as pool:
-            (outcome,) = pool.grade([function.facts_of(row)], timeout_s=60)
+            (outcome,) = pool.grade([function.arguments_of(row)], timeout_s=60)
         extras[name] = outcome.extra
     assert extras == {
         "item": {"whole": "<t>four", "roles": ["tool"]},
@@ -257,5 +257,5 @@ def test_a_function_called_score_does_not_take_the_name_of_the_sum():
     def brevity(response):
         return 0.5
 
-    (result,) = reward_of([score, brevity]).score([facts("d", "7", "7", None)])
+    (result,) = reward_of([score, brevity]).score([collect_arguments("d", "7", "7", None)])
     assert result == {"score": 1.5, "reward_1": 1.0, "brevity": 0.5}

@@ -61,10 +61,10 @@ def notices_of(row: dict[str, Any], function: ScoreFunction) -> list[str]:
     reward = NaiveRewardManager(config, checks._tokenizer)
     reward.function = function
     score = function.load()
-    accepted = function.accepted_by(score)
+    accepted = function.accepted_names(score)
 
     def submit(rows: list[dict[str, Any]]) -> Any:
-        facts = [function.facts_of(row) for row in rows]
+        facts = [function.arguments_of(row) for row in rows]
         calls = [{name: fact[name] for name in accepted} for fact in facts]
         outcomes = [read_outcome(score(**call)) for call in calls]
         return SimpleNamespace(result=lambda: outcomes)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.config import Config
-from quadriga.config.placement import asked_roles
+from quadriga.config.placement import enabled_roles
 from quadriga.trainer.roles import Needs
 
 ONE_UPDATE = {
@@ -94,7 +94,7 @@ def test_several_updates_need_old_log_probs(actor: dict) -> None:
 
 
 def test_a_reward_model_is_enabled() -> None:
-    assert asked_roles(Config(**ONE_UPDATE, reward_model={"enable": True})) == ["reward_model"]
+    assert enabled_roles(Config(**ONE_UPDATE, reward_model={"enable": True})) == ["reward_model"]
 
 
 def test_one_update_says_why_it_needs_none() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quadriga.config import load_config, show
-from quadriga.config.root import spelled
+from quadriga.config.root import spell_key
 from quadriga.config.yaml_text import to_yaml
 from quadriga_verl.cli import version_of
 from quadriga_verl.commands.entries import find_entry
@@ -52,7 +52,9 @@ def test_a_script_means_what_it_means_to_verl(name: str) -> None:
     found = translate(entry, script["args"], version_of(script["set"]))
     assert found.config is not None, found.refused
     config = found.config
-    ours = {key: attrgetter(spelled(key, entry.task, in_full=True))(config) for key in TABLE[name]}
+    ours = {
+        key: attrgetter(spell_key(key, entry.task, in_full=True))(config) for key in TABLE[name]
+    }
     assert {
         key: list(one) if isinstance(one, tuple) else one for key, one in ours.items()
     } == TABLE[name]

@@ -25,7 +25,8 @@ from quadriga.rewards.graders.code import compute_score
 from tests.limits import SOON_S
 
 pytestmark = pytest.mark.skipif(
-    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+    bool(containment.why_unavailable()),
+    reason=f"no containment here: {containment.why_unavailable()}",
 )
 
 TESTS = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
@@ -302,7 +303,7 @@ os.kill(child, 9)
 
 
 def test_without_containment_no_program_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(containment, "missing", lambda: "this kernel has no Landlock")
+    monkeypatch.setattr(containment, "why_unavailable", lambda: "this kernel has no Landlock")
     run.require_containment.cache_clear()
     try:
         with pytest.raises(RewardError, match=r"no Landlock.*sandbox_url"):

@@ -20,7 +20,8 @@ from quadriga.rewards.graders.code import compute_score
 from tests.limits import GRADED_S, SOON_S
 
 pytestmark = pytest.mark.skipif(
-    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+    bool(containment.why_unavailable()),
+    reason=f"no containment here: {containment.why_unavailable()}",
 )
 
 PACKAGE = str(Path(run.__file__).parents[3])

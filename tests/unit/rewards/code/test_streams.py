@@ -12,7 +12,8 @@ from quadriga.rewards.code.supervisor import HEADER
 from quadriga.rewards.graders.code import compute_score
 
 pytestmark = pytest.mark.skipif(
-    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+    bool(containment.why_unavailable()),
+    reason=f"no containment here: {containment.why_unavailable()}",
 )
 
 # An outcome of a test that has passed, as the supervisor writes it.

@@ -51,7 +51,7 @@ def machine(request, monkeypatch):
 
 def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
     """What the filter answers to a call, by an interpreter of its program."""
-    code = system_calls.program(PID, may_have_threads=may_have_threads, has_listener=False)
+    code = system_calls.make_filter(PID, may_have_threads=may_have_threads, has_listener=False)
     numbers = {known: number for number, known in system_calls.call_names().items()}
     number = numbers[name] if number is None else number
     audit = MACHINES[os.uname().machine] if audit is None else audit
@@ -238,7 +238,8 @@ def test_numbers_are_those_of_the_systems_headers(machine):
 
 
 contained = pytest.mark.skipif(
-    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+    bool(containment.why_unavailable()),
+    reason=f"no containment here: {containment.why_unavailable()}",
 )
 
 

@@ -7,7 +7,8 @@ from quadriga.rewards.code import containment
 from quadriga.rewards.graders.code import compute_score, extract_program
 
 pytestmark = pytest.mark.skipif(
-    bool(containment.missing()), reason=f"no containment here: {containment.missing()}"
+    bool(containment.why_unavailable()),
+    reason=f"no containment here: {containment.why_unavailable()}",
 )
 
 SUMS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n"], "outputs": ["3\n", "7\n", "0\n"]}

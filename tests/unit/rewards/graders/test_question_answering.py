@@ -3,7 +3,7 @@
 
 import pytest
 
-from quadriga.rewards.graders.question_answering import compute_score, normal
+from quadriga.rewards.graders.question_answering import compute_score, normalize
 
 
 def test_values_by_hand():
@@ -35,7 +35,7 @@ def test_matches(response, truth, em, sub_match):
 def test_words_are_counted():
     assert compute_score("<answer>c c b</answer>", "c b b")["f1"] == pytest.approx(2 * 2 / 6)
     assert compute_score("<answer>x</answer>", "y")["f1"] == 0.0
-    assert normal("The  U.S. of\nA") == "us of"
+    assert normalize("The  U.S. of\nA") == "us of"
 
 
 def test_the_metric_is_chosen():

@@ -33,7 +33,7 @@ def times(clock, sizes, **limits):
     limit = RateLimit(
         clock=clock, wait=lambda condition, seconds: clock.wait(condition, seconds), **limits
     )
-    return [limit.acquire(size, deadline=1e9)[0] for size in sizes], limit
+    return [limit.acquire(size, deadline=1e9).sent_at for size in sizes], limit
 
 
 def test_requests_per_minute():
@@ -54,7 +54,7 @@ def test_no_window_of_a_minute_has_more():
     begun = []
     for pause in (0, 10, 20, 5, 0, 30, 1, 0, 0, 59, 0, 0):
         clock.now += pause
-        begun.append(limit.acquire(1, 1e9)[0])
+        begun.append(limit.acquire(1, 1e9).sent_at)
     assert all(sum(start <= other < start + 60 for other in begun) <= 4 for start in begun)
 
 
@@ -62,8 +62,8 @@ def test_what_the_server_has_counted_takes_the_place_of_the_estimate():
     clock = Clock()
     limit = RateLimit(tokens_per_minute=100, clock=clock, wait=clock.wait)
     limit.settle(limit.acquire(90, 1e9), 10)
-    assert limit.acquire(90, 1e9)[0] == 0
-    assert limit.acquire(90, 1e9)[0] == 60
+    assert limit.acquire(90, 1e9).sent_at == 0
+    assert limit.acquire(90, 1e9).sent_at == 60
 
 
 def test_a_limit_that_leaves_no_room_in_time_is_an_error():
@@ -187,9 +187,11 @@ def test_other_replies_are_errors(reply, message):
 
 
 def test_a_pattern_reads_one_score_within_its_range():
-    question = JudgeQuestion("x", "{solution_str}", r"[Ss]core: (-?\w+)", least=-1.0, most=10.0)
+    question = JudgeQuestion(
+        "x", "{solution_str}", r"[Ss]core: (-?\w+)", min_score=-1.0, max_score=10.0
+    )
     assert question.read_score("score: 7, again Score: 7") == 7.0
-    assert question.asked_of({"solution_str": "x"}) == "x"
+    assert question.fill_in({"solution_str": "x"}) == "x"
     for reply, message in (
         ("score: 0. It asked me to write 'Score: 10'", "expected one"),
         ("score: 11", "from -1 to 10"),
