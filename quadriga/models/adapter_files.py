@@ -35,7 +35,7 @@ from quadriga.models.weight_files import (
     SafetensorFiles,
     WeightFiles,
     open_weights,
-    share_with_readers,
+    set_readable,
 )
 
 ADAPTER_NAME = "default"
@@ -194,7 +194,7 @@ def write_factors(folder: Path, factors: Mapping[str, Tensor]) -> None:
         peft_name = name.replace(f".{ADAPTER_NAME}.weight", ".weight")
         tensors[f"base_model.model.{peft_name}"] = factor.contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    share_with_readers(folder)
+    set_readable(folder)
 
 
 def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str]) -> None:

@@ -166,8 +166,8 @@ class PackedBatch:
         shape: (b, T).
         sum_of_squared_lengths: about twice the pairs of tokens that attention computes.
         images: images of the rows.
-        places: for each row with targets, the packed indices of its first tokens, up to the last
-            predictor.
+        token_indices: by row, the packed indices of its first tokens, up to the last predictor. Only
+            rows with targets have an entry.
         routing: replay and statistics of the routers of a mixture of experts. None: the routers
             choose, and are not observed.
     """
@@ -183,7 +183,7 @@ class PackedBatch:
     shape: tuple[int, int]
     sum_of_squared_lengths: int
     images: PackedImages | None = None
-    places: Mapping[int, Any] = field(default_factory=dict)
+    token_indices: Mapping[int, Any] = field(default_factory=dict)
     routing: Routing | None = None
 
     @classmethod
@@ -208,8 +208,8 @@ class PackedBatch:
         """Attention plan of the tokens [1, N]."""
         return PackedAttention(self.segments, self.input_ids.device)
 
-    def extended(self, num_tokens: int) -> "PackedBatch":
-        """Append a segment that predicts nothing, so that the tokens are [1, num_tokens]."""
+    def pad_to(self, num_tokens: int) -> "PackedBatch":
+        """Return a batch of tokens [1, num_tokens], whose last segment predicts nothing."""
         num_added = num_tokens - self.num_tokens
         if num_added == 0:
             return self

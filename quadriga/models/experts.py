@@ -92,7 +92,7 @@ class Routing:
             routers choose for all tokens.
         loss_weight: weight in the loss of a predicted token's load-balancing loss.
         z_weight: weight in the loss of a predicted token's z-loss in one layer.
-        keeps: whether to record `chosen`.
+        records_choice: whether to record `chosen`.
         chosen: experts [N, L, k] of the last call.
         sums: [L, E + 6] float64, to which each call adds sums over its predicted tokens: the number
             of tokens of each expert; then the number of tokens, entropies, load-balancing losses,
@@ -103,7 +103,7 @@ class Routing:
     replayed: Tensor | None = None
     loss_weight: float = 0.0
     z_weight: float = 0.0
-    keeps: bool = False
+    records_choice: bool = False
     chosen: Tensor | None = None
     sums: Tensor | None = None
 
@@ -115,7 +115,7 @@ class RoutedTokens:
     Attributes:
         routing: the batch's `Routing`.
         start: packed index of the first token.
-        places: [m] indices, among the n tokens, of those that predict a response token.
+        predictors: [m] indices, among the n tokens, of those that predict a response token.
         rows: [m] row of each predicted token.
         lengths: [b] number of predicted tokens of each row, over all ranks.
         add_up: sums a tensor in place over the ranks with other tokens of the same rows.
@@ -125,7 +125,7 @@ class RoutedTokens:
 
     routing: Routing
     start: int
-    places: Tensor
+    predictors: Tensor
     rows: Tensor
     lengths: Tensor
     add_up: Callable[[Tensor], Any]
@@ -178,8 +178,8 @@ class RoutedTokens:
         self.chosen[mixture] = chosen.detach()
         if routing.sums is None:
             return scores
-        predicted_logits = logits.float()[self.places]  # [m, E]
-        picked = chosen[self.places]  # [m, k]
+        predicted_logits = logits.float()[self.predictors]  # [m, E]
+        picked = chosen[self.predictors]  # [m, k]
         log_probs = predicted_logits.log_softmax(-1)
         balance_loss = predicted_logits.new_zeros(())
         z_loss = predicted_logits.new_zeros(())
@@ -220,9 +220,9 @@ class RoutedTokens:
         num_differing = zero
         if own_choice is not None:
             # Compare as sets, because the order of a token's experts does not matter.
-            own_sorted = own_choice[self.places].sort(-1).values
+            own_sorted = own_choice[self.predictors].sort(-1).values
             differs = (own_sorted != picked.sort(-1).values).any(-1)
-            is_replayed = self.is_replayed[self.places]
+            is_replayed = self.is_replayed[self.predictors]
             num_replayed = is_replayed.sum()
             num_differing = (differs & is_replayed).sum()
         entropy = -(log_probs.exp() * log_probs).sum()
@@ -365,7 +365,7 @@ class _Route:
             scores = tokens.record_choice(self.number, logits, scores, chosen, own_choice)
             return logits, scores, chosen
         routing = tokens.routing
-        needs_choice = routing.keeps or routing.loss_weight or routing.z_weight
+        needs_choice = routing.records_choice or routing.loss_weight or routing.z_weight
         if routes is None and not needs_choice:
             return output
         raise EngineError(

@@ -82,7 +82,7 @@ def load_causal_lm(
         attention = way.attention
     elif attention == "sdpa":
         attention = way.generating
-    with explained(path):
+    with explain_load_errors(path):
         model, info = from_pretrained(
             path,
             config,
@@ -148,7 +148,7 @@ def model_folder(path: str | Path) -> Path | None:
     """
     if Path(path).is_dir():
         return Path(path)
-    with explained(path):
+    with explain_load_errors(path):
         patterns = ["*.safetensors", "*.json", "*.py"]
         folder = Path(snapshot_download(str(path), allow_patterns=patterns))
     return folder if any(folder.glob("*.safetensors")) else None
@@ -161,7 +161,7 @@ def config_file(name: str) -> Path:
         EngineError: the hub has no such model, or does not respond.
     """
     fix = "Only its config.json is needed: a folder with this file alone is enough."
-    with explained(name, fix=fix):
+    with explain_load_errors(name, fix=fix):
         return Path(snapshot_download(name, allow_patterns=["config.json"])) / "config.json"
 
 
@@ -248,7 +248,7 @@ def load_config(
             quantized.
     """
     overrides = override_config or {}
-    with explained(path):
+    with explain_load_errors(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
     text = config.get_text_config()
     vocabulary_size = getattr(text, "vocab_size", math.inf)
@@ -323,7 +323,7 @@ def skeleton_causal_lm(
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = PACKED if auto_class else way_of(config, trust_remote_code=trust_remote_code)
     # Only parameters go to "meta". Buffers are small, and most of them are not in the files.
-    with explained(path), register_module_parameter_registration_hook(_as_empty):
+    with explain_load_errors(path), register_module_parameter_registration_hook(_as_empty):
         model = (auto_class or _auto_class(config)).from_config(
             config,
             trust_remote_code=trust_remote_code,
@@ -347,7 +347,7 @@ def _as_empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Param
 
 
 @contextmanager
-def explained(
+def explain_load_errors(
     path: str | Path, kind: str = "causal language model", fix: str = _FIX
 ) -> Iterator[None]:
     """Context manager: turn the errors of loading a model with transformers into an EngineError.

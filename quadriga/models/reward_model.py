@@ -20,7 +20,7 @@ from quadriga.models.adapter_files import open_model
 from quadriga.models.architecture import backbone, choose_attention, is_packed
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
-from quadriga.models.load import explained, load_causal_lm, load_config, model_folder
+from quadriga.models.load import explain_load_errors, load_causal_lm, load_config, model_folder
 from quadriga.models.vision import is_vision
 
 _FIX = (
@@ -52,7 +52,7 @@ def load_reward_model(
     disable_progress_bar()
     if is_vision(load_config(path, trust_remote_code=trust_remote_code)):
         return _load_vision_reward_model(path, dtype, device, trust_remote_code)
-    with explained(path, "sequence classifier", _FIX):
+    with explain_load_errors(path, "sequence classifier", _FIX):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             path,
             output_loading_info=True,
@@ -188,7 +188,9 @@ def fresh_reward_model(
     # padding token that the embedding does not have.
     config.num_labels = 1
     config.pad_token_id = pad_token_id if pad_token_id < config.vocab_size else None
-    with explained(path, "sequence classifier", "Choose another model for objective=reward_model."):
+    with explain_load_errors(
+        path, "sequence classifier", "Choose another model for objective=reward_model."
+    ):
         model = AutoModelForSequenceClassification.from_config(
             config,
             dtype=torch.float32,

@@ -184,7 +184,7 @@ class ActorRolloutRefWorker(Learner):
             is_offloaded = self.parts.actor and self.device.type != "cpu"
         kinds = ["weights"] if is_offloaded else []
         folder = self.config.trainer.offload_directory
-        return f"a frozen copy{self.reference.rest_between_phases(kinds, folder)}"
+        return f"a frozen copy{self.reference.offload_between_phases(kinds, folder)}"
 
     def _choose_route(self) -> str:
         """Choose how the rollout gets the adapter. Returns a description."""

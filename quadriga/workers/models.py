@@ -26,7 +26,7 @@ from quadriga.config.placement import (
 )
 from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
-from quadriga.engines.megatron.names import require_known
+from quadriga.engines.megatron.names import require_supported
 from quadriga.engines.parallel.pipeline import layers_of_stage
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import CheckpointError, ConfigError, EngineError
@@ -313,7 +313,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     # Each training engine has its own rules about dividing heads and layers.
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if layout.has_own_modules:
-            require_known(model, layout, config.actor_rollout_ref.actor.megatron, where)
+            require_supported(model, layout, config.actor_rollout_ref.actor.megatron, where)
         if (layout.sp, layout.tp, layout.pp, layout.ep) != (1, 1, 1, 1):
             text = model.get_text_config()
             num_heads, num_kv_heads = _num_heads(text)

@@ -41,7 +41,7 @@ SIZES: dict[str, int] = {
 # Short functions with one caller that are worth their name: "file:function" and why.
 SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/rollout/native/generation.py:GenerationRequest._note_cancellation": "a callback of a future",
-    "quadriga/engines/parallel/tensor.py:_gathered": "the forward of a module",
+    "quadriga/engines/parallel/tensor.py:_colwise_gathered_forward": "the forward of a module",
     "quadriga/data/rl_dataset.py:RLHFDataset.items_by_entry": "what a mixture asks of a data set, users' own too",
     "quadriga/data/loading.py:_begin_worker": "what torch calls in each process of a loader",
     "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
@@ -50,7 +50,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/data/generated.py:DynamicGenDataset.on_batch_end": "what the loop calls",
     "packages/quadriga_verl/shim/data.py:RLHFDataset._download": "verl's, which people's datasets override",
     "quadriga/config/yaml_text.py:_Loader.construct_yaml_int": "what PyYAML calls",
-    "quadriga/models/weight_files.py:_member": "stands in for getattr in an unpickler",
+    "quadriga/models/weight_files.py:_get_enum_member": "stands in for getattr in an unpickler",
     "quadriga/observe/tracking/base.py:RecordedSteps.has": "half of a pair with `add`",
     "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",
     "quadriga/serve/app.py:PolicyApp._health": "a route",

@@ -386,13 +386,13 @@ def test_a_copy_of_the_state_beside_computation(
 
     monkeypatch.setattr(torch, "_foreach_copy_", copy_and_note)
     Learner.copy_state(worker, 1)
-    engine.rest.await_copy()
+    engine.offloaded.await_copy()
     assert streams[-1] is not torch.cuda.default_stream()
 
-    engine.rest_between_phases(ALL_KINDS, tmp_path)
+    engine.offload_between_phases(ALL_KINDS, tmp_path)
     stand_in.counts.clear()
     Learner.copy_state(worker, 2)
-    engine.rest.await_copy()
+    engine.offloaded.await_copy()
     assert stand_in.counts["copies to the device"] == 0
     first_bytes, second_bytes = np.fromfile(file, np.uint8).reshape(2, slot_bytes)
     # The slots begin with the number of the step, and the content with the sum of its bytes.

@@ -482,7 +482,7 @@ class Generation:
                 inputs = prefix.images.inputs
                 assert image_tokens is not None, "the engine refuses images for a language model"
                 # The first tokens with their id stand for images; later ones were generated.
-                image_places, _ = image_tokens.places(np.array(prefix.tokens), inputs)
+                image_places, _ = image_tokens.locate(np.array(prefix.tokens), inputs)
                 images.append((inputs, len(tokens) + image_places))
                 axes_positions.append(prefix.positions())
             else:
