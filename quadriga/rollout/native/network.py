@@ -26,7 +26,7 @@ from quadriga.models.architecture import backbone, head_of
 from quadriga.models.attention import AttentionOptions, AttentionPlan
 from quadriga.models.experts import is_mixture, mixtures
 from quadriga.models.fused import rms_scale
-from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, LogitRule, head_logits, launches_triton
+from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, LogitRule, can_launch_triton, head_logits
 from quadriga.models.vision import ImageTokens, PackedImages, decoder_inputs
 from quadriga.partition import part_of
 from quadriga.rollout.group import RolloutGroup
@@ -241,7 +241,7 @@ class PlainNetwork(Network):
             loops = kernels()
             if loops is not None and Kernels.can_compute(*sizes):
                 self.elementwise = loops
-        if len(dtypes) == 1 and dtypes <= {*HALF_DTYPES} and launches_triton(self.device):
+        if len(dtypes) == 1 and dtypes <= {*HALF_DTYPES} and can_launch_triton(self.device):
             self.elementwise = TritonKernels()
         self.layers = [
             _Layer(layer, number, self.forms, self.elementwise, group)
