@@ -58,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
     if options.model:
         probe = import_module(_PROBE)
         # The weights of a large model take a while to read, so each line is printed at once.
-        for line in probe.about_model(options.model, trust_remote_code=options.trust_remote_code):
+        for line in probe.describe_model(
+            options.model, trust_remote_code=options.trust_remote_code
+        ):
             print(line, flush=True)
         return 0
     print(f"quadriga {quadriga.__version__}, in {Path(quadriga.__file__).parent}\n")

@@ -554,7 +554,7 @@ def _pack_micro_batches(
     routes = None
     if routing is not None and ROUTES in data.batch.keys():
         routes = data.batch[ROUTES]
-        engine.scorer.routers.require(routes)
+        engine.scorer.routers.require_compatible(routes)
     tokens = row_tokens(data, engine.packing.image_tokens)
     num_columns = data.batch["response_mask"].shape[1]
     predicted_rows = [number for number, row in enumerate(tokens) if len(row.loss_indices)]

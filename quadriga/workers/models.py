@@ -43,7 +43,7 @@ from quadriga.models.experts import mixtures, router_of
 from quadriga.models.flops import model_cost
 from quadriga.models.load import load_causal_lm, load_config, model_folder, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
-from quadriga.models.reward_model import add_score, load_reward_model, require_judge
+from quadriga.models.reward_model import add_score_head, load_reward_model, require_scoring_model
 from quadriga.models.scorers import PolicyScorer, RewardScorer, Scorer, ValueScorer
 from quadriga.models.vision import ONE_TOKEN, is_vision, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
@@ -193,11 +193,11 @@ def load_judge(
         folder, trust_remote_code=trust_remote_code, auto_class=auto_class
     )
     if has_vision:
-        add_score(skeleton)
+        add_score_head(skeleton)
     # Check the head before the scorer is built, which needs it, and the files afterwards.
-    require_judge(path, skeleton, [])
+    require_scoring_model(path, skeleton, [])
     loaded, missing = _read_by_shard(RewardScorer(skeleton), folder)
-    require_judge(path, skeleton, missing)
+    require_scoring_model(path, skeleton, missing)
     choose_attention(skeleton)
     return loaded
 

@@ -38,7 +38,7 @@ from quadriga.engines.fsdp.sharded import Memory, PartialWeights, ReadWeight, Sh
 from quadriga.engines.packing import LossFunction, Outputs, PackingRules
 from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
 from quadriga.engines.process_group import ProcessGroup
-from quadriga.models.adapter_files import base_name, is_factor, merged
+from quadriga.models.adapter_files import base_name, is_factor, merge_adapter
 from quadriga.models.attention import PackedBatch
 from quadriga.models.flops import model_cost
 from quadriga.models.lora import adapter_of, describe_adapter
@@ -314,7 +314,7 @@ class FSDPEngine:
         self._require_awake("weights")
         adapter = adapter_of(self.model)
         weights = self.parameters.full_parameters()
-        return merged(weights, adapter.scale) if adapter and is_merged else weights
+        return merge_adapter(weights, adapter.scale) if adapter and is_merged else weights
 
     def adapter_weights(self, *, with_frozen: bool) -> NamedTensors:
         """Matrices A [r, in] and B [out, r] of an adapter, in the compute dtype.
