@@ -199,7 +199,7 @@ def test_bfloat16_is_rounded_at_the_end(wide_tokens: int, monkeypatch: pytest.Mo
     """Results and gradients of queries, and of keys that forty responses in many blocks add to, are about as near to
     the exact ones as these rounded to bfloat16: the prompts' keys are rounded twice, all else once. Does not show it on
     a GPU, whose kernels round what each block gives."""
-    monkeypatch.setattr(attention, "_WIDE_TOKENS", wide_tokens)
+    monkeypatch.setattr(attention, "_MAX_FLOAT32_TOKENS", wide_tokens)
     segments = segments_of([(5, [7] * 40), (9, [30])])
     *parts, outer = (part.detach().bfloat16() for part in random_parts(324, (4, 2), 16))
     parts = [part.requires_grad_() for part in parts]
