@@ -12,7 +12,13 @@ from quadriga.config import show
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.errors import ConfigError
 from quadriga.planning.devices import CPU, Devices, count_and_name
-from quadriga.planning.plan import chosen, lines, make_plan, on_devices, read_sizes
+from quadriga.planning.plan import (
+    choose_recomputation,
+    describe_plan,
+    make_plan,
+    on_devices,
+    read_sizes,
+)
 from quadriga.planning.time import Lengths
 
 # Imported on demand: they load torch, which a plan for accelerators does not need.
@@ -73,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
         path = config.critic.model.path
         sizes[CRITIC] = read_sizes(_config_file(path), {}) if path else sizes[ACTOR]
     plan = make_plan(config, devices, lengths, sizes, itemsize)
-    plan = chosen(plan, lengths, sizes, itemsize)
-    for line in lines(plan, lengths, sizes, itemsize):
+    plan = choose_recomputation(plan, lengths, sizes, itemsize)
+    for line in describe_plan(plan, lengths, sizes, itemsize):
         print(line)
     if options.write:
         options.write.write_text(show(plan.config), encoding="utf-8")

@@ -15,7 +15,7 @@ from quadriga.serve.errors import CallError
 from quadriga.serve.gate import require_caller
 from quadriga.view.data import ViewData
 from quadriga.view.page import STATIC_FILES, read_static
-from quadriga.view.runs import sentence
+from quadriga.view.runs import describe_error
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -89,4 +89,4 @@ def _refused(request: Request, error: Exception) -> Response:
 
 def _failed(request: Request, error: Exception) -> Response:
     """Response with an error for the page to show, such as a file that cannot be read."""
-    return JSONResponse({"error": sentence(error)}, 404, headers=HEADERS)
+    return JSONResponse({"error": describe_error(error)}, 404, headers=HEADERS)

@@ -23,7 +23,7 @@ from quadriga.config.placement import (
 from quadriga.errors import ConfigError
 from quadriga.models.load import load_config
 from quadriga.planning.module_sizes import module_sizes
-from quadriga.planning.phases import Phase, RolePlan, phases
+from quadriga.planning.phases import Phase, RolePlan, predict_phases
 from quadriga.planning.sizes import ModelSizes
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def choose_memory(
         return _choose_unpredicted(config, role, plan, device_bytes)
 
     plans = {role: plan, **_plans_beside(config, role, dtype.itemsize)}
-    predicted = phases(config, plans, role, device_bytes)
+    predicted = predict_phases(config, plans, role, device_bytes)
     reason = "as configured"
     recomputes = plan.recomputes
     if setting == "auto":
@@ -91,7 +91,7 @@ def choose_memory(
         recomputes = peak > _RECOMPUTE_SHARE * device_bytes
         reason = f"activations kept, the peak is {peak / 1e9:.3g} GB"
         plans[role] = replace(plan, recomputes=recomputes)
-        predicted = phases(config, plans, role, device_bytes)
+        predicted = predict_phases(config, plans, role, device_bytes)
     largest = max(predicted, key=lambda phase: phase.total)
     _check(config, role, largest, device_bytes)
     state = "on" if recomputes else "off"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A command line of verl while it is translated.
 
-`translate.py` fills `Line.keys` with verl's keys and calls `translate_key` for each of them. `translate_key` follows the
+`translate.py` fills `Line.keys` with verl's keys and calls `translate_key` for each of them. It follows the
 key's row in rules.tsv, and so do the functions that rows name. They write the result by `set`, and
 report by `note` (the key has no effect), `refuse` (its value is impossible) and `stop` (the whole
 line is).
