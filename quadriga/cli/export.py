@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     dtype = getattr(torch, dtype_name)
     disable_progress_bar()
     parts = None if arguments.adapter else _load(folder, dtype)
-    with _writing(arguments.output):
+    with _explain_write_errors(arguments.output):
         arguments.output.mkdir(parents=True, exist_ok=True)
         if parts is None:
             shutil.copyfile(folder / ADAPTER_CONFIG, arguments.output / ADAPTER_CONFIG)
@@ -123,7 +123,7 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _explain_write_errors(folder: Path) -> Iterator[None]:
     """Context manager: name the folder in errors while it is written."""
     try:
         yield
