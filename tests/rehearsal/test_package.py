@@ -48,7 +48,7 @@ from quadriga.workers import base
 from quadriga.workers.actor_rollout_ref import PARTS, ActorRolloutRefWorker
 from quadriga.workers.base import COPIED, Learner, choose_device
 from quadriga.workers.models import sizes_of_models
-from quadriga_verl.commands.meaning import device
+from quadriga_verl.commands.meaning import set_auto_device
 from tests.gpu.test_cuda import make_engine, make_model
 from tests.limits import SOON_S
 from tests.rehearsal.in_worker import FINDINGS, STARTED
@@ -253,7 +253,7 @@ def test_what_other_parts_decide_by_the_device(
     line = SimpleNamespace(
         set=lambda key, value: None, note=stand_in.counts.update, sentence=["a note"]
     )
-    device(line, "trainer.device", "npu")
+    set_auto_device(line, "trainer.device", "npu")
     assert stand_in.counts["a note"] == 1
 
 
@@ -263,7 +263,7 @@ def test_experts_of_megatron_are_made_on_the_device(stand_in: StandIn) -> None:
     experts = megatron.Experts(2, sizes)
     assert all(weight.is_cuda and weight.dtype == torch.bfloat16 for weight in experts.parameters())
     assert (
-        experts.are_grouped
+        experts.use_grouped_products
         and "Transformer Engine is not installed" in megatron.linear_modules(CUDA)[2]
     )
 
