@@ -370,13 +370,13 @@ class _Trial:
                 expected="products with one matrix, which may be scaled and capped",
                 fix="Take a model of an architecture in docs/models.md.",
             )
-        reason = self.objection(ATTENTION_NAME, expected)
+        reason = self.unsupported_reason(ATTENTION_NAME, expected)
         # For `generate`, and for rows that cannot be packed.
-        fallback = "eager" if self.objection("sdpa", expected) else "sdpa"
+        fallback = "eager" if self.unsupported_reason("sdpa", expected) else "sdpa"
         attention = fallback if reason else ATTENTION_NAME
         return Way(attention=attention, generation_attention=fallback, reason=reason)
 
-    def objection(self, attention: str, expected: Tensor) -> str:
+    def unsupported_reason(self, attention: str, expected: Tensor) -> str:
         """Explain why an implementation of attention cannot compute the model; "" if it can.
 
         Args:

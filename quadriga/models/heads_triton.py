@@ -239,8 +239,8 @@ def statistics(
     """
     num_tokens = len(hidden)
     num_rows = len(weight)
-    hidden = _dense(hidden)
-    weight = _dense(weight)
+    hidden = _make_rows_contiguous(hidden)
+    weight = _make_rows_contiguous(weight)
     num_parts = max(1, triton.cdiv(num_rows, _ROWS_OF_PART))
     result = hidden.new_empty(num_parts, 4, num_tokens, dtype=torch.float32)
     if not num_tokens or not num_rows:
@@ -293,8 +293,8 @@ def logit_gradients(
     """
     num_tokens = len(hidden)
     num_rows = len(weight)
-    hidden = _dense(hidden)
-    weight = _dense(weight)
+    hidden = _make_rows_contiguous(hidden)
+    weight = _make_rows_contiguous(weight)
     result = hidden.new_empty(num_tokens, num_rows)
     if not num_tokens or not num_rows:
         return result
@@ -324,7 +324,7 @@ def logit_gradients(
     return result
 
 
-def _dense(matrix: Tensor) -> Tensor:
+def _make_rows_contiguous(matrix: Tensor) -> Tensor:
     """Copy a matrix if the numbers of its rows are not contiguous."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 

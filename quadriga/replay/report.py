@@ -34,7 +34,7 @@ def describe_replay(replayed: ReplayResult, uid: str = "") -> Iterator[str]:
     yield from _describe_metrics(replayed)
     if replayed.earlier:
         yield f"on the way: {replayed.earlier}"
-    yield _verdict(replayed)
+    yield _describe_verdict(replayed)
 
 
 def _describe_columns(replayed: ReplayResult) -> Iterator[str]:
@@ -95,7 +95,7 @@ def _describe_metrics(replayed: ReplayResult) -> Iterator[str]:
         yield f"  not computed by this replay: {num_alone}, such as {replayed.recorded_alone[0]}"
 
 
-def _verdict(replayed: ReplayResult) -> str:
+def _describe_verdict(replayed: ReplayResult) -> str:
     """The last line: whether the step is equal, and how equal it can be expected to be."""
     step = f"step {replayed.start.step}"
     if replayed.until != UPDATE:

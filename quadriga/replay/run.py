@@ -204,7 +204,7 @@ def replay(request: ReplayRequest) -> ReplayResult:
         start=start,
         until=until,
         is_edited=is_edited,
-        obstacle=_obstacle(config, recorded),
+        obstacle=_find_obstacle(config, recorded),
         recorded=recorded,
         rows=rows,
         tokenizer=trainer.tokenizer,
@@ -385,7 +385,7 @@ def _train_to_previous_step(config: Config, start: ReplayStart) -> Path:
     with redirect_stdout(StringIO()):
         trainer, run = _build_trainer(config, start, grades_again=False)
     try:
-        for step in _steps(trainer):
+        for step in _iterate_steps(trainer):
             if step.number == start.step - 1:
                 # The message on the checkpoint would name the temporary folder.
                 with redirect_stdout(StringIO()):
@@ -400,7 +400,7 @@ def _replay_step(trainer: ReplayTrainer, number: int) -> tuple[pa.Table, dict[st
     """Train up to a step. Return its rows with the columns of the record, and its metrics."""
     config = trainer.config
     try:
-        for step in _steps(trainer):
+        for step in _iterate_steps(trainer):
             if step.number == number:
                 break
     except PhaseReachedError as end:
@@ -425,7 +425,7 @@ def _earlier_difference(trainer: ReplayTrainer) -> str:
     return ""
 
 
-def _steps(trainer: ReplayTrainer) -> Any:
+def _iterate_steps(trainer: ReplayTrainer) -> Any:
     """Iterate over the steps of a trainer.
 
     Raises:
@@ -439,7 +439,7 @@ def _steps(trainer: ReplayTrainer) -> Any:
         raise
 
 
-def _obstacle(config: Config, recorded: StepRecord) -> str:
+def _find_obstacle(config: Config, recorded: StepRecord) -> str:
     """Why the numbers of a replay need not be equal bit for bit; "" if they should be."""
     ranks = num_ranks(config)
     if ranks > 1:

@@ -114,7 +114,7 @@ class RunIndex:
             self._pending = None
             # Raises the error of a thread that failed; the next call starts another one.
             ended.result()
-        stamps = self._stamps()
+        stamps = self._file_stamps()
         self.total = len(stamps)
         indexed = {key: entry.stamp for key, entry in self.steps.items()}
         if self._is_loaded and stamps == indexed:
@@ -126,7 +126,7 @@ class RunIndex:
         if self._pending is not None:
             self._pending.result()
 
-    def _stamps(self) -> dict[tuple[str, int], tuple[int, int]]:
+    def _file_stamps(self) -> dict[tuple[str, int], tuple[int, int]]:
         """Stamps of the files of the record, by kind and step."""
         stamps = {}
         record = self.run.record

@@ -170,13 +170,13 @@ class ViewedRun:
             "headline": headline,
             "curve": curve,
             "seconds": seconds,
-            "changed": self._changed(),
+            "changed": self._changed_at(),
             "model": values.get("actor_rollout_ref.model.path"),
             "estimator": values.get("algorithm.adv_estimator"),
             "problems": problems,
         }
 
-    def _changed(self) -> float:
+    def _changed_at(self) -> float:
         """Time of the newest metrics or rollouts, in seconds since 1970; 0 without them."""
         # The time of the folder does not serve: any command that looks at the run changes it.
         paths = [self.directory / METRICS_FILE]

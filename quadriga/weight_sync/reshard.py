@@ -205,7 +205,7 @@ class ReshardedWeights:
 
     def _connect(self, held: Held, wanted_shards: Wanted) -> None:
         """Form the group, exchange which shards ranks hold and want, and plan the moves."""
-        with detect_lost_peer(self._where("the meeting")):
+        with detect_lost_peer(self._name_activity("the meeting")):
             if self._meet is None:
                 self._group = dist.group.WORLD
             else:
@@ -299,7 +299,7 @@ class ReshardedWeights:
                 if block is not None:
                     shard, tensor = held[move.name]
                     block.copy_(shard.view(tensor, move.box))
-            with detect_lost_peer(self._where("a bucket of weights")):
+            with detect_lost_peer(self._name_activity("a bucket of weights")):
                 self._group.alltoall_base(output, source, in_sizes, out_sizes).wait()
             sent[:, number] = _fingerprints(source, out_sizes)
             received[:, number] = _fingerprints(output, in_sizes)
@@ -359,7 +359,7 @@ class ReshardedWeights:
             WeightSyncError: they differ.
         """
         expected = torch.empty_like(sent, device=self.device)
-        with detect_lost_peer(self._where("the comparison of fingerprints")):
+        with detect_lost_peer(self._name_activity("the comparison of fingerprints")):
             self._group.alltoall_base(expected, sent.to(self.device), [], []).wait()
         expected = expected.cpu()
         version = int(received[self.rank, 0])
@@ -388,7 +388,7 @@ class ReshardedWeights:
         text = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         length = torch.tensor([text.numel()], device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        with detect_lost_peer(self._where("the exchange of shards held and wanted")):
+        with detect_lost_peer(self._name_activity("the exchange of shards held and wanted")):
             self._group.allgather([lengths], [length]).wait()
             sizes = [int(size) for size in lengths]
             padded = torch.nn.functional.pad(text, (0, max(sizes) - text.numel()))
@@ -400,7 +400,7 @@ class ReshardedWeights:
             values.append(json.loads(bytes(text_of_rank[:size].cpu().numpy())))
         return values
 
-    def _where(self, activity: str) -> str:
+    def _name_activity(self, activity: str) -> str:
         return f"weight sync, rank {self.rank} of {self.size}, in {activity}"
 
 

@@ -146,7 +146,7 @@ class Line:
         self.sentence = rule.sentence
         if rule.becomes == ">":
             # The new name may have a row of its own.
-            self.translate_key(self._renamed(rule, parts), value)
+            self.translate_key(self._new_name(rule, parts), value)
         elif rule.becomes == "@":
             self._call_function(rule, key, value)
         elif rule.becomes == "given":
@@ -168,11 +168,11 @@ class Line:
         """Whether a key is only compared with values that its row in rules.tsv allows."""
         match = find_rule(self.rules, self.entry.task, key)
         while match is not None and match[0].becomes == ">":
-            match = find_rule(self.rules, self.entry.task, self._renamed(*match))
+            match = find_rule(self.rules, self.entry.task, self._new_name(*match))
         return match is not None and match[0].becomes in ("values", "stop")
 
     @staticmethod
-    def _renamed(rule: Rule, parts: Sequence[str]) -> str:
+    def _new_name(rule: Rule, parts: Sequence[str]) -> str:
         """Name that a row gives to a key.
 
         Args:
