@@ -55,9 +55,11 @@ class ModelCost:
 
     def image_cost(self, grids: Tensor) -> float:
         """Cost of the vision encoder for images [I, 3], in units of the layers' cost per token."""
-        if self.vision_encoder is None:
+        encoder = self.vision_encoder
+        if encoder is None:
             return 0.0
-        return self.vision_encoder.update_flops(grids) / (6 * self.num_block_parameters)
+        layers_flops = 6 * self.num_block_parameters
+        return encoder.update_flops(grids) / layers_flops
 
     def forward_flops(
         self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int

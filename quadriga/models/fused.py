@@ -9,7 +9,6 @@ Legend: D hidden size, F width of the MLP.
 """
 
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,26 +107,21 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
     Returns:
         Number of changed modules, under `norms` and `mlps`.
     """
+    # The new forwards look up parameters when they are called, because FSDP replaces them.
     counts = {"norms": 0, "mlps": 0}
     for module in model.modules():
         if is_plain_norm(module):
-            module.forward = MethodType(_norm_forward, module)
+            module.forward = MethodType(
+                lambda norm, x: RMSNorm.apply(x, norm.weight, norm.variance_epsilon), module
+            )
             counts["norms"] += 1
         elif is_gated_mlp(module):
-            module.forward = MethodType(_mlp_forward, module)
+            module.forward = MethodType(
+                lambda mlp, x: mlp.down_proj(GatedSiLU.apply(mlp.gate_proj(x), mlp.up_proj(x))),
+                module,
+            )
             counts["mlps"] += 1
     return counts
-
-
-# Both look up parameters when they are called, because FSDP replaces them.
-def _norm_forward(norm: Any, hidden: Tensor) -> Tensor:
-    """Forward pass of a norm: [..., D] -> [..., D]."""
-    return RMSNorm.apply(hidden, norm.weight, norm.variance_epsilon)
-
-
-def _mlp_forward(mlp: Any, hidden: Tensor) -> Tensor:
-    """Forward pass of a gated MLP: [..., D] -> [..., D]."""
-    return mlp.down_proj(GatedSiLU.apply(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
 
 
 def is_plain_norm(module: nn.Module) -> bool:

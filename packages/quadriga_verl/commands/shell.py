@@ -94,8 +94,12 @@ def find_commands(text: str, environment: Mapping[str, str]) -> list[Command]:
         ConfigError: a quote or a bracket is not closed.
     """
     shell = _Shell(environment)
-    read_commands = map(shell.read, _split_statements(text))
-    return [command for command in read_commands if command is not None]
+    found = []
+    for statement in _split_statements(text):
+        command = shell.read(statement)
+        if command is not None:
+            found.append(command)
+    return found
 
 
 # ---- splitting a script -------------------------------------------------------------------------

@@ -800,9 +800,11 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _has_reached_turn_limit(self, data: AgentData) -> bool:
         """Whether a limit on turns is reached. None or 0 is no limit."""
-        if self.max_assistant_turns and data.assistant_turns >= self.max_assistant_turns:
+        limit = self.max_assistant_turns
+        if limit and data.assistant_turns >= limit:
             return True
-        return bool(self.max_user_turns and data.user_turns >= self.max_user_turns)
+        limit = self.max_user_turns
+        return bool(limit and data.user_turns >= limit)
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
         """Call the tools, and append their responses."""

@@ -166,7 +166,7 @@ class Router(TopKRouter):
 
     tokens: RoutedTokens | None = None  # tokens of the current call of its layer
 
-    def set_tokens(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
+    def store_tokens(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
         """Hook of the layer: set `tokens`, also when the layer is recomputed for gradients.
 
         Args:
@@ -500,7 +500,7 @@ def build_chunks(
             del chunk.output_layer
         if config.num_moe_experts:
             for layer in chunk.decoder.layers:
-                layer.register_forward_pre_hook(layer.mlp.router.set_tokens, with_kwargs=True)
+                layer.register_forward_pre_hook(layer.mlp.router.store_tokens, with_kwargs=True)
         chunks.append(chunk.to(device))
     # Megatron's global list would never free the routers.
     RouterReplay.clear_global_router_replay_instances()

@@ -377,7 +377,7 @@ class NativeEngine(CausalModelEngine):
     def wanted_shards(self) -> Wanted:
         """The shards of a group's rank, by the trainer's names."""
         assert self._shards is not None
-        return self._shards.wanted()
+        return self._shards.wanted_shards()
 
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Compute with these tensors from now on.

@@ -43,7 +43,7 @@ class GroupShards:
         self._factors = Manifest.of(adapted).part(is_factor).shapes
         self.merged = {name for name in self._boxes if factor_names(name)[0] in self._factors}
 
-    def wanted(self) -> Wanted:
+    def wanted_shards(self) -> Wanted:
         """The shards, and the whole matrices of the adapter, by the trainer's names."""
         # The matrices of the adapter are not sharded.
         factors = {name: Box((0, 0), shape) for name, shape in self._factors.items()}
