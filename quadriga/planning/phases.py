@@ -216,24 +216,24 @@ def predict_phases(
     has_policy = ACTOR in plans and config.task == "rl"
 
     # Tensors of other roles on the device, in generation and in training.
-    others = {}
+    other_bytes = {}
     for other_role, other_plan in plans.items():
         if other_role != role:
             name = other_role.rpartition(".")[2]
-            others[f"{name} at rest"] = _bytes_between_phases(config, other_role, other_plan)
+            other_bytes[f"{name} at rest"] = _bytes_between_phases(config, other_role, other_plan)
     if has_policy:
-        others["reference"] = _reference_bytes(config, plans[ACTOR])
-    others_in_training = dict(others)
+        other_bytes["reference"] = _reference_bytes(config, plans[ACTOR])
+    other_bytes_in_training = dict(other_bytes)
     pools = role_pools(config.trainer, asked_roles(config))
     # In a pool of its own the rollout takes no memory of the actor's devices.
     shares_devices = has_policy and pools.get("rollout") == pools.get("actor")
     if shares_devices:
         rollout_bytes = _rollout_bytes_while_training(config, plans[ACTOR], device_bytes)
-        others_in_training["rollout"] = rollout_bytes
+        other_bytes_in_training["rollout"] = rollout_bytes
 
     predicted = []
     if role == ACTOR and shares_devices:
-        predicted.append(_predict_generation(config, plan, others, device_bytes))
+        predicted.append(_predict_generation(config, plan, other_bytes, device_bytes))
 
     # The pass for log-probs or values.
     section = _trained_section(config, role)
@@ -258,7 +258,7 @@ def predict_phases(
         "weights": update.weights,
         "optimizer": optimizer,
         "activations": activations,
-        **others_in_training,
+        **other_bytes_in_training,
     }
     if plan.is_on_cpu:
         parts["gradients"] = _kept_gradients(config, role, plan)
@@ -270,7 +270,7 @@ def predict_phases(
         "gradients": update.gradients,
         "activations": update.activations,
         update.working_name: update.working,
-        **others_in_training,
+        **other_bytes_in_training,
     }
     predicted.append(Phase(role, UPDATE, parts, update.moment))
 
@@ -283,7 +283,7 @@ def predict_phases(
             # One bucket is filled while the other is sent.
             "buckets": 2 * bucket,
             "largest tensor": float(plan.sizes.table_parameters * plan.itemsize),
-            **others,
+            **other_bytes,
         }
         predicted.append(Phase(role, WEIGHT_SYNC, parts))
     return predicted
@@ -391,18 +391,18 @@ def _reserves_memory(config: Config) -> bool:
 
 
 def _predict_generation(
-    config: Config, plan: RolePlan, others: Mapping[str, float], device_bytes: float
+    config: Config, plan: RolePlan, other_bytes: Mapping[str, float], device_bytes: float
 ) -> Phase:
     """Predict the phase in which the rollout generates on the actor's devices.
 
     Args:
         config: the configuration.
         plan: model and ranks of the actor.
-        others: bytes of other roles on the device.
+        other_bytes: bytes of other roles on the device.
         device_bytes: memory of the device.
     """
     rollout = config.actor_rollout_ref.rollout
-    parts = {"training state": _bytes_between_phases(config, ACTOR, plan), **others}
+    parts = {"training state": _bytes_between_phases(config, ACTOR, plan), **other_bytes}
     if rollout.traits.computes_in != "caller":
         if _reserves_memory(config):
             parts["rollout"] = rollout_share(config) * device_bytes

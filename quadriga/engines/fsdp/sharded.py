@@ -471,7 +471,7 @@ class ShardedWeights(PartialWeights):
         return {"weights": [shard.to_local().detach() for shard in self.parameters.values()]}
 
     def replace_memory(self, copies: Sequence[torch.Tensor]) -> None:
-        """Let the parameters use copies of their shards as their memory.
+        """Replace the memory of the parameters by copies of their shards.
 
         If the ranks do not divide a parameter evenly, FSDP pads its shards. Padded shards stay in
         FSDP's memory, which `masters` then keeps viewing.
