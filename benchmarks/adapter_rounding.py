@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from quadriga.config import ModelConfig, load_config
-from quadriga.models.adapter_files import base_name, is_factor, merged
+from quadriga.models.adapter_files import base_name, is_factor, merge_adapter
 from quadriga.models.load import load_causal_lm
 from quadriga.models.lora import adapter_of, add_adapter
 from quadriga.rollout.interface import SamplingParams
@@ -68,7 +68,7 @@ def differences(arguments: argparse.Namespace, size: float, *, is_merged: bool) 
     assert shape is not None, "it has just been added"
     own = ((base_name(name), parameter.detach()) for name, parameter in one.named_parameters())
     CopiedWeights().publish(
-        merged(one.named_parameters(), shape.scale) if is_merged else own, engine, 1
+        merge_adapter(one.named_parameters(), shape.scale) if is_merged else own, engine, 1
     )
     sampling = [
         SamplingParams(arguments.tokens, seed=row, ignore_eos=True) for row in range(NUM_PROMPTS)

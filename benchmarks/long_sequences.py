@@ -65,7 +65,7 @@ def measure(pipe: Connection, num_sequences: int, length: int, folder: Path) -> 
     engine = FSDPEngine(
         PolicyScorer(model), dtype=torch.float32, device=CPU, training=training, memory=memory
     )
-    engine.rest_between_phases(("weights", "masters", "optimizer"), folder, frees_gradients=True)
+    engine.offload_between_phases(("weights", "masters", "optimizer"), folder, frees_gradients=True)
     objective, micro = PolicyObjective(ActorConfig()), MicroBatching(None, length)
 
     def step(batch: DataProto) -> None:

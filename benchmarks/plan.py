@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from quadriga.cli.plan import this_machine
+from quadriga.cli.plan import measure_this_machine
 from quadriga.config import load_config
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.observe.machine import GIB
@@ -122,7 +122,7 @@ def predict(
     config = load_config(overrides, [playground / "sums.yaml"]).config
     dtype = config.actor_rollout_ref.actor.fsdp_config.model_dtype
     # This process has built models, which leave holes in its memory.
-    devices = replace(this_machine(num_ranks, dtype), process_bytes=process_bytes)
+    devices = replace(measure_this_machine(num_ranks, dtype), process_bytes=process_bytes)
     config = on_devices(config, devices)
     sizes = {ACTOR: read_sizes(Path(config.actor_rollout_ref.model.path) / "config.json", {})}
     if config.algorithm.adv_estimator == "gae":
@@ -231,7 +231,7 @@ def main() -> None:
     header = f"| configuration | GiB predicted | measured | error |{times}"
     print(header)
     print("|" + "---|" * (header.count("|") - 1), flush=True)
-    process_bytes = this_machine(1, "float32").process_bytes
+    process_bytes = measure_this_machine(1, "float32").process_bytes
     for number in range(options.number):
         name, overrides, num_ranks = draw(
             number, options.seed, options.playground, options.output, ranks

@@ -142,12 +142,12 @@ def _is_listed(line: Line, key: str) -> bool:
 
 
 def _is_taken(line: Line, key: str) -> bool:
-    has_value = leaf_of(key, line.entry.task) and is_same(line.ours.get(key), line.get(key))
+    has_value = leaf_of(key, line.entry.task) and is_same(line.settings.get(key), line.get(key))
     return bool(has_value) or key in line.sources.values()
 
 
 def _outcome(line: Line) -> tuple[dict[str, object], dict[str, object], list[str]]:
-    return line.ours, line.options, line.notices
+    return line.settings, line.options, line.notices
 
 
 def read_pools(file: Path) -> dict[tuple[Entry, str], list[str]]:

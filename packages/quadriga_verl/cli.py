@@ -15,7 +15,7 @@ from quadriga.errors import ConfigError
 from quadriga.trainer.keep_alive import OPTION, is_kept_alive, keep_run_alive
 from quadriga_verl.commands.entries import ENTRIES, find_entry
 from quadriga_verl.commands.hydra import VERSIONS, Tree
-from quadriga_verl.commands.shell import LAUNCHERS, launched
+from quadriga_verl.commands.shell import LAUNCHERS, find_program
 from quadriga_verl.commands.translate import Line, translate
 from quadriga_verl.commands.verl_keys import VerlKeys
 
@@ -61,12 +61,12 @@ def main(argv: Sequence[str]) -> int:
         parser.error("name one of verl's programs")
     # As in `quadriga verl torchrun --nproc_per_node=8 -m verl.trainer.main_ppo ...`.
     if options.program in LAUNCHERS:
-        options.program, words = launched([options.program, *words]) or (options.program, words)
-    translation = translated(options.program, words, options.verl)
+        options.program, words = find_program([options.program, *words]) or (options.program, words)
+    translation = translate_program(options.program, words, options.verl)
     for notice in translation.notices:
         print(f"notice: {notice}", file=sys.stderr)
     if options.check:
-        print(to_yaml(Tree(translation.ours).nested()), end="")
+        print(to_yaml(Tree(translation.settings).to_nested()), end="")
         _print_problems("Cannot be taken", translation.refused)
         _print_problems("Not on this machine", translation.machine)
         return 2 if translation.refused else 0
@@ -93,7 +93,7 @@ def _print_problems(title: str, problems: Sequence[ConfigError]) -> None:
         print(f"\n{title}:", *problems, sep="\n  ", file=sys.stderr)
 
 
-def translated(program: str, words: Sequence[str], version: str) -> Line:
+def translate_program(program: str, words: Sequence[str], version: str) -> Line:
     """Translate the arguments of a program of verl.
 
     If the program or the version is unknown, the translation has a problem. Further problems are
@@ -174,7 +174,7 @@ def _check_file(file: Path, version: str) -> int:
             name = entry.get("id", number)
             program = entry["entry"]
             words = [str(word) for word in entry["args"]]
-            line = translated(program, words, version or entry.get("set", ""))
+            line = translate_program(program, words, version or entry.get("set", ""))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             name = number
             expected = "JSON with entry and args"

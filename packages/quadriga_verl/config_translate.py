@@ -20,12 +20,12 @@ from quadriga.config.loader import read_settings
 from quadriga.config.root import spell_key
 from quadriga.config.yaml_text import combine_errors, to_yaml
 from quadriga.errors import ConfigError
-from quadriga_verl.cli import translated
+from quadriga_verl.cli import translate_program
 from quadriga_verl.commands.entries import find_entry
 from quadriga_verl.commands.hydra import Tree, known_keys
 from quadriga_verl.commands.line import Line
 from quadriga_verl.commands.rules import find_rule
-from quadriga_verl.commands.shell import UNDECIDED, Command, commands, launched
+from quadriga_verl.commands.shell import UNDECIDED, Command, find_commands, find_program
 from quadriga_verl.commands.verl_keys import is_same
 
 _DESCRIPTION = "Convert verl's shell script, command line or YAML file to a commented YAML."
@@ -67,7 +67,7 @@ def translate(argv: Sequence[str]) -> int:
     )
     options, words = parser.parse_known_args(list(argv))
     line = _command_line(options, words)
-    translation = translated(line.program, line.words, options.verl)
+    translation = translate_program(line.program, line.words, options.verl)
     if translation.refused:
         raise combine_errors(translation.refused)
     entry = translation.entry
@@ -87,7 +87,7 @@ def translate(argv: Sequence[str]) -> int:
     comments = {}
     for key, source in translation.sources.items():
         comments[key] = translation.comments.get(key) or ("" if source == key else source)
-    print(*_lines(Tree(changed).nested(), comments), sep="\n")
+    print(*_lines(Tree(changed).to_nested(), comments), sep="\n")
     for problem in translation.machine:
         print(f"not on this machine: {problem}", file=sys.stderr)
     return 0
@@ -102,7 +102,7 @@ def changed_keys(translation: Line) -> dict[str, Any]:
     Returns:
         The other keys with their values. They give the same configuration as all keys.
     """
-    ours = translation.ours
+    ours = translation.settings
     task = translation.entry.task
     leaves = leaf_keys(task)
     left_out = set()
@@ -179,7 +179,7 @@ def _command_line(options: argparse.Namespace, words: list[str]) -> _CommandLine
         return _CommandLine(options.source, options.program, [*file_words, *words])
     if source.suffix == ".sh":
         return _script_line(options, words)
-    line = None if _is_known(options.source) else launched([options.source, *words])
+    line = None if _is_known(options.source) else find_program([options.source, *words])
     program, words = line or (options.source, words)
     return _CommandLine("the command line", program, words)
 
@@ -193,8 +193,8 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
         expected = "a readable shell script"
         raise ConfigError(options.source, got=got, expected=expected) from error
     candidates = {}
-    for command in commands(text, os.environ):
-        line = launched(command.words)
+    for command in find_commands(text, os.environ):
+        line = find_program(command.words)
         if line and _is_known(line[0]):
             candidates[command.line] = (command, line)
     if not candidates:

@@ -43,7 +43,7 @@ from quadriga.algorithms.registry import (
 from quadriga.errors import ConfigError
 
 
-def in_verls_form(
+def with_verl_signature(
     estimator: Callable[..., tuple[Tensor, Tensor]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Give an estimator verl's parameters.
@@ -73,15 +73,17 @@ def in_verls_form(
 
 
 # verl's names for the estimators.
-compute_gae_advantage_return = in_verls_form(gae)
-compute_grpo_outcome_advantage = in_verls_form(grpo)
-compute_grpo_passk_outcome_advantage = in_verls_form(grpo_passk)
-compute_rloo_outcome_advantage = in_verls_form(rloo)
-compute_opo_outcome_advantage = in_verls_form(opo)
-compute_gpg_outcome_advantage = in_verls_form(gpg)
-compute_reinforce_plus_plus_outcome_advantage = in_verls_form(reinforce_plus_plus)
-compute_reinforce_plus_plus_baseline_outcome_advantage = in_verls_form(reinforce_plus_plus_baseline)
-compute_remax_outcome_advantage = in_verls_form(remax)
+compute_gae_advantage_return = with_verl_signature(gae)
+compute_grpo_outcome_advantage = with_verl_signature(grpo)
+compute_grpo_passk_outcome_advantage = with_verl_signature(grpo_passk)
+compute_rloo_outcome_advantage = with_verl_signature(rloo)
+compute_opo_outcome_advantage = with_verl_signature(opo)
+compute_gpg_outcome_advantage = with_verl_signature(gpg)
+compute_reinforce_plus_plus_outcome_advantage = with_verl_signature(reinforce_plus_plus)
+compute_reinforce_plus_plus_baseline_outcome_advantage = with_verl_signature(
+    reinforce_plus_plus_baseline
+)
+compute_remax_outcome_advantage = with_verl_signature(remax)
 
 
 def compute_policy_loss(

@@ -100,7 +100,7 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
     if not 0 <= row < len(table):
         raise DataError("--row", got=f"{row} of {path}", expected=f"0 to {len(table) - 1}")
     print(f"{path}: {len(table)} rows, {decimal(path.stat().st_size)}")
-    print(*_schema(table), sep="\n")
+    print(*_schema_lines(table), sep="\n")
     for number in range(min(num_rows, len(table))):
         print(f"row {number}")
         for name, value in table[number].items():
@@ -115,7 +115,10 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
         lengths = []
         for rows in table.batches([key], BATCH_ROWS):
             lengths += [len(json.dumps(values[key], ensure_ascii=False)) for values in rows]
-        print(*_histogram(np.array(lengths), "characters of JSON (tokens with --model)"), sep="\n")
+        print(
+            *_histogram_lines(np.array(lengths), "characters of JSON (tokens with --model)"),
+            sep="\n",
+        )
     elif is_chat:
         _print_chats(config, path, row)
     else:
@@ -143,7 +146,7 @@ def _print_chats(config: Config, path: Path, row: int) -> None:
         }
     chats = _Chats([path], encoder.tokenizer, skips, **options)
     lengths = np.array([len(chat.ids) for chat in chats.rows])
-    print(*_histogram(lengths, "tokens"), sep="\n")
+    print(*_histogram_lines(lengths, "tokens"), sep="\n")
     print(f"bad: {len(chats.bad_rows)} rows")
     if chats.rows:
         shown = chats.rows[min(row, len(chats) - 1)]
@@ -172,7 +175,7 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
     num_with_tools = np.count_nonzero(measured["notes"] & WITH_TOOLS)
     print(f"{describe_prompts(measured)}; {num_with_tools} of them with tools")
     lengths = measured["tokens"]
-    print(*_histogram(lengths[lengths != BAD], "tokens"), sep="\n")
+    print(*_histogram_lines(lengths[lengths != BAD], "tokens"), sep="\n")
     _print_left_out(lengths, data.max_prompt_length, [*errors, *row_errors])
     if lengths[row] == BAD:
         print(f"row {row} is one of the bad rows; --row N shows another")
@@ -192,7 +195,7 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
         print(f"video {number}: {frames}, {clip.size[1]} x {clip.size[0]}")
     for number, picture in enumerate(pictures):
         print(f"image {number}: {picture.width} x {picture.height}")
-        drawing = _drawn(picture)
+        drawing = _terminal_image(picture)
         if drawing is not None:
             print(drawing)
 
@@ -209,7 +212,7 @@ def _print_left_out(lengths: np.ndarray, limit: int, errors: list[DataError]) ->
         print(f"  (the first {_NUM_LISTED} of each; {num_more} more)")
 
 
-def _schema(table: RowTable) -> Iterator[str]:
+def _schema_lines(table: RowTable) -> Iterator[str]:
     """Yield a line for each column: its type, or its types in JSON, and its number of nulls."""
     num_nulls = Counter[str]()
     json_types = {name: Counter[str]() for name in table.columns}
@@ -226,17 +229,19 @@ def _schema(table: RowTable) -> Iterator[str]:
         yield f"  {name}: {kind}{nulls}"
 
 
-def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
+def _histogram_lines(lengths: np.ndarray, unit: str) -> Iterator[str]:
     """Yield lines with the quantiles of lengths, and a histogram of ranges of equal width."""
     if len(lengths) == 0:
         return
     quantiles = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1], method="inverted_cdf")
     first, median, q90, q99, last = quantiles
     yield f"{unit}: {first} to {last}, median {median}, 90 % up to {q90}, 99 % up to {q99}"
+
+    # Ranges of equal width from the shortest to the longest.
     first = int(first)
     last = int(last)
-    bar_range = max(1, -(-(last + 1 - first) // _NUM_BARS))
-    edges = np.arange(first, last + 1, bar_range)
+    range_width = max(1, -(-(last + 1 - first) // _NUM_BARS))
+    edges = np.arange(first, last + 1, range_width)
     counts = np.bincount(np.searchsorted(edges, lengths, "right") - 1, minlength=len(edges))
     # The last number in each range.
     ends = [*edges[1:] - 1, last]
@@ -264,7 +269,7 @@ def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] |
     print("|".join(texts))
 
 
-def _drawn(picture: Any) -> str | None:
+def _terminal_image(picture: Any) -> str | None:
     """Escape codes that draw an image in the terminal; None if the terminal cannot do so."""
     kind = os.environ.get("TERM_PROGRAM", "") + os.environ.get("TERM", "")
     is_iterm = "iTerm" in kind or "WezTerm" in kind

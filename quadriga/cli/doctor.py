@@ -58,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
     if options.model:
         probe = import_module(_PROBE)
         # The weights of a large model take a while to read, so each line is printed at once.
-        for line in probe.about_model(options.model, trust_remote_code=options.trust_remote_code):
+        for line in probe.describe_model(
+            options.model, trust_remote_code=options.trust_remote_code
+        ):
             print(line, flush=True)
         return 0
     print(f"quadriga {quadriga.__version__}, in {Path(quadriga.__file__).parent}\n")
@@ -78,11 +80,11 @@ def _print_core() -> bool:
     print("Core")
     is_sound = sys.version_info[:2] >= LEAST_PYTHON
     problem = "" if is_sound else f"{'.'.join(map(str, LEAST_PYTHON))} or later is needed"
-    _line(is_sound, "python", platform.python_version(), problem)
+    _print_line(is_sound, "python", platform.python_version(), problem)
     for requirement in core_requirements():
         _, installed_version = installed(requirement.name)
         problem = requirement_problem(requirement, installed_version)
-        _line(not problem, requirement.name, installed_version, problem)
+        _print_line(not problem, requirement.name, installed_version, problem)
         is_sound = is_sound and not problem
     return is_sound
 
@@ -97,7 +99,7 @@ def _print_extras(*, try_all: bool) -> None:
         remark = f"{extra.purpose}: {extra.reason}"
         if extra.is_usable:
             remark = f"{extra.purpose} ({extra.reason})"
-        _line(extra.is_usable, extra.package, extra.version, remark, no="no")
+        _print_line(extra.is_usable, extra.package, extra.version, remark, no="no")
 
 
 def _print_machine() -> bool:
@@ -146,7 +148,7 @@ def requirement_problem(requirement: Requirement, version: str) -> str:
     return ""
 
 
-def _line(is_fine: bool, name: str, version: str, remark: str, *, no: str = "NO") -> None:
+def _print_line(is_fine: bool, name: str, version: str, remark: str, *, no: str = "NO") -> None:
     """Print a line of the report.
 
     Args:

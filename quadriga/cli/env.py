@@ -21,7 +21,7 @@ from quadriga.rollout.environments.pool import EnvironmentFailedError, Environme
 from quadriga.trainer.checkpoint import model_folder
 from quadriga.trainer.evaluate import evaluate
 
-_SERVED = frozenset({"openenv"})  # a server has the names of its environments
+_SERVER_LIBRARIES = frozenset({"openenv"})  # a server has the names of its environments
 _MAX_SHOWN_CHARACTERS = 2000
 
 
@@ -95,7 +95,7 @@ def play_with_model(options: argparse.Namespace) -> int:
 def list_environments(library: str | None) -> None:
     """Print the names of the environments of a library, or of all with their numbers."""
     for name in LIBRARIES if library is None else [library]:
-        if name in _SERVED:
+        if name in _SERVER_LIBRARIES:
             print(f"{name}:ws://HOST:PORT    a server of OpenEnv")
             continue
         try:

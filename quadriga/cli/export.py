@@ -19,7 +19,7 @@ from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
 from quadriga.models.adapter_files import AdapterFiles, write_factors
 from quadriga.models.load import from_pretrained, load_config
 from quadriga.models.vision import copy_processor
-from quadriga.models.weight_files import INDEX, share_with_readers
+from quadriga.models.weight_files import INDEX, set_readable
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
 
 # Larger models are written in several files, which hubs and file systems handle more easily.
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     dtype = getattr(torch, dtype_name)
     disable_progress_bar()
     parts = None if arguments.adapter else _load(folder, dtype)
-    with _writing(arguments.output):
+    with _explain_write_errors(arguments.output):
         arguments.output.mkdir(parents=True, exist_ok=True)
         if parts is None:
             shutil.copyfile(folder / ADAPTER_CONFIG, arguments.output / ADAPTER_CONFIG)
@@ -117,13 +117,13 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
     for name in (SINGLE_FILE, INDEX):
         (folder / name).unlink(missing_ok=True)
     model.save_pretrained(folder, max_shard_size=FILE_BYTES)
-    share_with_readers(folder)
+    set_readable(folder)
     tokenizer.save_pretrained(folder)
     generation_config.to_json_file(folder / "generation_config.json")
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _explain_write_errors(folder: Path) -> Iterator[None]:
     """Context manager: name the folder in errors while it is written."""
     try:
         yield

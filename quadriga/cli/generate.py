@@ -23,8 +23,8 @@ from quadriga.trainer.validate import first_samples
 
 def main(argv: Sequence[str]) -> int:
     """Print responses to prompts, or with --output write responses to the rows of --data."""
-    arguments = _parser().parse_intermixed_args(list(argv))
-    config = _config_of(arguments)
+    arguments = _make_parser().parse_intermixed_args(list(argv))
+    config = _load_config(arguments)
     temperature = config.actor_rollout_ref.rollout.temperature
     sampling = "the most likely tokens (--temperature 0)"
     if temperature:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     """Make the parser of `quadriga generate`."""
     parser = argparse.ArgumentParser(prog="quadriga generate", description=main.__doc__)
     parser.add_argument(
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config_of(arguments: argparse.Namespace) -> Config:
+def _load_config(arguments: argparse.Namespace) -> Config:
     """Load the configuration, with the keys that options of the command set."""
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     rollout = "actor_rollout_ref.rollout"
@@ -105,7 +105,7 @@ def _config_of(arguments: argparse.Namespace) -> Config:
 def _answer_prompts(config: Config, arguments: argparse.Namespace) -> None:
     """Print each prompt and its responses."""
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    prompts, images = dealt(arguments.prompt, arguments.image)
+    prompts, images = distribute_images(arguments.prompt, arguments.image)
     chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
     for prompt, texts in zip(arguments.prompt, answer(config, chats, images), strict=True):
         print(f"> {prompt}")
@@ -119,7 +119,9 @@ def answer_rows(config: Config, output_path: str | Path) -> None:
     print(f"{answer_files(config, Path(output_path))} rows: {output_path}")
 
 
-def dealt(prompts: Sequence[str], images: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+def distribute_images(
+    prompts: Sequence[str], images: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
     """Distribute images over the `<image>` places of prompts.
 
     Args:
@@ -143,8 +145,10 @@ def dealt(prompts: Sequence[str], images: Sequence[str]) -> tuple[list[str], lis
         got = f"{IMAGE} {num_places} times in the prompts, and --image {len(images)} times"
         fix = f"Write {IMAGE} in the place of an image."
         raise ConfigError("--image", got=got, expected="one for each", fix=fix)
-    remaining = iter(images)
-    return texts, [list(islice(remaining, text.count(IMAGE))) for text in texts]
+    # Each prompt takes the next images, as many as it has places.
+    remaining_images = iter(images)
+    images_by_prompt = [list(islice(remaining_images, text.count(IMAGE))) for text in texts]
+    return texts, images_by_prompt
 
 
 def grade(argv: Sequence[str]) -> int:
@@ -184,7 +188,7 @@ def grade(argv: Sequence[str]) -> int:
     for row in first_samples(grades.rows, config.trainer.log_val_generations):
         grading = f"score {row['score']:g}, truth {row['ground_truth']!r}"
         print(f"  {row['input']!r}\n    -> {row['output']!r} ({grading})")
-    _print(grades)
+    _print_grades(grades)
     return 0
 
 
@@ -195,10 +199,10 @@ def score(
     reward_model_key: str = "reward_model",
 ) -> None:
     """Grade the responses in a file with `score_file`, and print the metrics."""
-    _print(score_file(config, path, response_key, reward_model_key))
+    _print_grades(score_file(config, path, response_key, reward_model_key))
 
 
-def _print(grades: Grades) -> None:
+def _print_grades(grades: Grades) -> None:
     """Print each metric with its 95 % confidence interval, and pass@k if all scores are 0 or 1."""
     is_binary = all(row["score"] in (0, 1) for row in grades.rows)
     width = max(map(len, grades.metrics), default=0)

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams.install()
     status = 0
     try:
-        status = _run(argv)
+        status = _run_command(argv)
         if sys.stdout is not None:
             # Here and not at exit, so that a failure decides about the status.
             sys.stdout.flush()
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 141
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run_command(argv: Sequence[str] | None) -> int:
     """Parse the command line and call its command, with its processes under guard."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Trackers record `sys.argv`, so secrets are removed from it.
@@ -110,7 +110,7 @@ def _run(argv: Sequence[str] | None) -> int:
     # The option may be anywhere, also after the keys of a long command line.
     has_traceback = _TRACEBACK_OPTION in arguments or os.environ.get("QUADRIGA_TRACEBACK") == "1"
     arguments = [argument for argument in arguments if argument != _TRACEBACK_OPTION]
-    parser = _parser()
+    parser = _make_parser()
     _refuse_undecodable(parser, arguments)
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -127,7 +127,7 @@ def _run(argv: Sequence[str] | None) -> int:
         streams.raise_failures()
     try:
         try:
-            return _call(options.command, options.arguments, has_traceback)
+            return _call_command(options.command, options.arguments, has_traceback)
         finally:
             if guardian is not None:
                 # The processes are being ended already, so a second Ctrl-C changes nothing.
@@ -143,7 +143,7 @@ def _run(argv: Sequence[str] | None) -> int:
                 guardian.close()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line up to the command, whose arguments are not parsed."""
     width = max(map(len, COMMANDS))
     summaries = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
@@ -181,7 +181,7 @@ def _refuse_undecodable(parser: argparse.ArgumentParser, arguments: Sequence[str
             parser.error(f"{place}: got {text!a}, {expected}. {fix}")
 
 
-def _call(command: str, arguments: list[str], has_traceback: bool) -> int:
+def _call_command(command: str, arguments: list[str], has_traceback: bool) -> int:
     """Call the function of a command; print errors without a traceback.
 
     Args:

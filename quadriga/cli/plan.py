@@ -12,7 +12,13 @@ from quadriga.config import show
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.errors import ConfigError
 from quadriga.planning.devices import CPU, Devices, count_and_name
-from quadriga.planning.plan import chosen, lines, make_plan, on_devices, read_sizes
+from quadriga.planning.plan import (
+    choose_recomputation,
+    describe_plan,
+    make_plan,
+    on_devices,
+    read_sizes,
+)
 from quadriga.planning.time import Lengths
 
 # Imported on demand: they load torch, which a plan for accelerators does not need.
@@ -57,12 +63,12 @@ def main(argv: Sequence[str]) -> int:
     if dtype == "auto":
         dtype = "float32" if options.devices.endswith(CPU) else "bfloat16"
     count, name = count_and_name(options.devices)
-    devices = this_machine(count, dtype) if name == CPU else Devices.parse(options.devices)
+    devices = measure_this_machine(count, dtype) if name == CPU else Devices.parse(options.devices)
     itemsize = 4 if dtype == "float32" else 2
     data = config.data
     lengths = Lengths(
-        prompt=_mean("prompt", options.mean_prompt, data.max_prompt_length),
-        response=_mean("response", options.mean_response, data.max_response_length),
+        prompt=_mean_length("prompt", options.mean_prompt, data.max_prompt_length),
+        response=_mean_length("response", options.mean_response, data.max_response_length),
     )
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     if num_ranks not in (1, devices.count):
@@ -73,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
         path = config.critic.model.path
         sizes[CRITIC] = read_sizes(_config_file(path), {}) if path else sizes[ACTOR]
     plan = make_plan(config, devices, lengths, sizes, itemsize)
-    plan = chosen(plan, lengths, sizes, itemsize)
-    for line in lines(plan, lengths, sizes, itemsize):
+    plan = choose_recomputation(plan, lengths, sizes, itemsize)
+    for line in describe_plan(plan, lengths, sizes, itemsize):
         print(line)
     if options.write:
         options.write.write_text(show(plan.config), encoding="utf-8")
@@ -82,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.fits else 1
 
 
-def this_machine(count: int, dtype: str) -> Devices:
+def measure_this_machine(count: int, dtype: str) -> Devices:
     """Measure this machine's CPU, as the device that ranks share.
 
     Args:
@@ -107,7 +113,7 @@ def this_machine(count: int, dtype: str) -> Devices:
     return replace(devices, process_bytes=process_bytes)
 
 
-def _mean(kind: str, mean: float | None, longest: int) -> float:
+def _mean_length(kind: str, mean: float | None, longest: int) -> float:
     """Check a mean length in tokens; half of the longest if none is given.
 
     Args:

@@ -27,7 +27,7 @@ Next:
 
 def main(argv: list[str]) -> int:
     """Run `quadriga prepare`; return its exit status."""
-    options = _parser().parse_args(argv)
+    options = _make_parser().parse_args(argv)
     if not sys.stderr.isatty():
         # In a log, a library's progress bar would be one endless line.
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         _prepare_data(options)
     elif options.what == "model":
         with waiting(f"the model {options.name}", lambda: f"{options.output}", NOTICE_S):
-            folder = _recipe("model_folder").prepare_model(options.name, options.output)
+            folder = _import_recipe("model_folder").prepare_model(options.name, options.output)
         log_to(options.output)
         print(f"model: {folder}")
     else:
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     """Make the parser, with a sub-command for each kind of output."""
     parser = argparse.ArgumentParser(
         prog="quadriga prepare", description="Write data or a model as a run reads them."
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prepare_data(options: argparse.Namespace) -> None:
     """Write the rows of a task, and print the files."""
-    files = _recipe("tasks").prepare_data(
+    files = _import_recipe("tasks").prepare_data(
         options.name,
         options.output,
         num_train=options.num_train,
@@ -104,7 +104,7 @@ def _prepare_data(options: argparse.Namespace) -> None:
 
 def _prepare_playground(options: argparse.Namespace) -> None:
     """Write the playground; print its files and the commands to run next."""
-    parts = _recipe("playground").prepare_playground(options.output, seed=options.seed)
+    parts = _import_recipe("playground").prepare_playground(options.output, seed=options.seed)
     log_to(options.output)
     width = max(map(len, parts))
     for name, path in parts.items():
@@ -114,7 +114,7 @@ def _prepare_playground(options: argparse.Namespace) -> None:
     print(_NEXT.format(sft=sft, sums=sums))
 
 
-def _recipe(name: str) -> ModuleType:
+def _import_recipe(name: str) -> ModuleType:
     """Import a module of `quadriga_recipes`, which may be missing: a run does not need it."""
     try:
         return import_module(f"quadriga_recipes.{name}")

@@ -67,6 +67,6 @@ def main(argv: Sequence[str]) -> int:
     except BdbQuit:
         print("the replay was ended in the debugger")
         return 1
-    for line in import_module(_REPORT).lines_of(replayed, options.uid):
+    for line in import_module(_REPORT).describe_replay(replayed, options.uid):
         print(line)
     return 0 if replayed.is_equal else 1

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     for key, value in settings.items():
         if value is not None:
             arguments.overrides.append(f"{key}={value}")
-    serve(_with_length(load_from(arguments)))
+    serve(_limit_length(load_from(arguments)))
     return 0
 
 
@@ -100,7 +100,7 @@ def serve(config: Config) -> None:
             rollout_of(team).method("close")()
 
 
-def _with_length(config: Config) -> Config:
+def _limit_length(config: Config) -> Config:
     """Set `rollout.max_model_len` to what the model can take, unless it is set."""
     policy = config.actor_rollout_ref
     if policy.rollout.max_model_len is not None:

@@ -79,19 +79,19 @@ def sft(argv: Sequence[str]) -> int:
     return _start(config, ["sft", *argv] if options.keep_alive else [])
 
 
-def _start(config: Config, kept_alive: Sequence[str]) -> int:
+def _start(config: Config, restart_command: Sequence[str]) -> int:
     """Train; errors name keys in the task's spelling.
 
     Args:
         config: the run.
-        kept_alive: words of the command to restart when a signal ends it; empty: no restart.
+        restart_command: words of the command to restart if a signal ends it; empty: no restart.
 
     Returns:
         The exit status.
     """
     try:
-        if kept_alive and not is_kept_alive():
-            return keep_run_alive(config, kept_alive)
+        if restart_command and not is_kept_alive():
+            return keep_run_alive(config, restart_command)
         run_ppo(config, process_start_time())
     except QuadrigaError as error:
         respell(error, config.task)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     data = ViewData([Path(run).expanduser() for run in options.runs])
     if options.export:
         path = Path(options.export).expanduser()
-        for note in export(data, path, _steps(options.steps)):
+        for note in export(data, path, _parse_steps(options.steps)):
             print(note)
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
         return 0
@@ -81,17 +81,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _steps(text: str | None) -> list[int] | None:
+def _parse_steps(text: str | None) -> list[int] | None:
     """Parse a list of steps such as `1,5,10-20`; None stays None."""
     if text is None:
         return None
+    error = ConfigError("--steps", got=text, expected="numbers and ranges, as in 1,5,10-20")
     steps: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        # An empty range, which is refused below, stands for what is no number or range.
-        first = int(match[1]) if match else 0
-        last = int(match[2] or first) if match else -1
+        if match is None:
+            raise error
+        first = int(match[1])
+        last = int(match[2] or first)
         if not first <= last < first + _MAX_RANGE:
-            raise ConfigError("--steps", got=text, expected="numbers and ranges, as in 1,5,10-20")
+            raise error
         steps.update(range(first, last + 1))
     return sorted(steps)

@@ -31,7 +31,7 @@ def read_traits(name: str) -> EngineTraits:
         ConfigError: there is no such file or class, or it does not declare its traits.
     """
 
-    def refused(expected: str, fix: str) -> ConfigError:
+    def make_error(expected: str, fix: str) -> ConfigError:
         return ConfigError(
             "actor_rollout_ref.rollout.name", got=repr(name), expected=expected, fix=fix
         )
@@ -43,19 +43,19 @@ def read_traits(name: str) -> EngineTraits:
         tree = ast.parse(file.read_bytes())
     except FileNotFoundError as error:
         fix = f"There is no {file}; relative paths start at the current directory."
-        raise refused("a Python file", fix) from error
+        raise make_error("a Python file", fix) from error
     except SyntaxError as error:
-        raise refused("a Python file", f"{file}, line {error.lineno}: {error.msg}.") from error
+        raise make_error("a Python file", f"{file}, line {error.lineno}: {error.msg}.") from error
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if class_name not in classes:
         fix = f"Write `class {class_name}(RolloutEngine)` there."
         fix = did_you_mean(class_name, classes) or fix
-        raise refused(f"a class in {file} ({', '.join(classes) or 'it has none'})", fix)
+        raise make_error(f"a class in {file} ({', '.join(classes) or 'it has none'})", fix)
 
     values = _declared_values(classes[class_name])
     if values is None:
         expected = f"`traits = EngineTraits(...)` in the body of {class_name} in {file}"
-        raise refused(expected, _LITERAL)
+        raise make_error(expected, _LITERAL)
     try:
         return EngineTraits(**values)
     except ValidationError as error:
@@ -65,7 +65,7 @@ def read_traits(name: str) -> EngineTraits:
         known_traits = EngineTraits.__dataclass_fields__
         if trait not in known_traits:
             fix = f"EngineTraits has no {trait}, but {', '.join(known_traits)}."
-        raise refused(f"valid traits in {class_name} of {file}", fix) from error
+        raise make_error(f"valid traits in {class_name} of {file}", fix) from error
 
 
 def _find_file(place: str) -> Path:

@@ -91,7 +91,7 @@ def mini_batches(
 
     Returns:
         For each mini-batch, two tensors [b] int64: the indices of its rows in `data`, and their
-        places, which sort the rows of all ranks in the order of this pass.
+        positions, which sort the rows of all ranks in the order of this pass.
 
     Raises:
         EngineError: `row_index` has numbers outside of the batch.
@@ -111,30 +111,33 @@ def mini_batches(
                 expected=f"each number from 0 to {num_rows - 1} once",
                 fix="Number the rows after the last one was added or removed.",
             )
+
     rollouts = numbers
     num_rollouts = num_rows
-    places_per_rollout = 1
+    positions_per_rollout = 1
     if "rollout_index" in data.batch.keys():
         rollouts = data.batch["rollout_index"].cpu()
         num_rollouts = 1 + max(replicas.gather(max(rollouts.tolist(), default=-1)))
-        # A rollout may have any of the rows, so reserve a place for each. Most stay empty.
-        places_per_rollout = num_rows
+        # A rollout may have any of the rows, so reserve a position for each. Most stay empty.
+        positions_per_rollout = num_rows
+
     for epoch in range(passes.num_epochs):
-        places = rollouts
+        positions = rollouts
         if passes.shuffle_seed is not None:
             generator = torch.Generator().manual_seed(passes.shuffle_seed + epoch)
             order = torch.randperm(num_rollouts, generator=generator)
             # The inverse permutation: where each rollout comes in the shuffled order.
-            place_of = torch.empty_like(order).scatter_(0, order, torch.arange(num_rollouts))
-            places = place_of[rollouts]
-        if places_per_rollout > 1:
+            position_of = torch.empty_like(order).scatter_(0, order, torch.arange(num_rollouts))
+            positions = position_of[rollouts]
+        if positions_per_rollout > 1:
             # Rows of a rollout are in the order of their numbers.
-            places = places * places_per_rollout + numbers
-        sorted_places, sorted_rows = places.sort()
+            positions = positions * positions_per_rollout + numbers
+        # A mini-batch is a range of positions, of which this rank may have any number of rows.
+        sorted_positions, sorted_rows = positions.sort()
         for start in range(0, num_rollouts, passes.mini_batch_size):
-            ends = torch.tensor([start, start + passes.mini_batch_size]) * places_per_rollout
-            first, last = torch.searchsorted(sorted_places, ends).tolist()
-            yield sorted_rows[first:last], sorted_places[first:last]
+            ends = torch.tensor([start, start + passes.mini_batch_size]) * positions_per_rollout
+            first, last = torch.searchsorted(sorted_positions, ends).tolist()
+            yield sorted_rows[first:last], sorted_positions[first:last]
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,9 @@ class RowLength:
 
 def micro_batches(
     rows: Sequence[RowLength],
-    how: MicroBatching,
+    division: MicroBatching,
     *,
-    num_at_least: int = 0,
+    min_batches: int = 0,
     attention_tokens: float = math.inf,
 ) -> list[list[int]]:
     """Divide rows into micro-batches. Each row is in exactly one, and none is empty.
@@ -161,8 +164,8 @@ def micro_batches(
 
     Args:
         rows: [b] lengths.
-        how: whether to divide by tokens or by number of sequences, and the limits.
-        num_at_least: minimum number of micro-batches, limited by the number of rows. Ranks that
+        division: whether to divide by tokens or by number of sequences, and the limits.
+        min_batches: minimum number of micro-batches, limited by the number of rows. Ranks that
             must make equally many divide once, agree on the largest number, and divide again.
         attention_tokens: length of a sequence at which attention costs as much as all other
             computation; if infinite, a token costs the same in any sequence. It only affects how
@@ -171,12 +174,14 @@ def micro_batches(
     Returns:
         Indices of the rows of each micro-batch.
     """
-    num_at_least = min(num_at_least, len(rows))
-    if how.num_sequences is not None:
-        return _by_sequences(len(rows), how.num_sequences, num_at_least)
-    units = _units(rows, how, num_at_least, attention_tokens)
-    units.sort(key=attrgetter("order"))
-    batches = _assign(units, how.max_tokens, num_at_least)
+    min_batches = min(min_batches, len(rows))
+    if division.num_sequences is not None:
+        return _divide_by_sequences(len(rows), division.num_sequences, min_batches)
+    units = _group_rows(rows, division, min_batches, attention_tokens)
+    units.sort(key=attrgetter("sort_key"))
+    batches = _assign_units(units, division.max_tokens, min_batches)
+
+    # The costliest micro-batch first; of equal ones, the one with the earliest row.
     batches.sort(
         key=lambda batch: (-sum(unit.cost for unit in batch), min(unit.first for unit in batch))
     )
@@ -188,23 +193,23 @@ def micro_batches(
     return indices
 
 
-def _by_sequences(num_rows: int, size: int, num_at_least: int) -> list[list[int]]:
+def _divide_by_sequences(num_rows: int, size: int, min_batches: int) -> list[list[int]]:
     """Divide rows, in their order, into micro-batches of `size` rows.
 
     Args:
         num_rows: number of rows.
         size: rows of a micro-batch, except the last one.
-        num_at_least: minimum number of micro-batches, at most `num_rows`. If it is larger than the
+        min_batches: minimum number of micro-batches, at most `num_rows`. If it is larger than the
             number of micro-batches of `size` rows, the rows are divided evenly instead.
 
     Returns:
         Indices of the rows of each micro-batch.
     """
     num_full = -(-num_rows // size)
-    if num_at_least <= num_full:
+    if min_batches <= num_full:
         bounds = [*range(0, num_rows, size), num_rows]
     else:
-        bounds = [num_rows * part // num_at_least for part in range(num_at_least + 1)]
+        bounds = [num_rows * part // min_batches for part in range(min_batches + 1)]
     return [list(range(start, end)) for start, end in pairwise(bounds)]
 
 
@@ -216,7 +221,7 @@ class _Unit:
         first: smallest of the indices.
         num_tokens: packed tokens, with the prompt counted once.
         cost: cost of computing the unit, as an equivalent number of tokens.
-        order: sort key that puts the costliest unit first.
+        sort_key: puts the costliest unit first. Only units of the same rows have equal keys.
     """
 
     def __init__(
@@ -224,6 +229,7 @@ class _Unit:
     ) -> None:
         self.members = sorted(members, key=lambda index: (-rows[index].num_response_tokens, index))
         self.first = min(members)
+        # Numbers of tokens. All members have the same prompt.
         prompt = rows[self.members[0]].num_prompt_tokens
         responses = [rows[index].num_response_tokens for index in self.members]
         self.num_tokens = prompt + sum(responses)
@@ -231,18 +237,18 @@ class _Unit:
         # (p + r)^2 - p^2 = r (r + 2 p), since its tokens attend to the prompt too.
         pairs = prompt**2 + sum(response * (response + 2 * prompt) for response in responses)
         self.cost = self.num_tokens + pairs / attention_tokens
-        self.order = (-self.cost, -self.num_tokens, responses, self.first)
+        self.sort_key = (-self.cost, -self.num_tokens, responses, self.first)
 
 
-def _units(
-    rows: Sequence[RowLength], how: MicroBatching, num_at_least: int, attention_tokens: float
+def _group_rows(
+    rows: Sequence[RowLength], division: MicroBatching, min_units: int, attention_tokens: float
 ) -> list[_Unit]:
     """Group rows into units: all responses to a prompt, if they fit into one micro-batch.
 
     Args:
         rows: the rows.
-        how: limits of a micro-batch.
-        num_at_least: minimum number of units, at most the number of rows.
+        division: limits of a micro-batch.
+        min_units: minimum number of units, at most the number of rows.
         attention_tokens: see `micro_batches`.
 
     Returns:
@@ -250,26 +256,29 @@ def _units(
     """
     groups: dict[Hashable, list[int]] = {}
     for index, row in enumerate(rows):
-        key = row.prompt_key if how.share_prompts else index
+        key = row.prompt_key if division.share_prompts else index
         groups.setdefault(key, []).append(index)
+
     units: list[_Unit] = []
     for members in groups.values():
         unit = _Unit(rows, members, attention_tokens)
-        if unit.num_tokens <= how.max_tokens:
+        if unit.num_tokens <= division.max_tokens:
             units.append(unit)
             continue
         # Split a group that does not fit, its longest rows first. Each part computes the prompt.
-        capacity = how.max_tokens - rows[members[0]].num_prompt_tokens
+        capacity = division.max_tokens - rows[members[0]].num_prompt_tokens
         sizes = [rows[index].num_response_tokens for index in unit.members]
         for part in _first_fit(sizes, capacity):
             members_of_part = [unit.members[number] for number in part]
             units.append(_Unit(rows, members_of_part, attention_tokens))
-    while len(units) < num_at_least:
-        # There are more rows than units, so one has several. Split the costliest.
+
+    while len(units) < min_units:
+        # There are more rows than units, so one has several. Split the costliest. Its members are
+        # sorted by length, so every other one gives two halves of similar cost.
         splittable = [unit for unit in units if len(unit.members) > 1]
-        largest = min(splittable, key=attrgetter("order"))
-        units.remove(largest)
-        for half in (largest.members[::2], largest.members[1::2]):
+        costliest = min(splittable, key=attrgetter("sort_key"))
+        units.remove(costliest)
+        for half in (costliest.members[::2], costliest.members[1::2]):
             units.append(_Unit(rows, half, attention_tokens))
     return units
 
@@ -285,19 +294,19 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         Numbers of the items in each part.
     """
     parts: list[list[int]] = []
-    room: list[int] = []
+    free_sizes: list[int] = []
     for number, size in enumerate(sizes):
-        parts_with_room = (part for part, free in enumerate(room) if free >= size)
+        parts_with_room = (part for part, free in enumerate(free_sizes) if free >= size)
         part = next(parts_with_room, len(parts))
         if part == len(parts):
             parts.append([])
-            room.append(capacity)
+            free_sizes.append(capacity)
         parts[part].append(number)
-        room[part] -= size
+        free_sizes[part] -= size
     return parts
 
 
-def _assign(units: Sequence[_Unit], max_tokens: int, num_at_least: int) -> list[list[_Unit]]:
+def _assign_units(units: Sequence[_Unit], max_tokens: int, min_batches: int) -> list[list[_Unit]]:
     """Assign units to as few micro-batches as possible, of similar costs.
 
     First fit needs few micro-batches, but fills them unevenly. `_assign_evenly` fills them evenly,
@@ -306,21 +315,23 @@ def _assign(units: Sequence[_Unit], max_tokens: int, num_at_least: int) -> list[
     Args:
         units: the costliest first.
         max_tokens: token limit of a micro-batch; a larger unit is alone.
-        num_at_least: minimum number of micro-batches.
+        min_batches: minimum number of micro-batches.
 
     Returns:
         The units of each micro-batch.
     """
     sizes = [unit.num_tokens for unit in units]
     first_fit = [[units[number] for number in part] for part in _first_fit(sizes, max_tokens)]
-    high = max(num_at_least, len(first_fit))
-    low = min(high, max(num_at_least, -(-sum(sizes) // max_tokens)))
+    high = max(min_batches, len(first_fit))
+    # No division needs fewer micro-batches than the sum of all tokens does.
+    low = min(high, max(min_batches, -(-sum(sizes) // max_tokens)))
     while low < high:
-        num = (low + high) // 2
-        if _assign_evenly(units, max_tokens, num) is None:
-            low = num + 1
+        middle = (low + high) // 2
+        if _assign_evenly(units, max_tokens, middle) is None:
+            low = middle + 1
         else:
-            high = num
+            high = middle
+
     batches = _assign_evenly(units, max_tokens, high)
     if batches is None and high == len(first_fit):
         return first_fit
@@ -331,9 +342,11 @@ def _assign(units: Sequence[_Unit], max_tokens: int, num_at_least: int) -> list[
     return batches
 
 
-def _assign_evenly(units: Sequence[_Unit], max_tokens: int, num: int) -> list[list[_Unit]] | None:
-    """Assign each unit to the cheapest of `num` micro-batches with room. None: no room."""
-    batches = BalancedParts([max_tokens] * num)
+def _assign_evenly(
+    units: Sequence[_Unit], max_tokens: int, num_batches: int
+) -> list[list[_Unit]] | None:
+    """Assign each unit to the cheapest of `num_batches` micro-batches with room. None: no room."""
+    batches = BalancedParts([max_tokens] * num_batches)
     for unit in units:
         # A unit over the limit takes a whole micro-batch.
         size = min(unit.num_tokens, max_tokens)

@@ -50,7 +50,7 @@ from quadriga.protocol.memory import SLOT_HEADER_BYTES, slot_of
 
 State = Mapping[str, torch.Tensor]
 """Tensors by name: DTensors if several ranks hold shards, plain tensors otherwise."""
-Written = list[list[WriteResult]]
+WrittenChunks = list[list[WriteResult]]
 """The chunks that a rank has written: one list for each folder."""
 _UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 _OTHER_MODEL = "Resume with the model that the checkpoint was made from."
@@ -66,9 +66,9 @@ class StateWriter:
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
         # Outcome of the running thread; None if nothing is being written.
-        self._thread: Future[Written] | None = None
+        self._thread: Future[WrittenChunks] | None = None
         # Runs in a second thread, once all ranks have written their chunks.
-        self._completion: Callable[[list[Written]], Written] | None = None
+        self._completion: Callable[[list[WrittenChunks]], WrittenChunks] | None = None
 
     def start(
         self, states: Mapping[Path, State], afterwards: Callable[[], None] | None = None
@@ -84,13 +84,14 @@ class StateWriter:
             CheckpointError: a folder cannot be created, or the previous state could not be written.
         """
         self.is_written(wait=True)
-        chunks = [_Chunks(folder, state, self.world) for folder, state in states.items()]
+        chunks = [_FolderChunks(folder, state, self.world) for folder, state in states.items()]
         completion = partial(self._complete, chunks, afterwards)
 
-        def write() -> Written:
+        def write() -> WrittenChunks:
             return [chunks_of_folder.write() for chunks_of_folder in chunks]
 
         if self.world.size > 1:
+            # `is_written` starts the completion when all ranks have written their chunks.
             self._thread = in_background(write, "checkpoint")
             self._completion = completion
         else:
@@ -98,6 +99,8 @@ class StateWriter:
 
     def is_written(self, *, wait: bool = False) -> bool:
         """Whether the last state is complete on disk, on all ranks.
+
+        If all ranks have written their chunks, this starts the thread that completes the folders.
 
         Args:
             wait: whether to wait until it is complete.
@@ -119,6 +122,7 @@ class StateWriter:
                 error = CheckpointError("writing a checkpoint", got=got, expected="no such error")
                 error.add_note(trace)
             written = thread.result() if is_done and error is None else None
+
             # All ranks decide by the same outcomes, so they continue or raise together.
             outcomes = self.world.gather((is_done, written, error))
             for _, _, error_of_rank in outcomes:
@@ -128,6 +132,7 @@ class StateWriter:
                     raise error_of_rank
             if not all(is_done for is_done, _, _ in outcomes):
                 return False
+
             completion = self._completion
             self._thread = None
             self._completion = None
@@ -138,10 +143,10 @@ class StateWriter:
 
     def _complete(
         self,
-        chunks: "Sequence[_Chunks]",
+        chunks: "Sequence[_FolderChunks]",
         afterwards: Callable[[], None] | None,
-        written: list[Written],
-    ) -> Written:
+        written: list[WrittenChunks],
+    ) -> WrittenChunks:
         """On rank 0, complete each folder and call `afterwards`. Other ranks do nothing.
 
         Args:
@@ -170,8 +175,12 @@ def _gather_or_raise(world: ProcessGroup, value: Any, error: CheckpointError | N
 
 
 @contextmanager
-def explained(where: Path) -> Iterator[None]:
-    """Context manager: turn errors of writing into a CheckpointError that names the file."""
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Context manager: turn errors of writing into a CheckpointError that names the file.
+
+    Args:
+        path: file or folder that is written, for errors that do not name a file.
+    """
     try:
         yield
     except CheckpointError:
@@ -183,7 +192,6 @@ def explained(where: Path) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__context__
-        path = where
         if isinstance(cause, OSError) and cause.filename:
             path = Path(cause.filename)
         reported = cause or error
@@ -194,7 +202,7 @@ def explained(where: Path) -> Iterator[None]:
         ) from error
 
 
-class _Chunks(DefaultSavePlanner):
+class _FolderChunks(DefaultSavePlanner):
     """This rank's chunks of a distributed checkpoint, copied from the engine's tensors.
 
     Args:
@@ -216,9 +224,10 @@ class _Chunks(DefaultSavePlanner):
         self._writer.storage_meta = StorageMeta
         self._writer.set_up_storage_writer(world.is_first)
         self.set_up_planner(dict(state), is_coordinator=world.is_first)
+
         folder_error = None
         try:
-            with explained(folder):
+            with explain_write_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         except CheckpointError as error:
             folder_error = error
@@ -226,6 +235,7 @@ class _Chunks(DefaultSavePlanner):
         local_plans = _gather_or_raise(world, self.create_local_plan(), folder_error)
         plans, _ = self.create_global_plan(local_plans)
         self.finish_plan(self._writer.prepare_global_plan(plans)[world.rank])
+
         self._copies: dict[str, torch.Tensor] = {}
         for name in sorted({item.index.fqn for item in self.plan.items}):
             local = _local_tensor(state[name])
@@ -241,7 +251,7 @@ class _Chunks(DefaultSavePlanner):
         """Write this rank's chunks, and free the copies. Called in a thread."""
         if not self.plan.items:
             return []
-        with explained(self.folder):
+        with explain_write_errors(self.folder):
             results = self._writer.write_data(self.plan, self).wait()
         self._copies.clear()
         return results
@@ -255,11 +265,11 @@ class _Chunks(DefaultSavePlanner):
         Raises:
             CheckpointError: the list cannot be written, or chunks are missing.
         """
-        with explained(self.folder):
+        with explain_write_errors(self.folder):
             self._writer.finish(self.metadata, written)
         reader = ChunkReader(self.folder)
         num_planned = sum(len(tensor.chunks) for tensor in reader.tensors.values())
-        num_written = len(reader.listed.storage_data)
+        num_written = len(reader.chunk_list.storage_data)
         if num_written != num_planned:
             raise CheckpointError(
                 str(self.folder),
@@ -307,24 +317,27 @@ def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
     for shapes_of_rank in _gather_or_raise(world, local_shapes, reader_error):
         shapes |= shapes_of_rank
     assert reader is not None, "a failed reader raises above"
-    _require_fit(folder, reader.listed, shapes)
+    _require_same_tensors(folder, reader.chunk_list, shapes)
     reader.read_into(dict(state))
 
 
-def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size]) -> None:
+def _require_same_tensors(
+    folder: Path, chunk_list: Metadata, shapes: Mapping[str, torch.Size]
+) -> None:
     """Check that a checkpoint has the tensors of this model and optimizer.
 
     Args:
         folder: folder of the state.
-        listed: torch's description of the tensors in it.
+        chunk_list: torch's description of the tensors in it.
         shapes: shapes of this model's tensors, by name.
 
     Raises:
         CheckpointError: a name or a shape differs.
     """
     sizes = {}
-    for name, entry in listed.state_dict_metadata.items():
+    for name, entry in chunk_list.state_dict_metadata.items():
         sizes[name] = getattr(entry, "size", None)
+
     # Checked first: with another optimizer, all tensors of the optimizer are unknown or missing.
     kinds = _optimizer_kinds(sizes)
     expected_kinds = _optimizer_kinds(shapes)
@@ -336,6 +349,7 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
             fix="Resume with the optimizer that the checkpoint was made with, or leave 'optimizer' "
             "out of checkpoint.load_contents: it then starts anew.",
         )
+
     unknown = sorted(sizes.keys() - shapes.keys())
     missing = sorted(shapes.keys() - sizes.keys())
     if unknown or missing:
@@ -346,6 +360,7 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
             expected="the tensors of this model",
             fix=_OTHER_MODEL,
         )
+
     differing = sorted(name for name, shape in shapes.items() if sizes[name] != shape)
     if differing:
         first = differing[0]
@@ -365,8 +380,8 @@ def _optimizer_kinds(names: Iterable[str]) -> list[str]:
 class CopyPlan:
     """Assignment of a state's chunks to ranks, and their offsets in the memory of each rank."""
 
-    listed: Metadata  # shape, dtype and chunks of each tensor
-    places: dict[MetadataIndex, tuple[int, int]]  # rank, and first byte in a slot, of each chunk
+    chunk_list: Metadata  # shape, dtype and chunks of each tensor
+    locations: dict[MetadataIndex, tuple[int, int]]  # rank, and first byte in a slot, of each chunk
     slot_bytes: list[int]  # size of a slot, by rank
 
 
@@ -385,14 +400,15 @@ class StateCopier:
         planner = DefaultSavePlanner(**_UNSHARDED)
         planner.set_up_planner(dict(state), is_coordinator=world.is_first)
         local_plans = world.gather(planner.create_local_plan())
-        plans, listed = planner.create_global_plan(local_plans)
-        self.plan = CopyPlan(listed, {}, [])
+        plans, chunk_list = planner.create_global_plan(local_plans)
+        self.plan = CopyPlan(chunk_list, {}, [])
         # First byte in a slot, and tensor, of each chunk of this rank.
         self._chunks: list[tuple[int, torch.Tensor]] = []
+        # Lay out the chunks of each rank in its slot, one after the other, behind the header.
         for rank, plan in enumerate(plans):
             end = SLOT_HEADER_BYTES
             for item in plan.items:
-                self.plan.places[item.index] = (rank, end)
+                self.plan.locations[item.index] = (rank, end)
                 if rank == world.rank:
                     self._chunks.append((end, _local_tensor(state[item.index.fqn])))
                 data = item.tensor_data
@@ -419,10 +435,11 @@ class StateCopier:
             A future of the copy. The state must not change until it is done.
         """
         slot = slot_of(self._memory, step)
-        header = slot[:16].view(torch.int64)
+        header = slot[:16].view(torch.int64)  # the step and the checksum
         chunks = [chunk for _, chunk in self._chunks]
         if on_host is not None:
             chunks = [on_host(chunk) for chunk in chunks]
+
         stream: AbstractContextManager[Any] = nullcontext()
         devices = {chunk.device for chunk in chunks if chunk.is_cuda}
         if devices:
@@ -458,12 +475,12 @@ def read_copy(plan: CopyPlan, read: Callable[[int, int, int], Any], state: State
         state: tensors [...] to fill; of a DTensor, each rank reads its shard.
     """
     planner = DefaultLoadPlanner(**_UNSHARDED)
-    planner.set_up_planner(dict(state), plan.listed, is_coordinator=True)
+    planner.set_up_planner(dict(state), plan.chunk_list, is_coordinator=True)
     for item in planner.create_local_plan().items:
-        entry: Any = plan.listed.state_dict_metadata[item.storage_index.fqn]
+        entry: Any = plan.chunk_list.state_dict_metadata[item.storage_index.fqn]
         chunk = entry.chunks[item.storage_index.index]
         dtype = entry.properties.dtype
-        rank, start = plan.places[item.storage_index]
+        rank, start = plan.locations[item.storage_index]
         content = read(rank, start, chunk.sizes.numel() * dtype.itemsize)
         copied = torch.frombuffer(content, dtype=dtype).view(chunk.sizes)
         # Cut out the block of the chunk that this rank needs.

@@ -227,21 +227,21 @@ class PolicyObjective(Objective):
         self.policy_loss = policy_loss_of(config, correction)
         self.teacher: DistillationConfig | None = None
         # Factors of the divergence from the teacher, in the advantages and in the loss.
-        self._reward_weight = 0.0
-        self._loss_weight = 0.0
+        self._teacher_reward_coef = 0.0
+        self._teacher_loss_coef = 0.0
         if distillation is not None and distillation.enable:
             self.teacher = distillation
             if distillation.use_policy_gradient:
                 self._require_advantages()
-                self._reward_weight = distillation.loss_coef
+                self._teacher_reward_coef = distillation.loss_coef
             else:
-                self._loss_weight = distillation.loss_coef
+                self._teacher_loss_coef = distillation.loss_coef
             if distillation.num_top_tokens:
                 self.other_targets = TEACHER_TOP_IDS
         # Whether the loss itself applies the importance weights of the rollout.
-        self._takes_weights = "rollout_is_weights" in options(self.policy_loss.function)
+        self._loss_applies_weights = "rollout_is_weights" in options(self.policy_loss.function)
         # `log_prob` comes from the model, and so does `old_log_prob` if the batch has none.
-        self._fields = set(self.policy_loss.fields) - {"log_prob"}
+        self._loss_fields = set(self.policy_loss.fields) - {"log_prob"}
 
     def _require_advantages(self) -> None:
         """Check that the loss reads the advantage of each token, from which a teacher subtracts."""
@@ -254,6 +254,7 @@ class PolicyObjective(Objective):
             )
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
+        # Fail here, by name, instead of in a micro-batch.
         if self.config.router_replay != "off" and ROUTES not in data.batch.keys():
             raise EngineError(
                 "actor_rollout_ref.actor.router_replay",
@@ -261,7 +262,7 @@ class PolicyObjective(Objective):
                 expected="the experts to replay",
                 fix="Set it to off for responses of a rollout cache that was stored without them.",
             )
-        # Read where the batch has them.
+        # Columns that are read only if the batch has them.
         optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights"}
         optional |= {ROUTES, ROLLOUT_NUM_TOKENS}
         if self.config.echo_coeff:
@@ -273,9 +274,10 @@ class PolicyObjective(Objective):
                     fix="Set it to 0 for responses of a rollout cache that was stored without it.",
                 )
             optional.add(ECHO_MASK)
+
         names = {"response_mask", "advantages"}
         # `old_log_prob` is the loss's name for the optional column `old_log_probs`.
-        names |= self._fields - {"old_log_prob"}
+        names |= self._loss_fields - {"old_log_prob"}
         names |= optional & set(data.batch.keys())
         if self.teacher is not None:
             names.add(TEACHER_LOG_PROB)
@@ -326,7 +328,7 @@ class PolicyObjective(Objective):
         """
         mask = data.batch["response_mask"].bool()
         config = self.config
-        moves_all_rows = (
+        changes_all_rows = (
             not self.policy_loss.needs_advantage
             or self.teacher is not None
             or config.use_kl_loss
@@ -335,7 +337,7 @@ class PolicyObjective(Objective):
             or config.router_aux_loss_coef
             or config.router_z_loss_coef
         )
-        if moves_all_rows or config.calculate_entropy:
+        if changes_all_rows or config.calculate_entropy:
             return mask.any(-1)
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 
@@ -349,34 +351,36 @@ class PolicyObjective(Objective):
         # Without old log-probs this is the only update since sampling: the current ones are equal.
         old_log_prob = rows.batch.get("old_log_probs", log_prob.detach())
         columns = dict(rows.batch.items()) | {"old_log_prob": old_log_prob}
-        missing = self._fields - columns.keys()
+        missing = self._loss_fields - columns.keys()
         if missing:
             raise self._missing_error(missing, rows)
-        fields = {name: columns[name] for name in self._fields}
+        fields = {name: columns[name] for name in self._loss_fields}
         weights = columns.get("rollout_is_weights")
-        if weights is not None and self._takes_weights:
+        if weights is not None and self._loss_applies_weights:
             fields["rollout_is_weights"] = weights
+
         metrics: dict[str, Metric] = {}
         divergence = None
         if self.teacher is not None:
             divergence, metrics = self._divergence_from(self.teacher, rows, outputs)
-            if self._reward_weight:
+            if self._teacher_reward_coef:
                 # A reward has no gradient: only the policy loss reaches the model.
-                reward = self._reward_weight * divergence.detach()
-                fields["advantages"] = fields["advantages"] - reward
+                penalty = self._teacher_reward_coef * divergence.detach()
+                fields["advantages"] = fields["advantages"] - penalty
 
         result = self.policy_loss.function(**fields, log_prob=log_prob)
         if not self.policy_loss.is_built_in:
             result = check_losses(self.policy_loss.name, result, mask)
         losses, diagnostics = result
         # The importance weights of a correction apply to every loss.
-        if weights is not None and not self._takes_weights:
+        if weights is not None and not self._loss_applies_weights:
             losses = losses * weights
         loss = aggregation_of(config, rows, counts)(losses)
         metrics["actor/pg_loss"] = Metric(loss.detach(), "sum")
         for name, values in diagnostics.items():
             metrics[f"actor/{name}"] = _token_mean(values, mask)
-        # Without a pass for old log-probs, which measures both over all rows.
+
+        # A pass for old log-probs has measured entropy and mismatch already, over all rows.
         if "old_log_probs" not in columns:
             metrics["actor/entropy"] = _token_mean(outputs["entropy"], mask)
             sampled = columns.get("rollout_log_probs")
@@ -385,10 +389,10 @@ class PolicyObjective(Objective):
                 for name, value in log_prob_mismatch(old_log_prob, sampled, mask).items():
                     reduction = _REDUCTIONS.get(name, "mean")
                     metrics[f"rollout/{name}"] = Metric(value, reduction, num_tokens)
-        loss, further_metrics = self._add_penalties(loss, rows, outputs, counts, divergence)
-        return loss, metrics | further_metrics
+        loss, added_metrics = self._add_loss_terms(loss, rows, outputs, counts, divergence)
+        return loss, metrics | added_metrics
 
-    def _add_penalties(
+    def _add_loss_terms(
         self,
         loss: torch.Tensor,
         rows: DataProto,
@@ -396,7 +400,7 @@ class PolicyObjective(Objective):
         counts: LossCounts,
         divergence: torch.Tensor | None,
     ) -> LossAndMetrics:
-        """Add the other terms of the loss to the policy loss.
+        """Add entropy bonus, KL loss, echo loss and distillation loss to the policy loss.
 
         Args:
             loss: the micro-batch's share of the policy loss, [].
@@ -424,9 +428,9 @@ class PolicyObjective(Objective):
             echo_loss = echo_sum / max(counts.num_echo_tokens, 1)
             loss = loss + config.echo_coeff * echo_loss
             metrics["actor/echo_loss"] = Metric(echo_loss.detach(), "sum")
-        if divergence is not None and self._loss_weight:
+        if divergence is not None and self._teacher_loss_coef:
             teacher_loss = aggregate(divergence)
-            loss = loss + self._loss_weight * teacher_loss
+            loss = loss + self._teacher_loss_coef * teacher_loss
             metrics["actor/distillation_loss"] = Metric(teacher_loss.detach(), "sum")
         return loss, metrics
 
@@ -438,20 +442,19 @@ class PolicyObjective(Objective):
         log_prob = outputs["log_probs"]
         teacher_log_prob = rows.batch[TEACHER_LOG_PROB]
         # The log-ratio of sampled tokens, whose mean estimates the reverse KL (k1).
-        measures = {"teacher_kl": log_prob - teacher_log_prob}
+        metrics = {"actor/teacher_kl": _token_mean(log_prob - teacher_log_prob, mask)}
         if self.other_targets:
-            student_top = outputs["other_log_probs"]
-            teacher_top = rows.batch[TEACHER_TOP_LOG_PROBS]
+            student_top = outputs["other_log_probs"]  # [b, T, k]
+            teacher_top = rows.batch[TEACHER_TOP_LOG_PROBS]  # [b, T, k]
             divergence = forward_kl(student_top, teacher_top, floor=teacher.log_prob_min_clamp)
-            measures["student_top_mass"] = student_top.exp().sum(-1)
-            measures["teacher_top_mass"] = teacher_top.exp().sum(-1)
+            # Probability mass of the teacher's k likeliest tokens.
+            metrics["actor/student_top_mass"] = _token_mean(student_top.exp().sum(-1), mask)
+            metrics["actor/teacher_top_mass"] = _token_mean(teacher_top.exp().sum(-1), mask)
         else:
             divergence = kl_penalty(log_prob, teacher_log_prob, teacher.loss_mode)
-        # Metrics are not clamped.
         limit = teacher.loss_max_clamp
         if limit is not None:
             divergence = divergence.clamp(-limit, limit)
-        metrics = {f"actor/{name}": _token_mean(values, mask) for name, values in measures.items()}
         return divergence, metrics
 
 

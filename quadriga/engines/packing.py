@@ -42,7 +42,7 @@ class RowImages:
     # Inputs of the model: `pixel_values` [patches, values], `image_grid_thw` [images, 3], and the
     # like for videos.
     inputs: Mapping[str, torch.Tensor]
-    places: np.ndarray  # indices of the image tokens in the row; they are never trained
+    token_indices: np.ndarray  # indices of the image tokens in the row; they are never trained
     key: bytes  # equal for equal images
 
 
@@ -53,7 +53,7 @@ class RowTokens(RowLength):
     prompt: np.ndarray  # token ids
     response: np.ndarray  # token ids
     positions: np.ndarray  # [L] or [3, L], positions of prompt and response
-    trained: np.ndarray  # indices in the response of the tokens with a loss
+    loss_indices: np.ndarray  # indices, in the response, of the tokens with a loss
     images: RowImages | None = None
 
 
@@ -108,7 +108,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     attention_mask = data.batch["attention_mask"].cpu().numpy()
     positions = data.batch["position_ids"].cpu().numpy()
     response_mask = data.batch["response_mask"].cpu().numpy()
-    width = input_ids.shape[1] - response_mask.shape[1]
+    num_prompt_columns = input_ids.shape[1] - response_mask.shape[1]
     has_loss = response_mask
     if ECHO_MASK in data.batch.keys():
         has_loss = response_mask.astype(bool) | echo_tokens(data).cpu().numpy()
@@ -119,34 +119,38 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     image_keys: dict[int, bytes] = {}  # by id of an object that the samples of a prompt share
     rows = []
     for row, is_valid in enumerate(attention_mask != 0):
-        prompt = input_ids[row, :width][is_valid[:width]]
-        response = input_ids[row, width:][is_valid[width:]]
+        is_prompt = is_valid.copy()
+        is_prompt[num_prompt_columns:] = False
+        prompt = input_ids[row, is_prompt]
+        response = input_ids[row, is_valid & ~is_prompt]
         num_prompt_tokens = len(prompt)
         if not num_prompt_tokens:
             where = f"row {row} of a batch"
             raise EngineError(where, got="an empty prompt", expected="at least one prompt token")
-        trained = np.flatnonzero(has_loss[row])
-        # Token i is predicted at token i - 1, so the last trained token itself is not computed.
-        num_response_tokens = int(trained[-1]) if len(trained) else 0
+        loss_indices = np.flatnonzero(has_loss[row])
+        # Token i is predicted at token i - 1, so the last token with a loss is not computed itself.
+        num_response_tokens = int(loss_indices[-1]) if len(loss_indices) else 0
+
         # Rows share the computation of a prompt if tokens, images and routes are the same.
         prompt_key = prompt.tobytes()
         images = None
         if image_tokens is not None or images_column is not None:
             # Tokens that the model generated are not images, even with the id of an image token.
-            inserted = np.where(response_mask[row][: len(response)], -1, response)
-            tokens = np.concatenate([prompt, inserted])
+            not_generated = np.where(response_mask[row][: len(response)], -1, response)
+            tokens = np.concatenate([prompt, not_generated])
             inputs = {} if images_column is None else images_column[row] or {}
             images = _row_images(row, inputs, tokens, num_prompt_tokens, image_tokens, image_keys)
         if routes is not None:
-            prompt_key += routes[row, :width][is_valid[:width]].tobytes()
+            prompt_key += routes[row, is_prompt].tobytes()
         if images is not None:
             prompt_key += images.key
-            last_image = int(images.places.max())
+            last_image = int(images.token_indices.max())
             if last_image >= num_prompt_tokens:
                 # The images of prompt and response are encoded together, so the row must be
                 # computed at least up to its last image, and cannot share its prompt.
                 prompt_key += row.to_bytes(8)
                 num_response_tokens = max(num_response_tokens, last_image + 1 - num_prompt_tokens)
+
         rows.append(
             RowTokens(
                 prompt_key=prompt_key,
@@ -155,7 +159,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
                 prompt=prompt,
                 response=response,
                 positions=positions[row][..., is_valid],
-                trained=trained,
+                loss_indices=loss_indices,
                 images=images,
             )
         )
@@ -192,7 +196,7 @@ def _row_images(
             expected = "text: the model is not a vision-language model"
             raise EngineError(where, got="images", expected=expected)
         return None
-    places, problem = image_tokens.places(tokens, inputs, num_prompt_tokens)
+    token_indices, problem = image_tokens.locate(tokens, inputs, num_prompt_tokens)
     if problem:
         raise EngineError(
             where,
@@ -205,7 +209,7 @@ def _row_images(
         return None
     if id(inputs) not in image_keys:
         image_keys[id(inputs)] = images_key(inputs).encode()
-    return RowImages(inputs, places, image_keys[id(inputs)])
+    return RowImages(inputs, token_indices, image_keys[id(inputs)])
 
 
 def pack(
@@ -214,7 +218,7 @@ def pack(
     """Pack rows into tokens [1, N] and targets [M].
 
     Args:
-        rows: b rows. Rows without a trained token are left out, and unpack to zeros.
+        rows: b rows. Rows without a token with a loss are left out, and unpack to zeros.
         num_columns: T.
         share_prompts: whether to compute a prompt once for all rows that have it.
         device: device of the result.
@@ -224,11 +228,12 @@ def pack(
     """
     groups: dict[Hashable, list[int]] = {}
     for number, row in enumerate(rows):
-        if len(row.trained):
+        if len(row.loss_indices):
             key = row.prompt_key if share_prompts else number
             groups.setdefault(key, []).append(number)
+
     sequence = _Sequence()
-    places_by_row = {}  # packed index of each token of a row
+    indices_by_row = {}  # packed index of each token of a row
     predictors = []
     targets = []
     row_numbers = []
@@ -243,25 +248,27 @@ def pack(
         if not is_shared:
             length += first.num_response_tokens
         tokens = np.concatenate([first.prompt, first.response])[:length]
-        prompt = sequence.append(tokens, first.positions[..., :length])
+        segment = sequence.append(tokens, first.positions[..., :length])
+        segment_indices = np.arange(segment.start, segment.start + length)
         if first.images is not None:
-            image_places = prompt.start + first.images.places
-            sequence.images.append((first.images.inputs, image_places))
+            image_indices = segment.start + first.images.token_indices
+            sequence.images.append((first.images.inputs, image_indices))
+
         for number in members:
             row = rows[number]
-            places = np.arange(prompt.start, prompt.start + length)
+            token_indices = segment_indices
             end = row.num_response_tokens
             if is_shared and end:
                 positions = row.positions[..., num_prompt_tokens : num_prompt_tokens + end]
-                response = sequence.append(row.response[:end], positions, prompt)
-                response_places = np.arange(response.start, response.start + end)
-                places = np.concatenate([places, response_places])
-            places_by_row[number] = places
+                response = sequence.append(row.response[:end], positions, segment)
+                response_indices = np.arange(response.start, response.start + end)
+                token_indices = np.concatenate([segment_indices, response_indices])
+            indices_by_row[number] = token_indices
             # Each response token is predicted at the token before it.
-            predictors.append(places[num_prompt_tokens - 1 + row.trained])
-            targets.append(row.response[row.trained])
-            row_numbers.append(np.full(len(row.trained), number))
-            columns.append(row.trained)
+            predictors.append(token_indices[num_prompt_tokens - 1 + row.loss_indices])
+            targets.append(row.response[row.loss_indices])
+            row_numbers.append(np.full(len(row.loss_indices), number))
+            columns.append(row.loss_indices)
 
     parts_by_name = {
         "input_ids": sequence.input_ids,
@@ -286,7 +293,7 @@ def pack(
         shape=(len(rows), num_columns),
         sum_of_squared_lengths=sequence.sum_of_squares,
         images=packed_images(sequence.images, device) if sequence.images else None,
-        places=places_by_row,
+        token_indices=indices_by_row,
     )
 
 

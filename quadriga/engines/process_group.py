@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from quadriga.errors import EngineError
-from quadriga.observe.machine import taking_part
+from quadriga.observe.machine import detect_lost_peer
 from quadriga.observe.watchdog import waiting
 from quadriga.partition import buckets
 
@@ -73,7 +73,7 @@ class ProcessGroup:
         if self.size == 1:
             return list(counts)
         numbers = torch.tensor(counts, dtype=torch.int64, device=self.device)
-        with taking_part(self._where("the sum of counts")):
+        with detect_lost_peer(self._name_activity("the sum of counts")):
             dist.all_reduce(numbers, group=self.group)
             # Within the context: on a GPU, errors of the collective appear here.
             return numbers.tolist()
@@ -83,7 +83,7 @@ class ProcessGroup:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with taking_part(self._where("an exchange of facts")):
+        with detect_lost_peer(self._name_activity("an exchange of facts")):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -95,7 +95,7 @@ class ProcessGroup:
         """
         if self.size == 1:
             return
-        with taking_part(self._where("the sum of gradients")):
+        with detect_lost_peer(self._name_activity("the sum of gradients")):
             nbytes = attrgetter("nbytes")
             for bucket in buckets(tensors, nbytes, BUCKET_BYTES, lambda tensor, _: tensor):
                 # A large tensor needs no copy.
@@ -139,7 +139,7 @@ class ProcessGroup:
                 "shared disk.",
             )
 
-    def _where(self, activity: str) -> str:
+    def _name_activity(self, activity: str) -> str:
         return f"rank {self.rank} of {self.size} in {activity}"
 
 

@@ -6,7 +6,8 @@
         engine.backward     each micro-batch: packed outputs -> MicroBatchLoss -> gradients
         engine.optimizer_step
 
-Legend: B rows, b of them in a micro-batch, T response positions, M predicted tokens.
+Legend: B rows, b of them in a micro-batch, P prompt and T response positions, N packed tokens, M
+predicted tokens, L layers with experts, k experts per token.
 """
 
 import math
@@ -29,13 +30,13 @@ from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
 from quadriga.models.experts import ROUTES, Routing, dtype_of_routes
 from quadriga.models.scorers import ScoreQuestion
-from quadriga.observe.call_times import waits_counted
+from quadriga.observe.call_times import count_waits
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
 # Largest share of replayed routes that may differ from this model's choices in the first
 # mini-batch. In bfloat16, a few per cent differ.
-_MOST_DIFFERING = 0.5
+_MAX_DIFFERING_ROUTES = 0.5
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
@@ -101,6 +102,7 @@ def infer(
         Outputs by name, float32 [B, T] unless said above, on the CPU, zero outside of the response
         mask.
     """
+    # Rows that are not computed, and tokens outside of the response mask, keep the initial values.
     question = ScoreQuestion(temperature, with_entropy, with_sum_pi_squared, top_k)
     results = {}
     for name in engine.scorer.output_names(question):
@@ -115,25 +117,26 @@ def infer(
         results[ROUTES] = torch.full(shape, -1, dtype=dtype_of_routes(routers.num_experts))
     routing = None
     if with_routes or ROUTES in data.batch.keys():
-        routing = Routing(keeps=with_routes)
+        routing = Routing(records_choice=with_routes)
 
-    pieces = list(_packed(engine, data, micro, routing))
+    packed_batches = list(_pack_micro_batches(engine, data, micro, routing))
     world = engine.processes.world
-    with engine.awake("weights"), waits_counted(world.size, world.device.type):
-        outputs = engine.forward([packed for _, packed in pieces], question)
+    with engine.awake("weights"), count_waits(world.size, world.device.type):
+        outputs = engine.forward([packed for _, packed in packed_batches], question)
+
     # Not strict: a pipeline stage without the head has no outputs. Its results are not collected.
-    for (indices, packed), scores in zip(pieces, outputs, strict=False):
+    for (rows, packed), scores in zip(packed_batches, outputs, strict=False):
         for name, values in scores.items():
-            results[name][indices] = packed.unpack(values).cpu().to(results[name].dtype)
+            results[name][rows] = packed.unpack(values).cpu().to(results[name].dtype)
     if with_routes:
         is_valid = data.batch["attention_mask"].bool().cpu()
-        for indices, packed in pieces:
+        for rows, packed in packed_batches:
             chosen = packed.routing.chosen.cpu()
-            for number, places in packed.places.items():
-                row = indices[number]
-                # A row's last tokens are not packed: `places` has its first valid tokens only.
-                columns = is_valid[row].nonzero()[: len(places), 0]
-                results[ROUTES][row, columns] = chosen[places].to(results[ROUTES].dtype)
+            for number, token_indices in packed.token_indices.items():
+                row = rows[number]
+                # A row's last tokens are not packed, so only its first valid tokens have indices.
+                columns = is_valid[row].nonzero()[: len(token_indices), 0]
+                results[ROUTES][row, columns] = chosen[token_indices].to(results[ROUTES].dtype)
     return results
 
 
@@ -165,6 +168,7 @@ class FirstOutputs:
             packed: the packed rows.
             outputs: their outputs, [M] each.
         """
+        # Later passes of an update compute the same rows again, with changed weights.
         is_new = ~self.is_computed[rows]
         for name, column in self.columns.items():
             values = packed.unpack(outputs[name].float()).cpu()
@@ -200,19 +204,19 @@ def update(
     updater = _Updater(engine, objective, passes.micro, temperature, first_outputs)
     steps = []
     world = engine.processes.world
-    with engine.awake(*ALL_KINDS), waits_counted(world.size, world.device.type):
-        for rows, places in mini_batches(data, engine.processes.replicas, passes):
+    with engine.awake(*ALL_KINDS), count_waits(world.size, world.device.type):
+        for rows, positions in mini_batches(data, engine.processes.replicas, passes):
             # Selecting rows copies them: use the batch itself if it has all rows in order.
-            is_all = torch.equal(rows, torch.arange(len(data)))
-            mini = data if is_all else data.select_idxs(rows)
-            steps.append(updater.step(mini, rows, places, lr))
+            has_all_rows = torch.equal(rows, torch.arange(len(data)))
+            mini_batch = data if has_all_rows else data.select_idxs(rows)
+            steps.append(updater.step(mini_batch, rows, positions, lr))
 
     # Shares are this rank's parts of sums over all ranks. Average each over all steps, with 0 for
     # steps in which this rank computed nothing. Reduction "sum" then adds up the ranks' averages.
-    names = dict.fromkeys(name for shares, _ in steps for name in shares)
+    share_names = dict.fromkeys(name for shares, _ in steps for name in shares)
     complete_shares = []
     for shares, _ in steps:
-        complete_shares.append({name: shares.get(name, Metric(0.0)) for name in names})
+        complete_shares.append({name: shares.get(name, Metric(0.0)) for name in share_names})
     metrics = merge_metrics(complete_shares)
     for name, metric in metrics.items():
         metrics[name] = Metric(metric.value, "sum")
@@ -266,14 +270,14 @@ class _Updater:
     first_outputs: FirstOutputs | None
 
     def step(
-        self, mini: DataProto, numbers: torch.Tensor, places: torch.Tensor, lr: float
+        self, mini_batch: DataProto, indices: torch.Tensor, positions: torch.Tensor, lr: float
     ) -> tuple[dict[str, Metric], dict[str, Metric]]:
         """Make one optimizer step.
 
         Args:
-            mini: rows [b] of the mini-batch on this rank.
-            numbers: [b], their numbers among the rows of this rank.
-            places: [b], their places in the order of the whole batch.
+            mini_batch: rows [b] of the mini-batch on this rank.
+            indices: [b], indices of these rows among all rows of this rank.
+            positions: [b], positions of these rows in the order of the whole batch.
             lr: learning rate.
 
         Returns:
@@ -283,31 +287,33 @@ class _Updater:
         replicas = engine.processes.replicas
         # Losses are normalised by the whole mini-batch, so all ranks count it before the first
         # backward pass. Rows without a gradient count too, but need not be computed.
-        rollout_num_tokens = mini.batch.get(ROLLOUT_NUM_TOKENS)
-        local_counts = LossCounts.of(mini.batch["response_mask"], rollout_num_tokens)
-        has_gradient = self.objective.rows_with_gradient(mini)
+        rollout_num_tokens = mini_batch.batch.get(ROLLOUT_NUM_TOKENS)
+        local_counts = LossCounts.of(mini_batch.batch["response_mask"], rollout_num_tokens)
+        has_gradient = self.objective.rows_with_gradient(mini_batch)
         num_tokens, num_sequences, num_computed, num_echo_tokens = replicas.totals(
             local_counts.batch_num_tokens,
             local_counts.global_batch_size,
             int(has_gradient.sum()),
-            int(echo_tokens(mini).sum()),
+            int(echo_tokens(mini_batch).sum()),
         )
         num_rollouts = num_sequences
         if rollout_num_tokens is not None:
             # Rows of a rollout may be on several ranks: their shares add up to whole numbers.
             num_rollouts = round(math.fsum(replicas.gather(local_counts.num_rollouts)))
         counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
-        rows = mini if bool(has_gradient.all()) else mini.select_idxs(has_gradient)
+
+        rows = mini_batch if bool(has_gradient.all()) else mini_batch.select_idxs(has_gradient)
         routing = None
         if engine.scorer.routers.count:
-            routing = self._routing(counts)
-        losses = list(self._losses(rows, counts, routing))
+            routing = self._create_routing(counts)
+        losses = list(self._make_losses(rows, counts, routing))
         packed_batches = [loss.packed for loss in losses]
         engine.backward(packed_batches, losses, temperature=self.temperature)
-        self._keep_outputs(losses, numbers[has_gradient.cpu()])
-        micro_metrics = _read([loss.metrics for loss in losses])
+        self._keep_outputs(losses, indices[has_gradient.cpu()])
+        micro_metrics = _tensors_to_numbers([loss.metrics for loss in losses])
         if num_computed == 0:
-            micro_metrics = _read(self._sample_metrics(mini, places, counts, routing))
+            sample_metrics = self._sample_metrics(mini_batch, positions, counts, routing)
+            micro_metrics = _tensors_to_numbers(sample_metrics)
         router_metrics = {} if routing is None else _router_metrics(engine, routing)
         # After the sample was computed: momentum moves the weights even without a gradient.
         result = engine.optimizer_step(lr)
@@ -325,7 +331,7 @@ class _Updater:
         metrics |= self._cost_metrics(packed_batches, len(rows))
         return shares, metrics
 
-    def _routing(self, counts: LossCounts) -> Routing:
+    def _create_routing(self, counts: LossCounts) -> Routing:
         """Create the counters of a mini-batch's router statistics, and weights of router losses."""
         routers = self.engine.scorer.routers
         # Routers sum their losses over tokens. Divide by the tokens of the whole mini-batch.
@@ -370,22 +376,26 @@ class _Updater:
             f"perf/flops/{prefix}": Metric(flops / num_sharers, "sum"),
         }
 
-    def _keep_outputs(self, losses: list[MicroBatchLoss], numbers: torch.Tensor) -> None:
+    def _keep_outputs(self, losses: list[MicroBatchLoss], indices: torch.Tensor) -> None:
         """Add the outputs of micro-batches to `first_outputs`, unless it is None.
 
         Args:
             losses: losses of the micro-batches.
-            numbers: numbers of their rows among the rows of this rank.
+            indices: for each computed row of the mini-batch, its index among all rows of this rank.
         """
         if self.first_outputs is None:
             return
         for loss in losses:
             # A pipeline stage without the head has no outputs.
             if loss.outputs is not None:
-                self.first_outputs.add(numbers[loss.row_numbers], loss.packed, loss.outputs)
+                self.first_outputs.add(indices[loss.row_numbers], loss.packed, loss.outputs)
 
     def _sample_metrics(
-        self, mini: DataProto, places: torch.Tensor, counts: LossCounts, routing: Routing | None
+        self,
+        mini_batch: DataProto,
+        positions: torch.Tensor,
+        counts: LossCounts,
+        routing: Routing | None,
     ) -> list[dict[str, Metric]]:
         """Compute metrics of a sample of rows, for a mini-batch in which no row has a gradient.
 
@@ -393,44 +403,49 @@ class _Updater:
         and mismatch are always reported, and do not depend on how rows are spread over ranks.
 
         Args:
-            mini: rows [b] of the mini-batch on this rank.
-            places: [b], their places in the order of the whole batch.
+            mini_batch: rows [b] of the mini-batch on this rank.
+            positions: [b], positions of these rows in the order of the whole batch.
             counts: counts of the whole mini-batch.
             routing: counters of the routers.
 
         Returns:
             Metrics of this rank's rows in the sample, one dictionary per micro-batch.
         """
-        row_at = {place: row for row, place in enumerate(places.tolist())}
+        # Exchange the lengths of all ranks' rows, in the order of the batch, so that every rank
+        # finds the same first micro-batch.
         lengths = []
-        tokens = row_tokens(mini, self.engine.packing.image_tokens)
-        for place, row in zip(places.tolist(), tokens, strict=True):
-            if len(row.trained):
+        tokens = row_tokens(mini_batch, self.engine.packing.image_tokens)
+        for position, row in zip(positions.tolist(), tokens, strict=True):
+            if len(row.loss_indices):
                 length = RowLength(row.prompt_key, row.num_prompt_tokens, row.num_response_tokens)
-                lengths.append((place, length))
+                lengths.append((position, length))
         all_lengths = list(chain.from_iterable(self.engine.processes.replicas.gather(lengths)))
-        # Sorted by place, so that every rank finds the same first micro-batch.
         all_lengths.sort(key=itemgetter(0))
         batches = micro_batches([length for _, length in all_lengths], self.micro)
+
+        # Compute those of its rows that are on this rank.
+        row_at_position = {position: row for row, position in enumerate(positions.tolist())}
         sampled_rows = []
         for index in batches[0] if batches else []:
-            place, _ = all_lengths[index]
-            if place in row_at:
-                sampled_rows.append(row_at[place])
-        losses = list(self._losses(mini.select_idxs(sampled_rows), counts, routing))
+            position, _ = all_lengths[index]
+            if position in row_at_position:
+                sampled_rows.append(row_at_position[position])
+        sample = mini_batch.select_idxs(sampled_rows)
+        losses = list(self._make_losses(sample, counts, routing))
         question = ScoreQuestion(self.temperature, with_entropy=True)
         outputs = self.engine.forward([loss.packed for loss in losses], question)
+        # Calling a loss stores its metrics. A pipeline stage without the head has no outputs.
         for loss, scores in zip(losses, outputs, strict=False):
             loss(scores)
         return [loss.metrics for loss in losses]
 
-    def _losses(
+    def _make_losses(
         self, rows: DataProto, counts: LossCounts, routing: Routing | None
     ) -> Iterator[MicroBatchLoss]:
         """Divide rows into micro-batches, and yield the loss of each."""
         objective = self.objective
         fields = objective.fields(rows)
-        for indices, packed in _packed(self.engine, rows, self.micro, routing):
+        for indices, packed in _pack_micro_batches(self.engine, rows, self.micro, routing):
             micro_rows = rows.select_idxs(indices).select(fields).to(self.engine.device)
             if objective.other_targets:
                 # Score further tokens at each position, besides the sampled one: [M, 1 + k].
@@ -482,11 +497,11 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
     if num_replayed:
         share = num_differing / num_replayed
         metrics["replay_differs"] = share
-        if not routers.is_checked and share > _MOST_DIFFERING:
+        if not routers.is_checked and share > _MAX_DIFFERING_ROUTES:
             raise EngineError(
                 "actor_rollout_ref.actor.router_replay",
                 got=f"routes of which {share:.0%} differ from what training's own routers choose",
-                expected=f"at most {_MOST_DIFFERING:.0%} in the first mini-batch",
+                expected=f"at most {_MAX_DIFFERING_ROUTES:.0%} in the first mini-batch",
                 fix="The rollout engine does not report its choices, or generates with other "
                 "weights: set router_replay=off.",
             )
@@ -494,34 +509,34 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
     return metrics
 
 
-def _read(parts: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
+def _tensors_to_numbers(micro_metrics: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
     """Convert tensors in the metrics of micro-batches to numbers, with one transfer for all."""
     tensors = []
-    for part in parts:
-        for metric in part.values():
+    for metrics in micro_metrics:
+        for metric in metrics.values():
             for number in (metric.value, metric.weight):
                 if isinstance(number, torch.Tensor):
                     tensors.append(number.double())
     if not tensors:
-        return parts
+        return micro_metrics
     numbers = iter(torch.stack(tensors).tolist())
 
-    def plain(number: Any) -> Any:
-        """The next number that was read, in place of a tensor."""
-        return next(numbers) if isinstance(number, torch.Tensor) else number
+    def to_number(value: Any) -> Any:
+        """Replace a tensor by the next number of the transfer."""
+        return next(numbers) if isinstance(value, torch.Tensor) else value
 
-    plain_parts = []
-    for part in parts:
-        plain_part = {}
-        for name, metric in part.items():
+    converted = []
+    for metrics in micro_metrics:
+        plain_metrics = {}
+        for name, metric in metrics.items():
             # The value before the weight: the order in which tensors were collected.
-            value = plain(metric.value)
-            plain_part[name] = Metric(value, metric.reduction, plain(metric.weight))
-        plain_parts.append(plain_part)
-    return plain_parts
+            value = to_number(metric.value)
+            plain_metrics[name] = Metric(value, metric.reduction, to_number(metric.weight))
+        converted.append(plain_metrics)
+    return converted
 
 
-def _packed(
+def _pack_micro_batches(
     engine: FSDPEngine, data: DataProto, micro: MicroBatching, routing: Routing | None
 ) -> Iterator[tuple[list[int], PackedBatch]]:
     """Divide rows into micro-batches and pack them. Rows without a predicted token are left out.
@@ -539,22 +554,26 @@ def _packed(
     routes = None
     if routing is not None and ROUTES in data.batch.keys():
         routes = data.batch[ROUTES]
-        engine.scorer.routers.require(routes)
+        engine.scorer.routers.require_compatible(routes)
     tokens = row_tokens(data, engine.packing.image_tokens)
     num_columns = data.batch["response_mask"].shape[1]
-    predicted_rows = [number for number, row in enumerate(tokens) if len(row.trained)]
+    predicted_rows = [number for number, row in enumerate(tokens) if len(row.loss_indices)]
     lengths = [tokens[number] for number in predicted_rows]
     longest = max((row.num_prompt_tokens + row.num_response_tokens for row in lengths), default=0)
     if longest > engine.packing.packs_up_to:
         # Such a row cannot be packed with others, so each one is alone.
         micro = replace(micro, num_sequences=1, share_prompts=False)
-    cost = engine.cost.attention_tokens
-    batches = micro_batches(lengths, micro, attention_tokens=cost)
+
+    attention_tokens = engine.cost.attention_tokens
+    batches = micro_batches(lengths, micro, attention_tokens=attention_tokens)
     if engine.processes.storage is not None:
         # Ranks that share weights wait for each other at each micro-batch: make equally many.
         most = max(engine.processes.replicas.gather(len(batches)))
         if most > len(batches):
-            batches = micro_batches(lengths, micro, num_at_least=most, attention_tokens=cost)
+            batches = micro_batches(
+                lengths, micro, min_batches=most, attention_tokens=attention_tokens
+            )
+
     for batch in batches:
         indices = [predicted_rows[position] for position in batch]
         packed = pack(
@@ -566,13 +585,27 @@ def _packed(
         if routing is not None:
             replayed = None
             if routes is not None:
-                # -1 lets routers choose. It remains where no row has a route.
-                replayed = routes.new_full((packed.num_tokens, *routes.shape[2:]), -1)
-                for number, places in packed.places.items():
-                    index = indices[number]
-                    # Remove the padding, as `row_tokens` does.
-                    row_routes = routes[index][data.batch["attention_mask"][index] != 0]
-                    replayed[torch.from_numpy(places)] = row_routes[: len(places)]
-                replayed = replayed.to(engine.device)
+                masks = data.batch["attention_mask"][indices] != 0
+                replayed = _pack_routes(routes[indices], masks, packed).to(engine.device)
             packed = replace(packed, routing=replace(routing, replayed=replayed))
         yield indices, packed
+
+
+def _pack_routes(
+    routes: torch.Tensor, attention_mask: torch.Tensor, packed: PackedBatch
+) -> torch.Tensor:
+    """Arrange the replayed routes of padded rows as the tokens of a packed micro-batch.
+
+    Args:
+        routes: [b, P + T, L, k], the experts of each token in each layer.
+        attention_mask: [b, P + T] bool, False where a row has padding.
+        packed: the packed rows.
+
+    Returns:
+        [N, L, k]. Tokens of rows without a predicted token have -1, which lets routers choose.
+    """
+    packed_routes = routes.new_full((packed.num_tokens, *routes.shape[2:]), -1)
+    for row, token_indices in packed.token_indices.items():
+        row_routes = routes[row][attention_mask[row]]
+        packed_routes[torch.from_numpy(token_indices)] = row_routes[: len(token_indices)]
+    return packed_routes

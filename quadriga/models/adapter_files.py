@@ -35,7 +35,7 @@ from quadriga.models.weight_files import (
     SafetensorFiles,
     WeightFiles,
     open_weights,
-    share_with_readers,
+    set_readable,
 )
 
 ADAPTER_NAME = "default"
@@ -77,7 +77,9 @@ def merge(weight: Tensor, factor_a: Tensor, factor_b: Tensor, scale: float) -> T
     return weight.float().add(product, alpha=scale).to(weight.dtype)
 
 
-def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+def merge_adapter(
+    weights: Iterable[tuple[str, Tensor]], scale: float
+) -> Iterator[tuple[str, Tensor]]:
     """Stream the parameters of a model, with its adapter merged into them.
 
     A weight is followed by its factors in a model, so only one weight and its factors are in memory
@@ -93,16 +95,18 @@ def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tupl
     pending = {}
     for name, tensor in weights:
         factor = _FACTOR.fullmatch(name)
-        if factor is None and not name.endswith(f"{_BASE}weight"):
+        is_adapted_weight = name.endswith(f"{_BASE}weight")
+        if factor is None and not is_adapted_weight:
             yield base_name(name), tensor
-        elif factor is None or factor["factor"] == "A":
-            pending[base_name(name)] = tensor
-        else:
+        elif factor is not None and factor["factor"] == "B":
             # B comes last and completes the weight.
             weight_name = f"{factor['module']}.weight"
+            name_a, _ = factor_names(weight_name)
             weight = pending.pop(weight_name)
-            factor_a = pending.pop(factor_names(weight_name)[0])
+            factor_a = pending.pop(name_a)
             yield weight_name, merge(weight, factor_a, tensor, scale)
+        else:
+            pending[base_name(name)] = tensor
     assert not pending, f"{next(iter(pending))} came without its other factors"
 
 
@@ -134,16 +138,16 @@ class MergedFiles:
         self.shapes = base.shapes
         self._adapted: set[str] = set()
         # Factors of an adapter for another model must not be ignored silently.
-        unused_factors = set(adapter.shapes)
+        unused_names = set(adapter.shapes)
         for name in base.shapes:
-            factors = set(factor_names(name))
-            if factors <= adapter.shapes.keys():
+            names_of_factors = set(factor_names(name))
+            if names_of_factors <= adapter.shapes.keys():
                 self._adapted.add(name)
-                unused_factors -= factors
-        if unused_factors:
+                unused_names -= names_of_factors
+        if unused_names:
             got = (
-                f"{len(unused_factors)} tensors for modules that the base model does not have, "
-                f"first {min(unused_factors)}"
+                f"{len(unused_names)} tensors for modules that the base model does not have, "
+                f"first {min(unused_names)}"
             )
             fix = f"Name the adapter's own model as base_model_name_or_path in {ADAPTER_CONFIG}."
             raise CheckpointError(str(where), got=got, expected="an adapter of this model", fix=fix)
@@ -194,7 +198,7 @@ def write_factors(folder: Path, factors: Mapping[str, Tensor]) -> None:
         peft_name = name.replace(f".{ADAPTER_NAME}.weight", ".weight")
         tensors[f"base_model.model.{peft_name}"] = factor.contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    share_with_readers(folder)
+    set_readable(folder)
 
 
 def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str]) -> None:

@@ -67,7 +67,7 @@ _PERIODS = (
     "attn_layer_period",
     "expert_layer_period",
 )
-_LAYERS = 2  # minimum number of layers of the small model
+_MIN_LAYERS = 2  # minimum number of layers of the small model
 _WIDTH = 128  # its hidden size, if heads have a size of their own
 # Entries by which the configuration of a loaded model may differ from the one in its folder.
 _UNIMPORTANT = (
@@ -98,12 +98,12 @@ class Way:
     Attributes:
         attention: `ATTENTION_NAME` if rows are packed, otherwise transformers' implementation that
             computes them one at a time.
-        generating: transformers' implementation for `generate`.
+        generation_attention: transformers' implementation for `generate`.
         reason: why rows are not packed; empty if they are.
     """
 
     attention: str
-    generating: str
+    generation_attention: str
     reason: str = ""
 
 
@@ -263,18 +263,19 @@ def _keep_kinds_of_layers(small: PreTrainedConfig) -> None:
         if isinstance(value, list) and len(value) == num_layers:
             lists[name] = value
     kinds = list(zip(*lists.values(), strict=True))
-    # Among the first layers of each kind, the index of the last one.
-    last_new_kind = max((kinds.index(kind) for kind in kinds), default=0)
-    num_needed = max(_LAYERS, 1 + last_new_kind)
+
+    # `index` finds the first layer of a kind. Keep the layers up to the last of these.
+    last_first_layer = max((kinds.index(kind) for kind in kinds), default=0)
+    num_kept = max(_MIN_LAYERS, 1 + last_first_layer)
     for name in _PERIODS:
-        num_needed = max(num_needed, 1 + (getattr(small, name, None) or 0))
-    num_needed = min(num_needed, num_layers)
+        num_kept = max(num_kept, 1 + (getattr(small, name, None) or 0))
+    num_kept = min(num_kept, num_layers)
     for name, value in lists.items():
-        setattr(small, name, value[:num_needed])
-    small.num_hidden_layers = num_needed
+        setattr(small, name, value[:num_kept])
+    small.num_hidden_layers = num_kept
 
 
-def sample_rows(vocabulary: int) -> list[tuple[list[int], list[int]]]:
+def draw_sample_rows(vocabulary: int) -> list[tuple[list[int], list[int]]]:
     """Draw three rows of prompt and response, of 8 to 16 tokens. The first two share a prompt."""
     generator = torch.Generator().manual_seed(0)
     sizes = (9, 4, 3, 7, 5)  # of two prompts and three responses
@@ -283,7 +284,7 @@ def sample_rows(vocabulary: int) -> list[tuple[list[int], list[int]]]:
     return [(first, responses[0]), (first, responses[1]), (second, responses[2])]
 
 
-def packed_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> PackedBatch:
+def pack_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> PackedBatch:
     """Pack rows into one batch, which predicts all response tokens.
 
     A simple counterpart of `engines.packing.pack`, for checks of models.
@@ -306,6 +307,7 @@ def packed_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.devic
             segments.append(prompt_segment)
             tokens += prompt
             positions += range(len(prompt))
+
         # The last response token predicts nothing, so it is not computed.
         start = len(tokens)
         segments.append(Segment(start, len(response) - 1, prompt_segment))
@@ -332,7 +334,7 @@ def packed_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.devic
 
 
 class _Trial:
-    """Computes a small model in several ways.
+    """Computes a small model in several ways, and compares their log-probs.
 
     Args:
         config: configuration of the small model.
@@ -343,14 +345,14 @@ class _Trial:
         self.config = config
         self.trust_remote_code = trust_remote_code
         self.name = (config.architectures or [config.model_type])[0]
-        self.rows = sample_rows(config.vocab_size)
+        self.rows = draw_sample_rows(config.vocab_size)
 
     def choose_way(self) -> Way:
         """Choose the first way whose log-probs equal those of transformers' own forward."""
         try:
             model = self.build_model("eager")
-            expected = own_log_probs(model, self.rows)
-            by_head = self.log_probs_of_rows(model)
+            expected = transformers_log_probs(model, self.rows)
+            computed = self.log_probs_of_rows(model)
         except Exception as error:
             raise EngineError(
                 f"model {self.name}",
@@ -359,7 +361,7 @@ class _Trial:
                 fix="Install what it names, or take another actor_rollout_ref.model.path; "
                 "docs/models.md lists them.",
             ) from error
-        difference = _difference(by_head, expected)
+        difference = _max_difference(computed, expected)
         if difference > BOUND:
             raise EngineError(
                 f"model {self.name}",
@@ -368,13 +370,13 @@ class _Trial:
                 expected="products with one matrix, which may be scaled and capped",
                 fix="Take a model of an architecture in docs/models.md.",
             )
-        reason = self.objection(ATTENTION_NAME, expected)
+        reason = self.unsupported_reason(ATTENTION_NAME, expected)
         # For `generate`, and for rows that cannot be packed.
-        fallback = "eager" if self.objection("sdpa", expected) else "sdpa"
+        fallback = "eager" if self.unsupported_reason("sdpa", expected) else "sdpa"
         attention = fallback if reason else ATTENTION_NAME
-        return Way(attention=attention, generating=fallback, reason=reason)
+        return Way(attention=attention, generation_attention=fallback, reason=reason)
 
-    def objection(self, attention: str, expected: Tensor) -> str:
+    def unsupported_reason(self, attention: str, expected: Tensor) -> str:
         """Explain why an implementation of attention cannot compute the model; "" if it can.
 
         Args:
@@ -385,12 +387,12 @@ class _Trial:
             model = self.build_model(attention)
             if attention == ATTENTION_NAME:
                 fuse(model)
-                log_probs = _log_probs(model, packed_rows(self.rows, torch.device("cpu")))
+                log_probs = _log_probs(model, pack_rows(self.rows, torch.device("cpu")))
             else:
                 log_probs = self.log_probs_of_rows(model)
         except _UNSUPPORTED as error:
             return f"its layers do not take packed rows: {first_line(error)}"
-        difference = _difference(log_probs, expected)
+        difference = _max_difference(log_probs, expected)
         if difference > BOUND:
             return f"packed, its log-probs would be off by {difference:.2g} nats"
         return ""
@@ -417,10 +419,12 @@ class _Trial:
     def log_probs_of_rows(self, model: PreTrainedModel) -> Tensor:
         """Compute the log-probs [M] of the response tokens, row by row, with the head's weight."""
         cpu = torch.device("cpu")
-        return torch.cat([_log_probs(model, packed_rows([row], cpu)) for row in self.rows])
+        return torch.cat([_log_probs(model, pack_rows([row], cpu)) for row in self.rows])
 
 
-def own_log_probs(model: PreTrainedModel, rows: Sequence[tuple[list[int], list[int]]]) -> Tensor:
+def transformers_log_probs(
+    model: PreTrainedModel, rows: Sequence[tuple[list[int], list[int]]]
+) -> Tensor:
     """Compute the log-probs of response tokens by transformers' own forward, row by row.
 
     Args:
@@ -458,7 +462,7 @@ def _log_probs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
     return log_probs.gather(-1, batch.targets[:, None])[:, 0]
 
 
-def _difference(left: Tensor, right: Tensor) -> float:
+def _max_difference(left: Tensor, right: Tensor) -> float:
     """Largest absolute difference; infinite if any is NaN."""
     difference = float((left - right).abs().max())
     return math.inf if math.isnan(difference) else difference

@@ -35,10 +35,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quadriga.errors import EngineError
 from quadriga.models.experts import Routing
 from quadriga.models.flash import (
+    KeyGradientSums,
     PaddedRows,
-    Scores,
+    ScoreRule,
     Segment,
-    Sums,
     flash_backward,
     flash_forward,
     has_cuda_kernel,
@@ -147,7 +147,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: No
 _BLOCK_TOKENS = {"cpu": 1024}  # default upper limit of a block, by device type
 _BLOCK_TOKENS_ELSEWHERE = 4096
 # On a CPU, results of at most this many tokens are stored in float32 for the backward pass.
-_WIDE_TOKENS = 8192
+_MAX_FLOAT32_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class PackedBatch:
         shape: (b, T).
         sum_of_squared_lengths: about twice the pairs of tokens that attention computes.
         images: images of the rows.
-        places: for each row with targets, the packed indices of its first tokens, up to the last
+        token_indices: by row with targets, the packed indices of its first tokens, up to the last
             predictor.
         routing: replay and statistics of the routers of a mixture of experts. None: the routers
             choose, and are not observed.
@@ -183,7 +183,7 @@ class PackedBatch:
     shape: tuple[int, int]
     sum_of_squared_lengths: int
     images: PackedImages | None = None
-    places: Mapping[int, Any] = field(default_factory=dict)
+    token_indices: Mapping[int, Any] = field(default_factory=dict)
     routing: Routing | None = None
 
     @classmethod
@@ -208,8 +208,8 @@ class PackedBatch:
         """Attention plan of the tokens [1, N]."""
         return PackedAttention(self.segments, self.input_ids.device)
 
-    def extended(self, num_tokens: int) -> "PackedBatch":
-        """Append a segment that predicts nothing, so that the tokens are [1, num_tokens]."""
+    def pad_to(self, num_tokens: int) -> "PackedBatch":
+        """Return a batch of tokens [1, num_tokens], whose last segment predicts nothing."""
         num_added = num_tokens - self.num_tokens
         if num_added == 0:
             return self
@@ -279,11 +279,11 @@ class PackedAttention:
     def blocks(self) -> list["_QueryBlock"]:
         """The blocks for all other kernels."""
         blocks = []
-        for members in _buckets(self.segments, self.max_padding, self.block_tokens):
+        for members in _group_segments(self.segments, self.max_padding, self.block_tokens):
             if len(members) == 1:
-                blocks += self._cut(members[0])
+                blocks += self._blocks_of_segment(members[0])
             else:
-                blocks.append(self._side_by_side(members))
+                blocks.append(self._block_of_segments(members))
         return blocks
 
     def _pieces_of(self, segment: Segment) -> list[PaddedRows]:
@@ -300,21 +300,21 @@ class PackedAttention:
             self._pieces[segment] = pieces
         return self._pieces[segment]
 
-    def _cut(self, segment: Segment) -> list["_QueryBlock"]:
+    def _blocks_of_segment(self, segment: Segment) -> list["_QueryBlock"]:
         """Make the blocks of one segment. A piece sees itself causally, earlier keys in full."""
         blocks = []
-        earlier = []
+        earlier_pieces = []
         if segment.prefix is not None:
-            earlier += self._pieces_of(segment.prefix)
+            earlier_pieces += self._pieces_of(segment.prefix)
         for piece in self._pieces_of(segment):
-            position = sum(keys.shape[1] for keys in earlier)
+            position = sum(keys.shape[1] for keys in earlier_pieces)
             key_runs = [_KeyRun(piece, slice(None), is_causal=True)]
-            key_runs += _in_full(earlier, slice(None), position)
+            key_runs += _full_key_runs(earlier_pieces, slice(None), position)
             blocks.append(_QueryBlock(piece, key_runs, [piece]))
-            earlier.append(piece)
+            earlier_pieces.append(piece)
         return blocks
 
-    def _side_by_side(self, members: list[Segment]) -> "_QueryBlock":
+    def _block_of_segments(self, members: list[Segment]) -> "_QueryBlock":
         """Make a block of segments of similar length, either all with a prefix or all without."""
         if members[0].prefix is not None:
             # Make segments with the same prefix neighbours.
@@ -326,7 +326,7 @@ class PackedAttention:
             # Rows [row, stop) see the same prefix.
             stop = row + len(list(continuations))
             if prefix is not None:
-                key_runs += _in_full(self._pieces_of(prefix), slice(row, stop), prefix.length)
+                key_runs += _full_key_runs(self._pieces_of(prefix), slice(row, stop), prefix.length)
             row = stop
         own_keys = [self._pieces_of(member)[0] for member in members if member.prefix is None]
         return _QueryBlock(queries, key_runs, own_keys)
@@ -356,16 +356,15 @@ class PackedAttention:
         # [1, heads, N, D] -> [N, heads, D], the kernels' layout of packed tokens.
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
         if has_cuda_kernel(query) and options.softcap is None:
-            # A window as long as the longest sequence hides nothing.
             window = options.window
             if not window or window >= self.runs.longest:
-                window = None
+                window = None  # a window as long as the longest sequence hides nothing
             if window is None or not self.runs.has_prefixes:
                 out = VarlenAttention.apply(
                     query, key, value, options.sinks, self.runs, scale, window
                 )
                 return out[None]
-        rule = _ScoreRule(scale, options.window, options.softcap, self.masks)
+        rule = _LayerRule(scale, options.window, options.softcap, self.masks)
         return _BlockwiseAttention.apply(query, key, value, options.sinks, self.blocks, rule)[None]
 
 
@@ -377,15 +376,15 @@ class _BlockwiseAttention(torch.autograd.Function):
         # The backward pass needs results in float32: rounded to half precision, they would add an
         # error as large as that of rounded gradients. For long batches, which would need too much
         # memory, it computes them again.
-        is_wide = query.device.type == "cpu" and len(query) <= _WIDE_TOKENS
+        is_wide = query.device.type == "cpu" and len(query) <= _MAX_FLOAT32_TOKENS
         out = query.new_empty(query.shape, dtype=torch.float32 if is_wide else query.dtype)
         log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, H]
         for block in blocks:
-            block_out, block_sums = block.results(
-                block.queries.take(query), (query, key, value), sinks, rule
+            block_out, block_sums = block.forward(
+                block.queries.gather(query), (query, key, value), sinks, rule
             )
-            block.queries.put(block_out, out)
-            block.queries.put(block_sums, log_sums)
+            block.queries.scatter(block_out, out)
+            block.queries.scatter(block_sums, log_sums)
         ctx.save_for_backward(query, key, value, sinks, out, log_sums)
         ctx.blocks = blocks
         ctx.rule = rule
@@ -396,7 +395,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         *inputs, sinks, out, log_sums = ctx.saved_tensors
         if grad.stride(-1) != 1:
             grad = grad.contiguous()  # kernels take heads without gaps
-        sums, grads = Sums.with_gradients(inputs, shares_memory=len(out) > _WIDE_TOKENS)
+        sums, grads = KeyGradientSums.with_gradients(
+            inputs, shares_memory=len(out) > _MAX_FLOAT32_TOKENS
+        )
         # In float32, a block writes the gradients of its own keys, and later blocks add to them. In
         # half precision, which would round each addition, the blocks run in reverse order: the
         # others' gradients of a block's keys are summed first, and the block writes the total.
@@ -415,8 +416,8 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _ScoreRule:
-    """Rule by which the scores of a layer are computed."""
+class _LayerRule:
+    """Rule by which the scores of a layer are computed, with the masks that its window needs."""
 
     scale: float
     window: int | None
@@ -440,23 +441,25 @@ class _KeyRun:
     is_causal: bool = False
     distance: int = 0
 
-    def scores(self, queries: Tensor, rule: _ScoreRule) -> Scores | None:
+    def score_rule(self, queries: Tensor, rule: _LayerRule) -> ScoreRule | None:
         """Rule for the scores of queries [b, L, H, D] and these keys; None if no query sees any."""
         num_rows, length = queries[self.rows].shape[:2]
         num_keys = self.keys.shape[1]
-        # The last query and the first key are the farthest apart.
+        # The last query and the first key are the farthest apart. If they are within the window,
+        # all are.
         if rule.window is None or self.distance + length <= rule.window:
-            return Scores(rule.scale, self.is_causal, rule.softcap)
-        # The first query and the last key are the nearest.
+            return ScoreRule(rule.scale, self.is_causal, rule.softcap)
+        # The first query and the last key are the nearest. If the window hides this key, it hides
+        # all.
         if self.distance - num_keys + 1 >= rule.window:
             return None
-        # Rows that see the same keys are computed as one longer row; see `of_rows`.
+        # Rows that see the same keys are computed as one longer row; see `select_rows`.
         num_repeats = 1 if self.is_causal else num_rows
         mask_key = (rule.window, self.distance, num_repeats, length, num_keys)
         if mask_key not in rule.masks:
             mask = self._window_mask(rule.window, length, queries.device)
             rule.masks[mask_key] = mask.repeat(num_repeats, 1)
-        return Scores(rule.scale, False, rule.softcap, rule.masks[mask_key])
+        return ScoreRule(rule.scale, False, rule.softcap, rule.masks[mask_key])
 
     def _window_mask(self, window: int, length: int, device: torch.device) -> Tensor:
         """Bias [L, S] that hides keys outside the window."""
@@ -471,20 +474,22 @@ class _KeyRun:
     def inputs(self, queries: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Query, key and value of a flash call, from a block's queries and the packed inputs."""
         _, key, value = inputs
-        return [self.of_rows(queries), self.keys.take(key), self.keys.take(value)]
+        return [self.select_rows(queries), self.keys.gather(key), self.keys.gather(value)]
 
-    def of_rows(self, block: Tensor) -> Tensor:
+    def select_rows(self, block: Tensor) -> Tensor:
         """Select the rows [b, L, ...] that see the keys, as one longer row if keys are shared."""
         rows = block[self.rows]
         return rows if self.is_causal else rows.flatten(0, 1)[None]
 
-    def put(self, key_grads: Sequence[Tensor], totals: Sequence[Tensor], sums: Sums) -> None:
+    def add_gradients(
+        self, key_grads: Sequence[Tensor], totals: Sequence[Tensor], sums: KeyGradientSums
+    ) -> None:
         """Add gradients of key and value to the packed gradients `totals`, or to `sums`."""
         # In half precision, sums are kept in float32 until the block of the keys, and rounded once.
         is_float32 = totals[0].dtype == torch.float32
         if is_float32 or (self.is_causal and self.keys not in sums):
             for grad, total in zip(key_grads, totals, strict=True):
-                self.keys.put(grad, total, add=not self.is_causal)
+                self.keys.scatter(grad, total, add=not self.is_causal)
         else:
             sums.add(self.keys, key_grads)
 
@@ -495,23 +500,25 @@ class _QueryBlock:
 
     Attributes:
         queries: the queries.
-        parts: runs of keys that they see, their own keys first.
-        runs: pieces of their own keys that other blocks may see, too.
+        key_runs: runs of keys that they see, their own keys first.
+        own_pieces: pieces of their own keys that other blocks may see, too.
     """
 
     queries: PaddedRows
-    parts: Sequence[_KeyRun]
-    runs: Sequence[PaddedRows]
+    key_runs: Sequence[_KeyRun]
+    own_pieces: Sequence[PaddedRows]
 
-    def seen(self, queries: Tensor, rule: _ScoreRule) -> Iterator[tuple[_KeyRun, Scores]]:
-        """Yield the runs of keys within the window of queries [b, L, H, D], with their scores."""
-        for part in self.parts:
-            scores = part.scores(queries, rule)
-            if scores is not None:
-                yield part, scores
+    def visible_runs(
+        self, queries: Tensor, rule: _LayerRule
+    ) -> Iterator[tuple[_KeyRun, ScoreRule]]:
+        """Yield the runs of keys within the window of queries [b, L, H, D], with their rules."""
+        for run in self.key_runs:
+            run_rule = run.score_rule(queries, rule)
+            if run_rule is not None:
+                yield run, run_rule
 
-    def results(
-        self, queries: Tensor, inputs: Sequence[Tensor], sinks: Tensor | None, rule: _ScoreRule
+    def forward(
+        self, queries: Tensor, inputs: Sequence[Tensor], sinks: Tensor | None, rule: _LayerRule
     ) -> tuple[Tensor, Tensor]:
         """Compute results [b, L, H, D] and log-sum-exps [b, L, H].
 
@@ -521,21 +528,21 @@ class _QueryBlock:
             sinks: [H] or None.
             rule: how scores are computed.
         """
-        (causal, scores), *other_runs = self.seen(queries, rule)
-        out, log_sums = flash_forward(causal.inputs(queries, inputs), scores)
-        # Results are merged in float32, and rounded once.
+        (own_run, own_rule), *other_runs = self.visible_runs(queries, rule)
+        out, log_sums = flash_forward(own_run.inputs(queries, inputs), own_rule)
+        # Results are run_results in float32, and rounded once.
         if other_runs or sinks is not None:
             out = out.float()
-        for part, scores in other_runs:
-            part_out, part_sums = flash_forward(part.inputs(queries, inputs), scores)
+        for run, run_rule in other_runs:
+            run_out, run_sums = flash_forward(run.inputs(queries, inputs), run_rule)
             # Views of the block's rows, updated in place.
-            row_out = out[part.rows]  # [rows, L, H, D]
-            row_sums = log_sums[part.rows]  # [rows, L, H]
-            part_sums = part_sums.reshape(row_sums.shape)
+            row_out = out[run.rows]  # [rows, L, H, D]
+            row_sums = log_sums[run.rows]  # [rows, L, H]
+            run_sums = run_sums.reshape(row_sums.shape)
             # exp(a) / (exp(a) + exp(b)) = sigmoid(a - b), with a and b the log-sum-exps.
-            share = (part_sums - row_sums).sigmoid_()[..., None]
-            row_out.lerp_(part_out.reshape(row_out.shape).float(), share)
-            row_sums.copy_(torch.logaddexp(row_sums, part_sums))
+            share = (run_sums - row_sums).sigmoid_()[..., None]
+            row_out.lerp_(run_out.reshape(row_out.shape).float(), share)
+            row_sums.copy_(torch.logaddexp(row_sums, run_sums))
         if sinks is not None:
             # The sink takes a share of the attention and adds nothing to the result.
             with_sinks = torch.logaddexp(log_sums, sinks.float())
@@ -547,10 +554,10 @@ class _QueryBlock:
         self,
         inputs: Sequence[Tensor],
         sinks: Tensor | None,
-        rule: _ScoreRule,
+        rule: _LayerRule,
         results: Sequence[Tensor],
         grads: Sequence[Tensor],
-        sums: Sums,
+        sums: KeyGradientSums,
     ) -> None:
         """Write the gradients of the block's queries and own keys, and add gradients of other keys.
 
@@ -563,41 +570,44 @@ class _QueryBlock:
             sums: sums of gradients of keys whose block has yet to come, changed in place.
         """
         grad, out, log_sums = results
-        queries = self.queries.take(inputs[0])
-        grad = self.queries.take(grad)
+        queries = self.queries.gather(inputs[0])
+        grad = self.queries.gather(grad)
+
         # Use the saved results if they are as precise as the kernel's, else compute them again.
         if queries.dtype == out.dtype:
-            out = self.queries.take(out)
-            log_sums = self.queries.take(log_sums)
+            out = self.queries.gather(out)
+            log_sums = self.queries.gather(log_sums)
         else:
-            out, log_sums = self.results(queries, inputs, sinks, rule)
+            out, log_sums = self.forward(queries, inputs, sinks, rule)
         if self.queries.padding is not None:
             # The weights exp(score - inf) of padded queries are zero.
             log_sums = log_sums.masked_fill(self.queries.padding[..., None], torch.inf)
+
         # The gradients of the block's own keys are about to be written. Take the sums of other
         # blocks for these keys, which may lie in the same memory.
-        finished = sums.taken([keys for keys in self.runs if keys is not self.queries])
+        finished = sums.pop_copies([keys for keys in self.own_pieces if keys is not self.queries])
         grad_queries = torch.empty(0)
-        for part, scores in self.seen(queries, rule):
-            merged = [part.of_rows(tensor) for tensor in (grad, out, log_sums)]
-            part_inputs = part.inputs(queries, inputs)
-            part_grad, *key_grads = flash_backward(merged, part_inputs, scores)
-            part.put(key_grads, grads[1:], sums)
-            if part.is_causal:
-                grad_queries = part_grad if len(self.parts) == 1 else part_grad.float()
+        for run, run_rule in self.visible_runs(queries, rule):
+            run_results = [run.select_rows(tensor) for tensor in (grad, out, log_sums)]
+            run_inputs = run.inputs(queries, inputs)
+            run_grad, *key_grads = flash_backward(run_results, run_inputs, run_rule)
+            run.add_gradients(key_grads, grads[1:], sums)
+            if run.is_causal:
+                grad_queries = run_grad if len(self.key_runs) == 1 else run_grad.float()
             else:
-                row_grads = grad_queries[part.rows]
-                row_grads += part_grad.reshape(row_grads.shape)
+                row_grads = grad_queries[run.rows]
+                row_grads += run_grad.reshape(row_grads.shape)
             # Free the gradients before the next call allocates its own.
-            del part_grad, key_grads, part_inputs, merged
-        finished += sums.taken([self.queries])
-        self.queries.put(grad_queries, grads[0])
+            del run_grad, key_grads, run_inputs, run_results
+
+        finished += sums.pop_copies([self.queries])
+        self.queries.scatter(grad_queries, grads[0])
         for keys, totals in finished:
             for total, packed in zip(totals, grads[1:], strict=True):
-                keys.put(total, packed, add=keys is not self.queries)
+                keys.scatter(total, packed, add=keys is not self.queries)
 
 
-def _in_full(pieces: Sequence[PaddedRows], rows: slice, position: int) -> list[_KeyRun]:
+def _full_key_runs(pieces: Sequence[PaddedRows], rows: slice, position: int) -> list[_KeyRun]:
     """Describe consecutive keys of a sequence that rows of a block see in full.
 
     Args:
@@ -613,7 +623,7 @@ def _in_full(pieces: Sequence[PaddedRows], rows: slice, position: int) -> list[_
     return key_runs
 
 
-def _buckets(
+def _group_segments(
     segments: Sequence[Segment], max_padding: float, block_tokens: int, min_tokens: int = 2048
 ) -> list[list[Segment]]:
     """Group segments of similar length. Segments with and without a prefix are not mixed.
@@ -627,6 +637,7 @@ def _buckets(
         block_tokens: upper limit of a group's tokens, padding included.
         min_tokens: smaller groups are joined up to this size, whatever their padding.
     """
+    # Segments without a prefix come first, then the longest, so that neighbours are similar.
     ordered = sorted(
         segments,
         key=lambda segment: (
@@ -636,26 +647,26 @@ def _buckets(
         ),
         reverse=True,
     )
-    buckets = []
+    groups = []
     for segment in ordered:
-        current = buckets[-1] if buckets else []
-        if current and (current[0].prefix is None) == (segment.prefix is None):
-            num_tokens = sum(member.length for member in current) + segment.length
+        last = groups[-1] if groups else []
+        if last and (last[0].prefix is None) == (segment.prefix is None):
+            num_tokens = sum(member.length for member in last) + segment.length
             # The first segment is the longest, so all rows are padded to its length.
             max_tokens = min(block_tokens, (1 + max_padding) * num_tokens)
-            if current[0].length * (len(current) + 1) <= max_tokens:
-                current.append(segment)
+            if last[0].length * (len(last) + 1) <= max_tokens:
+                last.append(segment)
                 continue
-        buckets.append([segment])
+        groups.append([segment])
 
     # A call costs as much as some hundred tokens, so join small neighbours.
     joined = []
-    for bucket in buckets:
+    for group in groups:
         last = joined[-1] if joined else []
-        if last and (last[0].prefix is None) == (bucket[0].prefix is None):
-            num_tokens = last[0].length * (len(last) + len(bucket))
+        if last and (last[0].prefix is None) == (group[0].prefix is None):
+            num_tokens = last[0].length * (len(last) + len(group))
             if num_tokens <= min(block_tokens, min_tokens):
-                last.extend(bucket)
+                last.extend(group)
                 continue
-        joined.append(bucket)
+        joined.append(group)
     return joined

@@ -48,12 +48,15 @@ def router_of(mixture: Any) -> Any:
 
 
 def _mixtures_to_route(model: nn.Module) -> dict[str, Any]:
-    """Find the mixtures whose routers have `num_experts` and `top_k`, by name."""
-    routed = {}
+    """Find the mixtures whose routers can be recorded and replayed, by name.
+
+    These routers have the attributes `num_experts` and `top_k`.
+    """
+    mixtures_by_name = {}
     for name, module in model.named_modules():
         if is_mixture(module) and {"num_experts", "top_k"} <= vars(router_of(module)).keys():
-            routed[name] = module
-    return routed
+            mixtures_by_name[name] = module
+    return mixtures_by_name
 
 
 def dtype_of_routes(num_experts: int) -> torch.dtype:
@@ -92,7 +95,7 @@ class Routing:
             routers choose for all tokens.
         loss_weight: weight in the loss of a predicted token's load-balancing loss.
         z_weight: weight in the loss of a predicted token's z-loss in one layer.
-        keeps: whether to record `chosen`.
+        records_choice: whether to record `chosen`.
         chosen: experts [N, L, k] of the last call.
         sums: [L, E + 6] float64, to which each call adds sums over its predicted tokens: the number
             of tokens of each expert; then the number of tokens, entropies, load-balancing losses,
@@ -103,7 +106,7 @@ class Routing:
     replayed: Tensor | None = None
     loss_weight: float = 0.0
     z_weight: float = 0.0
-    keeps: bool = False
+    records_choice: bool = False
     chosen: Tensor | None = None
     sums: Tensor | None = None
 
@@ -115,7 +118,7 @@ class RoutedTokens:
     Attributes:
         routing: the batch's `Routing`.
         start: packed index of the first token.
-        places: [m] indices, among the n tokens, of those that predict a response token.
+        predictors: [m] indices, among the n tokens, of those that predict a response token.
         rows: [m] row of each predicted token.
         lengths: [b] number of predicted tokens of each row, over all ranks.
         add_up: sums a tensor in place over the ranks with other tokens of the same rows.
@@ -125,7 +128,7 @@ class RoutedTokens:
 
     routing: Routing
     start: int
-    places: Tensor
+    predictors: Tensor
     rows: Tensor
     lengths: Tensor
     add_up: Callable[[Tensor], Any]
@@ -178,13 +181,13 @@ class RoutedTokens:
         self.chosen[mixture] = chosen.detach()
         if routing.sums is None:
             return scores
-        predicted_logits = logits.float()[self.places]  # [m, E]
-        picked = chosen[self.places]  # [m, k]
+        predicted_logits = logits.float()[self.predictors]  # [m, E]
+        chosen_experts = chosen[self.predictors]  # [m, k]
         log_probs = predicted_logits.log_softmax(-1)
         balance_loss = predicted_logits.new_zeros(())
         z_loss = predicted_logits.new_zeros(())
         if routing.loss_weight and torch.is_grad_enabled():
-            balance_loss = self._balance_loss(log_probs.exp(), picked)
+            balance_loss = self._balance_loss(log_probs.exp(), chosen_experts)
             # The loss is a sum over tokens. Its weight includes the normalisation.
             scores = _WithLoss.apply(scores, balance_loss * routing.loss_weight)
         if routing.z_weight and torch.is_grad_enabled():
@@ -192,16 +195,20 @@ class RoutedTokens:
             scores = _WithLoss.apply(scores, z_loss * routing.z_weight)
         if is_first:
             with torch.no_grad():
-                self._count(
-                    routing.sums[mixture], log_probs, picked, own_choice, [balance_loss, z_loss]
+                self._add_to_sums(
+                    routing.sums[mixture],
+                    log_probs,
+                    chosen_experts,
+                    own_choice,
+                    [balance_loss, z_loss],
                 )
         return scores
 
-    def _count(
+    def _add_to_sums(
         self,
         sums: Tensor,
         log_probs: Tensor,
-        picked: Tensor,
+        chosen_experts: Tensor,
         own_choice: Tensor | None,
         losses: list[Tensor],
     ) -> None:
@@ -210,8 +217,8 @@ class RoutedTokens:
         Args:
             sums: [E + 6], changed in place; see `Routing.sums`.
             log_probs: [m, E], of the router.
-            picked: [m, k] experts that the tokens go through.
-            own_choice: [n, k], see `see`.
+            chosen_experts: [m, k] experts that the tokens go through.
+            own_choice: [n, k] experts that the router would have chosen; None without replay.
             losses: load-balancing loss and z-loss, [] each.
         """
         num_experts = log_probs.shape[1]
@@ -220,18 +227,21 @@ class RoutedTokens:
         num_differing = zero
         if own_choice is not None:
             # Compare as sets, because the order of a token's experts does not matter.
-            own_sorted = own_choice[self.places].sort(-1).values
-            differs = (own_sorted != picked.sort(-1).values).any(-1)
-            is_replayed = self.is_replayed[self.places]
+            own_sorted = own_choice[self.predictors].sort(-1).values
+            differs = (own_sorted != chosen_experts.sort(-1).values).any(-1)
+            is_replayed = self.is_replayed[self.predictors]
             num_replayed = is_replayed.sum()
             num_differing = (differs & is_replayed).sum()
         entropy = -(log_probs.exp() * log_probs).sum()
+
         # In the order of `Routing.sums`.
-        sums[:num_experts].index_add_(0, picked.flatten(), sums.new_ones(picked.numel()))
-        totals = (zero + len(picked), entropy, *losses, num_replayed, num_differing)
+        sums[:num_experts].index_add_(
+            0, chosen_experts.flatten(), sums.new_ones(chosen_experts.numel())
+        )
+        totals = (zero + len(chosen_experts), entropy, *losses, num_replayed, num_differing)
         sums[num_experts:] += torch.stack([total.double() for total in totals])
 
-    def _balance_loss(self, probs: Tensor, picked: Tensor) -> Tensor:
+    def _balance_loss(self, probs: Tensor, chosen_experts: Tensor) -> Tensor:
         """Load-balancing loss [], summed over tokens: E * sum_e f_e p_e.
 
         f_e is the share of expert e in the choices of the token's row, p_e its probability.
@@ -240,10 +250,10 @@ class RoutedTokens:
         # Choices of each expert by the tokens of each row, over all ranks.
         counts = probs.new_zeros(len(self.lengths), num_experts)  # [b, E]
         row_offsets = self.rows[:, None] * num_experts
-        indices = (row_offsets + picked).flatten()
+        indices = (row_offsets + chosen_experts).flatten()
         counts.view(-1).index_add_(0, indices, probs.new_ones(indices.shape))
         self.add_up(counts)
-        num_choices = self.lengths * picked.shape[1]  # [b]
+        num_choices = self.lengths * chosen_experts.shape[1]  # [b]
         shares = counts / num_choices.clamp(min=1)[:, None]
         return num_experts * (shares[self.rows] * probs).sum()
 
@@ -272,10 +282,10 @@ class Routers:
             # call of its router.
             router = router_of(mixture)
             layer = model.get_submodule(name.rpartition(".")[0])
-            route = _Route(router, self.count)
-            layer.register_forward_pre_hook(route.begin, with_kwargs=True)
-            layer.register_forward_hook(route.end, always_call=True)
-            router.forward = partial(route, router.forward)
+            hooks = _RouterHooks(router, self.count)
+            layer.register_forward_pre_hook(hooks.store_tokens, with_kwargs=True)
+            layer.register_forward_hook(hooks.clear_tokens, always_call=True)
+            router.forward = partial(hooks, router.forward)
             self.num_experts = router.num_experts
             self.top_k = router.top_k
             self.count += 1
@@ -285,7 +295,7 @@ class Routers:
         num_columns = self.num_experts + _NUM_SUMS
         return torch.zeros(self.count, num_columns, dtype=torch.float64, device=device)
 
-    def require(self, routes: Tensor) -> None:
+    def require_compatible(self, routes: Tensor) -> None:
         """Check that routes [B, P + T, L, k] fit this model.
 
         Raises:
@@ -312,8 +322,8 @@ class Routers:
             )
 
 
-class _Route:
-    """Hooks of one router and its layer.
+class _RouterHooks:
+    """Forward pass of one router, with the hooks of its layer that give it the tokens.
 
     Args:
         router: the router.
@@ -325,11 +335,11 @@ class _Route:
         self.number = number
         self.tokens: RoutedTokens | None = None
 
-    def begin(self, layer: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
+    def store_tokens(self, layer: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
         """Hook before the layer: store the tokens of its call."""
         self.tokens = options.get("routed_tokens")
 
-    def end(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+    def clear_tokens(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         """Hook after the layer: forget the tokens."""
         self.tokens = None
 
@@ -348,6 +358,7 @@ class _Route:
             EngineError: the router does not report its choice, or does not choose by `topk`.
         """
         tokens = self.tokens
+        # Calls outside of training, such as those of a check, have no tokens to record.
         if tokens is None:
             return forward(hidden, *args)
         routes = tokens.experts_to_replay(self.number, hidden.numel() // hidden.shape[-1])
@@ -364,8 +375,10 @@ class _Route:
             logits, scores, chosen = output
             scores = tokens.record_choice(self.number, logits, scores, chosen, own_choice)
             return logits, scores, chosen
+
+        # The choice is unknown. That is no error if nothing depends on it.
         routing = tokens.routing
-        needs_choice = routing.keeps or routing.loss_weight or routing.z_weight
+        needs_choice = routing.records_choice or routing.loss_weight or routing.z_weight
         if routes is None and not needs_choice:
             return output
         raise EngineError(

@@ -27,7 +27,7 @@ _capability = cache(torch.cuda.get_device_capability)
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreRule:
     """Scores of attention: the products of query and key times `scale`, capped, plus a bias.
 
     Attributes:
@@ -48,18 +48,18 @@ class Scores:
         return self.softcap is None and self.bias is None
 
 
-def flash_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
+def flash_forward(inputs: Sequence[Tensor], rule: ScoreRule) -> tuple[Tensor, Tensor]:
     """Compute the attention of queries to one run of keys.
 
     Args:
         inputs: query [b, L, H, D], key and value [b, S, K, D].
-        how: how scores are computed.
+        rule: how scores are computed.
 
     Returns:
         The result [b, L, H, D] and log-sum-exps [b, L, H].
     """
     query, key, _ = inputs
-    if has_cuda_kernel(query) and how.is_plain:
+    if has_cuda_kernel(query) and rule.is_plain:
         out, log_sums, *_ = _aten._flash_attention_forward(
             *inputs,
             None,
@@ -67,23 +67,23 @@ def flash_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor
             query.shape[1],
             key.shape[1],
             0.0,
-            how.is_causal,
+            rule.is_causal,
             False,
-            scale=how.scale,
+            scale=rule.scale,
         )
         return out, log_sums.transpose(1, 2)
     by_head = [tensor.transpose(1, 2) for tensor in inputs]  # [b, heads, tokens, D]
-    if query.device.type == "cpu" and how.softcap is None:
+    if query.device.type == "cpu" and rule.softcap is None:
         out, log_sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *by_head, 0.0, how.is_causal, attn_mask=how.bias, scale=how.scale
+            *by_head, 0.0, rule.is_causal, attn_mask=rule.bias, scale=rule.scale
         )
     else:
-        out, log_sums = plain_forward(by_head, how)
+        out, log_sums = plain_forward(by_head, rule)
     return out.transpose(1, 2), log_sums.transpose(1, 2)
 
 
 def flash_backward(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores
+    results: Sequence[Tensor], inputs: Sequence[Tensor], rule: ScoreRule
 ) -> Sequence[Tensor]:
     """Compute the gradients of `flash_forward`, for one run of the keys that the queries see.
 
@@ -91,14 +91,14 @@ def flash_backward(
         results: gradient and value [b, L, H, D] of the result merged over all runs, and its
             log-sum-exps [b, L, H]; inf for padded queries, whose gradients are then 0.
         inputs: query [b, L, H, D], key and value [b, S, K, D] of this run.
-        how: how scores are computed.
+        rule: how scores are computed.
 
     Returns:
         This run's gradients of the inputs, in their shapes.
     """
     grad, out, log_sums = results
     query, key, _ = inputs
-    if has_cuda_kernel(query) and how.is_plain:
+    if has_cuda_kernel(query) and rule.is_plain:
         # State of the random generator, which the kernel does not read without dropout.
         seed = query.new_empty(2, dtype=torch.uint64)
         offset = query.new_empty((), dtype=torch.uint64)
@@ -112,40 +112,47 @@ def flash_backward(
             query.shape[1],
             key.shape[1],
             0.0,
-            how.is_causal,
+            rule.is_causal,
             seed,
             offset,
-            scale=how.scale,
+            scale=rule.scale,
         )
     grad, out, log_sums = (tensor.transpose(1, 2) for tensor in results)
     by_head = [tensor.transpose(1, 2) for tensor in inputs]
-    if query.device.type == "cpu" and how.softcap is None:
+    if query.device.type == "cpu" and rule.softcap is None:
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *by_head, out, log_sums, 0.0, how.is_causal, attn_mask=how.bias, scale=how.scale
+            grad,
+            *by_head,
+            out,
+            log_sums,
+            0.0,
+            rule.is_causal,
+            attn_mask=rule.bias,
+            scale=rule.scale,
         )
     else:
-        grads = plain_backward((grad, out, log_sums), by_head, how)
+        grads = plain_backward((grad, out, log_sums), by_head, rule)
     return [tensor.transpose(1, 2) for tensor in grads]
 
 
-def plain_forward(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
+def plain_forward(inputs: Sequence[Tensor], rule: ScoreRule) -> tuple[Tensor, Tensor]:
     """Compute `flash_forward` in plain operators.
 
     Args:
         inputs: query [b, H, L, D], key and value [b, K, S, D].
-        how: how scores are computed.
+        rule: how scores are computed.
 
     Returns:
         The result [b, H, L, D] and log-sum-exps [b, H, L].
     """
-    scores, value = _scores(inputs, how)
+    scores, value = _scores(inputs, rule)
     log_sums = scores.logsumexp(-1)
     weights = (scores - log_sums[..., None]).exp()
     return (weights @ value).to(inputs[0].dtype), log_sums
 
 
 def plain_backward(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], how: Scores
+    results: Sequence[Tensor], inputs: Sequence[Tensor], rule: ScoreRule
 ) -> Sequence[Tensor]:
     """Compute `flash_backward` in plain operators.
 
@@ -153,7 +160,7 @@ def plain_backward(
         results: gradient and value [b, H, L, D] of the result merged over all runs, and its
             log-sum-exps [b, H, L].
         inputs: query [b, H, L, D], key and value [b, K, S, D] of this run.
-        how: how scores are computed.
+        rule: how scores are computed.
 
     Returns:
         This run's gradients of the inputs, in their shapes.
@@ -162,7 +169,7 @@ def plain_backward(
     projection = (grad * out).sum(-1, keepdim=True)  # [b, H, L, 1]
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        scores, value = _scores(leaves, how)
+        scores, value = _scores(leaves, rule)
         # With p = exp(z - log-sum-exp over all runs), dz = p (grad v - projection). That is the
         # gradient of this sum if the log-sum-exp is constant.
         weights = (scores - log_sums[..., None]).exp()
@@ -170,19 +177,19 @@ def plain_backward(
         return torch.autograd.grad(total, leaves)
 
 
-def _scores(inputs: Sequence[Tensor], how: Scores) -> tuple[Tensor, Tensor]:
+def _scores(inputs: Sequence[Tensor], rule: ScoreRule) -> tuple[Tensor, Tensor]:
     """Compute scores [b, H, L, S] and repeat values to [b, H, S, D], in float32."""
     query, key, value = (tensor.float() for tensor in inputs)
     # Each key-value head serves a group of query heads.
     group_size = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(group_size, 1)
     value = value.repeat_interleave(group_size, 1)
-    scores = query @ key.transpose(2, 3) * how.scale  # [b, H, L, S]
-    if how.softcap is not None:
-        scores = (scores / how.softcap).tanh() * how.softcap
-    if how.bias is not None:
-        scores = scores + how.bias
-    if how.is_causal:
+    scores = query @ key.transpose(2, 3) * rule.scale  # [b, H, L, S]
+    if rule.softcap is not None:
+        scores = (scores / rule.softcap).tanh() * rule.softcap
+    if rule.bias is not None:
+        scores = scores + rule.bias
+    if rule.is_causal:
         is_later = scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(is_later, -torch.inf)
     return scores, value
@@ -237,14 +244,14 @@ class PaddedRows:
             return
         starts, lengths = np.array(runs).T[:, :, None]  # [b, 1] each
         columns = np.arange(width)
-        is_real = columns < lengths  # [b, L]
+        is_real = columns < lengths  # [b, L], False where there is padding
         indices = starts + np.where(is_real, columns, 0)
         self.padding = torch.from_numpy(~is_real).to(device)
         self.indices = torch.from_numpy(indices.ravel()).to(device)
         self.tokens = torch.from_numpy(indices[is_real]).to(device)
         self.slots = torch.from_numpy(np.flatnonzero(is_real)).to(device)
 
-    def take(self, tokens: Tensor) -> Tensor:
+    def gather(self, tokens: Tensor) -> Tensor:
         """Read the rows [b, L, ...] from packed tokens [N, ...]; on a CPU, in float32."""
         if self.start is None:
             rows = tokens.index_select(0, self.indices)
@@ -255,8 +262,8 @@ class PaddedRows:
         # Attention's backward pass on a CPU is twice as fast in float32 as in bfloat16.
         return rows.float() if rows.device.type == "cpu" else rows
 
-    def put(self, rows: Tensor, tokens: Tensor, *, add: bool = False) -> None:
-        """Write rows to packed tokens.
+    def scatter(self, rows: Tensor, tokens: Tensor, *, add: bool = False) -> None:
+        """Write rows to packed tokens, without their padding.
 
         Args:
             rows: [b, L, ...].
@@ -268,14 +275,14 @@ class PaddedRows:
             assert not add
             tokens.index_copy_(0, self.tokens, rows.index_select(0, self.slots).to(tokens.dtype))
             return
-        places = tokens.narrow(0, self.start, len(rows))
+        target = tokens.narrow(0, self.start, len(rows))
         if add:
-            places.add_(rows)
+            target.add_(rows)
         else:
-            places.copy_(rows)
+            target.copy_(rows)
 
 
-class Sums(dict[PaddedRows, Sequence[Tensor]]):
+class KeyGradientSums(dict[PaddedRows, Sequence[Tensor]]):
     """Float32 sums over blocks of the gradients of key and value [1, S, K, D].
 
     Attributes:
@@ -288,7 +295,7 @@ class Sums(dict[PaddedRows, Sequence[Tensor]]):
     @classmethod
     def with_gradients(
         cls, inputs: Sequence[Tensor], *, shares_memory: bool
-    ) -> tuple["Sums", list[Tensor]]:
+    ) -> tuple["KeyGradientSums", list[Tensor]]:
         """Allocate the gradients of packed inputs.
 
         Args:
@@ -304,8 +311,8 @@ class Sums(dict[PaddedRows, Sequence[Tensor]]):
         sums = cls()
         # Float32 sums of key and value fit into the half-precision gradients of query, key and
         # value: 4 * 2K <= 2 * (H + 2K).
-        is_enough = query.dtype != torch.float32 and num_heads >= 2 * num_keys and size % 2 == 0
-        if not (shares_memory and is_enough):
+        sums_fit = query.dtype != torch.float32 and num_heads >= 2 * num_keys and size % 2 == 0
+        if not (shares_memory and sums_fit):
             return sums, [tensor.new_empty(tensor.shape) for tensor in inputs]
         # A single allocation, so that all gradients of a token are contiguous.
         sums.memory = query.new_empty(num_tokens, num_heads + 2 * num_keys, size)
@@ -332,7 +339,7 @@ class Sums(dict[PaddedRows, Sequence[Tensor]]):
             totals.append(room.view(gradient.shape).copy_(gradient))
         self[keys] = totals
 
-    def taken(self, runs: Iterable[PaddedRows]) -> list[tuple[PaddedRows, list[Tensor]]]:
+    def pop_copies(self, runs: Iterable[PaddedRows]) -> list[tuple[PaddedRows, list[Tensor]]]:
         """Remove and return the sums of some rows, if they have any.
 
         The sums are copied, because their memory is about to be overwritten by gradients.

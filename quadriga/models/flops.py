@@ -49,15 +49,17 @@ class ModelCost:
         return self.num_block_parameters / self.attention_width
 
     @property
-    def head(self) -> float:
+    def head_cost(self) -> float:
         """Cost of the vocabulary head [V, D] for a token, in units of the layers' cost."""
         return self.num_head_parameters / self.num_block_parameters
 
-    def images(self, grids: Tensor) -> float:
+    def image_cost(self, grids: Tensor) -> float:
         """Cost of the vision encoder for images [I, 3], in units of the layers' cost per token."""
-        if self.vision_encoder is None:
+        encoder = self.vision_encoder
+        if encoder is None:
             return 0.0
-        return self.vision_encoder.update_flops(grids) / (6 * self.num_block_parameters)
+        layers_flops = 6 * self.num_block_parameters
+        return encoder.update_flops(grids) / layers_flops
 
     def forward_flops(
         self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int
@@ -117,17 +119,17 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     num_frozen = 0
 
     # By identity, so that a table that is tied to the head does not count among the layers.
-    excluded = set()
+    excluded_ids = set()
     for module in body.modules():
         if isinstance(module, nn.Embedding):
-            excluded.add(id(module.weight))
+            excluded_ids.add(id(module.weight))
 
     for mixture in mixtures(model):
         num_chosen = getattr(router_of(mixture), "top_k", None) or config.num_experts_per_tok
         # A token goes through this share of the experts.
         share = num_chosen / mixture.experts.num_experts
         for weight in mixture.experts.parameters():
-            excluded.add(id(weight))
+            excluded_ids.add(id(weight))
             if weight.dim() == 3:
                 size = int(weight.numel() * share)
                 num_parameters += size
@@ -135,7 +137,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
 
     # Each other matrix multiplies each token once.
     for weight in body.parameters():
-        if weight.dim() == 2 and id(weight) not in excluded:
+        if weight.dim() == 2 and id(weight) not in excluded_ids:
             num_parameters += weight.numel()
             num_frozen += 0 if weight.requires_grad else weight.numel()
 
@@ -179,18 +181,16 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     # never interrupted.
     left = torch.ones(size, size, device=device, dtype=dtype)
     right = torch.ones(size, size, device=device, dtype=dtype)
-    best = 0.0
-    for _ in range(4):
-        best = max(best, 2 * size**3 / _seconds_of_product(left, right))
-    return best
+    seconds = [_seconds_of_product(left, right) for _ in range(4)]
+    return 2 * size**3 / min(seconds)
 
 
 def _seconds_of_product(left: Tensor, right: Tensor) -> float:
     """Measure the time of one product. On a GPU, by events, which exclude the launch."""
     if not left.is_cuda:
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         torch.mm(left, right)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_s
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     start.record()

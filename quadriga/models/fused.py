@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
-from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, launches_triton
+from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, can_launch_triton
 
 if HAS_TRITON:
     from quadriga.models import fused_triton
@@ -23,9 +23,9 @@ if HAS_TRITON:
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-def takes_triton(tensor: Tensor) -> bool:
+def supports_triton(tensor: Tensor) -> bool:
     """Whether the Triton kernels support a tensor: half precision, on a GPU with Triton."""
-    return tensor.dtype in HALF_DTYPES and launches_triton(tensor.device)
+    return tensor.dtype in HALF_DTYPES and can_launch_triton(tensor.device)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -36,9 +36,9 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        ctx.by_triton = takes_triton(hidden) and weight.dtype == hidden.dtype
+        ctx.by_triton = supports_triton(hidden) and weight.dtype == hidden.dtype
         if ctx.by_triton:
-            result, scale = fused_triton.norm(hidden, weight, epsilon)
+            result, scale = fused_triton.rms_norm(hidden, weight, epsilon)
             ctx.save_for_backward(hidden, weight, scale)
             return result
         wide = hidden.float()
@@ -51,7 +51,7 @@ class RMSNorm(torch.autograd.Function):
         hidden, weight, scale = ctx.saved_tensors
         grad_weight = None
         if ctx.by_triton:
-            grad_hidden, weight_sums = fused_triton.norm_gradients(grad, hidden, weight, scale)
+            grad_hidden, weight_sums = fused_triton.rms_norm_gradients(grad, hidden, weight, scale)
             if ctx.needs_input_grad[1]:
                 grad_weight = weight_sums.to(weight.dtype)
             return grad_hidden, grad_weight, None
@@ -86,15 +86,15 @@ class GatedSiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        if takes_triton(gate):
-            return fused_triton.gated(gate, up)
+        if supports_triton(gate):
+            return fused_triton.gated_silu(gate, up)
         return silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         gate, up = ctx.saved_tensors
-        if takes_triton(gate):
-            return fused_triton.gated_gradients(grad, gate, up)
+        if supports_triton(gate):
+            return fused_triton.gated_silu_gradients(grad, gate, up)
         # Compute silu(gate) again: saving it would take a third wide tensor.
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         grad_up = silu(gate).mul_(grad)

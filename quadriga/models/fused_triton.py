@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMS norms and gated MLPs on CUDA: Triton kernels behind `quadriga.models.fused`, one per pass.
 
-They round in the same places as the functions of that module.
+They round in the same offsets as the functions of that module.
 
 Legend: R rows, D columns of a norm, F width of an MLP.
 """
@@ -33,14 +33,14 @@ def _norm_kernel(
     columns = tl.arange(0, COLUMNS)
     is_row = rows < num_rows
     is_column = columns < size
-    exists = is_row[:, None] & is_column[None, :]
-    places = rows[:, None].to(tl.int64) * size + columns[None, :]
+    is_inside = is_row[:, None] & is_column[None, :]
+    offsets = rows[:, None].to(tl.int64) * size + columns[None, :]
     # Rounded as in eager mode: once after the norm, and once after the weight.
-    wide = tl.load(hidden + places, mask=exists, other=0.0).to(tl.float32)
+    wide = tl.load(hidden + offsets, mask=is_inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / size + epsilon)
     normed = (wide * scale[:, None]).to(result.dtype.element_ty).to(tl.float32)
     factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(result + places, normed * factors[None, :], mask=exists)
+    tl.store(result + offsets, normed * factors[None, :], mask=is_inside)
     tl.store(scales + rows, scale, mask=is_row)
 
 
@@ -67,48 +67,48 @@ def _norm_gradients_kernel(
     for start in range(first, min(first + rows_of_part, num_rows), ROWS):
         rows = start + tl.arange(0, ROWS)
         is_row = rows < num_rows
-        exists = is_row[:, None] & is_column[None, :]
-        places = rows[:, None].to(tl.int64) * size + columns[None, :]
+        is_inside = is_row[:, None] & is_column[None, :]
+        offsets = rows[:, None].to(tl.int64) * size + columns[None, :]
         scale = tl.load(scales + rows, mask=is_row, other=0.0)[:, None]
-        normed = tl.load(hidden + places, mask=exists, other=0.0).to(tl.float32) * scale
-        outer = tl.load(grad + places, mask=exists, other=0.0).to(tl.float32)
+        normed = tl.load(hidden + offsets, mask=is_inside, other=0.0).to(tl.float32) * scale
+        outer = tl.load(grad + offsets, mask=is_inside, other=0.0).to(tl.float32)
         total += tl.sum(outer * normed, 0)
         inner = outer * factors[None, :]
         # d hidden = scale * (g w - n * mean(g w n)), with n the normed row.
         projection = tl.sum(inner * normed, 1) / size
         gradient = (inner - normed * projection[:, None]) * scale
-        tl.store(result + places, gradient, mask=exists)
+        tl.store(result + offsets, gradient, mask=is_inside)
     tl.store(sums + part * size + columns, total, mask=is_column)
 
 
 @triton.jit
 def _gate_kernel(gate, up, result, num_numbers, NUMBERS: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    exists = places < num_numbers
-    wide = tl.load(gate + places, mask=exists, other=0.0).to(tl.float32)
-    factor = tl.load(up + places, mask=exists, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    is_inside = offsets < num_numbers
+    wide = tl.load(gate + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    factor = tl.load(up + offsets, mask=is_inside, other=0.0).to(tl.float32)
     # silu is rounded to half precision before the product, as in eager mode.
     activated = (wide * tl.sigmoid(wide)).to(result.dtype.element_ty).to(tl.float32)
-    tl.store(result + places, activated * factor, mask=exists)
+    tl.store(result + offsets, activated * factor, mask=is_inside)
 
 
 @triton.jit
 def _gate_gradients_kernel(grad, gate, up, grad_gate, grad_up, num_numbers, NUMBERS: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    exists = places < num_numbers
-    wide = tl.load(gate + places, mask=exists, other=0.0).to(tl.float32)
-    outer = tl.load(grad + places, mask=exists, other=0.0).to(tl.float32)
-    factor = tl.load(up + places, mask=exists, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    is_inside = offsets < num_numbers
+    wide = tl.load(gate + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    outer = tl.load(grad + offsets, mask=is_inside, other=0.0).to(tl.float32)
+    factor = tl.load(up + offsets, mask=is_inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(wide)
     # d silu(x) / dx = sigmoid(x) * (1 + x * (1 - sigmoid(x)))
     inner = (outer * factor).to(grad_gate.dtype.element_ty).to(tl.float32)
     gate_gradient = inner * share * (1 + wide * (1 - share))
-    tl.store(grad_gate + places, gate_gradient, mask=exists)
+    tl.store(grad_gate + offsets, gate_gradient, mask=is_inside)
     activated = (wide * share).to(grad_up.dtype.element_ty).to(tl.float32)
-    tl.store(grad_up + places, activated * outer, mask=exists)
+    tl.store(grad_up + offsets, activated * outer, mask=is_inside)
 
 
-def norm(hidden: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Compute the RMS norm of each row.
 
     Args:
@@ -130,10 +130,10 @@ def norm(hidden: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor
     return result, scales
 
 
-def norm_gradients(
+def rms_norm_gradients(
     grad: Tensor, hidden: Tensor, weight: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `norm`.
+    """Compute the gradients of `rms_norm`.
 
     Args:
         grad: gradient [..., D] of the result.
@@ -161,7 +161,7 @@ def norm_gradients(
     return result, sums.sum(0)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute silu(gate) * up.
 
     Args:
@@ -179,8 +179,8 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return result
 
 
-def gated_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `gated`.
+def gated_silu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `gated_silu`.
 
     Args:
         grad: gradient [..., F] of the result.

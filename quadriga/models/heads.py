@@ -38,12 +38,12 @@ if HAS_TRITON:
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 logger = logging.getLogger(__name__)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-CHUNK_TOKENS = 512  # on a CPU
-_CHUNK_TOKENS_ELSEWHERE = 2048  # a GPU reads and writes the weight's gradient for each chunk
+CHUNK_TOKENS = 512  # default number of tokens of a chunk on a CPU
+_CHUNK_TOKENS_GPU = 2048  # a GPU reads and writes the weight's gradient for each chunk
 # Number of tokens whose logits are processed together, so that they stay in the cache, by device
 # type.
 _TOKEN_BLOCK = {"cpu": 16}
-_TOKEN_BLOCK_ELSEWHERE = 128
+_TOKEN_BLOCK_GPU = 128
 _VOCABULARY_BLOCK = 4096  # rows of the weight that are converted to float32 at a time
 
 
@@ -173,7 +173,7 @@ def token_scores(
     """
     is_half = hidden.dtype == weight.dtype and hidden.dtype in HALF_DTYPES
     needs_logits = top_k is not None or targets.dim() > 1 or rule.softcap is not None
-    default_chunk = CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE
+    default_chunk = CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_GPU
     if rule.softcap is None:
         # Without a cap, the scale can be part of the temperature, which the kernels support.
         temperature = temperature / rule.scale
@@ -186,7 +186,7 @@ def token_scores(
         top_k=top_k,
         chunk_tokens=chunk_tokens or default_chunk,
         shard=shard,
-        use_triton=is_half and not needs_logits and launches_triton(hidden.device),
+        use_triton=is_half and not needs_logits and can_launch_triton(hidden.device),
     )
     log_probs, entropy, squares, top_log_probs, top_ids = _TokenScoresFunction.apply(
         hidden, weight, bias, targets, options
@@ -200,7 +200,7 @@ def token_scores(
     )
 
 
-def launches_triton(device: torch.device) -> bool:
+def can_launch_triton(device: torch.device) -> bool:
     """Whether Triton's kernels can be launched on a device."""
     return HAS_TRITON and device.type == "cuda" and has_compiler()
 
@@ -215,7 +215,7 @@ def has_compiler() -> bool:
         "CUDA: got no C compiler for Triton's kernels, so plain torch computes log-probs, with the "
         "logits of %s tokens in memory, and decode steps in many small kernels. "
         "Install gcc or clang, or set CC.",
-        _CHUNK_TOKENS_ELSEWHERE,
+        _CHUNK_TOKENS_GPU,
     )
     return False
 
@@ -300,7 +300,7 @@ class _TokenInputs(NamedTuple):
     normalizer: Tensor
     entropy: Tensor
 
-    def of_tokens(self, tokens: slice) -> "_TokenInputs":
+    def select(self, tokens: slice) -> "_TokenInputs":
         """Select some of the tokens."""
         grad_entropy = None if self.grad_entropy is None else self.grad_entropy[tokens]
         return _TokenInputs(
@@ -320,12 +320,12 @@ class _TokenScoresFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, options):
-        # Rows of the targets in this rank's weight; -1 for targets of other ranks.
-        places = targets.contiguous()
+        # Row of each target in this rank's weight; -1 for targets of other ranks.
+        target_rows = targets.contiguous()
         if options.shard is not None:
-            places = targets - options.shard.start
-            is_local = (places >= 0) & (places < weight.shape[0])
-            places = torch.where(is_local, places, -1)
+            target_rows = targets - options.shard.start
+            is_local = (target_rows >= 0) & (target_rows < weight.shape[0])
+            target_rows = torch.where(is_local, target_rows, -1)
         ctx.workspace = None
         top: _Top = (None, None)
         if options.use_triton:
@@ -333,35 +333,38 @@ class _TokenScoresFunction(torch.autograd.Function):
                 hidden,
                 weight,
                 bias,
-                places,
+                target_rows,
                 options.temperature,
                 options.with_entropy,
                 options.with_sum_pi_squared,
             )
         else:
             needs_gradients = any(ctx.needs_input_grad[:3])
-            parts, workspace, top = _statistics(hidden, weight, bias, places, options)
+            parts, workspace, top = _chunked_statistics(hidden, weight, bias, target_rows, options)
             ctx.workspace = workspace if needs_gradients else None
-        statistics = parts[0] if len(parts) == 1 else _combine(parts)  # [3 + K, M]
+
+        # Combine the parts of this rank, then those of all ranks.
+        statistics = parts[0] if len(parts) == 1 else _combine_parts(parts)  # [3 + K, M]
         if options.shard is not None and len(targets):
             group = options.shard.group
-            statistics = _combine(_gather(statistics, group))
+            statistics = _combine_parts(_gather_ranks(statistics, group))
             if top[0] is not None:
-                top = _largest_of_ranks(top, options.top_k, group)
+                top = _merge_top_of_ranks(top, options.top_k, group)
 
-        normalizer, entropy, chosen, squares, *other_chosen = statistics
-        log_probs = chosen - normalizer
+        normalizer, entropy, target_logit, squares, *other_target_logits = statistics
+        log_probs = target_logit - normalizer
         if targets.dim() > 1:
             # Column 0 is the row's own target.
-            columns = [log_probs, *(logits - normalizer for logits in other_chosen)]
+            columns = [log_probs, *(logits - normalizer for logits in other_target_logits)]
             log_probs = torch.stack(columns, 1)
         squares = squares.clone()
         without_gradient = [squares]
         if top[0] is not None:
-            top[0].sub_(normalizer[:, None])
+            top[0].sub_(normalizer[:, None])  # from logits to log-probs
             without_gradient += top
+
         ctx.mark_non_differentiable(*without_gradient)
-        ctx.save_for_backward(hidden, weight, bias, places, normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, bias, target_rows, normalizer, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
         # Copies, so that the caller cannot change tensors that are saved for the backward pass.
@@ -369,11 +372,12 @@ class _TokenScoresFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
-        hidden, weight, bias, places, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, bias, target_rows, normalizer, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # None if only the entropy has a gradient.
         if grad_log_probs is None:
-            grad_log_probs = normalizer.new_zeros(places.shape)
+            grad_log_probs = normalizer.new_zeros(target_rows.shape)
+
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
         if needs_weight:
@@ -383,55 +387,60 @@ class _TokenScoresFunction(torch.autograd.Function):
         grad_bias = None
         if bias is not None and needs_bias:
             grad_bias = torch.zeros_like(bias)
+
+        # Each chunk's gradient of the logits contributes to all three gradients.
         inputs = _TokenInputs(grad_log_probs, grad_entropy, normalizer, entropy)
-        chunks = _gradients(hidden, weight, bias, places, inputs, ctx.options, ctx.workspace)
+        chunks = _chunked_gradients(
+            hidden, weight, bias, target_rows, inputs, ctx.options, ctx.workspace
+        )
         ctx.workspace = None
-        for tokens, grad in chunks:
+        for tokens, grad_logits in chunks:
             if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=torch.float32)
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
-                grad_hidden[tokens] = grad @ weight
+                grad_hidden[tokens] = grad_logits @ weight
             if grad_weight is not None:
                 states = hidden[tokens].to(weight.dtype)
+                grads = grad_logits.t()
                 if grad_weight.dtype == weight.dtype:
-                    grad_weight.addmm_(grad.t(), states)
+                    grad_weight.addmm_(grads, states)
                 else:
                     torch.addmm(
-                        grad_weight, grad.t(), states, out_dtype=torch.float32, out=grad_weight
+                        grad_weight, grads, states, out_dtype=torch.float32, out=grad_weight
                     )
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _combine(parts: Tensor) -> Tensor:
+def _combine_parts(parts: Tensor) -> Tensor:
     """Combine the statistics of parts [P, 3 + K, M] to those of the vocabulary [3 + K, M].
 
     With w the share of a part, H = sum of w H_part - w log w, and the squares are the sum of
     w^2 squares_part. The normaliser of an empty part is -inf, and so is the logit of a target that
     is not in a part.
     """
-    normalizers, entropies, chosen, squares, *other_chosen = parts.unbind(1)
+    normalizers, entropies, target_logit, squares, *other_target_logits = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)  # [M]
     shares = (normalizers - normalizer).exp()  # [P, M]
     entropy = (shares * entropies + torch.special.entr(shares)).sum(0)
     squares = (shares.square() * squares).sum(0)
     # Only the part that has a target has its logit; all other parts have -inf.
-    other_chosen = [logits.amax(0) for logits in other_chosen]
-    return torch.stack([normalizer, entropy, chosen.amax(0), squares, *other_chosen])
+    other_target_logits = [logits.amax(0) for logits in other_target_logits]
+    return torch.stack([normalizer, entropy, target_logit.amax(0), squares, *other_target_logits])
 
 
-def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather tensors [...] from all ranks to [ranks, ...], the same on all ranks."""
     gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
     all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered.view(group.size(), *tensor.shape)
 
 
-def _largest_of_ranks(top: tuple[Tensor, Tensor], top_k: int, group: dist.ProcessGroup) -> _Top:
+def _merge_top_of_ranks(top: tuple[Tensor, Tensor], top_k: int, group: dist.ProcessGroup) -> _Top:
     """Find the likeliest tokens [M, k] of the vocabulary among the likeliest of each rank."""
     # [ranks, M, k] -> [M, ranks * k]
-    values, ids = (_gather(tensor, group).transpose(0, 1).flatten(1) for tensor in top)
+    values, ids = (_gather_ranks(tensor, group).transpose(0, 1).flatten(1) for tensor in top)
     values, order = values.topk(top_k, dim=-1)
     return values, ids.gather(-1, order)
 
@@ -441,8 +450,8 @@ def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor, options: _ScoreOptions
+def _chunked_statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_rows: Tensor, options: _ScoreOptions
 ) -> tuple[Tensor, Tensor, _Top]:
     """Compute the statistics of this rank's vocabulary, in plain torch.
 
@@ -450,7 +459,7 @@ def _statistics(
         hidden: [M, D].
         weight: [V', D].
         bias: [V'] or None.
-        places: [M] or [M, K], rows of the targets in `weight`; -1 if it does not have the target.
+        target_rows: [M] or [M, K], rows of the targets in `weight`; -1 if the target is not there.
         options: options of `token_scores`.
 
     Returns:
@@ -459,41 +468,44 @@ def _statistics(
     """
     num_tokens = len(hidden)
     num_rows = len(weight)
-    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
-    if places.dim() == 1:
-        places = places[:, None]
-    result = hidden.new_zeros(3 + places.shape[1], num_tokens, dtype=torch.float32)
+    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_GPU)
+    if target_rows.dim() == 1:
+        target_rows = target_rows[:, None]
+    statistics = hidden.new_zeros(3 + target_rows.shape[1], num_tokens, dtype=torch.float32)
     workspace_size = min(options.chunk_tokens, num_tokens)
     workspace = hidden.new_empty(workspace_size, num_rows, dtype=torch.float32)
     top: _Top = (None, None)
     if options.top_k is not None:
         shape = (num_tokens, options.top_k)
-        top = (result.new_full(shape, -torch.inf), places.new_full(shape, -1))
+        top = (statistics.new_full(shape, -torch.inf), target_rows.new_full(shape, -1))
+
     for tokens in _slices(num_tokens, options.chunk_tokens):
         length = tokens.stop - tokens.start
         logits = head_logits(hidden[tokens], weight, bias, workspace[:length])
-        chunk_places = places[tokens]
-        chunk_result = result[:, tokens]
+        chunk_target_rows = target_rows[tokens]
+        chunk_statistics = statistics[:, tokens]
         for block in _slices(length, block_size):
-            _block_statistics(logits[block], chunk_places[block], chunk_result[:, block], options)
+            _block_statistics(
+                logits[block], chunk_target_rows[block], chunk_statistics[:, block], options
+            )
         if top[0] is not None:
-            best = logits.topk(min(top[0].shape[1], num_rows), dim=-1)
-            first_row = 0 if options.shard is None else options.shard.start
             # A shard may have fewer than k rows.
-            num_best = best.values.shape[1]
+            num_best = min(top[0].shape[1], num_rows)
+            best = logits.topk(num_best, dim=-1)
+            first_row = 0 if options.shard is None else options.shard.start
             top[0][tokens, :num_best] = best.values
             top[1][tokens, :num_best] = best.indices + first_row
-    return result[None], workspace, top
+    return statistics[None], workspace, top
 
 
 def _block_statistics(
-    logits: Tensor, places: Tensor, result: Tensor, options: _ScoreOptions
+    logits: Tensor, target_rows: Tensor, result: Tensor, options: _ScoreOptions
 ) -> None:
-    """Turn products into logits over the temperature, and write their statistics.
+    """Turn a head's products into logits over the temperature, and write their statistics.
 
     Args:
         logits: [C, V'] products of states and weight, changed in place.
-        places: [C, K] rows of the targets; -1 for targets of other ranks.
+        target_rows: [C, K] rows of the targets; -1 for targets of other ranks.
         result: [3 + K, C] zeros, changed in place.
         options: options of `token_scores`.
     """
@@ -501,13 +513,13 @@ def _block_statistics(
         options.rule.apply(logits)
     if options.temperature != 1.0:
         logits.div_(options.temperature)
-    normalizer, entropy, chosen, squares, *other_chosen = result
-    target_logits = logits.new_full(places.shape, -torch.inf)
+    normalizer, entropy, target_logit, squares, *other_target_logits = result
+    target_logits = logits.new_full(target_rows.shape, -torch.inf)
     if not logits.shape[1]:
         normalizer.fill_(-torch.inf)
     else:
-        target_logits = logits.gather(-1, places.clamp(min=0))
-        target_logits.masked_fill_(places < 0, -torch.inf)
+        target_logits = logits.gather(-1, target_rows.clamp(min=0))
+        target_logits.masked_fill_(target_rows < 0, -torch.inf)
         # Relative to the largest logit, so that exponentials do not overflow.
         peak = logits.amax(-1)  # [C]
         shifted = logits - peak[:, None]
@@ -521,15 +533,17 @@ def _block_statistics(
             torch.sub(log_total, mean, out=entropy)
         if options.with_sum_pi_squared:
             torch.div(torch.linalg.vecdot(weights, weights), total.square(), out=squares)
-    for logit, column in zip((chosen, *other_chosen), target_logits.unbind(1), strict=True):
+    for logit, column in zip(
+        (target_logit, *other_target_logits), target_logits.unbind(1), strict=True
+    ):
         logit.copy_(column)
 
 
-def _gradients(
+def _chunked_gradients(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    places: Tensor,
+    target_rows: Tensor,
     inputs: _TokenInputs,
     options: _ScoreOptions,
     workspace: Tensor | None,
@@ -542,7 +556,7 @@ def _gradients(
         hidden: [M, D].
         weight: [V', D].
         bias: [V'] or None.
-        places: [M] or [M, K], rows of the targets in `weight`; -1 if it does not have the target.
+        target_rows: [M] or [M, K], rows of the targets in `weight`; -1 if the target is not there.
         inputs: gradients of the outputs, and statistics.
         options: options of `token_scores`.
         workspace: the last chunk's logits over the temperature, from the forward pass; None with
@@ -551,16 +565,17 @@ def _gradients(
     chunks = _slices(len(hidden), options.chunk_tokens)
     if options.use_triton:
         for tokens in chunks:
-            grad = heads_triton.logit_gradients(
+            grad_logits = heads_triton.logit_gradients(
                 options.temperature,
                 hidden[tokens],
                 weight,
                 bias,
-                places[tokens],
-                inputs.of_tokens(tokens),
+                target_rows[tokens],
+                inputs.select(tokens),
             )
-            yield tokens, grad
+            yield tokens, grad_logits
         return
+
     has_logits = workspace is not None
     if workspace is None:
         shape = (min(options.chunk_tokens, len(hidden)), len(weight))
@@ -568,15 +583,16 @@ def _gradients(
     # The caller multiplies gradients in the dtype of the weight.
     is_half = weight.dtype != torch.float32
     results = torch.empty_like(workspace, dtype=weight.dtype) if is_half else workspace
-    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
+    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_GPU)
+
     # The last chunk first, whose logits are in the workspace.
     for tokens in reversed(chunks):
         length = tokens.stop - tokens.start
         logits = workspace[:length]
         if not has_logits:
             logits = head_logits(hidden[tokens], weight, bias, logits)
-        chunk_places = places[tokens]
-        chunk_inputs = inputs.of_tokens(tokens)
+        chunk_target_rows = target_rows[tokens]
+        chunk_inputs = inputs.select(tokens)
         for block in _slices(length, block_size):
             block_logits = logits[block]
             if not has_logits:
@@ -585,7 +601,7 @@ def _gradients(
                 if options.temperature != 1.0:
                     block_logits.div_(options.temperature)
             _block_gradients(
-                block_logits, chunk_places[block], chunk_inputs.of_tokens(block), options
+                block_logits, chunk_target_rows[block], chunk_inputs.select(block), options
             )
             if is_half:
                 results[block].copy_(block_logits)
@@ -594,7 +610,7 @@ def _gradients(
 
 
 def _block_gradients(
-    logits: Tensor, places: Tensor, inputs: _TokenInputs, options: _ScoreOptions
+    logits: Tensor, target_rows: Tensor, inputs: _TokenInputs, options: _ScoreOptions
 ) -> None:
     """Replace logits z over the temperature by the gradient of the products.
 
@@ -604,7 +620,7 @@ def _block_gradients(
 
     Args:
         logits: [C, V'], changed in place.
-        places: [C] or [C, K] rows of the targets; -1 for targets of other ranks.
+        target_rows: [C] or [C, K] rows of the targets; -1 for targets of other ranks.
         inputs: gradients of the outputs, and statistics.
         options: options of `token_scores`.
     """
@@ -615,23 +631,26 @@ def _block_gradients(
         # The derivative of c * tanh(s * x / c) by x is s * (1 - tanh^2).
         tanh = logits * (temperature / softcap)
         cap_slope = tanh.square_().neg_().add_(1.0).mul_(options.rule.scale)
+
     target_grads = inputs.grad_log_probs / temperature
-    if places.dim() == 1:
-        places = places[:, None]
+    if target_rows.dim() == 1:
+        target_rows = target_rows[:, None]
         target_grads = target_grads[:, None]
-    outer = target_grads.sum(1)  # [C]
+    sum_of_grads = target_grads.sum(1)  # [C], the sum of g_k in the formula
+
     # In place from here on: the workspace becomes the gradient.
     log_p = logits.sub_(inputs.normalizer[:, None])
     if inputs.grad_entropy is None:
-        log_p.exp_().mul_(-outer[:, None])
+        log_p.exp_().mul_(-sum_of_grads[:, None])
     else:
-        slope = inputs.grad_entropy / temperature
+        entropy_grad = inputs.grad_entropy / temperature
         p = log_p.exp()
-        offset = outer + slope * inputs.entropy
-        log_p.mul_(-slope[:, None]).sub_(offset[:, None]).mul_(p)
+        offset = sum_of_grads + entropy_grad * inputs.entropy
+        log_p.mul_(-entropy_grad[:, None]).sub_(offset[:, None]).mul_(p)
+
     if logits.shape[1]:
         # Targets on other ranks have place -1, and add nothing here.
-        added = torch.where(places >= 0, target_grads, 0.0)
-        logits.scatter_add_(1, places.clamp(min=0), added)
+        local_grads = torch.where(target_rows >= 0, target_grads, 0.0)
+        logits.scatter_add_(1, target_rows.clamp(min=0), local_grads)
     if cap_slope is not None:
         logits.mul_(cap_slope)

@@ -74,7 +74,7 @@ def _statistics_kernel(
     hidden,
     weight,
     bias,
-    places,
+    target_rows,
     result,
     num_tokens,
     num_rows,
@@ -94,7 +94,7 @@ def _statistics_kernel(
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(1)
     is_token = tokens < num_tokens
-    place = tl.load(places + tokens, mask=is_token, other=-1)  # row of the target
+    target_row = tl.load(target_rows + tokens, mask=is_token, other=-1)  # row of the target
     # Sums over the rows so far, with e = exp(z - peak), z the logits:
     peak = tl.full((TOKENS,), _NOTHING, dtype=tl.float32)
     total = tl.zeros((TOKENS,), dtype=tl.float32)  # of e
@@ -136,7 +136,7 @@ def _statistics_kernel(
             squares = shrink * shrink * squares + tl.sum(exponentials * exponentials, 1)
         total = shrink * total + tl.sum(exponentials, 1)
         peak = higher
-        is_chosen = (rows[None, :] == place[:, None]) & is_row
+        is_chosen = (rows[None, :] == target_row[:, None]) & is_row
         target_logits = tl.where(is_chosen, z, -float("inf"))
         chosen = tl.maximum(chosen, tl.max(target_logits, 1))
     # H = log(total) - mean; with p = e / total, sum of p^2 = squares / total^2.
@@ -158,7 +158,7 @@ def _gradients_kernel(
     hidden,
     weight,
     bias,
-    places,
+    target_rows,
     grad_log_probs,
     grad_entropy,
     normalizer,
@@ -180,7 +180,7 @@ def _gradients_kernel(
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < num_tokens
-    place = tl.load(places + tokens, mask=is_token, other=-1)
+    target_row = tl.load(target_rows + tokens, mask=is_token, other=-1)
     outer = tl.load(grad_log_probs + tokens, mask=is_token, other=0.0)
     z = _logits(
         hidden,
@@ -206,7 +206,7 @@ def _gradients_kernel(
         height = tl.load(grad_entropy + tokens, mask=is_token, other=0.0)
         entropies = tl.load(entropy + tokens, mask=is_token, other=0.0)
         slope += height[:, None] * (log_p + entropies[:, None])
-    is_target = rows[None, :] == place[:, None]
+    is_target = rows[None, :] == target_row[:, None]
     grad = tl.where(is_target, outer[:, None], 0.0) - tl.exp(log_p) * slope
     to = result + tokens[:, None].to(tl.int64) * num_rows + rows[None, :]
     mask = is_token[:, None] & (rows[None, :] < num_rows)
@@ -217,7 +217,7 @@ def statistics(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    places: Tensor,
+    target_rows: Tensor,
     temperature: float,
     with_entropy: bool,
     with_squares: bool,
@@ -228,7 +228,7 @@ def statistics(
         hidden: states [M, D] in half precision.
         weight: [V', D] in the dtype of `hidden`.
         bias: [V'] or None.
-        places: [M] rows of the targets in `weight`; -1 if it does not have the target.
+        target_rows: [M] rows of the targets in `weight`; -1 if it does not have the target.
         temperature: divides the logits.
         with_entropy: whether to compute the entropies, which are otherwise zero.
         with_squares: whether to compute the squares, which are otherwise zero.
@@ -239,8 +239,8 @@ def statistics(
     """
     num_tokens = len(hidden)
     num_rows = len(weight)
-    hidden = _dense(hidden)
-    weight = _dense(weight)
+    hidden = _make_rows_contiguous(hidden)
+    weight = _make_rows_contiguous(weight)
     num_parts = max(1, triton.cdiv(num_rows, _ROWS_OF_PART))
     result = hidden.new_empty(num_parts, 4, num_tokens, dtype=torch.float32)
     if not num_tokens or not num_rows:
@@ -253,7 +253,7 @@ def statistics(
         hidden,
         weight,
         bias,
-        places,
+        target_rows,
         result,
         num_tokens,
         num_rows,
@@ -274,7 +274,7 @@ def logit_gradients(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    places: Tensor,
+    target_rows: Tensor,
     outer: tuple[Tensor, Tensor | None, Tensor, Tensor],
 ) -> Tensor:
     """Compute the gradient of the logits of one chunk.
@@ -284,7 +284,7 @@ def logit_gradients(
         hidden: states [C, D] in half precision.
         weight: [V', D] in the dtype of `hidden`.
         bias: [V'] or None.
-        places: [C] rows of the targets in `weight`; -1 if it does not have the target.
+        target_rows: [C] rows of the targets in `weight`; -1 if it does not have the target.
         outer: gradients of log-probs and of entropies (or None), then normalisers and entropies of
             the whole vocabulary, [C] each.
 
@@ -293,8 +293,8 @@ def logit_gradients(
     """
     num_tokens = len(hidden)
     num_rows = len(weight)
-    hidden = _dense(hidden)
-    weight = _dense(weight)
+    hidden = _make_rows_contiguous(hidden)
+    weight = _make_rows_contiguous(weight)
     result = hidden.new_empty(num_tokens, num_rows)
     if not num_tokens or not num_rows:
         return result
@@ -306,7 +306,7 @@ def logit_gradients(
         hidden,
         weight,
         bias,
-        places,
+        target_rows,
         grad_log_probs.contiguous(),
         grad_entropy,
         normalizer.contiguous(),
@@ -324,7 +324,7 @@ def logit_gradients(
     return result
 
 
-def _dense(matrix: Tensor) -> Tensor:
+def _make_rows_contiguous(matrix: Tensor) -> Tensor:
     """Copy a matrix if the numbers of its rows are not contiguous."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 

@@ -77,12 +77,12 @@ def load_causal_lm(
     disable_progress_bar()
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = way_of(config, trust_remote_code=trust_remote_code)
-    # Replace an implementation with which the trial has failed.
+    # Replace an attention implementation with which the trial has failed.
     if attention == ATTENTION_NAME:
         attention = way.attention
     elif attention == "sdpa":
-        attention = way.generating
-    with explained(path):
+        attention = way.generation_attention
+    with explain_load_errors(path):
         model, info = from_pretrained(
             path,
             config,
@@ -122,6 +122,7 @@ def _require_weights(
         mismatches[name] = (
             f", of shape {list(file_shape)} in the files and {list(model_shape)} in the model"
         )
+
     names = {*info["missing_keys"], *mismatches}
     missing = [name for name in names if id(model.get_parameter(name)) not in optional]
     if missing:
@@ -148,7 +149,7 @@ def model_folder(path: str | Path) -> Path | None:
     """
     if Path(path).is_dir():
         return Path(path)
-    with explained(path):
+    with explain_load_errors(path):
         patterns = ["*.safetensors", "*.json", "*.py"]
         folder = Path(snapshot_download(str(path), allow_patterns=patterns))
     return folder if any(folder.glob("*.safetensors")) else None
@@ -161,7 +162,7 @@ def config_file(name: str) -> Path:
         EngineError: the hub has no such model, or does not respond.
     """
     fix = "Only its config.json is needed: a folder with this file alone is enough."
-    with explained(name, fix=fix):
+    with explain_load_errors(name, fix=fix):
         return Path(snapshot_download(name, allow_patterns=["config.json"])) / "config.json"
 
 
@@ -209,6 +210,7 @@ def from_pretrained(
         weights = open_model(path)
         state = {name: weights.read(name).to(dtype) for name in weights.shapes}
         model, info = type(skeleton).from_pretrained(None, state_dict=state, **options)
+
     # Transformers does not tie weights that differ, but leaves `tie_word_embeddings` set.
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
@@ -248,7 +250,7 @@ def load_config(
             quantized.
     """
     overrides = override_config or {}
-    with explained(path):
+    with explain_load_errors(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **overrides)
     text = config.get_text_config()
     vocabulary_size = getattr(text, "vocab_size", math.inf)
@@ -288,7 +290,8 @@ def _has_untied_head(folder: Path) -> bool:
         if _HEAD not in weights.shapes:
             return False
         head = weights.read(_HEAD)
-        # The embedding has the shape of the head. Its name depends on the architecture.
+        # The embedding has the shape of the head. Its name depends on the architecture, so any
+        # weight of this shape may be the embedding. If one of them is equal, the head is tied.
         has_embedding = False
         for name, shape in weights.shapes.items():
             if name != _HEAD and shape == head.shape:
@@ -323,7 +326,7 @@ def skeleton_causal_lm(
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     way = PACKED if auto_class else way_of(config, trust_remote_code=trust_remote_code)
     # Only parameters go to "meta". Buffers are small, and most of them are not in the files.
-    with explained(path), register_module_parameter_registration_hook(_as_empty):
+    with explain_load_errors(path), register_module_parameter_registration_hook(_create_on_meta):
         model = (auto_class or _auto_class(config)).from_config(
             config,
             trust_remote_code=trust_remote_code,
@@ -336,7 +339,7 @@ def skeleton_causal_lm(
     return model.eval()
 
 
-def _as_empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+def _create_on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Hook of modules: replace a new parameter by one on "meta", marked as initialized."""
     empty = parameter
     if not parameter.is_meta:
@@ -347,7 +350,7 @@ def _as_empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Param
 
 
 @contextmanager
-def explained(
+def explain_load_errors(
     path: str | Path, kind: str = "causal language model", fix: str = _FIX
 ) -> Iterator[None]:
     """Context manager: turn the errors of loading a model with transformers into an EngineError.

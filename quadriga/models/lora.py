@@ -49,11 +49,11 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
     """
     # The device must be found first: the factors that PEFT adds are on "meta" until the loop below.
     device = next(model.parameters()).device
-    _inject(model, adapter_shape(section))
+    _inject_factors(model, adapter_shape(section))
     parameters = model.named_parameters()
     factor_shapes = {name: value.shape for name, value in parameters if is_factor(name)}
 
-    read: Callable[[str], Tensor] = partial(_new_value, factor_shapes, seed)
+    read: Callable[[str], Tensor] = partial(_draw_factor, factor_shapes, seed)
     if section.lora_adapter_path is not None:
         folder = Path(section.lora_adapter_path).expanduser()
         files = AdapterFiles(folder)
@@ -116,17 +116,17 @@ def describe_adapter(model: PreTrainedModel) -> str:
     parameters = model.named_parameters()
     num_trained = sum(value.numel() for name, value in parameters if is_factor(name))
     return (
-        f"LoRA of rank {shape.rank}, alpha {shape.alpha:g}, in {len(_layers(model))} modules: "
+        f"LoRA of rank {shape.rank}, alpha {shape.alpha:g}, in {len(_adapted_modules(model))} modules: "
         f"{num_trained / 1e6:.2f} M parameters learn"
     )
 
 
 @contextmanager
-def adapter_off(model: PreTrainedModel) -> Iterator[None]:
+def disable_adapter(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: compute without the adapter, and without gradients for it."""
     # Not with PEFT's own switch, which also clears requires_grad: weights that FSDP gathers inside
     # the context would never get it back.
-    layers = _layers(model)
+    layers = _adapted_modules(model)
     for layer in layers:
         layer._disable_adapters = True
     assert all(layer.disable_adapters for layer in layers), "PEFT reads another switch"
@@ -150,7 +150,7 @@ def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
     (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
+def _inject_factors(model: PreTrainedModel, shape: AdapterShape) -> None:
     """Add factors with PEFT, on "meta": PEFT itself would draw different values on each rank.
 
     Args:
@@ -186,16 +186,16 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
             linear_names.append(name)
     # Check first: PEFT ignores entries without a match if any other entry matches.
     try:
-        _require_known_modules(model, shape.target_modules)
+        _require_existing_modules(model, shape.target_modules)
         peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise _unknown_modules(shape, linear_names, error) from error
+        raise _unknown_modules_error(shape, linear_names, error) from error
     # A set would be written to adapter_config.json in a different order each time.
     for key in ("target_modules", "exclude_modules"):
         modules = getattr(config, key)
         if isinstance(modules, set):
             setattr(config, key, sorted(modules))
-    for layer in _layers(model):
+    for layer in _adapted_modules(model):
         base = layer.get_base_layer()
         if type(base) is nn.Linear and base is not head:
             continue
@@ -211,7 +211,7 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
         )
 
 
-def _unknown_modules(
+def _unknown_modules_error(
     shape: AdapterShape, linear_names: list[str], error: ValueError
 ) -> EngineError:
     """Describe target modules that match nothing, with the names of modules that could match.
@@ -235,7 +235,7 @@ def _unknown_modules(
     )
 
 
-def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> None:
+def _require_existing_modules(model: PreTrainedModel, targets: str | list[str]) -> None:
     """Check that target modules exist in a model.
 
     Args:
@@ -265,13 +265,13 @@ def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> 
         raise ValueError(f"no module named {', '.join(unknown)}")
 
 
-def _layers(model: nn.Module) -> list[Any]:
+def _adapted_modules(model: nn.Module) -> list[Any]:
     """Modules with an adapter."""
     layer_class = import_module("peft.tuners.lora").LoraLayer
     return [module for module in model.modules() if isinstance(module, layer_class)]
 
 
-def _new_value(factor_shapes: Mapping[str, torch.Size], seed: int, name: str) -> Tensor:
+def _draw_factor(factor_shapes: Mapping[str, torch.Size], seed: int, name: str) -> Tensor:
     """Draw a new factor from PEFT's distribution: A uniform in +- 1 / sqrt(in), B zero.
 
     Args:

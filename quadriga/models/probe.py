@@ -22,10 +22,10 @@ from quadriga.errors import EngineError
 from quadriga.models.architecture import (
     BOUND,
     backbone,
+    draw_sample_rows,
     is_packed,
-    own_log_probs,
-    packed_rows,
-    sample_rows,
+    pack_rows,
+    transformers_log_probs,
     way_of,
 )
 from quadriga.models.attention import PackedBatch
@@ -59,14 +59,14 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
     if not is_float32 or getattr(model.config, "vision_config", None) is not None:
         return None
     # Packed models compute all rows in one call, others one row per call.
-    rows = sample_rows(model.config.get_text_config().vocab_size)
+    rows = draw_sample_rows(model.config.get_text_config().vocab_size)
     groups = [rows] if is_packed(model) else [[row] for row in rows]
-    batches = [packed_rows(group, model.device) for group in groups]
+    batches = [pack_rows(group, model.device) for group in groups]
     if isinstance(scorer, PolicyScorer):
         kind = "log-probs"
         computed = torch.cat([scorer(batch, ScoreQuestion())["log_probs"] for batch in batches])
-        with _as_in_transformers(model):
-            expected = own_log_probs(model, rows)
+        with _use_transformers_modules(model):
+            expected = transformers_log_probs(model, rows)
     else:
         kind = "hidden states or scores"
         computed, expected = _states_and_numbers(scorer, rows, batches)
@@ -124,12 +124,15 @@ def _states_and_numbers(
 
     hook = backbone(model).register_forward_hook(record)
     try:
+        # By the scorer.
         batch_numbers = [scorer(batch, ScoreQuestion())[scorer.output] for batch in batches]
         pairs = zip(batches, states, strict=True)
         batch_states = [hidden[batch.predictors] for batch, hidden in pairs]
         states.clear()
+
+        # By transformers. `row_numbers` has the number at the end of each row.
         row_numbers = []
-        with _as_in_transformers(model):
+        with _use_transformers_modules(model):
             for prompt, response in rows:
                 tokens = torch.tensor([prompt + response[:-1]], device=model.device)
                 if isinstance(scorer, RewardScorer):
@@ -143,11 +146,14 @@ def _states_and_numbers(
 
     # The token before each response token predicts it.
     pairs = zip(states, rows, strict=True)
-    expected_states = torch.cat([hidden[len(prompt) - 1 :] for hidden, (prompt, _) in pairs])
+    expected_states = torch.cat(
+        [hidden[len(prompt) - 1 :] for hidden, (prompt, _) in pairs]
+    )  # [M, D]
     expected_numbers = head(expected_states)  # [M, 1]
     # At the end of each row, compare with the number that transformers itself computed.
     ends = torch.tensor([len(response) for _, response in rows]).cumsum(0) - 1
     expected_numbers[ends] = torch.stack(row_numbers)
+
     state_scale = expected_states.abs().max().clamp(min=1.0)
     number_scale = expected_numbers.abs().max().clamp(min=1.0)
     numbers = torch.cat(batch_numbers)[:, None]
@@ -157,7 +163,7 @@ def _states_and_numbers(
 
 
 @contextmanager
-def _as_in_transformers(model: PreTrainedModel) -> Iterator[None]:
+def _use_transformers_modules(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: compute with transformers' own modules, eager attention and no padding."""
     config = model.config
     attention = config._attn_implementation
@@ -179,7 +185,7 @@ def _as_in_transformers(model: PreTrainedModel) -> Iterator[None]:
             module.forward = forward
 
 
-def about_model(path: str | Path, *, trust_remote_code: bool = False) -> Iterator[str]:
+def describe_model(path: str | Path, *, trust_remote_code: bool = False) -> Iterator[str]:
     """Describe how a model is computed, and how much its log-probs differ from transformers'.
 
     Args:

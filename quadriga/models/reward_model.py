@@ -20,7 +20,7 @@ from quadriga.models.adapter_files import open_model
 from quadriga.models.architecture import backbone, choose_attention, is_packed
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
-from quadriga.models.load import explained, load_causal_lm, load_config, model_folder
+from quadriga.models.load import explain_load_errors, load_causal_lm, load_config, model_folder
 from quadriga.models.vision import is_vision
 
 _FIX = (
@@ -52,7 +52,7 @@ def load_reward_model(
     disable_progress_bar()
     if is_vision(load_config(path, trust_remote_code=trust_remote_code)):
         return _load_vision_reward_model(path, dtype, device, trust_remote_code)
-    with explained(path, "sequence classifier", _FIX):
+    with explain_load_errors(path, "sequence classifier", _FIX):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             path,
             output_loading_info=True,
@@ -60,7 +60,7 @@ def load_reward_model(
             trust_remote_code=trust_remote_code,
             dtype=dtype,
         )
-    require_judge(path, model, sorted(info["missing_keys"]))
+    require_scoring_model(path, model, sorted(info["missing_keys"]))
     choose_attention(model)
     if is_packed(model):
         fuse(model)
@@ -80,13 +80,13 @@ def _load_vision_reward_model(
     if folder is not None:
         files = open_model(folder)
         if _SCORE in files.shapes:
-            add_score(model).score.weight.data.copy_(files.read(_SCORE))
+            add_score_head(model).score.weight.data.copy_(files.read(_SCORE))
             missing = []
-    require_judge(path, model, missing)
+    require_scoring_model(path, model, missing)
     return model
 
 
-def add_score(model: PreTrainedModel) -> PreTrainedModel:
+def add_score_head(model: PreTrainedModel) -> PreTrainedModel:
     """Add a head `score` [1, D] of zeros to a vision-language model and its configuration.
 
     Returns:
@@ -102,7 +102,7 @@ def add_score(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def require_judge(path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
+def require_scoring_model(path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
     """Check that a model computes one score for a sequence, at its last token.
 
     Attention must be causal: the state of that token must not depend on tokens packed behind it.
@@ -121,10 +121,9 @@ def require_judge(path: str | Path, model: PreTrainedModel, missing: list[str]) 
     fix = _FIX
     if missing:
         folder = Path(path).expanduser()
-        files = [
-            file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern)
-        ]
-        place = f"in {', '.join(sorted(files))}" if files else "among its weights"
+        files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+        names = sorted(file.name for file in files)
+        place = f"in {', '.join(names)}" if names else "among its weights"
         if any(name.startswith("score.") for name in missing):
             got = f"no classification head: {missing[0]} is not {place}"
             expected = "a head to score with"
@@ -146,7 +145,7 @@ def require_judge(path: str | Path, model: PreTrainedModel, missing: list[str]) 
     raise EngineError(f"reward model {path}", got=got, expected=expected, fix=fix)
 
 
-def fresh_reward_model(
+def build_reward_model(
     path: str,
     *,
     pad_token_id: int,
@@ -183,12 +182,14 @@ def fresh_reward_model(
         needs_head=not is_vision(config),
     )
     if is_vision(config):
-        return add_score(source)
+        return add_score_head(source)
     # Transformers' classifiers read the state of the last token that is not padding. They refuse a
     # padding token that the embedding does not have.
     config.num_labels = 1
     config.pad_token_id = pad_token_id if pad_token_id < config.vocab_size else None
-    with explained(path, "sequence classifier", "Choose another model for objective=reward_model."):
+    with explain_load_errors(
+        path, "sequence classifier", "Choose another model for objective=reward_model."
+    ):
         model = AutoModelForSequenceClassification.from_config(
             config,
             dtype=torch.float32,

@@ -39,7 +39,7 @@ class ScoreQuestion:
     top_k: int | None = None
 
 
-Scored: TypeAlias = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
+ScoredTokens: TypeAlias = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
 """The predicted tokens that this rank scores: the hidden states [m, D] of the tokens before them,
 the targets [m] or [m, K], and a function that joins the scores [m, ...] of all ranks to [M, ...] on
 every rank."""
@@ -60,21 +60,23 @@ class Sharing:
         """Packed index of this rank's first embedding; None if it has all embeddings."""
         return None
 
-    def scored(self, hidden: Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
-        """Select the tokens that this rank scores.
+    def select_predictors(
+        self, hidden: Tensor, batch: PackedBatch, *, has_sharded_head: bool
+    ) -> ScoredTokens:
+        """Select the hidden states of the tokens from which this rank predicts a target.
 
         Args:
             hidden: last hidden states [n, D] of this rank's tokens.
             batch: the packed batch.
-            in_parts: whether tensor parallelism shards the head, so that every rank of a group
-                scores all of the group's tokens.
+            has_sharded_head: whether tensor parallelism shards the head, so that every rank of a
+                group scores all of the group's tokens.
 
         Returns:
-            States, targets and a function to join scores; see `Scored`.
+            States, targets and a function to join scores; see `ScoredTokens`.
         """
         return hidden.index_select(0, batch.predictors), batch.targets, lambda values: values
 
-    def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
+    def routed_tokens(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
         """Describe this rank's tokens for the routers of a mixture of experts.
 
         Args:
@@ -84,13 +86,13 @@ class Sharing:
         return RoutedTokens(
             routing=batch.routing,
             start=0,
-            places=batch.predictors,
+            predictors=batch.predictors,
             rows=batch.rows,
             lengths=batch.num_predicted,
             add_up=lambda values: None,
         )
 
-    def joined(self, values: Tensor) -> Tensor:
+    def join_tokens(self, values: Tensor) -> Tensor:
         """Join the values [n, ...] of all ranks to [N, ...] on every rank."""
         return values
 
@@ -157,22 +159,22 @@ class Scorer(nn.Module, ABC):
             inputs["attention_plan"] = plan
         routed = None
         if batch.routing is not None:
-            routed = self.sharing.routed(batch, input_ids.shape[1])
+            routed = self.sharing.routed_tokens(batch, input_ids.shape[1])
             inputs["routed_tokens"] = routed
         (body,) = self._backbone
         output = body(**inputs, position_ids=position_ids, attention_mask=None, use_cache=False)
         hidden = output.last_hidden_state  # [1, n, D]
         if routed is not None:
-            self.keep_routes(routed)
+            self.keep_chosen_experts(routed)
         if not self.sharing.has_head:
             return hidden
         return self.score(hidden[0], batch, question)
 
-    def keep_routes(self, routed: RoutedTokens) -> None:
-        """Store the experts of the last call's tokens in its `Routing` if `Routing.keeps`."""
-        if routed.routing.keeps:
+    def keep_chosen_experts(self, routed: RoutedTokens) -> None:
+        """Store the experts of the last call's tokens in `Routing.chosen` if they are recorded."""
+        if routed.routing.records_choice:
             chosen = torch.stack([*routed.chosen.values()], 1)  # [n, L, k]
-            routed.routing.chosen = self.sharing.joined(chosen)
+            routed.routing.chosen = self.sharing.join_tokens(chosen)
 
 
 class PolicyScorer(Scorer):
@@ -208,7 +210,7 @@ class PolicyScorer(Scorer):
             Float32 tensors by name.
         """
         head = self.model.get_output_embeddings()
-        states, targets, join = self.sharing.scored(hidden, batch, in_parts=True)
+        states, targets, join = self.sharing.select_predictors(hidden, batch, has_sharded_head=True)
         scores = token_scores(
             states,  # [m, D]
             head.weight,
@@ -256,7 +258,7 @@ class NumberScorer(Scorer):
         Returns:
             Float32 numbers [M] under the name `output`.
         """
-        states, _, join = self.sharing.scored(hidden, batch, in_parts=False)
+        states, _, join = self.sharing.select_predictors(hidden, batch, has_sharded_head=False)
         head = self.model.get_submodule(self.head)
         # Always in float32: a bfloat16 score of 10 is off by up to 0.03.
         bias = None if head.bias is None else head.bias.float()

@@ -51,9 +51,9 @@ class PackedRuns:
         causal: the segments, for the first call.
         longest: length of the longest segment together with its prefix.
         has_prefixes: whether there is a second call. If not, the attributes below are not set.
-        rows: [R] packed indices of the tokens that continue a prefix.
-        keys: [P] packed indices of the tokens of these prefixes.
-        continued: a run for each prefix, of the tokens that continue it.
+        continuing_tokens: [R] packed indices of the tokens that continue a prefix.
+        prefix_tokens: [P] packed indices of the tokens of these prefixes.
+        continuations: a run for each prefix, of the tokens that continue it.
         prefixes: a run for each prefix, of its own tokens.
     """
 
@@ -71,13 +71,13 @@ class PackedRuns:
         self.has_prefixes = bool(groups)
         if self.has_prefixes:
             # Queries and keys in the same order of groups, so that run i of queries sees prefix i.
-            self.rows = _token_indices(chain(*groups.values()), device)
-            self.keys = _token_indices(groups, device)
+            self.continuing_tokens = _token_indices(chain(*groups.values()), device)
+            self.prefix_tokens = _token_indices(groups, device)
             lengths = [sum(segment.length for segment in group) for group in groups.values()]
-            self.continued = RunOffsets(lengths, device)
+            self.continuations = RunOffsets(lengths, device)
             self.prefixes = RunOffsets([prefix.length for prefix in groups], device)
 
-    def continuing(self, query: Tensor, *keys: Tensor) -> list[Tensor]:
+    def select_prefix_inputs(self, query: Tensor, *keys: Tensor) -> list[Tensor]:
         """Select the tokens of the second call.
 
         Args:
@@ -87,8 +87,8 @@ class PackedRuns:
         Returns:
             Queries [R, H, D] that see a prefix, and keys [P, K, D] of prefixes.
         """
-        queries = query.index_select(0, self.rows)
-        return [queries, *(tensor.index_select(0, self.keys) for tensor in keys)]
+        queries = query.index_select(0, self.continuing_tokens)
+        return [queries, *(tensor.index_select(0, self.prefix_tokens) for tensor in keys)]
 
 
 def _token_indices(segments: Iterable[Segment], device: torch.device) -> Tensor:
@@ -113,17 +113,17 @@ class VarlenAttention(torch.autograd.Function):
         inputs = (query, key, value)
         out, sums = _forward(inputs, runs.causal, runs.causal, True, scale, num_left)
         if runs.has_prefixes:
-            prefix_inputs = runs.continuing(query, key, value)
+            prefix_inputs = runs.select_prefix_inputs(query, key, value)
             prefix_out, prefix_sums = _forward(
-                prefix_inputs, runs.continued, runs.prefixes, False, scale
+                prefix_inputs, runs.continuations, runs.prefixes, False, scale
             )
-            causal_out = out.index_select(0, runs.rows)  # [R, H, D]
-            causal_sums = sums.index_select(1, runs.rows)  # [H, R]
+            causal_out = out.index_select(0, runs.continuing_tokens)  # [R, H, D]
+            causal_sums = sums.index_select(1, runs.continuing_tokens)  # [H, R]
             # The prefix's share of the attention: exp(a) / (exp(a) + exp(b)) = sigmoid(a - b).
             share = (prefix_sums - causal_sums).sigmoid_().t()[..., None]  # [R, H, 1]
             merged = causal_out.float().lerp_(prefix_out.float(), share).to(out.dtype)
-            out.index_copy_(0, runs.rows, merged)
-            sums.index_copy_(1, runs.rows, torch.logaddexp(prefix_sums, causal_sums))
+            out.index_copy_(0, runs.continuing_tokens, merged)
+            sums.index_copy_(1, runs.continuing_tokens, torch.logaddexp(prefix_sums, causal_sums))
         if sinks is not None:
             # The sink takes a share of the attention and adds nothing to the result.
             with_sinks = torch.logaddexp(sums, sinks.float()[:, None])  # [H, N]
@@ -137,30 +137,32 @@ class VarlenAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, out_grad):
         *inputs, sinks, out, sums = ctx.saved_tensors
         runs = ctx.runs
         scale = ctx.scale
-        if grad.stride(-1) != 1:
-            grad = grad.contiguous()  # kernels take heads without gaps
-        results = (grad, out, sums)
+        if out_grad.stride(-1) != 1:
+            out_grad = out_grad.contiguous()  # kernels take heads without gaps
+        results = (out_grad, out, sums)
         grads = _backward(results, inputs, runs.causal, runs.causal, True, scale, ctx.num_left)
         if runs.has_prefixes:
-            prefix_results = [tensor.index_select(0, runs.rows) for tensor in (grad, out)]
-            prefix_results.append(sums.index_select(1, runs.rows))
-            prefix_inputs = runs.continuing(*inputs)
+            prefix_results = [
+                tensor.index_select(0, runs.continuing_tokens) for tensor in (out_grad, out)
+            ]
+            prefix_results.append(sums.index_select(1, runs.continuing_tokens))
+            prefix_inputs = runs.select_prefix_inputs(*inputs)
             prefix_grads = _backward(
-                prefix_results, prefix_inputs, runs.continued, runs.prefixes, False, scale
+                prefix_results, prefix_inputs, runs.continuations, runs.prefixes, False, scale
             )
             # Add the second call's gradients where a token took part in both calls.
-            indices = (runs.rows, runs.keys, runs.keys)
-            for total, added, places in zip(grads, prefix_grads, indices, strict=True):
-                total.index_copy_(0, places, added.add_(total.index_select(0, places)))
+            indices = (runs.continuing_tokens, runs.prefix_tokens, runs.prefix_tokens)
+            for grad, prefix_grad, tokens in zip(grads, prefix_grads, indices, strict=True):
+                grad.index_copy_(0, tokens, prefix_grad.add_(grad.index_select(0, tokens)))
         grad_sinks = None
         if sinks is not None:
             # A sink has no value, so a larger share of it shrinks the result.
             shares = (sinks.float()[:, None] - sums).exp_()
-            projections = (grad.float() * out.float()).sum(-1).t()  # [H, N]
+            projections = (out_grad.float() * out.float()).sum(-1).t()  # [H, N]
             grad_sinks = -(shares * projections).sum(1).to(sinks.dtype)
         return *grads, grad_sinks, None, None, None
 

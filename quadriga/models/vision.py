@@ -103,10 +103,10 @@ class ImageTokens:
         num_patches = sum(int(inputs[name].prod(-1).sum()) for name in GRIDS if name in inputs)
         return num_patches // self.patches_per_token
 
-    def places(
+    def locate(
         self, tokens: np.ndarray, inputs: Mapping[str, Tensor], size: int | None = None
     ) -> tuple[np.ndarray, str]:
-        """Find the tokens at which a row's embeddings go.
+        """Find the tokens that the embeddings of a row's images and videos replace.
 
         Args:
             tokens: tokens of the prompt, and perhaps of a response, in which the model may have
@@ -123,8 +123,8 @@ class ImageTokens:
             # Both kinds have the same token. Between the bounds of a video, it is a video's.
             starts, ends = (np.cumsum(tokens == bound) for bound in self.video_bounds)
             masks = [masks[0] & (starts <= ends), masks[1] & (starts > ends)]
-        prompt_size = len(tokens) if size is None else size
-        places = []
+        num_prompt_tokens = len(tokens) if size is None else size
+        token_indices = []
         problems = []
         for token, mask, name in zip(self.token_ids, masks, GRIDS, strict=True):
             indices = np.flatnonzero(mask)
@@ -134,15 +134,15 @@ class ImageTokens:
                 num_embeddings = int(grids.prod(-1).sum()) // self.patches_per_token
             # Each token of the prompt needs an embedding. Beyond them, a response may have tokens
             # with an embedding (of inserted images), and then others, which the model generated.
-            num_in_prompt = np.count_nonzero(indices < prompt_size)
+            num_in_prompt = np.count_nonzero(indices < num_prompt_tokens)
             if not num_in_prompt <= num_embeddings <= len(indices):
                 kind = name.split("_")[0]
                 problems.append(
                     f"{len(indices)} tokens with id {token} for {num_embeddings} embeddings "
                     f"of {kind}s"
                 )
-            places.append(indices[:num_embeddings])
-        return np.concatenate(places), ", ".join(problems)
+            token_indices.append(indices[:num_embeddings])
+        return np.concatenate(token_indices), ", ".join(problems)
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ class PackedImages:
     Attributes:
         pixel_values: [S, X] float32.
         grids: [I, 3] int64, number of patches along time, height and width.
-        places: [E] packed indices of the tokens at which the embeddings go. Empty for an image that
-            no token refers to; see `unseen_image`.
+        token_indices: [E] packed indices of the tokens that the embeddings replace. Empty for an
+            image that no token refers to; see `filler_image`.
     """
 
     pixel_values: Tensor
     grids: Tensor
-    places: Tensor
+    token_indices: Tensor
 
 
 def packed_images(
@@ -178,19 +178,19 @@ def packed_images(
         return None
     pixels = []
     grids = []
-    places = []
-    for inputs, prompt_places in images:
+    token_indices = []
+    for inputs, indices_of_prompt in images:
         pixels += [inputs[name] for name in PIXELS if name in inputs]
         grids += [inputs[name] for name in GRIDS if name in inputs]
-        places.append(prompt_places)
+        token_indices.append(indices_of_prompt)
     return PackedImages(
         pixel_values=torch.cat(pixels).to(device),
         grids=torch.cat(grids).to(device),
-        places=torch.from_numpy(np.concatenate(places)).to(device),
+        token_indices=torch.from_numpy(np.concatenate(token_indices)).to(device),
     )
 
 
-def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
+def filler_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
     """Create the smallest image, for a rank that has no image while another rank has one.
 
     Ranks that share the encoder's weights must run the encoder together.
@@ -200,7 +200,7 @@ def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
         device: device of the result.
 
     Returns:
-        Zero pixels [side^2, X], grid [1, 3] and no places [0].
+        Zero pixels [side^2, X], grid [1, 3] and no token indices [0].
     """
     settings = model.config.vision_config
     side = settings.spatial_merge_size
@@ -208,7 +208,7 @@ def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
     return PackedImages(
         pixel_values=torch.zeros(side**2, num_values, device=device),
         grids=torch.tensor([[1, side, side]], device=device),
-        places=torch.zeros(0, dtype=torch.int64, device=device),
+        token_indices=torch.zeros(0, dtype=torch.int64, device=device),
     )
 
 
@@ -233,39 +233,38 @@ def decoder_inputs(
     Raises:
         EngineError: the encoder returns another number of embeddings than there are image tokens.
     """
-    body = model.base_model
     embeddings = model.get_input_embeddings()(input_ids)  # [1, n, D]
     grids = images.grids
     if model.config.model_type in ONE_TOKEN:
         # Each frame of a video becomes a separate image.
         grids = grids.repeat_interleave(grids[:, 0], 0)
         grids[:, 0] = 1
-    encoded = body.get_image_features(images.pixel_values, grids, return_dict=True)
+    encoded = model.base_model.get_image_features(images.pixel_values, grids, return_dict=True)
     features = torch.cat(encoded.pooler_output).to(embeddings.dtype)  # [E, D]
     # Qwen3-VL also adds features [E, D] to the hidden states after its first layers.
     layers = getattr(encoded, "deepstack_features", None) or ()
     deepstack = [torch.cat(tuple(layer)) for layer in layers]
-    if not len(images.places):
+    if not len(images.token_indices):
         # Adding zero times the features gives the encoder a gradient on this rank, too.
         sums = [part.sum() for part in (features, *deepstack)]
         zero = torch.stack(sums).sum() * 0.0
         return {"inputs_embeds": embeddings + zero}
-    if len(images.places) != len(features):
-        got = f"{len(features)} embeddings for {len(images.places)} places"
+    if len(images.token_indices) != len(features):
+        got = f"{len(features)} embeddings for {len(images.token_indices)} places"
         raise EngineError("images of a batch", got=got, expected="one for each image token")
-    places = images.places
+    token_indices = images.token_indices
     if start is not None:
         # Keep the embeddings at this rank's tokens.
         stop = start + embeddings.shape[1]
-        local = ((places >= start) & (places < stop)).nonzero()[:, 0]
-        places = places[local] - start
+        local = ((token_indices >= start) & (token_indices < stop)).nonzero()[:, 0]
+        token_indices = token_indices[local] - start
         features = features.index_select(0, local)
         deepstack = [part.index_select(0, local) for part in deepstack]
     # Replace the embeddings of image tokens by those of the images.
-    inputs = {"inputs_embeds": embeddings.index_copy(1, places, features[None])}
+    inputs = {"inputs_embeds": embeddings.index_copy(1, token_indices, features[None])}
     if deepstack:
         is_image = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=input_ids.device)
-        is_image[0, places] = True
+        is_image[0, token_indices] = True
         inputs["visual_pos_masks"] = is_image
         inputs["deepstack_visual_embeds"] = deepstack
     return inputs
@@ -333,8 +332,8 @@ class VisionEncoderCost:
             total += 2 * (self.num_patch_parameters * num_patches)
             total += 2 * (self.num_token_parameters * num_patches // self.patches_per_token)
             for window, num_layers in Counter(self.windows).items():
-                # Windows are squares that cut height and width into pieces, of which the last may
-                # be smaller. Two patches are in one window if they are in one piece of both.
+                # Windows are squares that divide height and width into pieces, of which the last
+                # may be smaller. Patches are in one window if they are in one piece of both.
                 side = window or max(height, width)
                 row_pairs = height // side * side**2 + (height % side) ** 2
                 column_pairs = width // side * side**2 + (width % side) ** 2

@@ -68,7 +68,7 @@ def open_weights(folder: str | Path) -> WeightFiles:
     if checkpoint is not None:
         return DistributedFiles(checkpoint, prefix=f"{MODEL}.")
     if (folder / INDEX).is_file():
-        files = _indexed_files(folder)
+        files = _files_of_index(folder)
     else:
         files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -85,14 +85,14 @@ def open_weights(folder: str | Path) -> WeightFiles:
     return SafetensorFiles(files)
 
 
-def _indexed_files(folder: Path) -> list[Path]:
-    """Read the index of a folder.
+def _files_of_index(folder: Path) -> list[Path]:
+    """List the files that the index of a folder names.
 
     Args:
         folder: folder with an index.
 
     Returns:
-        The files that it names.
+        The files, by name.
 
     Raises:
         CheckpointError: the index is damaged, or names a file that is missing or outside of the
@@ -103,11 +103,11 @@ def _indexed_files(folder: Path) -> list[Path]:
         file_names = set(json.loads(index.read_bytes())["weight_map"].values())
         files = [folder / name for name in sorted(file_names)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(index, error) from error
+        raise _unreadable_error(index, error) from error
     for file in files:
         # Compare paths without resolving links: in a hub's cache, files are links to other folders.
         if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
-            raise _leads_outside(index, file)
+            raise _outside_error(index, file)
     for file in files:
         if not file.exists():
             expected = f"the file that {INDEX} names"
@@ -150,14 +150,14 @@ class SafetensorFiles:
         try:
             return self._opened.get_slice(name)[...]
         except SafetensorError as error:
-            raise _unreadable(file, error) from error
+            raise _unreadable_error(file, error) from error
 
     def _open(self, file: Path) -> None:
         """Open a file, and keep it open: consecutive tensors are mostly in the same file."""
         try:
             self._opened: Any = safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise _unreadable(file, error) from error
+            raise _unreadable_error(file, error) from error
         self._file = file
 
 
@@ -211,7 +211,7 @@ class ChunkReader(FileSystemReader):
         folder: folder of the checkpoint.
 
     Attributes:
-        listed: the checkpoint's list of chunks.
+        chunk_list: the checkpoint's list of chunks.
         tensors: size and dtype of each tensor, by name.
 
     Raises:
@@ -222,30 +222,30 @@ class ChunkReader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
-        self.listed = self._load_list()
+        self.chunk_list = self._load_chunk_list()
         self.tensors: dict[str, TensorStorageMetadata] = {}
-        for name, entry in self.listed.state_dict_metadata.items():
+        for name, entry in self.chunk_list.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[name] = entry
-        self._require_whole_files()
-        self._require_stored_bytes()
-        self.set_up_storage_reader(self.listed, is_coordinator=True)
+        self._require_complete_files()
+        self._require_complete_tensors()
+        self.set_up_storage_reader(self.chunk_list, is_coordinator=True)
 
-    def _load_list(self) -> Metadata:
+    def _load_chunk_list(self) -> Metadata:
         """Unpickle the list of chunks. Raises CheckpointError if it is damaged."""
         path = self.folder / METADATA
         try:
             with path.open("rb") as file:
-                listed = _MetadataUnpickler(file).load()
+                chunk_list = _MetadataUnpickler(file).load()
         # Damaged bytes are read as arbitrary pickle instructions, which can raise anything.
         except Exception as error:
-            raise _unreadable(path, error) from error
-        if not isinstance(listed, Metadata) or listed.storage_data is None:
-            got = type(listed).__name__
+            raise _unreadable_error(path, error) from error
+        if not isinstance(chunk_list, Metadata) or chunk_list.storage_data is None:
+            got = type(chunk_list).__name__
             raise DamagedCheckpointError(str(path), got, "a list of chunks", _ANOTHER)
-        return listed
+        return chunk_list
 
-    def _require_whole_files(self) -> None:
+    def _require_complete_files(self) -> None:
         """Check that each file exists and is long enough for its last chunk.
 
         Raises:
@@ -253,13 +253,13 @@ class ChunkReader(FileSystemReader):
         """
         # Minimum size of each file.
         ends = {}
-        for chunk in self.listed.storage_data.values():
+        for chunk in self.chunk_list.storage_data.values():
             end = chunk.offset + chunk.length
             ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), end)
         for name, end in sorted(ends.items()):
             file = self.folder / name
             if not file.resolve().is_relative_to(self.folder.resolve()):
-                raise _leads_outside(self.folder / METADATA, file)
+                raise _outside_error(self.folder / METADATA, file)
             expected = f"at least {end} bytes"
             if not file.is_file():
                 raise DamagedCheckpointError(str(file), "no such file", expected, _ANOTHER)
@@ -267,7 +267,7 @@ class ChunkReader(FileSystemReader):
             if size < end:
                 raise DamagedCheckpointError(str(file), f"{size} bytes", expected, _ANOTHER)
 
-    def _require_stored_bytes(self) -> None:
+    def _require_complete_tensors(self) -> None:
         """Check that the chunks of each tensor have all of its bytes.
 
         A damaged list might otherwise cause a huge allocation.
@@ -276,7 +276,7 @@ class ChunkReader(FileSystemReader):
             CheckpointError: the shape of a tensor needs more bytes.
         """
         stored_bytes = Counter[str]()
-        for index, chunk in self.listed.storage_data.items():
+        for index, chunk in self.chunk_list.storage_data.items():
             stored_bytes[index.fqn] += chunk.length
         for name, entry in self.tensors.items():
             num_bytes = entry.size.numel() * entry.properties.dtype.itemsize
@@ -298,15 +298,15 @@ class ChunkReader(FileSystemReader):
             CheckpointError: a file is missing or damaged.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(state, self.listed, is_coordinator=True)
+        planner.set_up_planner(state, self.chunk_list, is_coordinator=True)
         try:
             with torch.no_grad():
                 self.read_data(planner.create_local_plan(), planner).wait()
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise _unreadable(self.folder, error) from error
+            raise _unreadable_error(self.folder, error) from error
 
 
-def share_with_readers(folder: Path) -> None:
+def set_readable(folder: Path) -> None:
     """Give the safetensors files of a folder the folder's read and write permissions.
 
     The safetensors library writes files that only their owner can read.
@@ -334,12 +334,12 @@ def write_safetensors(
         shard = {name: weights.read(name).to(dtype).contiguous() for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
-    share_with_readers(folder)
+    set_readable(folder)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _unreadable(path: Path, error: Exception) -> DamagedCheckpointError:
+def _unreadable_error(path: Path, error: Exception) -> DamagedCheckpointError:
     """Describe a file that cannot be read."""
     # Only the first line: some libraries add a hint or a traceback.
     reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
@@ -351,7 +351,7 @@ def _unreadable(path: Path, error: Exception) -> DamagedCheckpointError:
     )
 
 
-def _leads_outside(listing: Path, file: Path) -> CheckpointError:
+def _outside_error(listing: Path, file: Path) -> CheckpointError:
     """Describe a list that names a file outside of its folder."""
     got = str(file)
     if file.is_symlink():
@@ -388,7 +388,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         Pickles of Python up to 3.11.3 look up enum members with `builtins.getattr`.
         """
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return _get_enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in _UNPICKLED.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(
@@ -397,7 +397,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _member(owner: object, name: str) -> Enum:
+def _get_enum_member(owner: object, name: str) -> Enum:
     """Stand-in for `getattr` in a pickle, which only looks up enum members."""
     if not isinstance(owner, EnumType):
         raise pickle.UnpicklingError(f"it asks {owner!r} for {name}, which is not an enum member")

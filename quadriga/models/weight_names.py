@@ -62,7 +62,7 @@ class ConvertedFiles:
             # Convert empty tensors to find out the names and shapes of the results.
             with torch.device("meta"):
                 empty = {name: torch.empty(files.shapes[name]) for name, _ in members.sources}
-            for target, tensor in self._converted(group, empty).items():
+            for target, tensor in self._convert_group(group, empty).items():
                 self.shapes[target] = tensor.shape
                 self._group_of[target] = group
         self._last_group = ""
@@ -80,11 +80,11 @@ class ConvertedFiles:
             self._last_tensors = {}
             sources = self._groups[group].sources
             tensors = {source: self._files.read(source) for source, _ in sources}
-            self._last_tensors = self._converted(group, tensors)
+            self._last_tensors = self._convert_group(group, tensors)
             self._last_group = group
         return self._last_tensors[name]
 
-    def _converted(self, group: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _convert_group(self, group: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the source tensors of a group.
 
         Args:

@@ -2,7 +2,7 @@
 """Duration of each rank's calls, and how long the rank waited for other ranks in them.
 
     each rank                                   driver, at the end of a step
-      engine    `waits_counted` in a pass
+      engine    `count_waits` in a pass
       process   a `CallTime` after a call  ──>    `take_call_times` of the worker groups
                                                   `step_calls`: for the record of the step
 
@@ -64,7 +64,7 @@ def _awake_ns() -> int | None:
 
 
 @contextmanager
-def waits_counted(num_ranks: int, device_type: str) -> Iterator[None]:
+def count_waits(num_ranks: int, device_type: str) -> Iterator[None]:
     """Context manager: count the time that this thread sleeps as waiting for other ranks.
 
     On a CPU a thread sleeps only where a collective needs another rank. With an accelerator nothing

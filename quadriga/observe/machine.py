@@ -71,7 +71,7 @@ def _multiplies_16_bits(device: torch.device, cpu_flags: Sequence[str]) -> tuple
         if limit:
             return False, limit
         # x86 lists `flags`, Arm `Features`.
-        flags = (_field(_CPUINFO, "flags") or _field(_CPUINFO, "Features")).split()
+        flags = (_kernel_value(_CPUINFO, "flags") or _kernel_value(_CPUINFO, "Features")).split()
         for flag in cpu_flags:
             if flag in flags:
                 return True, f"this CPU multiplies it in hardware ({flag})"
@@ -105,7 +105,7 @@ def resident_bytes() -> tuple[int, int]:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     status = Path("/proc/self/status")
-    return _field_bytes(status, "VmRSS", peak), _field_bytes(status, "VmHWM", peak)
+    return _kernel_bytes(status, "VmRSS", peak), _kernel_bytes(status, "VmHWM", peak)
 
 
 def release_free_memory() -> bool:
@@ -129,11 +129,11 @@ def num_usable_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
+    quota, _, period = _read_kernel_file(_CGROUP / "cpu.max").partition(" ")
     if not quota:
         # Version 1 of the interface.
-        quota = _read(_CGROUP / "cpu/cpu.cfs_quota_us")
-        period = _read(_CGROUP / "cpu/cpu.cfs_period_us")
+        quota = _read_kernel_file(_CGROUP / "cpu/cpu.cfs_quota_us")
+        period = _read_kernel_file(_CGROUP / "cpu/cpu.cfs_period_us")
     # Without a limit the quota is "max" or -1.
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, max(1, int(quota) // int(period)))
@@ -142,7 +142,7 @@ def num_usable_cores() -> int:
 
 def available_bytes() -> int:
     """Memory that this process can get without swapping, from the machine and its control group."""
-    free = _field_bytes(Path("/proc/meminfo"), "MemAvailable", _physical_bytes())
+    free = _kernel_bytes(Path("/proc/meminfo"), "MemAvailable", _physical_bytes())
     limit, used = _memory_of_control_group()
     if limit is not None and used is not None:
         free = min(free, limit - used)
@@ -151,12 +151,12 @@ def available_bytes() -> int:
 
 def _memory_of_control_group() -> tuple[int | None, int | None]:
     """Limit and use of the control group's memory, in bytes; None where there is none."""
-    limit = _read(_CGROUP / "memory.max")
-    used = _read(_CGROUP / "memory.current")
+    limit = _read_kernel_file(_CGROUP / "memory.max")
+    used = _read_kernel_file(_CGROUP / "memory.current")
     if not limit:
         # Version 1 of the interface.
-        limit = _read(_CGROUP / "memory/memory.limit_in_bytes")
-        used = _read(_CGROUP / "memory/memory.usage_in_bytes")
+        limit = _read_kernel_file(_CGROUP / "memory/memory.limit_in_bytes")
+        used = _read_kernel_file(_CGROUP / "memory/memory.usage_in_bytes")
     return (
         int(limit) if limit.isdigit() else None,
         int(used) if used.isdigit() else None,
@@ -171,7 +171,7 @@ def is_in_memory(folder: Path) -> bool:
     folder = folder.resolve()
     longest = -1
     folder_kind = ""
-    for line in _read(Path("/proc/self/mounts")).splitlines():
+    for line in _read_kernel_file(Path("/proc/self/mounts")).splitlines():
         _, mount_point, kind, *_ = line.split()
         # The innermost mount holds the folder. Of two at the same point the later one hides the
         # earlier one.
@@ -205,7 +205,7 @@ def describe_numerics() -> str:
 
 def _describe_cpu() -> str:
     """Name of the CPU, and the kernels that torch chooses for it."""
-    cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
+    cpu = _kernel_value(_CPUINFO, "model name") or platform.processor() or platform.machine()
     return f"{cpu} ({torch.backends.cpu.get_cpu_capability()})"
 
 
@@ -238,29 +238,29 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _field_bytes(path: Path, key: str, default: int) -> int:
+def _kernel_bytes(path: Path, key: str, default: int) -> int:
     """Value in bytes of a key that a file of the kernel gives in KiB; `default` without the key."""
-    field = _field(path, key)
+    field = _kernel_value(path, key)
     return int(field.split()[0]) * 1024 if field else default
 
 
-def _field(path: Path, key: str) -> str:
+def _kernel_value(path: Path, key: str) -> str:
     """First value of a key in a file of the kernel with lines `key: value`; "" if it is missing."""
-    for line in _read(path).splitlines():
+    for line in _read_kernel_file(path).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
             return value.strip()
     return ""
 
 
-def _read(path: Path) -> str:
+def _read_kernel_file(path: Path) -> str:
     """Text of a file of the kernel; "" if this system does not have it."""
     return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
 
 @contextmanager
-def taking_part(where: str) -> Iterator[None]:
-    """Context manager for collectives: raise a failure of one as the loss of another rank.
+def detect_lost_peer(where: str) -> Iterator[None]:
+    """Context manager for collectives, which fail if another rank is gone: say so in the error.
 
     Args:
         where: name of the collectives, for the error message.

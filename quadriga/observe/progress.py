@@ -171,7 +171,7 @@ def summary_lines(metrics_of_steps: Mapping[int, Mapping[str, float]]) -> list[s
     widths: dict[str, int] = {}
     lines = []
     for step in shown_steps[-NUM_SUMMARY_STEPS:]:
-        lines.append(aligned({"step": str(step), **fields_of_steps[step]}, widths))
+        lines.append(align_fields({"step": str(step), **fields_of_steps[step]}, widths))
     for step, metrics in reversed([*metrics_of_steps.items()]):
         names = [name for name in metrics if name.startswith(VALIDATION_PREFIXES)]
         if names:
@@ -217,7 +217,7 @@ class Progress(AbstractContextManager["Progress"]):
         # The last steps, each with the time at which it was done; before them the start.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
         self._bar: RichProgress | None = None
-        self._cell = Cell(total, initial) if self._console.is_jupyter else None
+        self._cell = NotebookCell(total, initial) if self._console.is_jupyter else None
         # Expected duration of the work after the last step, such as the last validation.
         self._closing_s = 0.0
         self._last_line_s = clock()
@@ -307,7 +307,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._cell.update(step, self.total, fields)
             return
         position = f"{step:>{len(str(self.total))}}/{self.total}"
-        line = aligned({self._description: position, **fields}, self._widths)
+        line = align_fields({self._description: position, **fields}, self._widths)
         left_s = self.left_s
         if left_s:
             line += f"{GAP}{clock_text(left_s)} left"
@@ -364,7 +364,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar.stop()
 
 
-def aligned(fields: Mapping[str, str], widths: dict[str, int]) -> str:
+def align_fields(fields: Mapping[str, str], widths: dict[str, int]) -> str:
     """Format fields as a line whose columns are aligned with those of earlier lines.
 
     Args:
@@ -491,7 +491,7 @@ class Picture:
         figure.savefig(path, dpi=200)
 
 
-class Cell:
+class NotebookCell:
     """Output of a notebook's cell: a bar, the last step's fields, and a curve of their first one.
 
     Args:

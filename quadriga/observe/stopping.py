@@ -35,7 +35,7 @@ _handlers: list[Any] = []
 
 
 @contextmanager
-def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
+def stop_on_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
     """Context manager in which SIGTERM is a request to stop.
 
     Outside the main thread, which alone handles signals, it changes nothing.

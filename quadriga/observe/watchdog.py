@@ -28,7 +28,7 @@ EVERY_S = 30.0
 NOTICE_S = 4.0  # during a start-up and an end, which a person watches
 # Seconds that the end of a block waits for a report in progress, whose detail function may hang.
 LAST_REPORT_S = 1.0
-_OURS = str(Path(__file__).resolve().parents[1])
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 _LIBRARY_KINDS = ("stdlib", "platstdlib", "purelib", "platlib")
 # The longest first: site-packages lies in the standard library's folder.
 LIBRARIES = tuple(
@@ -209,7 +209,7 @@ def place_of(frame: FrameType | None, *, is_users: bool = False) -> str:
     """
     while frame is not None:
         code = frame.f_code
-        is_ours = code.co_filename.startswith(_OURS)
+        is_ours = code.co_filename.startswith(_PACKAGE_FOLDER)
         if is_ours and is_users:
             return ""
         if is_ours or not code.co_filename.startswith((*LIBRARIES, "<frozen")):

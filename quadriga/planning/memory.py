@@ -30,9 +30,9 @@ _HEAD_BLOCK = 4096  # rows of the head that a CPU converts to float32 at a time
 _ROWS_PER_PART = 8192  # rows of the head with one set of statistics per token
 _COLUMN_BYTES = 170  # bytes of a token in a packed batch of a pass without gradients
 # Names of the working memory at each moment, by its largest part.
-_OF_HEAD = "logits and gradients of the head and any gathered weights"
-_OF_LAYER = "gradients and any gathered weights of layers"
-_SUMMED = "gradients being summed"
+_HEAD_WORK = "logits and gradients of the head and any gathered weights"
+_LAYER_WORK = "gradients and any gathered weights of layers"
+_SUM_WORK = "gradients being summed"
 _NUM_LINEAR = 7  # linear modules of a layer, each with an adapter
 
 
@@ -135,7 +135,7 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
     optimizer = 8.0 * num_trained / shape.num_shards
     gradients = 4.0 * num_trained / shape.num_shards
 
-    moments = _moments(sizes, shape)
+    moments = _candidate_moments(sizes, shape)
     peak = max(moments, key=lambda moment: moment.activations + moment.working)
     # Without earlier gradients those of the optimizer step do not exist at the other moments.
     if not shape.has_gradients and gradients > peak.activations + peak.working:
@@ -227,7 +227,7 @@ def _gathered_bytes(sizes: ModelSizes, itemsize: int) -> float:
     return (_root_parameters(sizes) + num_layers * sizes.layer_parameters) * itemsize
 
 
-def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
+def _candidate_moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     """Moments of the forward and backward passes that may be the peak."""
     token_bytes = shape.num_tokens * shape.itemsize
     # With recomputation a layer keeps its input. Its other activations exist during its own
@@ -253,6 +253,7 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     if sizes.is_tied and shape.has_head and not shape.adapter_rank:
         # The embedding's own gradient is added to the head's at the end of the backward pass.
         layer_work += sizes.table_parameters * shape.itemsize
+
     gathered = 0.0
     moments = []
     if shape.num_shards > 1:
@@ -265,21 +266,22 @@ def _moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
                 # The first layer has no next one.
                 work -= sizes.layer_parameters * shape.itemsize
             moments.append(
-                _Moment("the layers' backward pass", kept_bytes - per_layer, work, _OF_LAYER)
+                _Moment("the layers' backward pass", kept_bytes - per_layer, work, _LAYER_WORK)
             )
         # The embedding and the head at the end: weights, gradients, and those of the one or the
         # other once more in float32.
         ends = _outside_layers(sizes) * 2 * shape.itemsize + _root_parameters(sizes) * 4.0
         sums = 4.0 * sizes.num_parameters / shape.num_shards
         moments.append(
-            _Moment("the end of the backward pass", positions + targets, ends + sums, _SUMMED)
+            _Moment("the end of the backward pass", positions + targets, ends + sums, _SUM_WORK)
         )
+
     head_work = _head_bytes(sizes, shape) + gathered
     moments.append(
-        _Moment("the head's backward pass", kept_bytes + last_norm + states, head_work, _OF_HEAD)
+        _Moment("the head's backward pass", kept_bytes + last_norm + states, head_work, _HEAD_WORK)
     )
     layer_work += gathered
-    moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work, _OF_LAYER))
+    moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work, _LAYER_WORK))
     return moments
 
 

@@ -152,7 +152,7 @@ def _most_tokens(config: Config, num_prompts: int, num_ranks: int) -> int:
     return num_computed_prompts * config.data.max_prompt_length + num_response_tokens
 
 
-def update_of(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
+def predict_update(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
     """Predict the peak of an update of a role.
 
     Args:
@@ -160,7 +160,7 @@ def update_of(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
         role: key of the role's section.
         plan: model and ranks of the role.
     """
-    section = _section(config, role)
+    section = _trained_section(config, role)
     num_tokens = micro_batch_tokens(config, section, plan.layout.world_size)
     # Prompts may be short, so all tokens may be predicted ones.
     shape = UpdateShape(
@@ -187,17 +187,17 @@ def describe_update(config: Config, role: str, plan: RolePlan) -> str:
     if plan.unknown_part:
         return f"the memory of an update is not predicted for {plan.unknown_part}"
     num_ranks = plan.layout.world_size
-    num_tokens = micro_batch_tokens(config, _section(config, role), num_ranks)
+    num_tokens = micro_batch_tokens(config, _trained_section(config, role), num_ranks)
     totals = []
     for recomputes in (False, True):
-        totals.append(update_of(config, role, replace(plan, recomputes=recomputes)).total)
+        totals.append(predict_update(config, role, replace(plan, recomputes=recomputes)).total)
     return (
         f"on an accelerator in bfloat16 an update of {num_tokens} tokens takes up to "
         f"{totals[0] / 1e9:.3g} GB, with enable_gradient_checkpointing {totals[1] / 1e9:.3g} GB"
     )
 
 
-def phases(
+def predict_phases(
     config: Config, plans: Mapping[str, RolePlan], role: str, device_bytes: float
 ) -> list[Phase]:
     """Predict the phases of a trained role.
@@ -212,28 +212,31 @@ def phases(
         The phases, in the order in which a step has them.
     """
     plan = plans[role]
-    update = update_of(config, role, plan)
+    update = predict_update(config, role, plan)
     has_policy = ACTOR in plans and config.task == "rl"
-    # Tensors of other roles on the device.
-    beside = {}
+
+    # Tensors of other roles on the device, in generation and in training.
+    other_bytes = {}
     for other_role, other_plan in plans.items():
         if other_role != role:
             name = other_role.rpartition(".")[2]
-            beside[f"{name} at rest"] = _resting_bytes(config, other_role, other_plan)
+            other_bytes[f"{name} at rest"] = _bytes_between_phases(config, other_role, other_plan)
     if has_policy:
-        beside["reference"] = _reference_bytes(config, plans[ACTOR])
-    beside_training = dict(beside)
+        other_bytes["reference"] = _reference_bytes(config, plans[ACTOR])
+    other_bytes_in_training = dict(other_bytes)
     pools = role_pools(config.trainer, enabled_roles(config))
     # In a pool of its own the rollout takes no memory of the actor's devices.
-    generates = has_policy and pools.get("rollout") == pools.get("actor")
-    if generates:
-        beside_training["rollout"] = _sleeping_bytes(config, plans[ACTOR], device_bytes)
-    state = {"weights": update.weights, "optimizer": update.optimizer}
+    shares_devices = has_policy and pools.get("rollout") == pools.get("actor")
+    if shares_devices:
+        rollout_bytes = _rollout_bytes_while_training(config, plans[ACTOR], device_bytes)
+        other_bytes_in_training["rollout"] = rollout_bytes
 
     predicted = []
-    if role == ACTOR and generates:
-        predicted.append(_generation(config, plan, beside, device_bytes))
-    section = _section(config, role)
+    if role == ACTOR and shares_devices:
+        predicted.append(_predict_generation(config, plan, other_bytes, device_bytes))
+
+    # The pass for log-probs or values.
+    section = _trained_section(config, role)
     num_tokens = section.ppo_max_token_len_per_gpu
     if role == ACTOR:
         num_tokens = config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
@@ -249,37 +252,44 @@ def phases(
         has_head=role == ACTOR,
         is_on_cpu=plan.is_on_cpu,
     )
-    awake = dict(state)
-    if section.fsdp_config.optimizer_offload:
-        # Moments are on the device during updates only.
-        awake["optimizer"] = 0.0
-    passes = {**awake, "activations": activations, **beside_training}
-    if plan.is_on_cpu:
-        passes["gradients"] = _kept_gradients(config, role, plan)
-    predicted.append(Phase(role, LOG_PROBS if role == ACTOR else "values", passes))
+    # Offloaded moments are on the device during updates only.
+    optimizer = 0.0 if section.fsdp_config.optimizer_offload else update.optimizer
     parts = {
-        **state,
+        "weights": update.weights,
+        "optimizer": optimizer,
+        "activations": activations,
+        **other_bytes_in_training,
+    }
+    if plan.is_on_cpu:
+        parts["gradients"] = _kept_gradients(config, role, plan)
+    predicted.append(Phase(role, LOG_PROBS if role == ACTOR else "values", parts))
+
+    parts = {
+        "weights": update.weights,
+        "optimizer": update.optimizer,
         "gradients": update.gradients,
         "activations": update.activations,
         update.working_name: update.working,
-        **beside_training,
+        **other_bytes_in_training,
     }
     predicted.append(Phase(role, UPDATE, parts, update.moment))
-    if role == ACTOR and generates and _rollout_weights(config, plan):
+
+    if role == ACTOR and shares_devices and _rollout_weights(config, plan):
         bucket = float(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20)
-        sync = {
-            "training state": max(_resting_bytes(config, role, plan), sum(awake.values())),
+        state_bytes = update.weights + optimizer
+        parts = {
+            "training state": max(_bytes_between_phases(config, role, plan), state_bytes),
             "weights of the rollout": _rollout_weights(config, plan),
             # One bucket is filled while the other is sent.
             "buckets": 2 * bucket,
             "largest tensor": float(plan.sizes.table_parameters * plan.itemsize),
-            **beside,
+            **other_bytes,
         }
-        predicted.append(Phase(role, WEIGHT_SYNC, sync))
+        predicted.append(Phase(role, WEIGHT_SYNC, parts))
     return predicted
 
 
-def apart_phases(config: Config, device_bytes: float) -> list[Phase]:
+def predict_separate_generation(config: Config, device_bytes: float) -> list[Phase]:
     """Predict the phases of devices on which no role trains.
 
     Args:
@@ -298,7 +308,7 @@ def apart_phases(config: Config, device_bytes: float) -> list[Phase]:
     return [Phase(ROLLOUT, GENERATION, parts)]
 
 
-def _section(config: Config, role: str) -> ActorConfig | CriticConfig:
+def _trained_section(config: Config, role: str) -> ActorConfig | CriticConfig:
     """Section of a trained role, by its key."""
     return config.critic if role == CRITIC else config.actor_rollout_ref.actor
 
@@ -309,7 +319,7 @@ def _adapter_rank(config: Config, role: str) -> int:
     return adapter_shape(model).rank if role == ACTOR and model.has_adapter else 0
 
 
-def _resting_bytes(config: Config, role: str, plan: RolePlan) -> float:
+def _bytes_between_phases(config: Config, role: str, plan: RolePlan) -> float:
     """Bytes that a role keeps on the device between its phases."""
     frozen_roles = {
         "reward_model": config.reward_model.fsdp_config,
@@ -318,8 +328,8 @@ def _resting_bytes(config: Config, role: str, plan: RolePlan) -> float:
     if role in frozen_roles:
         weights = plan.sizes.num_parameters * plan.itemsize / plan.layout.fsdp
         return 0.0 if frozen_roles[role].param_offload else weights
-    update = update_of(config, role, plan)
-    fsdp = _section(config, role).fsdp_config
+    update = predict_update(config, role, plan)
+    fsdp = _trained_section(config, role).fsdp_config
     num_bytes = 0.0
     if not fsdp.param_offload:
         num_bytes += update.weights
@@ -333,13 +343,13 @@ def _resting_bytes(config: Config, role: str, plan: RolePlan) -> float:
 
 def _kept_gradients(config: Config, role: str, plan: RolePlan) -> float:
     """Bytes of the sums of gradients that a role keeps between updates."""
-    frees_gradients = _section(config, role).fsdp_config.grad_offload
+    frees_gradients = _trained_section(config, role).fsdp_config.grad_offload
     if plan.is_on_cpu and plan.itemsize == 4:
         # In float32 the parameters are the masters, and their gradients are dropped.
         return 0.0
     if frees_gradients is None:
         frees_gradients = not plan.is_on_cpu
-    return 0.0 if frees_gradients else update_of(config, role, plan).gradients
+    return 0.0 if frees_gradients else predict_update(config, role, plan).gradients
 
 
 def _reference_bytes(config: Config, plan: RolePlan) -> float:
@@ -362,7 +372,7 @@ def _rollout_weights(config: Config, plan: RolePlan) -> float:
     return plan.sizes.num_parameters * plan.itemsize / rollout_group_size(config)
 
 
-def _sleeping_bytes(config: Config, plan: RolePlan, device_bytes: float) -> float:
+def _rollout_bytes_while_training(config: Config, plan: RolePlan, device_bytes: float) -> float:
     """Bytes that the rollout keeps on the device while the models train."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.traits.computes_in == "caller":
@@ -380,12 +390,19 @@ def _reserves_memory(config: Config) -> bool:
     return "gpu_memory_utilization" in reads_keys and rollout.traits.computes_in != "servers"
 
 
-def _generation(
-    config: Config, plan: RolePlan, beside: Mapping[str, float], device_bytes: float
+def _predict_generation(
+    config: Config, plan: RolePlan, other_bytes: Mapping[str, float], device_bytes: float
 ) -> Phase:
-    """Predict the phase in which the rollout generates beside a resting actor."""
+    """Predict the phase in which the rollout generates on the actor's devices.
+
+    Args:
+        config: the configuration.
+        plan: model and ranks of the actor.
+        other_bytes: bytes of other roles on the device.
+        device_bytes: memory of the device.
+    """
     rollout = config.actor_rollout_ref.rollout
-    parts = {"training state": _resting_bytes(config, ACTOR, plan), **beside}
+    parts = {"training state": _bytes_between_phases(config, ACTOR, plan), **other_bytes}
     if rollout.traits.computes_in != "caller":
         if _reserves_memory(config):
             parts["rollout"] = rollout_share(config) * device_bytes

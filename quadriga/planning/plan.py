@@ -15,7 +15,13 @@ from quadriga.config.explain import needs_old_log_prob_pass, needs_reference
 from quadriga.config.placement import ACTOR, CRITIC, arranged_roles
 from quadriga.errors import ConfigError
 from quadriga.planning.devices import Devices
-from quadriga.planning.phases import LOG_PROBS, Phase, RolePlan, apart_phases, phases
+from quadriga.planning.phases import (
+    LOG_PROBS,
+    Phase,
+    RolePlan,
+    predict_phases,
+    predict_separate_generation,
+)
 from quadriga.planning.sizes import ModelSizes
 from quadriga.planning.time import Lengths, StepTime, step_time
 
@@ -164,10 +170,11 @@ def make_plan(
                 "weights and optimizer.",
             )
         roles[key] = role_plan
+
     predicted = []
     has_passes = needs_old_log_prob_pass(config) or needs_reference(config)
     for key in roles:
-        for phase in phases(config, roles, key, devices.memory_bytes):
+        for phase in predict_phases(config, roles, key, devices.memory_bytes):
             # The values of a critic are always computed.
             if not has_passes and phase.name == LOG_PROBS:
                 continue
@@ -175,11 +182,13 @@ def make_plan(
                 parts = {**phase.parts, "Python and libraries": devices.process_bytes}
                 phase = replace(phase, parts=parts)
             predicted.append(phase)
-    predicted += apart_phases(config, devices.memory_bytes)
+    predicted += predict_separate_generation(config, devices.memory_bytes)
     return Plan(config, devices, roles, predicted, step_time(config, roles, devices, lengths))
 
 
-def chosen(plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int) -> Plan:
+def choose_recomputation(
+    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
+) -> Plan:
     """Decide `enable_gradient_checkpointing=auto` as a run decides it.
 
     Args:
@@ -242,7 +251,7 @@ def largest_budget(
     return low * _BUDGET_UNIT
 
 
-def layouts(
+def plan_layouts(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
 ) -> list[tuple[str, Plan]]:
     """Plan all numbers of shards, with activations kept and recomputed.
@@ -275,7 +284,7 @@ def layouts(
     return sorted(candidates, key=lambda named_plan: named_plan[1].time.total)
 
 
-def remedies(
+def find_remedies(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
 ) -> Iterator[tuple[str, Plan]]:
     """Find single changes with which a layout fits.
@@ -290,6 +299,7 @@ def remedies(
         Description and plan of each change, with the fastest layout that fits.
     """
     longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
+    # Changes of single keys, in the order in which they are printed.
     changes = []
     settings = [
         (plan.roles, "ppo_max_token_len_per_gpu", longest),
@@ -303,14 +313,17 @@ def remedies(
         for section in sections:
             config = with_value(config, f"{section}.{key}", value)
         changes.append((f"{key}={value}", config, plan.devices))
+
+    # More devices of the same kind.
     for count in _NUM_DEVICES:
         if count > plan.devices.count and not plan.devices.is_cpu:
             devices = replace(plan.devices, count=count)
             name = f"--devices {count}x{devices.name}"
             changes.append((name, on_devices(plan.config, devices), devices))
+
     for name, config, devices in changes:
         changed = make_plan(config, devices, lengths, sizes, itemsize)
-        for layout, candidate in layouts(changed, lengths, sizes, itemsize):
+        for layout, candidate in plan_layouts(changed, lengths, sizes, itemsize):
             if candidate.fits:
                 yield f"{name}, {layout}", candidate
                 if devices != plan.devices:
@@ -319,7 +332,7 @@ def remedies(
                 break
 
 
-def lines(
+def describe_plan(
     plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
 ) -> Iterator[str]:
     """Describe a plan in lines of text.
@@ -369,14 +382,14 @@ def lines(
     )
     yield ""
     yield "Layouts that fit, the fastest first"
-    candidates = layouts(plan, lengths, sizes, itemsize)
+    candidates = plan_layouts(plan, lengths, sizes, itemsize)
     fitting = [candidate for candidate in candidates if candidate[1].fits][:_NUM_LAYOUTS]
     if not fitting:
         name, smallest = min(candidates, key=lambda named_plan: named_plan[1].largest.total)
         yield f"  none; the smallest, {name}: {smallest.largest.describe()}"
         yield ""
         yield "Changes with which a layout fits"
-        fitting = list(remedies(plan, lengths, sizes, itemsize))
+        fitting = list(find_remedies(plan, lengths, sizes, itemsize))
     for name, other in fitting:
         yield f"  {other.time.total:.3g} s, {other.largest.total / 1e9:.3g} GB: {name}"
     if not fitting:

@@ -79,17 +79,17 @@ class ModelSizes:
             ConfigError: the file lacks sizes, or they are not whole numbers above 0.
         """
         text = config.get("text_config") or config
-        numbers = {name: _number(text, name, where) for name in _REQUIRED}
+        numbers = {name: _read_size(text, name, where) for name in _REQUIRED}
         hidden = numbers["hidden_size"]
         num_heads = numbers["num_attention_heads"]
         model_type = text.get("model_type") or config.get("model_type")
         num_kv_heads = num_heads
         if text.get("num_key_value_heads") is not None:
-            num_kv_heads = _number(text, "num_key_value_heads", where)
+            num_kv_heads = _read_size(text, "num_key_value_heads", where)
         # The size of a head is 128 in Qwen3, whatever D is.
         head_size = 128 if model_type == "qwen3" else hidden // num_heads
         if text.get("head_dim") is not None:
-            head_size = _number(text, "head_dim", where)
+            head_size = _read_size(text, "head_dim", where)
 
         queries = num_heads * head_size
         keys = num_kv_heads * head_size
@@ -128,7 +128,7 @@ class ModelSizes:
         )
 
 
-def _number(config: Mapping[str, Any], name: str, where: str) -> int:
+def _read_size(config: Mapping[str, Any], name: str, where: str) -> int:
     """Read a size. Raise a ConfigError if it is missing or no whole number above 0."""
     value = config.get(name)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:

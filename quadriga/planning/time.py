@@ -124,7 +124,7 @@ def step_time(
         head_tokens = num_predicted if has_head else 0.0
         return forward_flops(sizes, num_tokens, head_tokens, squares) / rate
 
-    generation, limit = _generation_s(config, actor, devices, lengths, efficiency)
+    generation, limit = _predict_generation_s(config, actor, devices, lengths, efficiency)
     phases = {"generation": generation}
     if needs_old_log_prob_pass(config):
         phases["old log-probs"] = forward_s(actor.sizes, has_head=True)
@@ -180,7 +180,7 @@ def _exchange_s(plan: RolePlan, devices: Devices) -> float:
     return num_bytes / devices.link_bytes_per_s
 
 
-def _generation_s(
+def _predict_generation_s(
     config: Config, plan: RolePlan, devices: Devices, lengths: Lengths, efficiency: Efficiency
 ) -> tuple[float, str]:
     """Predict generation. Return its seconds, and what takes most of them in decode steps."""

@@ -84,7 +84,7 @@ class RecordedStep:
             DataError: the data have other prompts now, or the images of a row differ from those of
                 its data row.
         """
-        rows = self._prompt_rows(prompts)
+        rows = self._select_prompts(prompts)
         num_prompt_tokens, num_response_tokens = self.record.facts["widths"]
         columns = self._prompt_columns(rows, num_prompt_tokens, pad_token_id, has_own_prompts)
         responses = zip(
@@ -99,21 +99,21 @@ class RecordedStep:
             num_response_tokens,
             pad_token_id,
             self._routes() if with_routes else [],
-            self._optional("token_versions") or (),
+            self._optional_values("token_versions") or (),
         )
-        echo_mask = self._optional("echo_mask")
+        echo_mask = self._optional_values("echo_mask")
         if echo_mask:
-            tensors["echo_mask"] = self._padded(echo_mask, torch.int64)
-        baselines = self._optional("reward_baseline")
+            tensors["echo_mask"] = self._pad(echo_mask, torch.int64)
+        baselines = self._optional_values("reward_baseline")
         if baselines:
             tensors["reward_baselines"] = torch.tensor(baselines)
         objects = {}
         for name in _OBJECT_COLUMNS:
-            values = self._optional(name)
+            values = self._optional_values(name)
             if values:
                 objects[name] = object_array(values)
         for name, target in _JSON_COLUMNS.items():
-            texts = self._optional(name)
+            texts = self._optional_values(name)
             if texts:
                 objects[target] = object_array(json.loads(text or "null") for text in texts)
         batch = with_prompt_columns(rows, DataProto.from_dict(tensors, objects))
@@ -121,7 +121,7 @@ class RecordedStep:
         # and `rows` has one for each row.
         batch.non_tensor_batch[ROLLOUT_ID] = object_array(self._values("rollout_id"))
         if with_scores:
-            scores = self._padded(self._values("token_scores"), torch.float32)
+            scores = self._pad(self._values("token_scores"), torch.float32)
             batch.batch["token_level_scores"] = scores
             batch.non_tensor_batch["reward_extra"] = self._reward_extra()
         return batch
@@ -132,14 +132,14 @@ class RecordedStep:
         """Values of a column, one for each row."""
         return self._rows.column(name).to_pylist()
 
-    def _optional(self, name: str) -> list[Any] | None:
+    def _optional_values(self, name: str) -> list[Any] | None:
         """Values of a column; None if the run does not have it."""
         if name not in self._rows.column_names:
             return None
         column = self._rows.column(name)
         return None if column.null_count == len(column) else column.to_pylist()
 
-    def _padded(self, lists: list[Any], dtype: torch.dtype) -> torch.Tensor:
+    def _pad(self, lists: list[Any], dtype: torch.dtype) -> torch.Tensor:
         """Values of response tokens as [B, T], with 0 on the padding."""
         _, width = self.record.facts["widths"]
         padded = torch.zeros(len(lists), width, dtype=dtype)
@@ -172,7 +172,7 @@ class RecordedStep:
 
     # Prompts
 
-    def _prompt_rows(self, prompts: DataProto) -> DataProto:
+    def _select_prompts(self, prompts: DataProto) -> DataProto:
         """Select the prompt of each recorded row.
 
         Raises:
@@ -189,13 +189,13 @@ class RecordedStep:
                 fix="Put data.train_files and data.train_batch_size back as they were in the run.",
             )
         rows = prompts.select_idxs([places[uid] for uid in uids])
-        recorded_sources = self._optional("source_row")
+        recorded_sources = self._optional_values("source_row")
         sources = rows.non_tensor_batch.get("source_row")
         if recorded_sources is not None and sources is not None:
             pairs = zip(uids, map(str, sources), recorded_sources, strict=True)
             for uid, source, recorded_source in pairs:
                 if recorded_source is not None and source != recorded_source:
-                    raise self._other_data(uid, source, recorded_source)
+                    raise self._changed_data_error(uid, source, recorded_source)
         return rows
 
     def _prompt_columns(
@@ -234,7 +234,7 @@ class RecordedStep:
         if not is_equal.all():
             first_row = int(is_equal.long().argmin())
             uid = self._values("uid")[first_row]
-            raise self._other_data(uid, "other tokens in its prompt", "the recorded ones")
+            raise self._changed_data_error(uid, "other tokens in its prompt", "the recorded ones")
 
     def _require_images(self, rows: DataProto) -> None:
         """Refuse recorded rows whose images are not those of the data."""
@@ -250,7 +250,7 @@ class RecordedStep:
                     "the record, and such a step cannot be replayed.",
                 )
 
-    def _other_data(self, uid: str, got: str, recorded: str) -> DataError:
+    def _changed_data_error(self, uid: str, got: str, recorded: str) -> DataError:
         """Error for a prompt that is not as it was in the run."""
         return DataError(
             f"{self._where}, prompt {uid}",

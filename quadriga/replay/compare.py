@@ -23,7 +23,7 @@ COMPUTED = {
 are copied from the record."""
 _NOT_COMPARED = {"text", "replay", "time"}
 """Groups of columns that are inputs of a replay, that thinning removes, or that clocks measured."""
-_PLACES = {"position", "row_index", "rollout_id", "uid", "source_row"}
+_NOT_COMPARABLE = {"position", "row_index", "rollout_id", "uid", "source_row"}
 """Columns that depend on the number of ranks, or that name a row."""
 _MACHINE_METRICS = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/", "memory/")
 """Prefixes of metrics that say how fast or how reliable the machine was."""
@@ -86,7 +86,7 @@ def compare_rows(recorded: pa.Table, replayed: pa.Table) -> list[Comparison]:
     comparisons = []
     rollout_ids = recorded.column("rollout_id").to_pylist()
     for name, column in COLUMNS.items():
-        if column.group in _NOT_COMPARED or name in _PLACES:
+        if column.group in _NOT_COMPARED or name in _NOT_COMPARABLE:
             continue
         if _has_values(recorded, name) and _has_values(replayed, name):
             old_values = recorded.column(name).to_pylist()
@@ -141,7 +141,7 @@ def _compare_values(
             distances = [math.inf] * len(places)
         else:
             num_values += np.size(old)
-            places, distances = _different_places(old, new)
+            places, distances = _find_differences(old, new)
         num_different += len(places)
         largest = max([largest, *distances])
         if places and first is None:
@@ -152,7 +152,7 @@ def _compare_values(
     return Comparison(name, num_values, num_different, largest, first)
 
 
-def _different_places(old: Any, new: Any) -> tuple[list[int | None], list[float]]:
+def _find_differences(old: Any, new: Any) -> tuple[list[int | None], list[float]]:
     """Compare two numbers, or two lists of numbers.
 
     Returns:

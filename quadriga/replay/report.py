@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from quadriga.replay.compare import COMPUTED, TOLERANCE, Comparison, Difference
-from quadriga.replay.run import Replayed, uid_of
+from quadriga.replay.run import ReplayResult, uid_of
 from quadriga.replay.trainer import REWARDS, UPDATE
 
 MAX_ROWS = 20
@@ -16,7 +16,7 @@ MAX_ROWS = 20
 _MAX_CHARS = 100  # largest length of a printed text
 
 
-def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
+def describe_replay(replayed: ReplayResult, uid: str = "") -> Iterator[str]:
     """Describe the result of a replay.
 
     Args:
@@ -26,19 +26,19 @@ def lines_of(replayed: Replayed, uid: str = "") -> Iterator[str]:
     """
     yield ""
     if uid:
-        yield from _group(replayed, uid_of(replayed.recorded.rows, uid))
+        yield from _describe_prompt(replayed, uid_of(replayed.recorded.rows, uid))
     elif replayed.is_edited or replayed.until == REWARDS:
-        yield from _rows(replayed)
+        yield from _describe_changed_rows(replayed)
     if not replayed.is_edited:
-        yield from _columns(replayed)
-    yield from _metrics(replayed)
+        yield from _describe_columns(replayed)
+    yield from _describe_metrics(replayed)
     if replayed.earlier:
         yield f"on the way: {replayed.earlier}"
-    yield _verdict(replayed)
+    yield _describe_verdict(replayed)
 
 
-def _columns(replayed: Replayed) -> Iterator[str]:
-    """A line or two for each column that was computed or differs."""
+def _describe_columns(replayed: ReplayResult) -> Iterator[str]:
+    """Yield a line or two for each column that was computed or differs."""
     shown_columns = []
     num_equal_inputs = 0
     for entry in replayed.columns:
@@ -49,13 +49,13 @@ def _columns(replayed: Replayed) -> Iterator[str]:
             num_equal_inputs += 1
     width = max((len(entry.name) for entry in shown_columns), default=0)
     for entry in shown_columns:
-        yield f"  {entry.name:<{width}}  {_state(entry)}"
+        yield f"  {entry.name:<{width}}  {_describe_state(entry)}"
         if entry.first is not None:
-            yield f"  {'':<{width}}  first: {_place(entry.first)}"
+            yield f"  {'':<{width}}  first: {_describe_difference(entry.first)}"
     yield f"  from the record: {num_equal_inputs} columns, equal"
 
 
-def _state(entry: Comparison) -> str:
+def _describe_state(entry: Comparison) -> str:
     """Whether a column is equal, with its number of values."""
     if entry.is_equal:
         return f"equal      {entry.num_values} values"
@@ -63,7 +63,7 @@ def _state(entry: Comparison) -> str:
     return f"DIFFERENT  {count}, by up to {entry.largest:.3g}"
 
 
-def _place(first: Difference) -> str:
+def _describe_difference(first: Difference) -> str:
     """Place of a difference, with both values."""
     place = ""
     if first.row is not None:
@@ -71,15 +71,16 @@ def _place(first: Difference) -> str:
         if first.token is not None:
             place += f", token {first.token}"
         place += ": "
-    return f"{place}recorded {_text(first.recorded)}, replayed {_text(first.replayed)}"
+    return f"{place}recorded {_value_text(first.recorded)}, replayed {_value_text(first.replayed)}"
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
+    """A value as text. Nine digits distinguish all float32 numbers."""
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-def _metrics(replayed: Replayed) -> Iterator[str]:
-    """A line on the metrics, and one for each that differs."""
+def _describe_metrics(replayed: ReplayResult) -> Iterator[str]:
+    """Yield a line on the metrics, and one for each that differs."""
     if not replayed.metrics:
         return
     different = [entry for entry in replayed.metrics if not entry.is_equal]
@@ -88,13 +89,13 @@ def _metrics(replayed: Replayed) -> Iterator[str]:
     width = max((len(entry.name) for entry in different), default=0)
     for entry in different:
         if entry.first is not None:
-            yield f"  {entry.name:<{width}}  {_place(entry.first)}"
+            yield f"  {entry.name:<{width}}  {_describe_difference(entry.first)}"
     if replayed.recorded_alone:
         num_alone = len(replayed.recorded_alone)
         yield f"  not computed by this replay: {num_alone}, such as {replayed.recorded_alone[0]}"
 
 
-def _verdict(replayed: Replayed) -> str:
+def _describe_verdict(replayed: ReplayResult) -> str:
     """The last line: whether the step is equal, and how equal it can be expected to be."""
     step = f"step {replayed.start.step}"
     if replayed.until != UPDATE:
@@ -117,7 +118,7 @@ def _verdict(replayed: Replayed) -> str:
 # Rows
 
 
-def _numbers(table: pa.Table) -> list[tuple[float | None, float | None, float | None]]:
+def _row_numbers(table: pa.Table) -> list[tuple[float | None, float | None, float | None]]:
     """Score, reward and mean advantage of each row; None for what a row does not have."""
     numbers = []
     for row in table.select(["score", "reward", "response_mask", "advantages"]).to_pylist():
@@ -131,10 +132,10 @@ def _numbers(table: pa.Table) -> list[tuple[float | None, float | None, float | 
     return numbers
 
 
-def _rows(replayed: Replayed) -> Iterator[str]:
-    """Rows whose score or advantage differs between the record and the replay."""
-    old_numbers = _numbers(replayed.recorded.rows)
-    new_numbers = _numbers(replayed.rows)
+def _describe_changed_rows(replayed: ReplayResult) -> Iterator[str]:
+    """Yield lines on the rows whose score or advantage differs from the record."""
+    old_numbers = _row_numbers(replayed.recorded.rows)
+    new_numbers = _row_numbers(replayed.rows)
     changed = []
     for row, (old, new) in enumerate(zip(old_numbers, new_numbers, strict=True)):
         old_score, _, old_advantage = old
@@ -145,24 +146,29 @@ def _rows(replayed: Replayed) -> Iterator[str]:
             changed.append(row)
     yield f"{len(changed)} of {len(old_numbers)} rows change"
     if changed:
-        yield from _table(replayed, changed[:MAX_ROWS], is_short=replayed.until == REWARDS)
+        yield from _format_rows(replayed, changed[:MAX_ROWS])
     if len(changed) > MAX_ROWS:
         yield f"  and {len(changed) - MAX_ROWS} other changed rows"
 
 
-def _group(replayed: Replayed, uid: str) -> Iterator[str]:
-    """Rows of a prompt with their rewards and advantages in the record and in the replay."""
+def _describe_prompt(replayed: ReplayResult, uid: str) -> Iterator[str]:
+    """Yield lines on the rows of a prompt, with rewards and advantages of record and replay."""
     uids = replayed.recorded.rows.column("uid").to_pylist()
     rows = [row for row, uid_of_row in enumerate(uids) if uid_of_row == uid]
     yield f"prompt {uid}: {len(rows)} rows"
-    yield from _table(replayed, rows, is_short=replayed.until == REWARDS)
+    yield from _format_rows(replayed, rows)
 
 
-def _table(replayed: Replayed, rows: list[int], *, is_short: bool) -> Iterator[str]:
-    """Rows with their numbers and texts; with `is_short` the scores are their only numbers."""
-    names = ("score",) if is_short else ("score", "reward", "advantage")
-    old_numbers = _numbers(replayed.recorded.rows)
-    new_numbers = _numbers(replayed.rows)
+def _format_rows(replayed: ReplayResult, rows: list[int]) -> Iterator[str]:
+    """Yield lines on some rows, with their numbers and texts.
+
+    A replay that ends with the rewards has no other numbers than scores.
+    """
+    names = ("score", "reward", "advantage")
+    if replayed.until == REWARDS:
+        names = ("score",)
+    old_numbers = _row_numbers(replayed.recorded.rows)
+    new_numbers = _row_numbers(replayed.rows)
     rollout_ids = replayed.recorded.rows.column("rollout_id").to_pylist()
     yield "  row  rollout     " + "  ".join(f"{name:<25}" for name in names)
     for row in rows:
@@ -173,17 +179,17 @@ def _table(replayed: Replayed, rows: list[int], *, is_short: bool) -> Iterator[s
             texts = ["none" if value is None else f"{value:.6g}" for value in pair]
             cells.append(" -> ".join(texts))
         yield f"  {row:>3}  {rollout_ids[row]:<10}  " + "  ".join(f"{cell:<25}" for cell in cells)
-        for name, text in _texts(replayed, row):
+        for name, text in _row_texts(replayed, row):
             yield f"       {name:<12}  {text}"
 
 
-def _texts(replayed: Replayed, row: int) -> Iterator[tuple[str, str]]:
+def _row_texts(replayed: ReplayResult, row: int) -> Iterator[tuple[str, str]]:
     """End of the prompt, response, and ground truth of a row, each on one line."""
     rows = replayed.rows
     texts = []
     for name in ("prompt_ids", "response_ids"):
         token_ids = rows.column(name)[row].as_py()
-        texts.append(_line(replayed.tokenizer.decode(token_ids, skip_special_tokens=True)))
+        texts.append(_single_line(replayed.tokenizer.decode(token_ids, skip_special_tokens=True)))
     prompt, response = texts
     yield "prompt", f"...{prompt[-_MAX_CHARS:]}" if len(prompt) > _MAX_CHARS else prompt
     if len(response) > _MAX_CHARS:
@@ -192,9 +198,9 @@ def _texts(replayed: Replayed, row: int) -> Iterator[tuple[str, str]]:
     yield "response", response
     truth = json.loads(rows.column("row")[row].as_py() or "{}").get("reward_model")
     if isinstance(truth, dict) and "ground_truth" in truth:
-        yield "ground truth", _line(str(truth["ground_truth"]))[:_MAX_CHARS]
+        yield "ground truth", _single_line(str(truth["ground_truth"]))[:_MAX_CHARS]
 
 
-def _line(text: str) -> str:
+def _single_line(text: str) -> str:
     """A text on one line."""
     return " ".join(text.split())

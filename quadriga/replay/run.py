@@ -22,7 +22,7 @@ from quadriga.observe.records import RecordFolder, StepRecord
 from quadriga.observe.timing import Timeline
 from quadriga.redact import HIDDEN
 from quadriga.replay.compare import TOLERANCE, Comparison, compare_metrics, compare_rows
-from quadriga.replay.start import ReplayStart, find_start, in_one_process, num_ranks
+from quadriga.replay.start import ReplayStart, configure_one_process, find_start, num_ranks
 from quadriga.replay.trainer import (
     ADVANTAGES,
     REWARDS,
@@ -77,7 +77,7 @@ class ReplayRequest:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """Result of a replay: the replayed step beside its record.
 
     Attributes:
@@ -126,7 +126,7 @@ class Replayed:
         return not self.start.is_first or self.largest <= TOLERANCE
 
 
-def replay(request: ReplayRequest) -> Replayed:
+def replay(request: ReplayRequest) -> ReplayResult:
     """Replay a step and compare it with the record.
 
     Args:
@@ -140,9 +140,11 @@ def replay(request: ReplayRequest) -> Replayed:
     if request.uid:
         # Raises early if the step does not have the prompt.
         uid_of(start.record.read(start.step, columns=["uid", "rollout_id"]).rows, request.uid)
-    overrides = _overrides(request.edits)
+
+    # The configuration of the run, and the edited one.
+    overrides = _edits_to_overrides(request.edits)
     # The file of the configuration hides secrets. To give them is no edit.
-    secrets = _secrets(overrides, start.settings)
+    secrets = _select_secrets(overrides, start.settings)
     config = load_config(secrets, [start.configuration]).config
     edited = config
     edits = [override for override in overrides if override not in secrets]
@@ -151,6 +153,8 @@ def replay(request: ReplayRequest) -> Replayed:
         # Edits are checked as `quadriga train` checks them.
         edited = load_config(overrides, [start.configuration], for_training=True).config
     _require_replayable(config, start)
+
+    # The phase after which the replay ends, and whether it grades.
     until = request.until or UPDATE
     # Another loss shows only in the update, other edits already in the advantages.
     changes_loss = any(edit.startswith(f"{_LOSS}=") for edit in edits)
@@ -160,17 +164,18 @@ def replay(request: ReplayRequest) -> Replayed:
     grades_again = until == REWARDS or changes_grading
     if grades_again:
         _require_grader(edited)
+
     if until == REWARDS:
         print(f"replay: step {start.step} up to its rewards; its recorded responses are graded")
     else:
-        _confirm(start, num_ranks(config), is_confirmed=request.is_confirmed)
+        _require_confirmation(start, num_ranks(config), is_confirmed=request.is_confirmed)
     # The settings are those of the run, so only files that they name can have changed.
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
 
     with TemporaryDirectory(prefix="quadriga_replay_") as path:
         folder = Path(path)
-        final = in_one_process(edited, folder / "replay", start.checkpoint)
+        final = configure_one_process(edited, folder / "replay", start.checkpoint)
         _require_effect(overrides, edited, final)
         if is_edited and not start.is_first and until != REWARDS:
             # Earlier steps are trained without the edits, and the edited step goes on from their
@@ -178,10 +183,10 @@ def replay(request: ReplayRequest) -> Replayed:
             check_before_start(final, Needs.of(final))
             if grades_again:
                 load_reward_manager(final, build_tokenizer(final)).close()
-            unedited = in_one_process(config, folder / "before", start.checkpoint)
-            checkpoint = _train_before(unedited, start)
-            final = in_one_process(edited, folder / "replay", checkpoint)
-        trainer, run = _build(final, start, grades_again=grades_again)
+            unedited = configure_one_process(config, folder / "before", start.checkpoint)
+            checkpoint = _train_to_previous_step(unedited, start)
+            final = configure_one_process(edited, folder / "replay", checkpoint)
+        trainer, run = _build_trainer(final, start, grades_again=grades_again)
         trainer.until = until
         trainer.debugs = request.debugs
         trainer.debugged_phase = request.until
@@ -191,14 +196,15 @@ def replay(request: ReplayRequest) -> Replayed:
             earlier = _earlier_difference(trainer)
         finally:
             run.close()
+
     recorded = start.record.read(request.step)
     columns = compare_rows(recorded.rows, rows)
     metric_comparisons, recorded_alone = compare_metrics(recorded.facts["metrics"], metrics)
-    return Replayed(
+    return ReplayResult(
         start=start,
         until=until,
         is_edited=is_edited,
-        obstacle=_obstacle(config, recorded),
+        obstacle=_find_obstacle(config, recorded),
         recorded=recorded,
         rows=rows,
         tokenizer=trainer.tokenizer,
@@ -209,7 +215,7 @@ def replay(request: ReplayRequest) -> Replayed:
     )
 
 
-def _overrides(edits: Sequence[str]) -> list[str]:
+def _edits_to_overrides(edits: Sequence[str]) -> list[str]:
     """Translate edits into overrides `key=value` of the configuration."""
     overrides = []
     for edit in edits:
@@ -272,7 +278,7 @@ def _require_grader(config: Config) -> None:
         )
 
 
-def _secrets(overrides: Sequence[str], settings: RunSettings) -> list[str]:
+def _select_secrets(overrides: Sequence[str], settings: RunSettings) -> list[str]:
     """Select the overrides of keys whose values the run's configuration file hides."""
     hidden_keys = [name for name, value in settings.values.items() if HIDDEN in str(value)]
     secrets = []
@@ -289,7 +295,7 @@ def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> 
     Args:
         overrides: the edits as overrides.
         edited: the edited configuration.
-        final: the same after `in_one_process`.
+        final: the same after `configure_one_process`.
     """
     for override in overrides:
         key, _ = parse_override(override)
@@ -321,7 +327,7 @@ def _require_replayable(config: Config, start: ReplayStart) -> None:
         )
 
 
-def _confirm(start: ReplayStart, ranks: int, *, is_confirmed: bool) -> None:
+def _require_confirmation(start: ReplayStart, ranks: int, *, is_confirmed: bool) -> None:
     """Print the predicted time of a replay, and refuse a long one that is not confirmed."""
     # One process does the work of all ranks.
     seconds = start.recorded_s * ranks
@@ -342,11 +348,13 @@ def _confirm(start: ReplayStart, ranks: int, *, is_confirmed: bool) -> None:
         )
 
 
-def _build(config: Config, start: ReplayStart, *, grades_again: bool) -> tuple[ReplayTrainer, Any]:
+def _build_trainer(
+    config: Config, start: ReplayStart, *, grades_again: bool
+) -> tuple[ReplayTrainer, Any]:
     """Build the trainer of a replay, and its run, which the caller closes.
 
     Args:
-        config: the configuration from `in_one_process`.
+        config: the configuration from `configure_one_process`.
         start: the state to start from.
         grades_again: whether the responses of the replayed step are graded.
     """
@@ -371,13 +379,13 @@ def _build(config: Config, start: ReplayStart, *, grades_again: bool) -> tuple[R
     return trainer, run
 
 
-def _train_before(config: Config, start: ReplayStart) -> Path:
+def _train_to_previous_step(config: Config, start: ReplayStart) -> Path:
     """Train up to the step before the replayed one. Return a checkpoint of that step."""
     # The start-up prints its choices once more for the replayed step.
     with redirect_stdout(StringIO()):
-        trainer, run = _build(config, start, grades_again=False)
+        trainer, run = _build_trainer(config, start, grades_again=False)
     try:
-        for step in _steps(trainer):
+        for step in _iterate_steps(trainer):
             if step.number == start.step - 1:
                 # The message on the checkpoint would name the temporary folder.
                 with redirect_stdout(StringIO()):
@@ -392,7 +400,7 @@ def _replay_step(trainer: ReplayTrainer, number: int) -> tuple[pa.Table, dict[st
     """Train up to a step. Return its rows with the columns of the record, and its metrics."""
     config = trainer.config
     try:
-        for step in _steps(trainer):
+        for step in _iterate_steps(trainer):
             if step.number == number:
                 break
     except PhaseReachedError as end:
@@ -417,7 +425,7 @@ def _earlier_difference(trainer: ReplayTrainer) -> str:
     return ""
 
 
-def _steps(trainer: ReplayTrainer) -> Any:
+def _iterate_steps(trainer: ReplayTrainer) -> Any:
     """Iterate over the steps of a trainer.
 
     Raises:
@@ -431,7 +439,7 @@ def _steps(trainer: ReplayTrainer) -> Any:
         raise
 
 
-def _obstacle(config: Config, recorded: StepRecord) -> str:
+def _find_obstacle(config: Config, recorded: StepRecord) -> str:
     """Why the numbers of a replay need not be equal bit for bit; "" if they should be."""
     ranks = num_ranks(config)
     if ranks > 1:

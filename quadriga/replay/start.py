@@ -153,7 +153,7 @@ def num_ranks(config: Config) -> int:
     return sum(trainer.processes_of(pool))
 
 
-def in_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Config:
+def configure_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Config:
     """Change the configuration of a run for a replay, which trains in this process.
 
     Args:
@@ -163,15 +163,15 @@ def in_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Con
     """
     policy = config.actor_rollout_ref
     reward_model = config.reward_model
-    rollout = _changed(
+    rollout = _copy_with(
         policy.rollout,
         tensor_model_parallel_size=1,
         data_parallel_size=1,
         trace_dir=None,
-        skip=_changed(policy.rollout.skip, enable=False),
-        serve=_changed(policy.rollout.serve, enable=False),
+        skip=_copy_with(policy.rollout.skip, enable=False),
+        serve=_copy_with(policy.rollout.serve, enable=False),
     )
-    trainer = _changed(
+    trainer = _copy_with(
         config.trainer,
         backend="local",
         nnodes=1,
@@ -194,29 +194,29 @@ def in_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Con
         validation_data_dir=None,
     )
     sections = {
-        "actor_rollout_ref": _changed(
-            policy, actor=_with_one_rank(_unsharded(policy.actor)), rollout=rollout
+        "actor_rollout_ref": _copy_with(
+            policy, actor=_with_one_rank(_without_sharding(policy.actor)), rollout=rollout
         ),
-        "critic": _with_one_rank(_unsharded(config.critic)),
-        "reward_model": _changed(
-            _with_one_rank(reward_model), model=_unsharded(reward_model.model)
+        "critic": _with_one_rank(_without_sharding(config.critic)),
+        "reward_model": _copy_with(
+            _with_one_rank(reward_model), model=_without_sharding(reward_model.model)
         ),
-        "distillation": _with_one_rank(_unsharded(config.distillation)),
+        "distillation": _with_one_rank(_without_sharding(config.distillation)),
         "trainer": trainer,
-        "data": _changed(config.data, val_files=""),
-        "global_profiler": _changed(config.global_profiler, tool=None, steps=[]),
+        "data": _copy_with(config.data, val_files=""),
+        "global_profiler": _copy_with(config.global_profiler, tool=None, steps=[]),
     }
-    return _changed(config, **sections)
+    return _copy_with(config, **sections)
 
 
-def _changed(section: Any, **values: Any) -> Any:
+def _copy_with(section: Any, **values: Any) -> Any:
     """Copy a section with other values, which are not checked."""
     return section.model_copy(update=values)
 
 
 def _with_one_rank(section: Any) -> Any:
     """Copy the section of a role without parallelism within a data-parallel rank."""
-    return _changed(
+    return _copy_with(
         section,
         ulysses_sequence_parallel_size=1,
         tensor_model_parallel_size=1,
@@ -225,6 +225,6 @@ def _with_one_rank(section: Any) -> Any:
     )
 
 
-def _unsharded(section: Any) -> Any:
+def _without_sharding(section: Any) -> Any:
     """Copy the section of a role without a number of ranks that shard its weights."""
-    return _changed(section, fsdp_config=_changed(section.fsdp_config, fsdp_size=-1))
+    return _copy_with(section, fsdp_config=_copy_with(section.fsdp_config, fsdp_size=-1))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from quadriga.errors import EngineError
-from quadriga.observe.machine import taking_part
+from quadriga.observe.machine import detect_lost_peer
 from quadriga.observe.watchdog import waiting
 from quadriga.partition import part_of
 
@@ -74,7 +74,7 @@ class RolloutGroup:
         content = bytearray()
         if message is not None:
             content += pickle.dumps(message)
-        with taking_part(f"{self}, in a message to its members"):
+        with detect_lost_peer(f"{self}, in a message to its members"):
             dist.broadcast(torch.tensor([len(content)]), self.ranks[0], self.messages)
             if content:
                 buffer = torch.frombuffer(content, dtype=torch.uint8)
@@ -89,7 +89,7 @@ class RolloutGroup:
         """
         length = torch.empty(1, dtype=torch.int64)
         wait = waiting(f"{self} for its leader") if is_idle else nullcontext()
-        with taking_part(f"{self}, in a message of its leader"), wait:
+        with detect_lost_peer(f"{self}, in a message of its leader"), wait:
             dist.broadcast(length, self.ranks[0], self.messages)
             # The leader sends None as an empty message.
             if not int(length):
@@ -100,7 +100,7 @@ class RolloutGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor [...] over the ranks, in place; all ranks get the same bits."""
-        with taking_part(f"{self}, in a sum"):
+        with detect_lost_peer(f"{self}, in a sum"):
             dist.all_reduce(tensor, group=self.tensors)
         return tensor
 
@@ -119,7 +119,7 @@ class RolloutGroup:
         padding = (0, width - part.shape[1])
         padded = torch.nn.functional.pad(part, padding).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        with taking_part(f"{self}, in the parts of the logits"):
+        with detect_lost_peer(f"{self}, in the parts of the logits"):
             dist.all_gather(parts, padded, group=self.tensors)
         return torch.cat(parts, 1)[:, :total]
 

@@ -29,7 +29,7 @@ from quadriga.errors import (
     WorkerLostError,
 )
 from quadriga.observe.machine import describe_machine
-from quadriga.observe.stopping import heeding_sigterm, stop_requested
+from quadriga.observe.stopping import stop_on_sigterm, stop_requested
 from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import BuiltRun, build_run, state_copies
 from quadriga.trainer.checkpoint import Checkpoints
@@ -230,7 +230,7 @@ class TaskRunner:
                 # A checkpoint is newer if the copy of its step was lost with the workers.
                 if newest is not None and newest.step >= (self._written or 0):
                     trainer.newest_copy = newest
-            with heeding_sigterm(lambda: f"If it is killed before: {self._how_to_go_on(config)}"):
+            with stop_on_sigterm(lambda: f"If it is killed before: {self._how_to_go_on(config)}"):
                 try:
                     yield TrainingStep(trainer, None)
                     yield from trainer.steps()

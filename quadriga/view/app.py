@@ -15,7 +15,7 @@ from quadriga.serve.errors import CallError
 from quadriga.serve.gate import require_caller
 from quadriga.view.data import ViewData
 from quadriga.view.page import STATIC_FILES, read_static
-from quadriga.view.runs import sentence
+from quadriga.view.runs import describe_error
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -53,10 +53,10 @@ class ViewApp:
             Route("/api/{name}", self._answer),
         ]
         handlers: Any = {
-            CallError: _refused,
-            QuadrigaError: _failed,
-            OSError: _failed,
-            404: _refused,
+            CallError: _respond_to_bad_call,
+            QuadrigaError: _respond_to_failure,
+            OSError: _respond_to_failure,
+            404: _respond_to_bad_call,
         }
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
@@ -80,13 +80,13 @@ class ViewApp:
         return Response(body, headers=HEADERS, media_type="application/json")
 
 
-def _refused(request: Request, error: Exception) -> Response:
+def _respond_to_bad_call(request: Request, error: Exception) -> Response:
     """Response to a request that is not allowed, or for an address that does not exist."""
     # A CallError has `status`, Starlette's own error `status_code`.
     status = getattr(error, "status", None) or getattr(error, "status_code", 404)
     return PlainTextResponse(f"{error}\n", status, headers=HEADERS)
 
 
-def _failed(request: Request, error: Exception) -> Response:
+def _respond_to_failure(request: Request, error: Exception) -> Response:
     """Response with an error for the page to show, such as a file that cannot be read."""
-    return JSONResponse({"error": sentence(error)}, 404, headers=HEADERS)
+    return JSONResponse({"error": describe_error(error)}, 404, headers=HEADERS)

@@ -13,12 +13,12 @@ import pyarrow as pa
 
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION, TokenTable
-from quadriga.view.health import health
+from quadriga.view.health import judge_run
 from quadriga.view.images import row_images
 from quadriga.view.index import SCHEMA, RunIndex
-from quadriga.view.lanes import life_lanes, trace_lanes
+from quadriga.view.lanes import conversation_lanes, response_lanes
 from quadriga.view.ranks import rank_lanes
-from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows, rounded
+from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows, round_values
 from quadriga.view.runs import Runs, ViewedRun
 
 ANSWERS = (
@@ -82,7 +82,7 @@ class ViewData:
                 self._num_requests -= 1
                 if not self._num_requests:
                     self._is_quiet.set()
-        text = json.dumps(_finite(answer), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(_to_json(answer), ensure_ascii=False, allow_nan=False)
         # Texts of models may have lone surrogates, which UTF-8 cannot express.
         return text.encode(errors="replace")
 
@@ -114,7 +114,7 @@ class ViewData:
         columns = {}
         for name in names:
             values = [numbers.get(name, math.nan) for numbers in metrics.values()]
-            columns[name] = rounded(np.array(values))
+            columns[name] = round_values(np.array(values))
         return {"steps": list(metrics), "columns": columns}
 
     def steps(self, query: Query) -> Answer:
@@ -148,29 +148,29 @@ class ViewData:
     def rollouts(self, query: Query) -> Answer:
         """Rollouts of a step without their tokens."""
         run = self._run(query)
-        step, kind = _step(query)
-        rows = rollout_rows(run.record, step, kind, run.response_limit(), _tokens(run))
+        step, kind = _parse_step(query)
+        rows = rollout_rows(run.record, step, kind, run.response_limit(), _token_table(run))
         return {"rows": rows}
 
     def search(self, query: Query) -> Answer:
         """Rows of a step that contain a text."""
         run = self._run(query)
-        step, kind = _step(query)
+        step, kind = _parse_step(query)
         text = query.get("text", "")
-        return {"places": matching_rows(run.record, step, kind, text, _tokens(run))}
+        return {"places": matching_rows(run.record, step, kind, text, _token_table(run))}
 
     def rollout(self, query: Query) -> Answer:
         """A rollout with its tokens."""
         run = self._run(query)
-        step, kind = _step(query)
-        place = _integer(query, "place")
-        start = max(0, _integer(query, "start"))
-        return rollout_details(run.record, step, kind, place, _tokens(run), start)
+        step, kind = _parse_step(query)
+        place = _parse_integer(query, "place")
+        start = max(0, _parse_integer(query, "start"))
+        return rollout_details(run.record, step, kind, place, _token_table(run), start)
 
     def images(self, query: Query) -> Answer:
         """Images in the data row of a rollout."""
-        step, kind = _step(query)
-        return row_images(self._run(query), step, kind, _integer(query, "place"))
+        step, kind = _parse_step(query)
+        return row_images(self._run(query), step, kind, _parse_integer(query, "place"))
 
     def prompts(self, query: Query) -> Answer:
         """Prompts with their mean scores over the steps; first those that never improve."""
@@ -182,6 +182,7 @@ class ViewData:
         frame = pa.concat_tables([SCHEMA.empty_table(), *tables]).to_pandas()
         if frame.empty:
             return answer
+
         # Mean over the responses to a prompt in a step.
         by_step = frame.groupby(["prompt", "step"])["score"].mean().reset_index()
         table = by_step.groupby("prompt").agg(
@@ -194,6 +195,7 @@ class ViewData:
             mean=("score", "mean"),
         )
         table["text"] = frame.dropna(subset=["text"]).groupby("prompt")["text"].first()
+
         is_repeated = table["seen"] > 1
         # The largest score is not known. A prompt that had the best mean score at once cannot
         # improve, and is no problem.
@@ -205,6 +207,8 @@ class ViewData:
         table = table.sort_values(keys, ascending=[False, True, True])
         answer["num_prompts"] = len(table)
         answer["num_never_improving"] = int(table["never_improves"].sum())
+
+        # The curves of the shown prompts.
         shown = table.head(MAX_PROMPTS)
         points = by_step[by_step["prompt"].isin(shown.index)]
         curves = points.groupby("prompt").agg(curve=("score", list), steps=("step", list))
@@ -218,24 +222,24 @@ class ViewData:
         run = self._run(query)
         steps = self.index(run).steps
         numbers = {step: entry.numbers for (kind, step), entry in steps.items() if kind == STEP}
-        answer["findings"] = health(run.metrics(), numbers)
+        answer["findings"] = judge_run(run.metrics(), numbers)
         answer["problems"] = run.problems()
         return answer
 
     def lanes(self, query: Query) -> Answer:
         """Timelines of the conversations of a step, or of its responses without traces."""
         run = self._run(query)
-        step, _ = _step(query)
-        conversations = trace_lanes(run, step)
+        step, _ = _parse_step(query)
+        conversations = conversation_lanes(run, step)
         if conversations["lanes"]:
             return conversations
-        responses = life_lanes(run, step)
+        responses = response_lanes(run, step)
         # The note of `conversations` says why there are no lanes.
         return responses if responses["lanes"] else conversations
 
     def ranks(self, query: Query) -> Answer:
         """Timelines of the ranks in a step."""
-        return rank_lanes(self._run(query), _step(query)[0])
+        return rank_lanes(self._run(query), _parse_step(query)[0])
 
     def _run(self, query: Query) -> ViewedRun:
         return self._runs.run(query.get("run", ""))
@@ -255,7 +259,7 @@ class ViewData:
         return self._runs.run(name)
 
 
-def _tokens(run: ViewedRun) -> TokenTable | None:
+def _token_table(run: ViewedRun) -> TokenTable | None:
     """Texts of the tokens; None if the run has none, or their file is damaged."""
     try:
         return run.record.tokens
@@ -263,13 +267,13 @@ def _tokens(run: ViewedRun) -> TokenTable | None:
         return None
 
 
-def _step(query: Query) -> tuple[int, str]:
+def _parse_step(query: Query) -> tuple[int, str]:
     """Step and kind of the rollouts that a query names."""
     kind = VALIDATION if query.get("kind") == VALIDATION else STEP
-    return _integer(query, "step"), kind
+    return _parse_integer(query, "step"), kind
 
 
-def _integer(query: Query, name: str) -> int:
+def _parse_integer(query: Query, name: str) -> int:
     text = query.get(name, "0")
     try:
         return int(text)
@@ -277,14 +281,14 @@ def _integer(query: Query, name: str) -> int:
         raise DataError(name, got=text[:80], expected="a whole number") from error
 
 
-def _finite(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert a value for JSON: NaN and the infinities to None, other objects to text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(entry) for key, entry in value.items()}
+        return {str(key): _to_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     if value is None or isinstance(value, str | int):
         return value
     return str(value)

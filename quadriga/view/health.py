@@ -55,20 +55,20 @@ class Check:
     looks_at: str = "largest"
 
 
-def _first(values: np.ndarray) -> float:
+def _mean_of_first(values: np.ndarray) -> float:
     """Mean over the first steps, which an outlier among them does not change much."""
     return float(values[:_WINDOW].mean())
 
 
-def _last(values: np.ndarray) -> float:
+def _mean_of_last(values: np.ndarray) -> float:
     """Mean over the last steps."""
     return float(values[-_WINDOW:].mean())
 
 
-def _reward(values: np.ndarray) -> Verdict:
+def _judge_reward(values: np.ndarray) -> Verdict:
     """Judge the mean score of each step: zeros, a constant, a decrease."""
-    first = _first(values)
-    last = _last(values)
+    first = _mean_of_first(values)
+    last = _mean_of_last(values)
     change = f"The mean score went from {first:.3g} to {last:.3g}"
     if not values.any():
         return BAD, "Every score of every step is 0: there is nothing to learn from."
@@ -82,10 +82,10 @@ def _reward(values: np.ndarray) -> Verdict:
     return GOOD, f"{change}."
 
 
-def _entropy(values: np.ndarray) -> Verdict:
+def _judge_entropy(values: np.ndarray) -> Verdict:
     """Judge the entropy of the policy: collapse, fast decrease, growth."""
-    first = _first(values)
-    last = _last(values)
+    first = _mean_of_first(values)
+    last = _mean_of_last(values)
     change = f"The entropy went from {first:.3g} to {last:.3g} nats per token"
     if last < 0.02 or last < 0.1 * first:
         return BAD, f"{change}: the policy has collapsed to nearly one response per prompt."
@@ -96,7 +96,9 @@ def _entropy(values: np.ndarray) -> Verdict:
     return GOOD, f"{change}."
 
 
-def _share(subject: str, warns_above: float, bad_above: float) -> Callable[[np.ndarray], Verdict]:
+def _make_share_judge(
+    subject: str, warns_above: float, bad_above: float
+) -> Callable[[np.ndarray], Verdict]:
     """Make a function that judges a share by its mean over the last steps.
 
     Args:
@@ -106,7 +108,7 @@ def _share(subject: str, warns_above: float, bad_above: float) -> Callable[[np.n
     """
 
     def judge(values: np.ndarray) -> Verdict:
-        share = _last(values)
+        share = _mean_of_last(values)
         sentence = f"{subject}: {share:.1%} over the last {len(values[-_WINDOW:])} steps."
         if share > bad_above:
             return BAD, sentence
@@ -115,10 +117,10 @@ def _share(subject: str, warns_above: float, bad_above: float) -> Callable[[np.n
     return judge
 
 
-def _mismatch(values: np.ndarray) -> Verdict:
+def _judge_mismatch(values: np.ndarray) -> Verdict:
     """Judge the mean difference of log-probs between rollout and trainer."""
-    first = _first(values)
-    last = _last(values)
+    first = _mean_of_first(values)
+    last = _mean_of_last(values)
     change = f"Rollout and trainer differ by {last:.2g} nats per token, at first by {first:.2g}"
     if last > 0.1:
         return BAD, f"{change}: importance ratios are far from 1."
@@ -127,16 +129,16 @@ def _mismatch(values: np.ndarray) -> Verdict:
     return GOOD, f"{change}."
 
 
-def _unequal_work(values: np.ndarray) -> Verdict:
+def _judge_unequal_work(values: np.ndarray) -> Verdict:
     """Judge the largest work of a rank, relative to the mean."""
-    last = _last(values)
+    last = _mean_of_last(values)
     sentence = f"The rank with the most work has {last:.2f} times the mean of all ranks."
     if last > 2:
         return BAD, sentence
     return (WARNING if last > 1.25 else GOOD), sentence
 
 
-def _gradient(values: np.ndarray) -> Verdict:
+def _judge_gradient(values: np.ndarray) -> Verdict:
     """Judge the norms of the gradient: zeros, and outliers above ten times the median."""
     num_last = len(values[-_WINDOW:])
     if not values.any():
@@ -158,7 +160,7 @@ CHECKS = (
     Check(
         "Reward",
         "critic/score/mean",
-        _reward,
+        _judge_reward,
         "Grade right answers (`quadriga eval FILE` with a column `responses`): if they score 0, the "
         "grader reads another column or format. Else read responses of the step, check the "
         "prompt's format and the stop token, and begin with easier prompts or with supervised "
@@ -168,7 +170,7 @@ CHECKS = (
     Check(
         "Entropy",
         "actor/entropy",
-        _entropy,
+        _judge_entropy,
         "Lower actor.optim.lr, raise actor.clip_ratio_high or actor.entropy_coeff, or use prompts "
         "that are harder.",
         looks_at="last",
@@ -176,40 +178,40 @@ CHECKS = (
     Check(
         "Groups without a gradient",
         "rows/groups_without_spread",
-        _share("Prompts whose responses all have the same score", 0.5, 0.8),
+        _make_share_judge("Prompts whose responses all have the same score", 0.5, 0.8),
         "Use dynamic sampling (algorithm.filter_groups.enable), more responses per prompt "
         "(rollout.n), or prompts of another difficulty.",
     ),
     Check(
         "Length at its limit",
         "response_length/clip_ratio",
-        _share("Responses that are cut at the limit", 0.1, 0.3),
+        _make_share_judge("Responses that are cut at the limit", 0.1, 0.3),
         "Raise data.max_response_length, or penalize overlong responses. Responses that never end "
         "point to a missing stop token.",
     ),
     Check(
         "Mismatch of rollout and trainer",
         "rollout/log_prob_diff_mean",
-        _mismatch,
+        _judge_mismatch,
         "Turn on the rollout correction (algorithm.rollout_correction), for mixtures of experts "
         "router replay; look for another dtype or a stale weight sync.",
     ),
     Check(
         "Grader errors",
         "reward/error_rate",
-        _share("Responses whose grader raised or ran out of time", 0.0, 0.05),
+        _make_share_judge("Responses whose grader raised or ran out of time", 0.0, 0.05),
         "Filter the rollouts by grader error and read the messages.",
     ),
     Check(
         "Work of the ranks",
         "perf/imbalance/actor",
-        _unequal_work,
+        _judge_unequal_work,
         "Balance the batch over ranks (trainer.balance_batch), or use more rows per rank and step.",
     ),
     Check(
         "Gradient",
         "actor/grad_norm",
-        _gradient,
+        _judge_gradient,
         "If it is 0, all responses of each group have the same score: see the groups without a "
         "gradient, and read the responses. If it has peaks, lower the learning rate and read the "
         "rollouts of the step with the largest norm.",
@@ -217,7 +219,7 @@ CHECKS = (
 )
 
 
-def health(
+def judge_run(
     metrics: Mapping[int, Mapping[str, float]], rows: Mapping[int, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
     """Judge a run.
@@ -252,12 +254,12 @@ def health(
             finding["state"] = UNKNOWN
             finding["sentence"] = f"The run has no {check.metric}."
         findings.append(finding)
-    findings += _slow_ranks(metrics, rows)
+    findings += _find_slow_ranks(metrics, rows)
     order = (BAD, WARNING, GOOD, UNKNOWN)
     return sorted(findings, key=lambda finding: order.index(finding["state"]))
 
 
-def _slow_ranks(
+def _find_slow_ranks(
     metrics: Mapping[int, Mapping[str, float]], rows: Mapping[int, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
     """Findings on ranks that are slower than the others of their role in most steps."""

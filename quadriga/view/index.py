@@ -33,7 +33,7 @@ from quadriga.background import in_background
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION, TokenTable
 from quadriga.view.ranks import computed_seconds
-from quadriga.view.runs import ViewedRun, sentence, stamp_of
+from quadriga.view.runs import ViewedRun, describe_error, stamp_of
 
 _VERSION = 2
 _METADATA = b"quadriga_view"
@@ -114,7 +114,7 @@ class RunIndex:
             self._pending = None
             # Raises the error of a thread that failed; the next call starts another one.
             ended.result()
-        stamps = self._stamps()
+        stamps = self._file_stamps()
         self.total = len(stamps)
         indexed = {key: entry.stamp for key, entry in self.steps.items()}
         if self._is_loaded and stamps == indexed:
@@ -126,7 +126,7 @@ class RunIndex:
         if self._pending is not None:
             self._pending.result()
 
-    def _stamps(self) -> dict[tuple[str, int], tuple[int, int]]:
+    def _file_stamps(self) -> dict[tuple[str, int], tuple[int, int]]:
         """Stamps of the files of the record, by kind and step."""
         stamps = {}
         record = self.run.record
@@ -150,10 +150,11 @@ class RunIndex:
             self._is_loaded = True
         # A changed file keeps its old entry until it is read.
         self.steps = {key: self.steps[key] for key in stamps if key in self.steps}
-        outdated = []
+        outdated_keys = []
         for key, stamp in stamps.items():
             if key not in self.steps or self.steps[key].stamp != stamp:
-                outdated.append(key)
+                outdated_keys.append(key)
+
         limit = self.run.response_limit()
         try:
             tokens = self.run.record.tokens
@@ -161,7 +162,7 @@ class RunIndex:
             # Texts are left out; the run's problems say so.
             tokens = None
         # People look at the newest steps first.
-        for kind, step in sorted(outdated, key=lambda key: -key[1]):
+        for kind, step in sorted(outdated_keys, key=lambda key: -key[1]):
             self._is_quiet.wait(_PATIENCE_S)
             entry = IndexedStep(stamps[kind, step])
             try:
@@ -172,9 +173,9 @@ class RunIndex:
                 entry.numbers = _step_numbers(record.rows, limit)
                 entry.numbers |= computed_seconds(record.facts)
             except (DataError, ValueError, KeyError) as error:
-                entry.problem = sentence(error)
+                entry.problem = describe_error(error)
             self.steps = {**self.steps, (kind, step): entry}
-        if outdated:
+        if outdated_keys:
             _save(self._path, self.steps)
 
 
@@ -280,14 +281,15 @@ def _step_numbers(rows: pa.Table, limit: int) -> dict[str, float]:
     groups = defaultdict(list)
     for uid, score in zip(rows["uid"].to_pylist(), rows["score"].to_numpy(), strict=True):
         groups[uid].append(score)
-    is_flat = [len(scores) > 1 and len(set(scores)) == 1 for scores in groups.values()]
+    # Groups whose responses all have one score, which give no gradient.
+    has_no_spread = [len(scores) > 1 and len(set(scores)) == 1 for scores in groups.values()]
     lengths = row_lengths(rows["response_mask"])
     trained = rows["trained_mask"] if has_values(rows["trained_mask"]) else rows["response_mask"]
     num_generated = float(row_sums(rows["response_mask"]).sum())
     numbers = {
         "rollouts": num_rows,
         "groups": len(groups),
-        "groups_without_spread": sum(is_flat),
+        "groups_without_spread": sum(has_no_spread),
         "graded": num_rows - rows["score"].null_count,
         "grader_errors": num_rows - rows["reward_error"].null_count,
         "truncated": int(truncated_rows(rows, limit).sum()),

@@ -14,7 +14,7 @@ _LIFE_COLUMNS = (*TIME_COLUMNS, "uid", "score", "token_versions")
 TRACE_KEY = "actor_rollout_ref.rollout.trace_dir"
 
 
-def life_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
+def response_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
     """Lanes of the responses of a step, from the times in its record.
 
     Args:
@@ -51,7 +51,7 @@ def life_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
     return {"lanes": lanes, "note": note}
 
 
-def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
+def conversation_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
     """Lanes of the conversations of a step.
 
     Args:
@@ -64,7 +64,7 @@ def trace_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
     """
     folder = _trace_folder(run)
     if folder is None:
-        # The page shows this note only if `life_lanes` has none either.
+        # The page shows this note only if `response_lanes` has none either.
         note = f"No lives of rollouts are recorded. {TRACE_KEY} does that for agent loops."
         return {"lanes": [], "note": note}
     lanes: list[dict[str, Any]] = []

@@ -29,10 +29,10 @@ STATIC_FILES = frozenset({*SCRIPTS, *STYLES, "index.html"})
 MAX_EXPORT_BYTES = 50_000_000
 """Largest exported file."""
 _KINDS = (STEP, VALIDATION)
-_ROOM = 20_000
-"""Bytes for the list of what was left out, and for the markup around the data."""
-_LEAST_ROOM = 2_000
-"""Bytes below which no further answer is tried."""
+_RESERVED_BYTES = 20_000
+"""For the list of what was left out, and for the markup around the data."""
+_MIN_FREE_BYTES = 2_000
+"""Below it no further answer is tried."""
 _NUM_BETWEEN = 20
 """Steps between the first and the last one that are exported by default."""
 _NUM_IN_TURN = 16
@@ -72,13 +72,15 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
         got = f"no folder {path.parent}"
     if got:
         raise DataError(f"--export {path}", got=got, expected="a file in a folder that exists")
+
+    # Collect answers, the most important first, until the file is full.
     answers: dict[str, str] = {}
     notes = []
     overhead = sum(len(read_static(name)) for name in STATIC_FILES)
-    room = MAX_EXPORT_BYTES - overhead - _ROOM
+    num_free_bytes = MAX_EXPORT_BYTES - overhead - _RESERVED_BYTES
     num_left_out = 0
     for name, query in _queries(data, steps):
-        if room < _LEAST_ROOM:
+        if num_free_bytes < _MIN_FREE_BYTES:
             num_left_out += 1
             continue
         # The script of the page looks an answer up by this text.
@@ -88,26 +90,27 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
         except (DataError, OSError) as error:
             notes.append(str(error))
             continue
-        text = _in_script(text)
+        text = _escape_for_script(text)
         size = len(text.encode()) + len(key) + 8
         # A smaller answer may still fit.
-        if size > room:
+        if size > num_free_bytes:
             num_left_out += 1
             continue
-        room -= size
+        num_free_bytes -= size
         answers[key] = text
+
     if num_left_out:
         notes.append(
             f"{num_left_out:,} answers did not fit into {MAX_EXPORT_BYTES // 10**6} MB and were "
             "left out, most of them tokens of rollouts; --steps chooses fewer steps."
         )
     notes.append(_steps_note(data, steps))
-    entries = [f"{_in_script(json.dumps(key))}:{text}" for key, text in answers.items()]
-    shown_notes = _in_script(json.dumps(notes[:50]))
+    entries = [f"{_escape_for_script(json.dumps(key))}:{text}" for key, text in answers.items()]
+    shown_notes = _escape_for_script(json.dumps(notes[:50]))
     embedded = f'{{"notes":{shown_notes},"answers":{{{",".join(entries)}}}}}'
     draft = path.with_name(f".{path.name}.tmp")
     try:
-        draft.write_text(_one_file(embedded), encoding="utf-8")
+        draft.write_text(_embed_page(embedded), encoding="utf-8")
         os.replace(draft, path)
     except OSError as error:
         if draft.exists():
@@ -121,12 +124,12 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
     return notes
 
 
-def _in_script(text: str) -> str:
+def _escape_for_script(text: str) -> str:
     """Escape JSON for a script element, which a "</script>" in a text of a model would end."""
     return text.replace("<", "\\u003c")
 
 
-def _selected(recorded_steps: Sequence[int], steps: Sequence[int] | None) -> list[int]:
+def _select_steps(recorded_steps: Sequence[int], steps: Sequence[int] | None) -> list[int]:
     """Recorded steps that are exported: those in `steps`, or `default_steps` if it is None."""
     if steps is None:
         return default_steps(recorded_steps)
@@ -140,7 +143,7 @@ def _steps_note(data: ViewData, steps: Sequence[int] | None) -> str:
     for name in data.names():
         recorded_steps = data.run(name).record.steps()
         num_recorded += len(recorded_steps)
-        num_written += len(_selected(recorded_steps, steps))
+        num_written += len(_select_steps(recorded_steps, steps))
     return f"Rollouts of {num_written} of {num_recorded} recorded steps are in this file."
 
 
@@ -192,26 +195,28 @@ def _step_queries(data: ViewData, steps: Sequence[int] | None) -> list[dict[str,
     queries = []
     for name in data.names():
         for kind in _KINDS:
-            for step in _selected(data.run(name).record.steps(kind), steps):
+            for step in _select_steps(data.run(name).record.steps(kind), steps):
                 queries.append({"run": name, "kind": kind, "step": str(step)})
     if steps and not queries:
         records = [data.run(name).record for name in data.names()]
         recorded = {step for record in records for kind in _KINDS for step in record.steps(kind)}
         expected = (
-            f"recorded steps: {_named(sorted(recorded))}" if recorded else "recorded rollouts"
+            f"recorded steps: {_describe_steps(sorted(recorded))}"
+            if recorded
+            else "recorded rollouts"
         )
-        raise DataError("--steps", got=_named(steps), expected=expected)
+        raise DataError("--steps", got=_describe_steps(steps), expected=expected)
     return queries
 
 
-def _named(steps: Sequence[int]) -> str:
+def _describe_steps(steps: Sequence[int]) -> str:
     """Describe steps as a range, or as a list of some of them if the range has gaps."""
     if len(steps) > 1 and steps[-1] - steps[0] == len(steps) - 1:
         return f"{steps[0]} to {steps[-1]}"
     return ", ".join(map(str, default_steps(steps)))
 
 
-def _one_file(embedded: str) -> str:
+def _embed_page(embedded: str) -> str:
     """The page with its scripts, styles and data inside, and a policy that allows nothing else."""
     page = read_static("index.html").decode()
     # The policy names the scripts and styles by their hashes.

@@ -77,7 +77,7 @@ def rollout_rows(
     numbers = {
         "length": num_tokens.tolist(),
         "prompt_length": row_lengths(rows["prompt_ids"]).tolist(),
-        **_means(rows, num_tokens),
+        **_token_means(rows, num_tokens),
     }
     # Responses to a prompt share its text and its data row.
     previews: dict[str, str] = {}
@@ -100,7 +100,7 @@ def rollout_rows(
         data_row = row.pop("row")
         if data_row not in truths:
             reward_model = json.loads(data_row or "{}").get("reward_model") or {}
-            truths[data_row] = shortened(reward_model.get("ground_truth"))
+            truths[data_row] = shorten(reward_model.get("ground_truth"))
         row["truth"] = truths[data_row]
         row["prompt_text"] = previews[prompts[place]]
         response_ids = rows["response_ids"][place].values[:_PREVIEW_TOKENS].to_pylist()
@@ -108,7 +108,7 @@ def rollout_rows(
     return plain_rows
 
 
-def _means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float | None]]:
+def _token_means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float | None]]:
     """Means over the generated tokens of each row, and their number.
 
     Args:
@@ -144,10 +144,10 @@ def _means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float | Non
             means["entropy"] = np.where(is_known, sums / divisor, np.nan)
     if has_values(rows["token_staleness"]):
         means["staleness"] = row_sums(rows["token_staleness"]) / divisor
-    return {name: rounded(values) for name, values in means.items()}
+    return {name: round_values(values) for name, values in means.items()}
 
 
-def shortened(value: Any) -> str | None:
+def shorten(value: Any) -> str | None:
     """The beginning of a value as text; None if there is none."""
     if value is None:
         return None
@@ -155,7 +155,7 @@ def shortened(value: Any) -> str | None:
     return text[:_PREVIEW_CHARACTERS]
 
 
-def rounded(values: np.ndarray) -> list[float | None]:
+def round_values(values: np.ndarray) -> list[float | None]:
     """Round numbers to six significant digits, for short JSON; None if not finite."""
     is_finite = np.isfinite(values)
     numbers = np.where(is_finite, values, 0.0).astype(np.float64)
@@ -259,9 +259,9 @@ def rollout_details(
         values = row[name][0]
         if values.is_valid:
             numbers = np.asarray(values.values[start : start + MAX_TOKENS].to_numpy(False))
-            columns[name] = rounded(numbers.astype(np.float64))
+            columns[name] = round_values(numbers.astype(np.float64))
     details["columns"] = columns
-    details["turns"] = _turns(row, details["turn_spans"] or [])
+    details["turns"] = _turn_numbers(row, details["turn_spans"] or [])
     return details
 
 
@@ -305,7 +305,7 @@ def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any
     return {"ids": ids, "texts": texts, "special": special_places}
 
 
-def _turns(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def _turn_numbers(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Tokens of each turn of the model, with the sum of its scores and its mean advantage.
 
     Args:

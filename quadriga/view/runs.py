@@ -60,7 +60,7 @@ class ViewedRun:
                 f"There is no {METRICS_FILE}: trainer.logger is without jsonl, or no step is done."
             )
         except (OSError, DataError, TypeError, ValueError) as error:
-            self._metrics_problem = sentence(error)
+            self._metrics_problem = describe_error(error)
         return self._metrics
 
     def configuration(self, path: Path | None = None) -> tuple[dict[str, Any], int]:
@@ -83,7 +83,9 @@ class ViewedRun:
         except FileNotFoundError:
             return {}, 0
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise DataError(str(path), got=sentence(error), expected="a configuration") from error
+            raise DataError(
+                str(path), got=describe_error(error), expected="a configuration"
+            ) from error
         steps = _STEPS.search(text)
         return dict(_leaves(sections)), int(steps[2]) if steps else 0
 
@@ -112,14 +114,14 @@ class ViewedRun:
             if self.record.folder.is_dir():
                 list(self.record.folder.iterdir())
         except OSError as error:
-            return [f"{sentence(error)} The run may belong to another user."]
+            return [f"{describe_error(error)} The run may belong to another user."]
         self.metrics()
         if self._metrics_problem:
             problems.append(self._metrics_problem)
         try:
             self.configuration()
         except DataError as error:
-            problems.append(sentence(error))
+            problems.append(describe_error(error))
         has_rollouts = bool(self.record.steps() or self.record.steps(VALIDATION))
         if not has_rollouts:
             problems.append(
@@ -168,13 +170,13 @@ class ViewedRun:
             "headline": headline,
             "curve": curve,
             "seconds": seconds,
-            "changed": self._changed(),
+            "changed": self._changed_at(),
             "model": values.get("actor_rollout_ref.model.path"),
             "estimator": values.get("algorithm.adv_estimator"),
             "problems": problems,
         }
 
-    def _changed(self) -> float:
+    def _changed_at(self) -> float:
         """Time of the newest metrics or rollouts, in seconds since 1970; 0 without them."""
         # The time of the folder does not serve: any command that looks at the run changes it.
         paths = [self.directory / METRICS_FILE]
@@ -292,7 +294,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def sentence(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Describe an error in a sentence for the page."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}."

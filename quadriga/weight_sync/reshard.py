@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from quadriga.errors import WeightSyncError
-from quadriga.observe.machine import taking_part
+from quadriga.observe.machine import detect_lost_peer
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, WeightTarget, name_some, require_version
 
@@ -213,13 +213,8 @@ class ReshardedWeights:
         )
 
     def _connect(self, held: Held, wanted_shards: Wanted) -> None:
-        """Form the group, exchange which shards ranks hold and want, and plan the moves.
-
-        Args:
-            held: this rank's shards of the trainer.
-            wanted_shards: shards that the rollout engine of this rank wants.
-        """
-        with taking_part(self._where("the meeting")):
+        """Form the group, exchange which shards ranks hold and want, and plan the moves."""
+        with detect_lost_peer(self._name_activity("the meeting")):
             if self._meet is None:
                 self._group = dist.group.WORLD
             else:
@@ -327,9 +322,9 @@ class ReshardedWeights:
             # Copy this rank's blocks into the bucket, and exchange it.
             for move, block in self._blocks(outgoing, source):
                 if block is not None:
-                    box, tensor = held[move.name]
-                    block.copy_(box.view(tensor, move.box))
-            with taking_part(self._where("a bucket of weights")):
+                    shard, tensor = held[move.name]
+                    block.copy_(shard.view(tensor, move.box))
+            with detect_lost_peer(self._name_activity("a bucket of weights")):
                 self._group.alltoall_base(output, source, in_sizes, out_sizes).wait()
             sent[:, number] = _fingerprints(source, out_sizes)
             received[:, number] = _fingerprints(output, in_sizes)
@@ -411,7 +406,7 @@ class ReshardedWeights:
             WeightSyncError: they differ.
         """
         expected = torch.empty_like(sent, device=self.device)
-        with taking_part(self._where("the comparison of fingerprints")):
+        with detect_lost_peer(self._name_activity("the comparison of fingerprints")):
             self._group.alltoall_base(expected, sent.to(self.device), [], []).wait()
         expected = expected.cpu()
         version = int(received[self.rank, 0])
@@ -440,7 +435,7 @@ class ReshardedWeights:
         text = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         length = torch.tensor([text.numel()], device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        with taking_part(self._where("the exchange of shards held and wanted")):
+        with detect_lost_peer(self._name_activity("the exchange of shards held and wanted")):
             self._group.allgather([lengths], [length]).wait()
             sizes = [int(size) for size in lengths]
             padded = torch.nn.functional.pad(text, (0, max(sizes) - text.numel()))
@@ -452,8 +447,7 @@ class ReshardedWeights:
             values.append(json.loads(bytes(text_of_rank[:size].cpu().numpy())))
         return values
 
-    def _where(self, activity: str) -> str:
-        """Name this rank and its activity, for errors."""
+    def _name_activity(self, activity: str) -> str:
         return f"weight sync, rank {self.rank} of {self.size}, in {activity}"
 
 

@@ -21,7 +21,7 @@ from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import FirstOutputs, infer
 from quadriga.models.adapter_files import base_name
-from quadriga.models.lora import adapter_off
+from quadriga.models.lora import disable_adapter
 from quadriga.protocol import DataProto
 from quadriga.rollout.call_queue import QueueReply, ServedCall
 from quadriga.rollout.group import RolloutGroup
@@ -189,7 +189,7 @@ class ActorRolloutRefWorker(Learner):
             is_offloaded = self.parts.actor and self.device.type != "cpu"
         kinds = ["weights"] if is_offloaded else []
         folder = self.config.trainer.offload_directory
-        return f"a frozen copy{self.reference.rest_between_phases(kinds, folder)}"
+        return f"a frozen copy{self.reference.offload_between_phases(kinds, folder)}"
 
     def _choose_route(self) -> str:
         """Choose how the rollout gets the adapter. Returns a description."""
@@ -250,7 +250,7 @@ class ActorRolloutRefWorker(Learner):
         if self.reference is not None:
             scores = self._infer(self.reference, data, config)
         else:
-            with adapter_off(self.engine.model):
+            with disable_adapter(self.engine.model):
                 scores = self._infer(self.engine, data, config)
         return DataProto.from_dict(tensors={"ref_log_prob": scores["log_probs"]})
 
@@ -295,7 +295,7 @@ class ActorRolloutRefWorker(Learner):
     def ranks_and_costs(self) -> tuple[int, float, float, Callable[[torch.Tensor], float]]:
         """Number of data-parallel ranks, and the actor's costs, as `SequenceCost` takes them."""
         cost = self.engine.cost
-        return self.processes.replicas.size, cost.attention_tokens, cost.head, cost.images
+        return self.processes.replicas.size, cost.attention_tokens, cost.head_cost, cost.image_cost
 
     @contextmanager
     def weights(self, *, has_frozen: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:

@@ -326,7 +326,7 @@ class EngineWorker(Worker):
         """
         engine = self.build_engine(loaded, fsdp, name=name)
         kinds = ["weights"] if fsdp.param_offload else []
-        offloaded = engine.rest_between_phases(kinds, self.config.trainer.offload_directory)
+        offloaded = engine.offload_between_phases(kinds, self.config.trainer.offload_directory)
         facts = engine.describe()
         size = f"{facts['parameters'] / 1e6:.1f} M parameters"
         return engine, f"{size}, {facts['weights']} ({self.dtype.reason}){offloaded}"
@@ -416,10 +416,10 @@ class Learner(EngineWorker):
         frees_gradients = fsdp.grad_offload
         if frees_gradients is None:
             frees_gradients = self.device.type != "cpu"
-        text = self.engine.rest_between_phases(
+        text = self.engine.offload_between_phases(
             kinds, self.config.trainer.offload_directory, frees_gradients=frees_gradients
         )
-        if fsdp.param_offload and not self.engine.resting.keys() & {"masters", "weights"}:
+        if fsdp.param_offload and not self.engine.host_memory.keys() & {"masters", "weights"}:
             text += "; param_offload moves nothing: the rollout computes with these weights"
         if fsdp.offload_policy and self.device.type == "cpu":
             text += "; offload_policy changes nothing on a CPU, where weights and optimizer are"
@@ -545,15 +545,15 @@ class Learner(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def copy_state(self, step: int) -> None:
         """Start to copy the model and its optimizer after a step."""
-        rest = self.engine.rest
-        rest.copying = self.copier.start(step, rest.on_host)
+        offloaded = self.engine.offloaded
+        offloaded.copying = self.copier.start(step, offloaded.on_host)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_copy(self, plan: CopyPlan, read: Callable[[int, int, int], Any]) -> None:
         """Load the model and its optimizer from a copy; see `read_copy`."""
         with self.engine.awake(*ALL_KINDS):
             read_copy(plan, read, self.engine.state(COPIED))
-            self.engine.state_was_loaded(COPIED)
+            self.engine.apply_loaded_state(COPIED)
 
 
 def model_inputs(

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config.actor import HF_FOLDER
 from quadriga.config.adapter import ADAPTER_CONFIG, AdapterShape, is_adapter, read_adapter
-from quadriga.engines.checkpoint import StateWriter, explained, load_state
+from quadriga.engines.checkpoint import StateWriter, explain_write_errors, load_state
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
 from quadriga.errors import CheckpointError
 from quadriga.models.adapter_files import MergedFiles, write_factors
@@ -73,7 +73,7 @@ class RoleCheckpoint:
         if not self.engine.world.is_first:
             return
         # Not in the background thread, because a tokenizer must not be saved while it is in use.
-        with explained(folder):
+        with explain_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for part, target in ((MODEL, folder), ("hf_model", folder / HF_FOLDER)):
                 if part not in contents:
@@ -138,7 +138,7 @@ class RoleCheckpoint:
         with self.engine.awake(*ALL_KINDS):
             for part in sorted(parts):
                 load_state(folder / part, self.engine.state(frozenset({part})), self.engine.world)
-            self.engine.state_was_loaded(parts)
+            self.engine.apply_loaded_state(parts)
 
 
 def _kind_of_weights(adapter: AdapterShape | None) -> str:
@@ -160,12 +160,12 @@ def _write_derived_files(
         model: the model.
     """
     if adapter and MODEL in contents:
-        with explained(folder):
+        with explain_write_errors(folder):
             files = open_weights(folder / MODEL)
             write_factors(folder, {name: files.read(name) for name in files.shapes})
     if "hf_model" not in contents:
         return
-    with explained(folder / HF_FOLDER):
+    with explain_write_errors(folder / HF_FOLDER):
         weights = open_weights(folder / MODEL)
         # Merge the adapter, so that users can load the model without PEFT.
         if adapter:

@@ -14,7 +14,7 @@ from quadriga.config import Config
 from quadriga.data import load_processor
 from quadriga.data.prompt_lengths import PromptContext
 from quadriga.errors import DataError, EngineError
-from quadriga.models.load import explained, load_config
+from quadriga.models.load import explain_load_errors, load_config
 from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.observe.timing import Tally
@@ -298,7 +298,7 @@ def num_positions(config: Config) -> int | None:
 
 def declared_stop_token_ids(path: str | Path) -> tuple[int, ...]:
     """Token ids that end a response, from a model's generation_config.json; empty without one."""
-    with explained(path):
+    with explain_load_errors(path):
         try:
             declared = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:

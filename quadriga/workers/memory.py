@@ -23,7 +23,7 @@ from quadriga.config.placement import (
 from quadriga.errors import ConfigError
 from quadriga.models.load import load_config
 from quadriga.planning.module_sizes import module_sizes
-from quadriga.planning.phases import Phase, RolePlan, phases
+from quadriga.planning.phases import Phase, RolePlan, predict_phases
 from quadriga.planning.sizes import ModelSizes
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,8 @@ def choose_memory(
     if plan.unknown_part:
         return _choose_unpredicted(config, role, plan, device_bytes)
 
-    # Other roles on the device take memory, too.
     plans = {role: plan, **_plan_other_roles(config, role, dtype.itemsize)}
-    predicted = phases(config, plans, role, device_bytes)
+    predicted = predict_phases(config, plans, role, device_bytes)
     reason = "as configured"
     recomputes = plan.recomputes
     if setting == "auto":
@@ -94,7 +93,7 @@ def choose_memory(
         recomputes = peak > _RECOMPUTE_SHARE * device_bytes
         reason = f"activations kept, the peak is {peak / 1e9:.3g} GB"
         plans[role] = replace(plan, recomputes=recomputes)
-        predicted = phases(config, plans, role, device_bytes)
+        predicted = predict_phases(config, plans, role, device_bytes)
     largest = max(predicted, key=lambda phase: phase.total)
     _check_peak(config, role, largest, device_bytes)
 

@@ -26,7 +26,7 @@ from quadriga.config.placement import (
 )
 from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
-from quadriga.engines.megatron.names import require_known
+from quadriga.engines.megatron.names import require_supported
 from quadriga.engines.parallel.pipeline import layers_of_stage
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import CheckpointError, ConfigError, EngineError
@@ -43,7 +43,7 @@ from quadriga.models.experts import mixtures, router_of
 from quadriga.models.flops import model_cost
 from quadriga.models.load import load_causal_lm, load_config, model_folder, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
-from quadriga.models.reward_model import add_score, load_reward_model, require_judge
+from quadriga.models.reward_model import add_score_head, load_reward_model, require_scoring_model
 from quadriga.models.scorers import PolicyScorer, RewardScorer, Scorer, ValueScorer
 from quadriga.models.vision import ONE_TOKEN, is_vision, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
@@ -203,11 +203,11 @@ def load_judge(
         folder, trust_remote_code=trust_remote_code, auto_class=auto_class
     )
     if has_vision:
-        add_score(skeleton)
+        add_score_head(skeleton)
     # Check the head before the scorer is built, which needs it, and the files afterwards.
-    require_judge(path, skeleton, [])
+    require_scoring_model(path, skeleton, [])
     loaded, missing = _read_by_shard(RewardScorer(skeleton), folder)
-    require_judge(path, skeleton, missing)
+    require_scoring_model(path, skeleton, missing)
     choose_attention(skeleton)
     return loaded
 
@@ -306,7 +306,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     # Each training engine has its own rules about dividing heads and layers.
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if layout.has_own_modules:
-            require_known(model, layout, config.actor_rollout_ref.actor.megatron, where)
+            require_supported(model, layout, config.actor_rollout_ref.actor.megatron, where)
         if (layout.sp, layout.tp, layout.pp, layout.ep) != (1, 1, 1, 1):
             text = model.get_text_config()
             num_heads, num_kv_heads = _num_heads(text)

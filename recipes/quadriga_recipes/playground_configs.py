@@ -23,22 +23,22 @@ NUM_RESPONSES = 8
 MAX_RESPONSE_TOKENS = 6
 
 
-def configurations(folder: Path) -> dict[str, Tree]:
+def build_configurations(folder: Path) -> dict[str, Tree]:
     """Configurations of a playground, by name of their file below `folder`."""
-    recipes = {f"over/{name}.yaml": tree for name, tree in _over_recipes().items()}
+    recipes = {f"over/{name}.yaml": tree for name, tree in _recipe_changes().items()}
     return {
-        "sft.yaml": _sft(folder),
-        "sums.yaml": _grpo(folder, SUMS),
-        "largest.yaml": _grpo(folder, LARGEST),
-        "reward_model.yaml": _reward_model(folder),
+        "sft.yaml": _sft_config(folder),
+        "sums.yaml": _grpo_config(folder, SUMS),
+        "largest.yaml": _grpo_config(folder, LARGEST),
+        "reward_model.yaml": _reward_model_config(folder),
         **recipes,
-        "over/kl_target.yaml": _kl_target(),
-        "over/by_reward_model.yaml": _by_reward_model(folder),
-        "over/distilled.yaml": _distilled(folder),
+        "over/kl_target.yaml": _kl_target_changes(),
+        "over/by_reward_model.yaml": _reward_model_changes(folder),
+        "over/distilled.yaml": _distillation_changes(folder),
     }
 
 
-def _sft(folder: Path) -> Tree:
+def _sft_config(folder: Path) -> Tree:
     """Supervised training on mixed habits, for the model that all other runs begin with."""
     return {
         "data": {
@@ -49,11 +49,11 @@ def _sft(folder: Path) -> Tree:
         "model": {"path": f"{folder}/model"},
         "optim": {"lr": 2e-3, "lr_warmup_steps": 20},
         "engine": {"fsdp_config": {"model_dtype": "float32"}},
-        "trainer": _trainer(folder, "sft") | {"total_epochs": 1},
+        "trainer": _trainer_section(folder, "sft") | {"total_epochs": 1},
     }
 
 
-def _grpo(folder: Path, task: Task) -> Tree:
+def _grpo_config(folder: Path, task: Task) -> Tree:
     """GRPO on a task, from the supervised model."""
     return {
         "data": {
@@ -72,12 +72,12 @@ def _grpo(folder: Path, task: Task) -> Tree:
             },
             "rollout": {"n": NUM_RESPONSES, "temperature": 1.0, "max_num_seqs": 256},
         },
-        "trainer": _trainer(folder, task.name)
+        "trainer": _trainer_section(folder, task.name)
         | {"total_training_steps": 80, "test_freq": 10, "save_freq": 80},
     }
 
 
-def _over_recipes() -> dict[str, Tree]:
+def _recipe_changes() -> dict[str, Tree]:
     """Changes for recipes with longer responses, larger batches or one response for each prompt."""
     several_responses = {"actor_rollout_ref": {"rollout": {"n": NUM_RESPONSES}}}
     four_updates = {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": NUM_PROMPTS // 4}}}
@@ -98,13 +98,13 @@ def _over_recipes() -> dict[str, Tree]:
             },
         },
         "gspo": four_updates,
-        "ppo": several_responses | {"critic": _critic()},
+        "ppo": several_responses | {"critic": _critic_section()},
         "reinforce_plus_plus": several_responses,
         "remax": several_responses,
     }
 
 
-def _critic() -> Tree:
+def _critic_section() -> Tree:
     """Settings of the critic, which learns faster than the policy."""
     return {
         "ppo_mini_batch_size": NUM_PROMPTS,
@@ -113,7 +113,7 @@ def _critic() -> Tree:
     }
 
 
-def _kl_target() -> Tree:
+def _kl_target_changes() -> Tree:
     """Hold the divergence from the supervised model at a target.
 
     The controller changes its coefficient by at most 2.5 % a step. The policy responds about ten
@@ -126,7 +126,7 @@ def _kl_target() -> Tree:
     }
 
 
-def _reward_model(folder: Path) -> Tree:
+def _reward_model_config(folder: Path) -> Tree:
     """Training of a reward model on preference pairs, from the supervised model."""
     return {
         "objective": "reward_model",
@@ -139,11 +139,11 @@ def _reward_model(folder: Path) -> Tree:
         "model": {"path": f"{folder}/runs/sft/model"},
         "optim": {"lr": 1e-3, "lr_warmup_steps": 20, "lr_scheduler_type": "cosine"},
         "engine": {"fsdp_config": {"model_dtype": "float32"}},
-        "trainer": _trainer(folder, "reward_model") | {"total_epochs": 8},
+        "trainer": _trainer_section(folder, "reward_model") | {"total_epochs": 8},
     }
 
 
-def _by_reward_model(folder: Path) -> Tree:
+def _reward_model_changes(folder: Path) -> Tree:
     """Grade with the model of `reward_model.yaml` instead of comparing with the right answer.
 
     The reward model has only seen numbers up to 18, and gives some other answers a high score, such
@@ -156,7 +156,7 @@ def _by_reward_model(folder: Path) -> Tree:
     }
 
 
-def _distilled(folder: Path) -> Tree:
+def _distillation_changes(folder: Path) -> Tree:
     """Learn from a teacher instead of rewards.
 
     `quadriga export FOLDER/runs/sums --output FOLDER/teacher` writes the teacher.
@@ -172,7 +172,7 @@ def _distilled(folder: Path) -> Tree:
     }
 
 
-def _trainer(folder: Path, name: str) -> Tree:
+def _trainer_section(folder: Path, name: str) -> Tree:
     """Section `trainer` that all configurations share."""
     return {
         "project_name": "playground",

@@ -45,8 +45,8 @@ class Source:
             the folder of its file. Returns None for rows to leave out.
         data_source: data source of the rows, which selects the grader.
         ability: kind of the task, in a word.
-        useless: why `make` leaves rows out.
-        held_out: possible names of the split for validation; the first that exists is used.
+        left_out_reason: why `make` leaves rows out.
+        validation_splits: possible names of the split for validation; the first that exists is used.
     """
 
     hub: tuple[str, str | None]
@@ -54,8 +54,8 @@ class Source:
     make: Callable[[Mapping[str, Any], str, Path], Row | None]
     data_source: str
     ability: str
-    useless: str = ""
-    held_out: tuple[str, ...] = ("test", "val")
+    left_out_reason: str = ""
+    validation_splits: tuple[str, ...] = ("test", "val")
 
 
 def published_rows(
@@ -80,7 +80,7 @@ def published_rows(
         train, val = _from_hub(name)
     else:
         train, val = _from_files(name, Path(source).expanduser(), num_val, seed)
-    return _draw(train, num_train, seed), _draw(val, num_val, seed)
+    return _draw_rows(train, num_train, seed), _draw_rows(val, num_val, seed)
 
 
 def _from_files(
@@ -89,7 +89,7 @@ def _from_files(
     """Read the training and validation rows of a local file or folder."""
     source = SOURCES[name]
     if path.is_file():
-        rows = _read([path], source)
+        rows = _read_files([path], source)
         # A single file has no split of its own, so a part of its rows is held out.
         num_held_out = max(1, len(rows) // 10) if num_val is None else min(num_val, len(rows))
         shuffled = Random(seed).sample(range(len(rows)), len(rows))
@@ -110,7 +110,7 @@ def _from_files(
 
     train_files = files_of("train")
     val_files: list[Path] = []
-    for split in source.held_out:
+    for split in source.validation_splits:
         if not val_files:
             val_files = [file for file in files_of(split) if file not in train_files]
     if not train_files or not val_files:
@@ -118,14 +118,14 @@ def _from_files(
         raise DataError(
             f"prepare data {name}",
             got=f"--source {path} with {listed or 'no such files'}",
-            expected=f"a file, or a folder with a train and a {source.held_out[0]} file"
+            expected=f"a file, or a folder with a train and a {source.validation_splits[0]} file"
             " in parquet, json or jsonl",
             fix="Name a file with --source to have a part of it held out.",
         )
-    return _read(train_files, source), _read(val_files, source)
+    return _read_files(train_files, source), _read_files(val_files, source)
 
 
-def _read(files: list[Path], source: Source) -> list[Row]:
+def _read_files(files: list[Path], source: Source) -> list[Row]:
     """Read and convert files of a data set.
 
     Raises:
@@ -155,7 +155,7 @@ def _read(files: list[Path], source: Source) -> list[Row]:
                     )
             # Batch by batch: as Python objects, a table is much larger than on disk.
             table_rows = chain.from_iterable(table.batches(source.columns, 256))
-            rows += _converted(table_rows, source, str(file), file.parent)
+            rows += _convert_rows(table_rows, source, str(file), file.parent)
     return rows
 
 
@@ -182,15 +182,15 @@ def _from_hub(name: str) -> tuple[list[Row], list[Row]]:
         # The library would decode images. In its Arrow batches they are still bytes.
         batches = loaded[split].data.to_batches()
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-        return _converted(rows, source, split, Path())
+        return _convert_rows(rows, source, split, Path())
 
-    held_out_splits = []
-    for word in source.held_out:
-        held_out_splits += [split for split in loaded if split.startswith(word)]
-    return read("train"), read(held_out_splits[0])
+    splits = []
+    for word in source.validation_splits:
+        splits += [split for split in loaded if split.startswith(word)]
+    return read("train"), read(splits[0])
 
 
-def _converted(
+def _convert_rows(
     rows: Iterable[Mapping[str, Any]], source: Source, where: str, folder: Path
 ) -> list[Row]:
     """Convert the rows of a data set, and print how many of them are left out."""
@@ -201,15 +201,16 @@ def _converted(
         num_rows += 1
         if new_row is not None:
             converted.append(new_row)
-    num_useless = num_rows - len(converted)
-    if num_useless:
+    num_left_out = num_rows - len(converted)
+    if num_left_out:
         print(
-            f"{where}: {num_useless} of {num_rows} rows are left out: {source.useless}.", flush=True
+            f"{where}: {num_left_out} of {num_rows} rows are left out: {source.left_out_reason}.",
+            flush=True,
         )
     return converted
 
 
-def _draw(rows: list[Row], count: int | None, seed: int) -> list[Row]:
+def _draw_rows(rows: list[Row], count: int | None, seed: int) -> list[Row]:
     """Draw `count` rows at random, and return them in their order. None: return all rows."""
     if count is None or count >= len(rows):
         return rows
@@ -217,7 +218,7 @@ def _draw(rows: list[Row], count: int | None, seed: int) -> list[Row]:
     return [rows[number] for number in sorted(numbers)]
 
 
-def _text(row: Mapping[str, Any], column: str, where: str) -> str:
+def _require_text(row: Mapping[str, Any], column: str, where: str) -> str:
     """Return the text of a column.
 
     Raises:
@@ -229,10 +230,10 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     return value
 
 
-def _gsm8k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
+def _convert_gsm8k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
     """Convert a row of GSM8K. Its answer is a solution that ends with the number."""
-    question = _text(row, "question", where)
-    answer = _text(row, "answer", where)
+    question = _require_text(row, "question", where)
+    answer = _require_text(row, "answer", where)
     match = _FINAL_ANSWER.search(answer)
     if match is None:
         raise DataError(
@@ -242,31 +243,31 @@ def _gsm8k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
     return Problem(f"{question}\n\n{BY_FOUR_HASHES}", match.group(1).replace(",", ""), extra)
 
 
-def _gsm8k_tools(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
+def _convert_gsm8k_tools(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
     """Convert a row of GSM8K for a model that may check its answer with a tool."""
-    plain = _gsm8k(row, where, folder)
+    plain = _convert_gsm8k(row, where, folder)
     tools = {"check_answer": {"create_kwargs": {"ground_truth": plain.ground_truth}}}
     extra = {**plain.extra, "tools_kwargs": tools}
     return Problem(plain.text, plain.ground_truth, extra, system=MAY_CHECK, agent_name="tool_agent")
 
 
-def _math(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
+def _convert_math(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
     """Convert a row of MATH. None: its solution has no boxed answer."""
-    problem = _text(row, "problem", where)
-    solution = _text(row, "solution", where)
+    problem = _require_text(row, "problem", where)
+    solution = _require_text(row, "solution", where)
     truth = last_box(solution)
     if not truth:
         return None
     return Problem(f"{problem}\n\n{IN_A_BOX}", truth, {"question": problem, "answer": solution})
 
 
-def _geometry3k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
+def _convert_geometry3k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
     """Convert a row of Geometry3K, whose problem has a tag `<image>` for each image."""
-    problem = _text(row, "problem", where)
-    answer = _text(row, "answer", where)
+    problem = _require_text(row, "problem", where)
+    answer = _require_text(row, "answer", where)
     images = []
     for image in row["images"] or ():
-        images.append(_bytes_of(image, f"{where}, column 'images'", folder))
+        images.append(_read_image(image, f"{where}, column 'images'", folder))
     num_tags = problem.count("<image>")
     if num_tags != len(images):
         raise DataError(
@@ -280,7 +281,7 @@ def _geometry3k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
     )
 
 
-def _bytes_of(image: Any, where: str, folder: Path) -> bytes:
+def _read_image(image: Any, where: str, folder: Path) -> bytes:
     """Read an image of a row.
 
     Args:
@@ -303,9 +304,9 @@ def _bytes_of(image: Any, where: str, folder: Path) -> bytes:
     return (folder / path).read_bytes()
 
 
-def _hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
+def _convert_hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
     """Convert a row of HellaSwag to a question with lettered options. None: it has no label."""
-    context = _text(row, "ctx", where)
+    context = _require_text(row, "ctx", where)
     endings = row["endings"]
     label = str(row["label"]).strip()
     if not label:
@@ -330,7 +331,7 @@ def _hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | No
     )
 
 
-def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> ChatPair | None:
+def _convert_hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> ChatPair | None:
     """Convert a row of HH-RLHF: two chats in plain text that differ in the last turn.
 
     None: the chats differ elsewhere or nowhere, or their turns are empty or do not alternate.
@@ -338,7 +339,7 @@ def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> ChatPair | Non
     chats = []
     for column in ("chosen", "rejected"):
         # The pattern has one group, so that names of speakers and texts alternate.
-        text_before, *names_and_texts = _TURN.split(_text(row, column, where))
+        text_before, *names_and_texts = _TURN.split(_require_text(row, column, where))
         speakers = names_and_texts[::2]
         roles = ["user" if speaker == "Human" else "assistant" for speaker in speakers]
         contents = [text.strip() for text in names_and_texts[1::2]]
@@ -363,44 +364,44 @@ def _hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> ChatPair | Non
 _GSM8K = Source(
     hub=("openai/gsm8k", "main"),
     columns=("question", "answer"),
-    make=_gsm8k,
+    make=_convert_gsm8k,
     data_source="openai/gsm8k",
     ability="math",
 )
 SOURCES: dict[str, Source] = {
     "gsm8k": _GSM8K,
-    "gsm8k_tools": replace(_GSM8K, make=_gsm8k_tools),
+    "gsm8k_tools": replace(_GSM8K, make=_convert_gsm8k_tools),
     "math": Source(
         hub=("DigitalLearningGmbH/MATH-lighteval", None),
         columns=("problem", "solution"),
-        make=_math,
+        make=_convert_math,
         data_source="DigitalLearningGmbH/MATH-lighteval",
         ability="math",
-        useless="no \\boxed{} in the solution",
+        left_out_reason="no \\boxed{} in the solution",
     ),
     "geometry3k": Source(
         hub=("hiyouga/geometry3k", None),
         columns=("images", "problem", "answer"),
-        make=_geometry3k,
+        make=_convert_geometry3k,
         data_source="hiyouga/geometry3k",
         ability="geometry",
     ),
     "hellaswag": Source(
         hub=("Rowan/hellaswag", None),
         columns=("activity_label", "ctx", "endings", "label"),
-        make=_hellaswag,
+        make=_convert_hellaswag,
         data_source="exact_match/hellaswag",
         ability="commonsense",
-        useless="they have no label",
-        held_out=("val",),
+        left_out_reason="they have no label",
+        validation_splits=("val",),
     ),
     "hh_rlhf": Source(
         hub=("Anthropic/hh-rlhf", None),
         columns=("chosen", "rejected"),
-        make=_hh_rlhf,
+        make=_convert_hh_rlhf,
         data_source="Anthropic/hh-rlhf",
         ability="preference",
-        useless="no two different responses to one prompt, in turns that take turns"
+        left_out_reason="no two different responses to one prompt, in turns that take turns"
         " and are not empty",
     ),
 }

@@ -27,7 +27,7 @@ _VALIDATION_SEED = 1_000_003
 _DRAWS_PER_ROW = 4
 
 
-def problems(
+def generate_problems(
     task: str, *, num_train: int, num_val: int, seed: int
 ) -> tuple[list[Problem], list[Problem]]:
     """Generate training and validation problems of a task. They have no question in common.
@@ -45,7 +45,7 @@ def problems(
         DataError: the library is missing, has no such task, or has too few different problems.
     """
     where = f"prepare data {PREFIX}{task}"
-    library = _library()
+    library = _import_library()
     _check_task(task, library, where)
     val: dict[str, Problem] = {}
     train: list[Problem] = []
@@ -110,7 +110,7 @@ def _tag_tuples(value: Any) -> Any:
     return value
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     """Import reasoning-gym, an optional dependency.
 
     Raises:

@@ -58,7 +58,7 @@ def prepare_data(
             fix="Omit it.",
         )
     if name == "largest":
-        train, val = largest_number.problems(
+        train, val = largest_number.draw_problems(
             num_train=num_train or largest_number.DEFAULT_NUM_TRAIN,
             num_val=num_val or largest_number.DEFAULT_NUM_VAL,
             seed=seed,
@@ -67,7 +67,7 @@ def prepare_data(
         ability = largest_number.ABILITY
     elif name.startswith(reasoning_gym.PREFIX):
         task = name.removeprefix(reasoning_gym.PREFIX)
-        train, val = reasoning_gym.problems(
+        train, val = reasoning_gym.generate_problems(
             task,
             num_train=num_train or reasoning_gym.DEFAULT_NUM_TRAIN,
             num_val=num_val or reasoning_gym.DEFAULT_NUM_VAL,

@@ -18,7 +18,7 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/rollout/environments/process.py:_discard": "printed: the episode is over, and no call waits for it",
     "quadriga/rollout/environments/user_classes.py:ToolEnvironment.step": "a tool raises what the model should read",
     "quadriga/rewards/graders/math.py:compute_score": "a response is never the grader's failure; told as ungradable",
-    "quadriga/observe/tracking/__init__.py:Tracking._each": "all trackers are served, then the first error is raised",
+    "quadriga/observe/tracking/__init__.py:Tracking._call_each": "all trackers are called, then one error is raised",
     "quadriga/observe/watchdog.py:_WaitingBlock.report": "a description that fails is part of the report",
     "quadriga/trainer/asynchronous/batches.py:AsyncBatches._deciding": "the trainer's thread raises it",
     "quadriga/serve/engines.py:Engines._run": "raised where the calls are awaited, each answered with it",

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from quadriga.cli.main import main
 from quadriga.config import load_config
 from quadriga.data.vision import load_processor
-from quadriga.models.reward_model import add_score
+from quadriga.models.reward_model import add_score_head
 from tests.e2e.colors import of_studio, write_studio
 from tests.vision_folder import noise, tiny_model, tiny_tokenizer
 
@@ -115,7 +115,7 @@ def test_a_reward_model_that_sees(
     paint: Callable[..., list[dict[str, Any]]], studio: Path, tmp_path: Path
 ) -> None:
     """It scores each response with its picture, beside the grader."""
-    model = add_score(tiny_model())
+    model = add_score_head(tiny_model())
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(tmp_path / "judge")
     model.config.architectures = ["Qwen2_5_VLForSequenceClassification"]

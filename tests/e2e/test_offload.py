@@ -48,7 +48,7 @@ def test_who_holds_what(train: Train, tmp_path: Path, monkeypatch: pytest.Monkey
 
     def note(phase: str) -> None:
         held = [
-            set(engines[name].resting) - engines[name].rest.asleep
+            set(engines[name].host_memory) - engines[name].offloaded.asleep
             for name in ("actor", "critic", "reference")
         ]
         seen.setdefault(phase, []).append(held)
@@ -66,7 +66,7 @@ def test_who_holds_what(train: Train, tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(owner, method, noted)
 
     passes = {"actor": "old_log_prob", "critic": "values", "reference": "ref"}
-    watch(FSDPEngine, "rest_between_phases", lambda engine: "start")
+    watch(FSDPEngine, "offload_between_phases", lambda engine: "start")
     watch(FSDPEngine, "forward", lambda engine: passes[engine.name])
     watch(FSDPEngine, "backward", lambda engine: f"update_{engine.name}")
     watch(FSDPEngine, "optimizer_step", lambda engine: f"update_{engine.name}")

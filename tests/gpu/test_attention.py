@@ -56,7 +56,7 @@ def test_the_device_computes_what_the_cpu_does(
 ) -> None:
     """Six query heads for each key head, more than 256 tokens: flash kernels for half precision, plain operators for
     float32. Does not show how fast they are."""
-    monkeypatch.setattr(attention, "_WIDE_TOKENS", wide_tokens)
+    monkeypatch.setattr(attention, "_MAX_FLOAT32_TOKENS", wide_tokens)
     segments = segments_of(270, answers)
     generator, size = torch.Generator().manual_seed(0), 270 + sum(answers)
     shapes = [(1, size, heads, head_size) for heads in (12, 2, 2, 12)]

@@ -21,7 +21,7 @@ def test_kernels_round_as_the_operators_do(
     weight = torch.randn(shape[-1], device="cuda", dtype=dtype)
     found = []
     for uses_triton in (True, False):
-        monkeypatch.setattr(fused, "takes_triton", lambda tensor, answer=uses_triton: answer)
+        monkeypatch.setattr(fused, "supports_triton", lambda tensor, answer=uses_triton: answer)
         results = []
         for call, inputs in (
             (lambda *two: RMSNorm.apply(*two, 1e-6), (hidden, weight)),

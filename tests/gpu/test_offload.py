@@ -37,12 +37,12 @@ def learn(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 def test_it_learns_the_same_and_frees_the_device(dtype: torch.dtype, tmp_path: Path) -> None:
     plain, resting = make_engine(dtype), make_engine(dtype)
     before = torch.cuda.memory_allocated()
-    assert "pinned" in resting.rest_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
+    assert "pinned" in resting.offload_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
     # AdamW's count of steps, one number for each weight, is made then: a block of the allocator's.
     counts = 512 * len(resting.parameters.masters)
     assert (
         before - torch.cuda.memory_allocated() + counts
-        >= 0.99 * resting.resting["weights"].num_bytes
+        >= 0.99 * resting.host_memory["weights"].num_bytes
     )
     with pytest.raises(EngineError, match="offloaded to the host"):
         resting.weights()
@@ -55,7 +55,7 @@ def test_it_learns_the_same_and_frees_the_device(dtype: torch.dtype, tmp_path: P
             name: tensor.clone()
             for name, tensor in resting.state(frozenset({"model", "optimizer"})).items()
         }
-    assert held >= 0.99 * sum(memory.num_bytes for memory in resting.resting.values())
+    assert held >= 0.99 * sum(memory.num_bytes for memory in resting.host_memory.values())
     with resting.awake(*ALL_KINDS):
         again = resting.state(frozenset({"model", "optimizer"}))
         assert all(torch.equal(again[name], tensor) for name, tensor in state.items())

@@ -196,7 +196,7 @@ def require_it_comes_back(
     with engine.awake(*ALL_KINDS):
         changed = state()
         load_state(folder / "saved", engine.state(PARTS), engine.world)
-        engine.state_was_loaded(PARTS)
+        engine.apply_loaded_state(PARTS)
     with engine.awake(*ALL_KINDS):
         assert all(torch.equal(one, saved[name]) for name, one in state().items())
         assert not all(torch.equal(one, saved[name]) for name, one in changed.items())
@@ -208,7 +208,7 @@ def test_a_checkpoint_brings_back_what_was_changed(tmp_path: Path, where: str) -
     """Masters and moments are on the device, or offloaded by `param_offload` and its like, or by `offload_policy`."""
     engine = make_engine(make_model(), torch.bfloat16, Memory(offload_weights=where == "the host"))
     if where == "the host between phases":
-        engine.rest_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
+        engine.offload_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
     require_it_comes_back(engine, tmp_path, lambda: learn(engine, share_prompts=True))
 
 

@@ -29,7 +29,7 @@ from quadriga.engines.checkpoint import StateWriter, load_state
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine, Memory, Training
 from quadriga.engines.megatron import engine as megatron_engine
 from quadriga.engines.megatron import model as megatron_model
-from quadriga.engines.megatron.cpu import around_megatron
+from quadriga.engines.megatron.cpu import megatron_context
 from quadriga.engines.megatron.engine import MegatronEngine
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
@@ -200,10 +200,10 @@ def write(engine: FSDPEngine, folder: Path) -> None:
 
 def go_on(engine: FSDPEngine, batch: DataProto, source: Path) -> dict[str, Any]:
     """Two steps from a checkpoint, in an engine whose tensors rest between its phases."""
-    engine.rest_between_phases(ALL_KINDS, source.parent)
+    engine.offload_between_phases(ALL_KINDS, source.parent)
     with engine.awake(*ALL_KINDS):
         load_state(source, engine.state(PARTS), engine.world)
-        engine.state_was_loaded(PARTS)
+        engine.apply_loaded_state(PARTS)
         loaded = weights_of(engine)
     metrics = learn(engine, batch, "policy", TWO_STEPS)
     with engine.awake("weights"):
@@ -238,7 +238,7 @@ def chain(folder: Path, batch: DataProto, world: ProcessGroup, kind: str) -> dic
     for number, layout in enumerate((Layout(dp_shard=2), LAYOUTS[2]["pp 2"][0]), start=1):
         engine = make_engine(folder, layout, world, kind)
         load_state(place, engine.state(PARTS), world)
-        engine.state_was_loaded(PARTS)
+        engine.apply_loaded_state(PARTS)
         states.append(whole_state(engine))
         write(engine, place := folder / f"{kind} {number}")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
@@ -281,7 +281,7 @@ def receive(folder: Path) -> None:
 def outside() -> list[str]:
     """What of torch is another thing after a call into Megatron that failed."""
     before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
-    with pytest.raises(KeyError), around_megatron(CPU):
+    with pytest.raises(KeyError), megatron_context(CPU):
         assert torch.zeros(1, device="cuda").device == CPU == torch.cuda.current_device()
         raise KeyError
     with pytest.raises((AssertionError, RuntimeError)):

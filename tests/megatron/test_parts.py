@@ -35,9 +35,9 @@ def config_of(model: Any, dtype: torch.dtype, width: int) -> Any:
 
 def test_grouped_products_are_the_loop(model: Any) -> None:
     """Values and all gradients; an expert without tokens, too."""
-    with import_module("quadriga.engines.megatron.cpu").around_megatron(CPU):
+    with import_module("quadriga.engines.megatron.cpu").megatron_context(CPU):
         experts = model.Experts(4, config_of(model, torch.float32, 20))
-    assert experts.are_grouped
+    assert experts.use_grouped_products
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     tokens, weights, found = (
@@ -46,7 +46,7 @@ def test_grouped_products_are_the_loop(model: Any) -> None:
         [],
     )
     wanted = (tokens, weights, *experts.parameters())
-    for experts.are_grouped in (True, False):
+    for experts.use_grouped_products in (True, False):
         values, _ = experts(tokens, torch.tensor([3, 0, 5, 2]), weights)
         found.append((values, *torch.autograd.grad(values.square().sum(), wanted)))
     for grouped, in_a_loop in zip(*found, strict=True):
@@ -57,16 +57,16 @@ def test_grouped_products_are_the_loop(model: Any) -> None:
 def test_why_experts_compute_one_after_the_other(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not model.why_in_a_loop(config_of(model, torch.bfloat16, 24), CPU)
-    assert "32 and 20 numbers are no multiples of 16 bytes" in model.why_in_a_loop(
+    assert not model.loop_reason_of(config_of(model, torch.bfloat16, 24), CPU)
+    assert "32 and 20 numbers are no multiples of 16 bytes" in model.loop_reason_of(
         config_of(model, torch.bfloat16, 20), CPU
     )
     for capability, reason in (((8, 0), ""), ((7, 5), "compute capability 8.0")):
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device, found=capability: found
         )
-        assert reason in model.why_in_a_loop(config_of(model, torch.float32, 20), CUDA)
-    assert model.why_in_a_loop(config_of(model, torch.float32, 20), CUDA)
+        assert reason in model.loop_reason_of(config_of(model, torch.float32, 20), CUDA)
+    assert model.loop_reason_of(config_of(model, torch.float32, 20), CUDA)
 
 
 def test_linear_modules_and_their_reason(model: Any) -> None:

@@ -154,7 +154,7 @@ def check_generation() -> None:
     engine = NativeEngine(model, eos_token_ids=())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "compiled_attention", lambda *_: TritonKernels())
-        patch.setattr(generation, "launches_triton", lambda _: True)
+        patch.setattr(generation, "can_launch_triton", lambda _: True)
         patch.setattr(network, "kernels", TritonKernels)
         patch.setattr(network.Kernels, "can_compute", lambda *_: True)
         found = engine.generate_batch(prompts, sampling)

@@ -69,13 +69,13 @@ def check_fused(*shape: int) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, other, outer = (torch.randn(shape, generator=generator).half() for _ in range(3))
     weight = torch.randn(shape[-1], generator=generator).half()
-    normed, scales = fused_triton.norm(hidden, weight, 1e-5)
-    grads = fused_triton.norm_gradients(outer, hidden, weight, scales)
+    normed, scales = fused_triton.rms_norm(hidden, weight, 1e-5)
+    grads = fused_triton.rms_norm_gradients(outer, hidden, weight, scales)
     found = [
         normed,
         *grads,
-        fused_triton.gated(hidden, other),
-        *fused_triton.gated_gradients(outer, hidden, other),
+        fused_triton.gated_silu(hidden, other),
+        *fused_triton.gated_silu_gradients(outer, hidden, other),
     ]
     expected = []
     for call, inputs in (

@@ -186,12 +186,12 @@ def run_and_save(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[st
 def go_on(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup) -> dict[str, Any]:
     """The last three of them, from the checkpoint, in an engine whose tensors rest between its phases."""
     engine = make_engine(folder, layout, world, "policy")
-    engine.rest_between_phases(ALL_KINDS, folder)
+    engine.offload_between_phases(ALL_KINDS, folder)
     with engine.awake(*ALL_KINDS):
         load_state(folder / "saved", engine.state(PARTS), world)
-        engine.state_was_loaded(PARTS)
+        engine.apply_loaded_state(PARTS)
     metrics = learn(engine, batch, "policy")
-    windows = {window.data_ptr() for window in engine.resting["weights"].windows}
+    windows = {window.data_ptr() for window in engine.host_memory["weights"].windows}
     are_there = [master.data_ptr() in windows for master in engine.parameters.masters.values()]
     with engine.awake("weights"):
         weights = weights_of(engine)

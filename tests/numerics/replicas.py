@@ -200,7 +200,7 @@ def go_on(
     engine, parts = make_engine(folder, replicas), frozenset({"model", "optimizer"})
     if load:
         load_state(folder / load, engine.state(parts), engine.world)
-        engine.state_was_loaded(parts)
+        engine.apply_loaded_state(parts)
     else:
         learn(engine, batch, CASES["several steps"])
         writer = StateWriter(engine.world)

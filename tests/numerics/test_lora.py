@@ -20,7 +20,7 @@ from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import infer, update
 from quadriga.models.adapter_files import base_name, is_factor
-from quadriga.models.lora import adapter_off, add_adapter
+from quadriga.models.lora import add_adapter, disable_adapter
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
 from tests.numerics.launching import run_ranks
@@ -134,7 +134,7 @@ def test_the_model_below_stays_as_it_was(
         for name, value in masters.items()
     )
     assert len(engine.optimizer.adam.state) == len(masters) == 12
-    with adapter_off(model):
+    with disable_adapter(model):
         assert torch.equal(infer(engine, batch, MICRO, temperature=0.7)["log_probs"], expected)
     changed = infer(engine, batch, MICRO, temperature=0.7)["log_probs"]
     assert float((changed - expected).abs().max()) > 0.1

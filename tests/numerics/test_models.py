@@ -27,7 +27,7 @@ from quadriga.models.architecture import is_packed, length_limit, way_of
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.load import load_causal_lm
 from quadriga.models.probe import probe
-from quadriga.models.reward_model import fresh_reward_model
+from quadriga.models.reward_model import build_reward_model
 from quadriga.models.scorers import PolicyScorer, RewardScorer, ValueScorer
 from quadriga.models.weight_files import write_safetensors
 from quadriga.models.weight_names import ConvertedFiles
@@ -268,7 +268,7 @@ def test_the_probe_finds_an_error_in_a_reward_head(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The scores are those of transformers' classifier, and are not where a bias is added that it has not."""
-    judge = fresh_reward_model(str(folder_of("Qwen3")), pad_token_id=3, device=torch.device("cpu"))
+    judge = build_reward_model(str(folder_of("Qwen3")), pad_token_id=3, device=torch.device("cpu"))
     judge.score.weight.data.normal_(generator=torch.Generator().manual_seed(2))
     assert probe(RewardScorer(judge), "reward_model") <= 1e-4
     assert judge.config.pad_token_id == 3

@@ -72,11 +72,11 @@ def test_tokens_are_those_of_one_process(
     found = [one[mode] for one in results(folder, case)[::size]]
     assert found
     for completions in found:
-        for (tokens, log_probs, reason), (own, own_log_probs, own_reason) in zip(
+        for (tokens, log_probs, reason), (own, transformers_log_probs, own_reason) in zip(
             completions, expected, strict=True
         ):
             assert (tokens, reason) == (own, own_reason)
-            assert log_probs == pytest.approx(own_log_probs, abs=1e-4)
+            assert log_probs == pytest.approx(transformers_log_probs, abs=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

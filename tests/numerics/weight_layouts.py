@@ -209,5 +209,7 @@ def main(rank: int, folder: Path, ports: tuple[int, int]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sharded._GLOO_BYTES = 1 << 16  # larger tensors, of which the models have some, go by broadcasts
+    sharded._MAX_GLOO_BYTES = (
+        1 << 16
+    )  # larger tensors, of which the models have some, go by broadcasts
     main(int(sys.argv[1]), Path(sys.argv[2]), (int(sys.argv[3]), int(sys.argv[4])))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.cuda._utils import _get_device_index
 from torch.utils._pytree import tree_leaves
 
-from quadriga.models.flash import Scores, plain_forward
+from quadriga.models.flash import ScoreRule, plain_forward
 
 MEMORY_BYTES = 80 << 30
 _LARGE = 4096
@@ -78,7 +78,9 @@ def flash_forward(query: Any, key: Any, value: Any, *more: Any, scale: float, **
     )
     bias = torch.zeros(query.shape[1], key.shape[1])
     bias.masked_fill_(hidden_pairs(*bias.shape, rest[1], window), -torch.inf)
-    out, log_sums = plain_forward([one.transpose(1, 2) for one in inputs], Scores(scale, bias=bias))
+    out, log_sums = plain_forward(
+        [one.transpose(1, 2) for one in inputs], ScoreRule(scale, bias=bias)
+    )
     return out.transpose(1, 2), log_sums, *(query.new_empty(0) for _ in range(3))
 
 

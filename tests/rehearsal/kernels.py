@@ -22,7 +22,7 @@ class Kernels:
     """The functions of fused_triton.py and heads_triton.py."""
 
     @staticmethod
-    def norm(hidden: Any, weight: Any, epsilon: float) -> Any:
+    def rms_norm(hidden: Any, weight: Any, epsilon: float) -> Any:
         scales = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
         result = torch.empty_like(hidden)
         with _disable_current_modes():
@@ -31,7 +31,7 @@ class Kernels:
         return result, scales.flatten()
 
     @staticmethod
-    def norm_gradients(grad: Any, hidden: Any, weight: Any, scales: Any) -> Any:
+    def rms_norm_gradients(grad: Any, hidden: Any, weight: Any, scales: Any) -> Any:
         result = torch.empty_like(hidden)
         sums = hidden.new_zeros(weight.shape, dtype=torch.float32)
         with _disable_current_modes():
@@ -44,14 +44,14 @@ class Kernels:
         return result, sums
 
     @staticmethod
-    def gated(gate: Any, up: Any) -> Any:
+    def gated_silu(gate: Any, up: Any) -> Any:
         result = torch.empty_like(gate)
         with _disable_current_modes():
             result.copy_(silu(gate) * up)
         return result
 
     @staticmethod
-    def gated_gradients(grad: Any, gate: Any, up: Any) -> Any:
+    def gated_silu_gradients(grad: Any, gate: Any, up: Any) -> Any:
         grad_gate = torch.empty_like(gate)
         grad_up = torch.empty_like(up)
         with _disable_current_modes():
@@ -61,7 +61,7 @@ class Kernels:
 
     @staticmethod
     def statistics(
-        hidden: Any, weight: Any, bias: Any, places: Any, temperature: float, *_: bool
+        hidden: Any, weight: Any, bias: Any, target_rows: Any, temperature: float, *_: bool
     ) -> Any:
         num_parts = -(-len(weight) // _ROWS_OF_PART)
         result = hidden.new_empty(num_parts, 4, len(hidden), dtype=torch.float32)
@@ -72,18 +72,18 @@ class Kernels:
             result[:, 1:] = 0
             result[0, 0] = 0
             result[0, 1] = torch.special.entr(log_probs.exp()).sum(-1)
-            result[:, 2] = log_probs.gather(-1, places[:, None])[:, 0]
+            result[:, 2] = log_probs.gather(-1, target_rows[:, None])[:, 0]
         return result
 
     @staticmethod
     def logit_gradients(
-        temperature: float, hidden: Any, weight: Any, bias: Any, places: Any, outer: Any
+        temperature: float, hidden: Any, weight: Any, bias: Any, target_rows: Any, outer: Any
     ) -> Any:
         result = hidden.new_empty(len(hidden), len(weight))
         with _disable_current_modes():
             probabilities = (hidden.float() @ weight.float().t() / temperature).softmax(-1)
             grad = -probabilities * outer[0][:, None]
-            grad.scatter_add_(1, places[:, None], outer[0][:, None])
+            grad.scatter_add_(1, target_rows[:, None], outer[0][:, None])
             result.copy_(grad / temperature)
         return result
 
@@ -94,5 +94,5 @@ def installed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((heads, "heads_triton"), (fused, "fused_triton")):
             patch.setattr(module, name, Kernels, raising=False)
-            patch.setattr(module, "launches_triton", lambda device: device.type == "cuda")
+            patch.setattr(module, "can_launch_triton", lambda device: device.type == "cuda")
         yield

@@ -94,7 +94,7 @@ def test_an_asynchronous_copy_from_memory_that_is_not_pinned(
 ) -> None:
     def sleep_and_wake() -> list[str]:
         engine = make_engine("cuda")
-        engine.rest_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
+        engine.offload_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
         with engine.awake(*ALL_KINDS):
             pass
         return found(stand_in)

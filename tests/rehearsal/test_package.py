@@ -53,7 +53,7 @@ from quadriga.workers import base
 from quadriga.workers.actor_rollout_ref import PARTS, ActorRolloutRefWorker
 from quadriga.workers.base import COPIED, Learner, choose_device
 from quadriga.workers.models import sizes_of_models
-from quadriga_verl.commands.meaning import device
+from quadriga_verl.commands.meaning import set_auto_device
 from tests.gpu.test_cuda import make_engine, make_model
 from tests.limits import SOON_S
 from tests.rehearsal.in_worker import FINDINGS, STARTED
@@ -258,7 +258,7 @@ def test_what_other_parts_decide_by_the_device(
     line = SimpleNamespace(
         set=lambda key, value: None, note=stand_in.counts.update, sentence=["a note"]
     )
-    device(line, "trainer.device", "npu")
+    set_auto_device(line, "trainer.device", "npu")
     assert stand_in.counts["a note"] == 1
 
 
@@ -268,7 +268,7 @@ def test_experts_of_megatron_are_made_on_the_device(stand_in: StandIn) -> None:
     experts = megatron.Experts(2, sizes)
     assert all(weight.is_cuda and weight.dtype == torch.bfloat16 for weight in experts.parameters())
     assert (
-        experts.are_grouped
+        experts.use_grouped_products
         and "Transformer Engine is not installed" in megatron.linear_modules(CUDA)[2]
     )
 
@@ -391,13 +391,13 @@ def test_a_copy_of_the_state_beside_computation(
 
     monkeypatch.setattr(torch, "_foreach_copy_", copy_and_note)
     Learner.copy_state(worker, 1)
-    engine.rest.await_copy()
+    engine.offloaded.await_copy()
     assert streams[-1] is not torch.cuda.default_stream()
 
-    engine.rest_between_phases(ALL_KINDS, tmp_path)
+    engine.offload_between_phases(ALL_KINDS, tmp_path)
     stand_in.counts.clear()
     Learner.copy_state(worker, 2)
-    engine.rest.await_copy()
+    engine.offloaded.await_copy()
     assert stand_in.counts["copies to the device"] == 0
     first_bytes, second_bytes = np.fromfile(file, np.uint8).reshape(2, slot_bytes)
     # The slots begin with the number of the step, and the content with the sum of its bytes.

@@ -72,7 +72,7 @@ def test_the_playground(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = SimpleNamespace(prepare_playground=lambda output, seed: {"model": output / "model"})
-    monkeypatch.setattr(prepare, "_recipe", lambda name: recipe)
+    monkeypatch.setattr(prepare, "_import_recipe", lambda name: recipe)
     assert prepare.main(["playground", "--output", str(place)]) == 0
     commands = commands_in(capsys.readouterr().out)
     assert commands == [

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quadriga import streams
-from quadriga.observe.stopping import heeding_sigterm, stop_requested
+from quadriga.observe.stopping import stop_on_sigterm, stop_requested
 from quadriga.streams import LOG, LOG_VARIABLE, Output, log_to, lost_output, raise_failures, relay
 from tests.limits import SOON_S
 
@@ -180,7 +180,7 @@ def test_a_signal_is_heeded_where_its_notice_cannot_be_written(
     with open("/dev/full", "w", encoding="utf-8") as disk:
         for broken in (disk, None):
             monkeypatch.setattr(sys, "__stderr__", broken)
-            with heeding_sigterm():
+            with stop_on_sigterm():
                 signal.raise_signal(signal.SIGTERM)
                 assert stop_requested.is_set()
 

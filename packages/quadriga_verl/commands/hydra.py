@@ -3,8 +3,8 @@
 
 key=value, +key=value, ++key=value, ~key    `parse_word`
 defaults: [...] in a YAML file              `read_config`
-${key}, ${oc.env:NAME}, ${oc.select:key}    `Tree.resolved`
-verl's own configuration of a version       `defaults`, from defaults.tsv
+${key}, ${oc.env:NAME}, ${oc.select:key}    `Tree.resolve`
+verl's own configuration of a version       `verl_defaults`, from defaults.tsv
 """
 
 import json
@@ -83,10 +83,12 @@ def parse_value(text: str, key: str = "value") -> Any:
     hidden: list[str] = []
 
     def hide(match: re.Match[str]) -> str:
+        """Replace a match by a placeholder with its number."""
         hidden.append(match[0])
         return f"@reference{len(hidden) - 1}@"
 
     def restore(value: Any) -> Any:
+        """Put the hidden text back in place of its placeholders, at any depth of a value."""
         if isinstance(value, dict):
             return {str(name): restore(inner) for name, inner in value.items()}
         if isinstance(value, list):
@@ -101,7 +103,7 @@ def parse_value(text: str, key: str = "value") -> Any:
         while pattern.search(encoded):
             encoded = pattern.sub(hide, encoded)
     if not _STRUCTURED.search(encoded):
-        return restore(plain(encoded))
+        return restore(parse_plain(encoded))
 
     # Imported here, because most command lines have no lists, dictionaries or quotes.
     import omegaconf
@@ -117,7 +119,7 @@ def parse_value(text: str, key: str = "value") -> Any:
     return restore(decoded["value"])
 
 
-def plain(text: str) -> Any:
+def parse_plain(text: str) -> Any:
     """Convert text without quotes to its value: a constant, a number, or the text itself."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
@@ -151,6 +153,7 @@ class Tree:
             for name, inner in value.items():
                 self.put(f"{key}.{name}" if key else str(name), inner)
             return
+
         is_empty_section = value == {}
         if not is_empty_section:
             self.drop(key)
@@ -158,20 +161,20 @@ class Tree:
         names = key.split(".")
         for depth in range(1, len(names)):
             self.values.pop(".".join(names[:depth]), None)
-        if not is_empty_section or not self.below(key):
+        if not is_empty_section or not self.keys_below(key):
             self.values[key] = value
 
     def drop(self, key: str) -> None:
         """Remove a key and all keys below it."""
-        for name in (key, *self.below(key)):
+        for name in (key, *self.keys_below(key)):
             self.values.pop(name, None)
 
-    def below(self, key: str) -> list[str]:
+    def keys_below(self, key: str) -> list[str]:
         """Keys below a section, at any depth."""
         prefix = f"{key}."
         return [name for name in self.values if name.startswith(prefix)]
 
-    def resolved(self, key: str, above: tuple[str, ...] = ()) -> Any:
+    def resolve(self, key: str, above: tuple[str, ...] = ()) -> Any:
         """Value of a key, or dictionary of a section, with references resolved.
 
         Args:
@@ -187,17 +190,17 @@ class Tree:
             got = f"references in a circle, {circle}"
             raise ConfigError(key, got=got, expected="a value", fix="Write the value.")
         if key in self.values:
-            return self._resolve(self.values[key], key, (*above, key))
+            return self._resolve_references(self.values[key], key, (*above, key))
         # The key is a section: resolve what is below it.
-        leaves = self.below(key)
+        leaves = self.keys_below(key)
         if not leaves:
             raise KeyError(key)
         section = Tree()
         for leaf in leaves:
-            section.put(leaf.removeprefix(f"{key}."), self.resolved(leaf, above))
-        return section.nested()
+            section.put(leaf.removeprefix(f"{key}."), self.resolve(leaf, above))
+        return section.to_nested()
 
-    def nested(self) -> dict[str, Any]:
+    def to_nested(self) -> dict[str, Any]:
         """The values as nested dictionaries."""
         root: dict[str, Any] = {}
         for key, value in self.values.items():
@@ -208,40 +211,42 @@ class Tree:
             node[last] = value
         return root
 
-    def _resolve(self, value: Any, key: str, above: tuple[str, ...]) -> Any:
+    def _resolve_references(self, value: Any, key: str, above: tuple[str, ...]) -> Any:
         """Resolve the references in the value of a key."""
         if isinstance(value, list):
-            return [self._resolve(element, key, above) for element in value]
+            return [self._resolve_references(element, key, above) for element in value]
         while isinstance(value, str):
             match = _REFERENCE.search(value)
             if match is None:
                 break
-            target = self._referenced(match[1].strip(), key, above)
+            target = self._resolve_reference(match[1].strip(), key, above)
             if match[0] == value:
                 # A value that is one reference has the type of its target.
                 return target
             value = f"{value[: match.start()]}{target}{value[match.end() :]}"
         return value
 
-    def _referenced(self, reference: str, key: str, above: tuple[str, ...]) -> Any:
+    def _resolve_reference(self, reference: str, key: str, above: tuple[str, ...]) -> Any:
         """Value of a reference.
 
         Args:
             reference: text between `${` and `}`: KEY, `oc.select:KEY,DEFAULT` or
                 `oc.env:NAME,DEFAULT`.
             key: the key whose value has the reference.
-            above: see `resolved`.
+            above: see `resolve`.
 
         Raises:
             ConfigError: it cannot be resolved.
         """
+        # Split `FUNCTION:TARGET,DEFAULT`, of which a plain reference has only the target.
         function, is_function, arguments = reference.partition(":")
         inner = arguments if is_function else reference
         target, has_default, default = inner.partition(",")
         target = target.strip()
         default = default.strip()
+
         if function == "oc.env" and (target in os.environ or has_default):
-            return plain(os.environ.get(target, default))
+            return parse_plain(os.environ.get(target, default))
         if is_function and function != "oc.select":
             expected = "a reference that can be filled in"
             fix = "Write the value: of functions oc.select and oc.env are filled in."
@@ -252,7 +257,7 @@ class Tree:
             num_dots = len(target) - len(name)
             target = ".".join((*key.split(".")[:-num_dots], name))
         try:
-            return self.resolved(target, above)
+            return self.resolve(target, above)
         except KeyError:
             if is_function:
                 return parse_value(default, key) if has_default else None
@@ -291,7 +296,7 @@ def _known_trees() -> frozenset[str]:
 
 
 @cache
-def defaults(tree: str, version: str) -> dict[str, Any]:
+def verl_defaults(tree: str, version: str) -> dict[str, Any]:
     """verl's defaults, by key.
 
     Args:
@@ -314,7 +319,7 @@ def defaults(tree: str, version: str) -> dict[str, Any]:
             values[row.key] = json.loads(row.cells[column])
     if values or tree not in _known_trees():
         return values
-    return defaults(tree, VERSIONS[position - 1 if position else 1])
+    return verl_defaults(tree, VERSIONS[position - 1 if position else 1])
 
 
 @cache

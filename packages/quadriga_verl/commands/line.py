@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A command line of verl while it is translated.
 
-`translate.py` fills `Line.keys` with verl's keys and calls `take` for each of them. `take` follows the
+`translate.py` fills `Line.keys` with verl's keys and calls `translate_key` for each of them. It follows the
 key's row in rules.tsv, and so do the functions that rows name. They write the result by `set`, and
 report by `note` (the key has no effect), `refuse` (its value is impossible) and `stop` (the whole
 line is).
@@ -37,27 +37,27 @@ class Line:
         entry: the program.
         version: the version of verl.
         keys: verl's keys, with the values of the user.
-        ours: the translation, by key of the configuration.
-        sources: key of verl that a key in `ours` was set from.
-        noted: reason why keys have no effect -> these keys.
-        comments: reason why a key in `ours` has another value than in verl, by key.
-        config: the configuration of `ours`. None if something is refused.
+        settings: the translation, by key of the configuration.
+        sources: key of verl that a key in `settings` was set from.
+        ineffective_keys: keys without effect, by the reason.
+        comments: reason why a key in `settings` has another value than in verl, by key.
+        config: the configuration of `settings`. None if something is refused.
         notices: sentences for the user.
         refused: problems with the line.
         machine: problems with this machine: files, models, packages or devices that it lacks.
         options: arguments, which are not keys, of the command that runs.
         rules: names of the rows that hold: those of the program, after "megatron" if it trains.
         stopped: reason why the whole line is refused; "" if it is not.
-        written: key that is being translated, as the user wrote it.
+        current_key: key that is being translated, as the user wrote it.
         sentence: sentence of its row.
     """
 
     entry: Entry
     version: str
     keys: VerlKeys
-    ours: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
-    noted: dict[str, list[str]] = field(default_factory=dict)
+    ineffective_keys: dict[str, list[str]] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     config: Config | None = None
     notices: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Line:
     options: dict[str, Any] = field(default_factory=dict)
     rules: str = ""
     stopped: str = ""
-    written: str = ""
+    current_key: str = ""
     sentence: str = ""
 
     def get(self, key: str, otherwise: Any = None) -> Any:
@@ -82,21 +82,24 @@ class Line:
         refused.
         """
         key = spell_key(key, self.entry.task)
-        source = self.written
+        source = self.current_key
         is_users = source in self.keys.from_user
         if value == {}:
             return
+
+        # Values that cannot be taken over.
         if key.startswith("critic.") and self.entry.task == "rl" and not has_critic(self):
             self.note("No critic is trained: algorithm.adv_estimator takes no values.")
             return
         if value == "" and is_users and self.keys.default_of(source) != "":
             self.refuse("a value", _UNSET)
             return
-        earlier_source = self.sources.get(key)
+
         # Several keys of verl may mean one key here.
+        earlier_source = self.sources.get(key)
         if earlier_source is not None and earlier_source in self.keys.from_user:
-            if is_users and not is_same(self.ours[key], value):
-                earlier_value = as_text(self.ours[key], key)
+            if is_users and not is_same(self.settings[key], value):
+                earlier_value = as_text(self.settings[key], key)
                 got = f"{earlier_value} by {earlier_source} and {as_text(value, key)} by {source}"
                 fix = "Leave one of the two out."
                 self.refused.append(ConfigError(key, got=got, expected="one value", fix=fix))
@@ -109,18 +112,18 @@ class Line:
         is_null_allowed = leaf is None or leaf.kind.endswith("null")
         # If null is verl's own default and not allowed here, both have their defaults.
         if value is not None or is_null_allowed or self.keys.default_of(source) is not None:
-            self.ours[key] = value
+            self.settings[key] = value
             self.sources[key] = source
 
     def note(self, sentence: str) -> None:
         """Report why the key that is being translated has no effect, if the user changed it."""
-        if self.keys.is_changed(self.written):
-            self.noted.setdefault(sentence, []).append(self.written)
+        if self.keys.is_changed(self.current_key):
+            self.ineffective_keys.setdefault(sentence, []).append(self.current_key)
 
     def refuse(self, expected: str, fix: str) -> None:
         """Report that the value of the key that is being translated is impossible."""
-        got = as_text(self.get(self.written), self.written)
-        self.refused.append(ConfigError(self.written, got=got, expected=expected, fix=fix))
+        got = as_text(self.get(self.current_key), self.current_key)
+        self.refused.append(ConfigError(self.current_key, got=got, expected=expected, fix=fix))
 
     def stop(self, sentence: str) -> None:
         """Refuse the whole line; only the first reason is reported."""
@@ -128,7 +131,7 @@ class Line:
 
     # ---- keys by their rows ----
 
-    def take(self, key: str, value: Any) -> None:
+    def translate_key(self, key: str, value: Any) -> None:
         """Translate a key.
 
         Args:
@@ -137,39 +140,39 @@ class Line:
         """
         match = find_rule(self.rules, self.entry.task, key)
         if match is None:
-            self.take_ours(key, value)
+            self.take_over(key, value)
             return
         rule, parts = match
         self.sentence = rule.sentence
         if rule.becomes == ">":
             # The new name may have a row of its own.
-            self.take(self._renamed(rule, parts), value)
+            self.translate_key(self._new_name(rule, parts), value)
         elif rule.becomes == "@":
-            self._take_by_function(rule, key, value)
+            self._call_function(rule, key, value)
         elif rule.becomes == "given":
-            if self.written in self.keys.from_user:
-                self.take_ours(key, value)
+            if self.current_key in self.keys.from_user:
+                self.take_over(key, value)
         elif rule.becomes in ("any", "note"):
             self.note(rule.sentence)
         elif rule.becomes == "stop":
             if not is_among(value, json.loads(rule.argument)):
                 self.stop(rule.sentence)
-        elif self.keys.is_changed(self.written) and not is_among(value, rule.argument):
+        elif self.keys.is_changed(self.current_key) and not is_among(value, rule.argument):
             named_values = [
                 as_text(item) for item in rule.argument if item not in (None, "", [], {})
             ]
             expected = named_values[0] if named_values else "the key left out"
             self.refuse(expected, rule.sentence)
 
-    def checks_value(self, key: str) -> bool:
+    def is_only_checked(self, key: str) -> bool:
         """Whether a key is only compared with values that its row in rules.tsv allows."""
         match = find_rule(self.rules, self.entry.task, key)
         while match is not None and match[0].becomes == ">":
-            match = find_rule(self.rules, self.entry.task, self._renamed(*match))
+            match = find_rule(self.rules, self.entry.task, self._new_name(*match))
         return match is not None and match[0].becomes in ("values", "stop")
 
     @staticmethod
-    def _renamed(rule: Rule, parts: Sequence[str]) -> str:
+    def _new_name(rule: Rule, parts: Sequence[str]) -> str:
         """Name that a row gives to a key.
 
         Args:
@@ -179,10 +182,10 @@ class Line:
         remaining_parts = iter(parts)
         return re.sub(r"\*|<\w+>", lambda _: next(remaining_parts), rule.argument)
 
-    def _take_by_function(self, rule: Rule, key: str, value: Any) -> None:
+    def _call_function(self, rule: Rule, key: str, value: Any) -> None:
         """Call the function of a row, unless the value is text in place of a number."""
         is_text = isinstance(value, str) and value not in WORDS
-        if is_text and is_number(self.keys.default_of(self.written)):
+        if is_text and is_number(self.keys.default_of(self.current_key)):
             leaf = leaf_of(key, self.entry.task)
             # Some keys of ours take text where verl's default is a number.
             if leaf is None or not leaf.is_text:
@@ -194,7 +197,7 @@ class Line:
                 return
         FUNCTIONS[rule.argument](self, key, value)
 
-    def take_ours(self, key: str, value: Any) -> None:
+    def take_over(self, key: str, value: Any) -> None:
         """Take over a key that exists here under the same name; refuse an unknown key."""
         key = spell_key(key, self.entry.task)
         section, _, name = key.rpartition(".")
@@ -204,10 +207,10 @@ class Line:
         elif section == "data" and not is_verls and self.get("data.custom_cls.path"):
             # A user's data set reads keys of its own.
             self.set(f"data.custom_cls.options.{name}", value)
-        elif is_verls and not self.keys.is_changed(self.written):
+        elif is_verls and not self.keys.is_changed(self.current_key):
             # This is verl's own default.
             return
-        elif self.written in self.keys.from_user:
+        elif self.current_key in self.keys.from_user:
             self._refuse_unknown(key, value)
 
     def _refuse_unknown(self, key: str, value: Any) -> None:
@@ -223,7 +226,7 @@ class Line:
         close_keys = _near_keys(key)
         if close_keys:
             fix = f"Did you mean {' or '.join(close_keys)}?"
-        if key not in known_keys() and self.written in self.keys.new:
+        if key not in known_keys() and self.current_key in self.keys.new:
             self.note(f"Neither verl nor Quadriga reads it. {fix if close_keys else ''}".strip())
             return
         if any(known.startswith(f"{key}.") for known in known_keys()):
@@ -232,7 +235,7 @@ class Line:
         elif key in known_keys():
             got = "a key of verl's without a place here"
             fix = f"{self.entry.name} does not need it: leave it out."
-        self.refused.append(ConfigError(self.written, got=got, fix=fix))
+        self.refused.append(ConfigError(self.current_key, got=got, fix=fix))
 
 
 def _near_keys(key: str) -> list[str]:

@@ -38,7 +38,7 @@ _COMPUTE_FLOATS = FLOATS | {"fp16": "float16", "float16": "float16"}
 # ---- questions about a line ---------------------------------------------------------------------
 
 
-def count_of(line: Line) -> int:
+def count_processes(line: Line) -> int:
     """Number of processes that a run has. A setting that is not a number counts as 1."""
     numbers = (line.get("trainer.n_gpus_per_node", 1), line.get("trainer.nnodes", 1))
     return prod(number for number in numbers if isinstance(number, int))
@@ -52,8 +52,8 @@ def has_adapter(line: Line) -> bool:
 
 def _first_value(line: Line, keys: tuple[str, ...]) -> Any:
     """First value among keys that is set and not false. Keys that the user has set come first."""
-    # False sorts before True, and equal keys stay in their order.
-    for key in sorted(keys, key=lambda key: key not in line.keys.from_user):
+    users_keys = [key for key in keys if key in line.keys.from_user]
+    for key in (*users_keys, *keys):
         value = line.get(key)
         if value:
             return value
@@ -64,14 +64,14 @@ def _first_value(line: Line, keys: tuple[str, ...]) -> Any:
 
 
 @rule_function
-def unless_null(line: Line, key: str, value: Any) -> None:
+def set_unless_null(line: Line, key: str, value: Any) -> None:
     """Set the key, unless the value is null or empty text, which means the default."""
     if value not in (None, ""):
         line.set(key, value)
 
 
 @rule_function
-def null_if_falsy(line: Line, key: str, value: Any) -> None:
+def set_null_if_falsy(line: Line, key: str, value: Any) -> None:
     """Set the key; False, 0 and empty text mean null."""
     line.set(key, value or None)
 
@@ -82,7 +82,7 @@ _PROFILERS = ("torch", "torch_memory", "nsys")
 
 
 @rule_function
-def frequency(line: Line, key: str, value: Any) -> None:
+def set_frequency(line: Line, key: str, value: Any) -> None:
     """Set the steps between checkpoints or validations. In verl, 0 and below mean never."""
     if value == "after_each_epoch":
         line.set(key, value)
@@ -93,7 +93,7 @@ def frequency(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def critic_warmup(line: Line, key: str, value: Any) -> None:
+def set_critic_warmup(line: Line, key: str, value: Any) -> None:
     """Set the number of steps before the actor learns. verl's key names the first such step."""
     line.set(key, max(int(value or 0) - 1, 0))
     if value and value > 0:
@@ -101,7 +101,7 @@ def critic_warmup(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def device(line: Line, key: str, value: Any) -> None:
+def set_auto_device(line: Line, key: str, value: Any) -> None:
     """Set `auto`: the device is chosen by the machine, not by the command line."""
     line.set(key, "auto")
     if value not in ("cuda", "cpu"):
@@ -109,7 +109,7 @@ def device(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def loggers(line: Line, key: str, value: Any) -> None:
+def set_loggers(line: Line, key: str, value: Any) -> None:
     """Set the trackers that exist here; verl's `file` is `jsonl`."""
     names = [value] if isinstance(value, str) else list(value or [])
     names = ["jsonl" if name == "file" else name for name in names]
@@ -121,15 +121,15 @@ def loggers(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def logged_samples(line: Line, key: str, value: Any) -> None:
+def set_logged_samples(line: Line, key: str, value: Any) -> None:
     """Set the samples of validation that are logged; a negative number means none."""
     if is_number(value) and value < 0:
         line.note(line.sentence)
-    unless_null(line, key, max(value, 0) if is_number(value) else value)
+    set_unless_null(line, key, max(value, 0) if is_number(value) else value)
 
 
 @rule_function
-def directory(line: Line, key: str, value: Any) -> None:
+def set_directory(line: Line, key: str, value: Any) -> None:
     """Set a directory. Empty text means the current one, as in verl, which joins paths to it."""
     if value == "":
         line.note(line.sentence)
@@ -137,7 +137,7 @@ def directory(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def profiler(line: Line, key: str, value: Any) -> None:
+def set_profiler(line: Line, key: str, value: Any) -> None:
     """Set the profiler's tool and steps, if the tool exists here."""
     if line.get("global_profiler.tool") not in _PROFILERS:
         line.note(line.sentence)
@@ -146,7 +146,7 @@ def profiler(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def profiled_ranks(line: Line, key: str, value: Any) -> None:
+def set_profiled_ranks(line: Line, key: str, value: Any) -> None:
     """Set the ranks of a role that are profiled.
 
     In verl a role profiles no rank unless it enables the profiler; here null means all ranks.
@@ -167,7 +167,7 @@ def profiled_ranks(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def batch_size(line: Line, key: str, value: Any) -> None:
+def set_batch_size(line: Line, key: str, value: Any) -> None:
     """Set the prompts of a step (`train_batch_size`) or of a generation step (`gen_batch_size`).
 
     Without dynamic sampling, a step of verl has a single generation step, whose size is used.
@@ -184,15 +184,15 @@ def batch_size(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def raw_chat(line: Line, key: str, value: Any) -> None:
+def set_raw_chat(line: Line, key: str, value: Any) -> None:
     """Set whether rows have their messages, which conversations of several turns need."""
     line.set(key, bool(value or line.get(f"{ROLLOUT}.multi_turn.enable")))
 
 
 @rule_function
-def one_length(line: Line, key: str, value: Any) -> None:
+def set_data_length(line: Line, key: str, value: Any) -> None:
     """Set the prompt or response length of the data from that of the rollout, if the user has set it."""
-    if line.written in line.keys.from_user and value is not None:
+    if line.current_key in line.keys.from_user and value is not None:
         name = "max_prompt_length" if key.endswith("prompt_length") else "max_response_length"
         line.set(f"data.{name}", value)
 
@@ -213,7 +213,7 @@ MIN_RATIO = 3e-9  # just above e^-20, where log-ratios are clipped
 
 
 @rule_function
-def known_name(line: Line, key: str, value: Any) -> None:
+def set_known_name(line: Line, key: str, value: Any) -> None:
     """Set the name of a registered function or class, or a file of the user."""
     known_names = _KNOWN_NAMES[key.rpartition(".")[2]]
     is_users = ".py:" in str(value) or line.get("actor_rollout_ref.model.external_lib")
@@ -227,7 +227,7 @@ def known_name(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def filter_groups(line: Line, key: str, value: Any) -> None:
+def set_filter_groups(line: Line, key: str, value: Any) -> None:
     """Set a key of dynamic sampling, if the program and version have it."""
     if line.entry.name == "main_ppo" and key not in line.keys.default:
         line.note(line.sentence)
@@ -236,7 +236,7 @@ def filter_groups(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def clip_ratio(line: Line, key: str, value: Any) -> None:
+def set_clip_ratio(line: Line, key: str, value: Any) -> None:
     """Set the clip of a side. verl uses `clip_ratio` for a side whose own clip is null."""
     sides = (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
     if key in sides:
@@ -248,19 +248,19 @@ def clip_ratio(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def loss_option(line: Line, key: str, value: Any) -> None:
+def set_loss_option(line: Line, key: str, value: Any) -> None:
     """Set an option of a policy loss, if that loss is used."""
     name = key.rpartition(".")[2]
     loss = line.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     is_known_loss = loss in LOSSES
     if is_known_loss and name not in LOSSES[loss]:
         line.note(line.sentence)
-    elif value is not None and (is_known_loss or line.written in line.keys.from_user):
+    elif value is not None and (is_known_loss or line.current_key in line.keys.from_user):
         line.set(f"{ACTOR}.policy_loss.options.{name}", value)
 
 
 @rule_function
-def loss_agg_mode(line: Line, key: str, value: Any) -> None:
+def set_loss_agg_mode(line: Line, key: str, value: Any) -> None:
     """Set how the loss is averaged. Some losses of verl ignore the key."""
     loss = line.get(f"{ACTOR}.policy_loss.loss_mode")
     is_before_0_9 = VERSIONS.index(line.version) < VERSIONS.index("0.10.0")
@@ -277,7 +277,7 @@ def loss_agg_mode(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def rejection(line: Line, key: str, value: Any) -> None:
+def set_rejection(line: Line, key: str, value: Any) -> None:
     """Set rejection by importance ratios.
 
     Keys of verl since 0.8 are the same here. In verl 0.6.1 there are a level, an upper and a lower
@@ -322,7 +322,7 @@ def rejection(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def pure_correction(line: Line, key: str, value: Any) -> None:
+def set_pure_correction(line: Line, key: str, value: Any) -> None:
     """Set the REINFORCE loss, which verl uses only together with `bypass_mode`."""
     if not value:
         return
@@ -334,25 +334,25 @@ def pure_correction(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def weight_bound(line: Line, key: str, value: Any) -> None:
+def set_weight_bound(line: Line, key: str, value: Any) -> None:
     """Set the bound of importance weights. It may be null only if there are no weights."""
     if value is None and line.get("algorithm.rollout_correction.rollout_is") is not None:
         line.refuse("a number", line.sentence)
-    unless_null(line, key, value)
+    set_unless_null(line, key, value)
 
 
 # ---- learning rates -----------------------------------------------------------------------------
 
 
 @rule_function
-def set_by_the_run(line: Line, key: str, value: Any) -> None:
+def refuse_schedule_length(line: Line, key: str, value: Any) -> None:
     """Refuse the length of a schedule, which verl's trainers replace by their number of steps."""
     if value not in (-1, None):
         line.refuse("-1", line.sentence)
 
 
 @rule_function
-def warmup_steps(line: Line, key: str, value: Any) -> None:
+def set_warmup_steps(line: Line, key: str, value: Any) -> None:
     """Set the steps of warm-up, or -1 if they are a share of all steps.
 
     0 means no warm-up for the RL trainers before verl 0.10. Otherwise it means, like -1, that the
@@ -365,7 +365,7 @@ def warmup_steps(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def end_of_schedule(line: Line, key: str, value: Any) -> None:
+def set_end_of_schedule(line: Line, key: str, value: Any) -> None:
     """Translate Megatron's last learning rate, or the step at which the schedule reaches it."""
     section, _, name = key.rpartition(".")
     highest_rate = line.get(f"{section}.lr")
@@ -407,7 +407,7 @@ def _trained_role(key: str) -> str:
 
 
 @rule_function
-def strategy(line: Line, key: str, value: Any) -> None:
+def set_strategy(line: Line, key: str, value: Any) -> None:
     """Set the training engine. FSDP with the same sizes replaces one that does not exist here."""
     if key != "model_engine":
         line.set(key, value if value in OWN_ENGINES else "fsdp")
@@ -416,12 +416,12 @@ def strategy(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def engine_size(line: Line, key: str, value: Any) -> None:
+def set_engine_size(line: Line, key: str, value: Any) -> None:
     """Set a parallel size of a role from the section of a training engine that does not exist here."""
     role = _trained_role(key)
     name = key.rpartition(".")[2]
     is_size = isinstance(value, int) and value > 1
-    if role in key and is_size and line.keys.is_changed(line.written):
+    if role in key and is_size and line.keys.is_changed(line.current_key):
         for size, other_names in _SIZES.items():
             if name in other_names:
                 line.set(f"{role}.{size}", value)
@@ -430,9 +430,9 @@ def engine_size(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def compute_dtype(line: Line, key: str, value: Any) -> None:
+def set_compute_dtype(line: Line, key: str, value: Any) -> None:
     """Set the dtype of computations, if the user has set it. By default the machine decides."""
-    if line.written not in line.keys.from_user:
+    if line.current_key not in line.keys.from_user:
         return
     if value in _COMPUTE_FLOATS:
         role = key.partition(".fsdp_config")[0].removesuffix(".dtype")
@@ -442,7 +442,7 @@ def compute_dtype(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def master_dtype(line: Line, key: str, value: Any) -> None:
+def set_master_dtype(line: Line, key: str, value: Any) -> None:
     """Set the dtype of the weights that the optimizer updates."""
     if value is not None and value not in FLOATS:
         line.refuse("fp32 or bf16", line.sentence)
@@ -451,7 +451,7 @@ def master_dtype(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def step_on_host(line: Line, key: str, value: Any) -> None:
+def set_step_on_host(line: Line, key: str, value: Any) -> None:
     """Keep weights and optimizer in host memory, where the step is computed."""
     if value:
         line.set(f"{key.partition('.optim')[0]}.fsdp_config.offload_policy", True)
@@ -460,7 +460,7 @@ def step_on_host(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def recompute(line: Line, key: str, value: Any) -> None:
+def set_recompute(line: Line, key: str, value: Any) -> None:
     """Set gradient checkpointing, also if only Megatron's granularity says so.
 
     Whole layers are recomputed with any granularity.
@@ -473,14 +473,14 @@ def recompute(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def micro_batch(line: Line, key: str, value: Any) -> None:
+def set_micro_batch(line: Line, key: str, value: Any) -> None:
     """Set the micro-batch of a process from the number of sequences on all processes together.
 
     Ranks that share a sequence count as one process.
     """
     num_sharing = line.get(f"{_trained_role(key)}.ulysses_sequence_parallel_size", 1)
     if value is not None:
-        line.set(f"{key}_per_gpu", max(1, value * num_sharing // count_of(line)))
+        line.set(f"{key}_per_gpu", max(1, value * num_sharing // count_processes(line)))
 
 
 # ---- adapters -----------------------------------------------------------------------------------
@@ -497,14 +497,14 @@ _MEGATRON_MODULES = {
 
 
 @rule_function
-def adapter_detail(line: Line, key: str, value: Any) -> None:
+def set_adapter_detail(line: Line, key: str, value: Any) -> None:
     """Set a key of the LoRA adapter, if one is trained."""
     section = "actor_rollout_ref.model."
     if not has_adapter(line):
         line.note(line.sentence)
     elif not key.startswith(f"{section}lora."):
         line.set(key, value)
-    elif line.written in line.keys.from_user:
+    elif line.current_key in line.keys.from_user:
         name = key.removeprefix(f"{section}lora.")
         # Without a rank in this section, verl reads `model.lora_rank`.
         has_no_rank = name == "rank" and value == 0
@@ -513,11 +513,11 @@ def adapter_detail(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def adapter_modules(line: Line, key: str, value: Any) -> None:
+def set_adapter_modules(line: Line, key: str, value: Any) -> None:
     """Set the modules that have a LoRA adapter, from the names of Megatron or transformers."""
     if not has_adapter(line):
         line.note(line.sentence)
-    elif line.written in line.keys.from_user and value:
+    elif line.current_key in line.keys.from_user and value:
         modules: list[str] = []
         for name in [value] if isinstance(value, str) else value:
             modules += _MEGATRON_MODULES.get(name, (name,))
@@ -535,7 +535,7 @@ _CONVERSATION_FILES = (
 
 
 @rule_function
-def rollout_engine(line: Line, key: str, value: Any) -> None:
+def set_rollout_engine(line: Line, key: str, value: Any) -> None:
     """Set the rollout engine. vLLM replaces one that does not exist here."""
     is_replaced = value in ("trtllm", "vllm_omni", "dynamo")
     line.set(key, "vllm" if is_replaced else value)
@@ -544,7 +544,7 @@ def rollout_engine(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def rollout_mode(line: Line, key: str, value: Any) -> None:
+def set_rollout_mode(line: Line, key: str, value: Any) -> None:
     """Set the mode of the rollout. Conversations of several turns need the mode `async`."""
     section = f"{ROLLOUT}.multi_turn"
     has_turns = line.get(f"{section}.enable")
@@ -556,7 +556,7 @@ def rollout_mode(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def rollout_parallel(line: Line, key: str, value: Any) -> None:
+def set_rollout_parallel(line: Line, key: str, value: Any) -> None:
     """Set a parallel size of the engine. The engine `hf` always has one rank."""
     if line.get(f"{ROLLOUT}.name") == "hf":
         line.note(line.sentence)
@@ -565,7 +565,7 @@ def rollout_parallel(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def do_sample(line: Line, key: str, value: Any) -> None:
+def set_do_sample(line: Line, key: str, value: Any) -> None:
     """Set whether tokens are sampled. In verl's asynchronous mode the temperature decides."""
     if line.get(f"{ROLLOUT}.mode") == "async":
         is_sampled = line.get(f"{key.removesuffix('do_sample')}temperature", 1) > 0
@@ -590,7 +590,7 @@ _OVERLONG_SECTIONS = (
 
 
 @rule_function
-def overlong(line: Line, key: str, value: Any) -> None:
+def set_overlong_penalty(line: Line, key: str, value: Any) -> None:
     """Set the penalty for long responses. Only the manager `dapo` has it."""
     is_enabled = any(line.get(f"{section}.enable") for section in _OVERLONG_SECTIONS)
     if not is_enabled or _first_value(line, _MANAGER_KEYS) != "dapo":
@@ -603,19 +603,19 @@ def overlong(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def reward_model_key(line: Line, key: str, value: Any) -> None:
+def set_reward_model_key(line: Line, key: str, value: Any) -> None:
     """Set a key of the reward model, if there is one."""
     if not (line.get("reward.reward_model.enable") or line.get("reward_model.enable")):
         line.note(line.sentence)
-    elif value is not None or line.written in line.keys.from_user:
-        line.take_ours(key, value)
+    elif value is not None or line.current_key in line.keys.from_user:
+        line.take_over(key, value)
 
 
 # ---- critic -------------------------------------------------------------------------------------
 
 
 @rule_function
-def critic_checkpoints(line: Line, key: str, value: Any) -> None:
+def set_kept_checkpoints(line: Line, key: str, value: Any) -> None:
     """Set the number of checkpoints to keep. Here a checkpoint contains both actor and critic."""
     if has_critic(line):
         line.set("trainer.max_ckpt_to_keep", value or None)
@@ -624,16 +624,16 @@ def critic_checkpoints(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def critic_key(line: Line, key: str, value: Any) -> None:
+def set_critic_key(line: Line, key: str, value: Any) -> None:
     """Set a key of the critic, if verl has one in this run."""
     if has_critic(line):
-        line.take_ours(key, value)
+        line.take_over(key, value)
     else:
         line.note(line.sentence)
 
 
 @rule_function
-def critic_switch(line: Line, key: str, value: Any) -> None:
+def check_critic_switch(line: Line, key: str, value: Any) -> None:
     """Refuse `critic.enable` if it contradicts the estimator, by which a critic is used here."""
     if value is not None and value != (line.get("algorithm.adv_estimator") == "gae"):
         line.refuse("null", line.sentence)
@@ -642,21 +642,21 @@ def critic_switch(line: Line, key: str, value: Any) -> None:
 # ---- the line as a whole ------------------------------------------------------------------------
 
 
-def processes(line: Line) -> None:
+def set_processes(line: Line) -> None:
     """Set the backend, and fit the sizes of the roles to the number of processes."""
-    num_processes = count_of(line)
+    num_processes = count_processes(line)
     for role in (ACTOR, "critic"):
         _fit_sequence_parallel(line, role, num_processes)
-        programs.shards(line, role, num_processes)
-    # The line trains with Megatron, for which there are other rows.
+        programs.set_shard_size(line, role, num_processes)
+    # A line that trains with Megatron has further rules.
     if line.rules != line.entry.rules:
-        programs.share_sizes(line, ["critic"] if has_critic(line) else [])
-    line.written = "trainer.n_gpus_per_node"
+        programs.share_actor_sizes(line, ["critic"] if has_critic(line) else [])
+    line.current_key = "trainer.n_gpus_per_node"
     # A line that names a cluster runs on Ray, even with one process.
-    if num_processes != 1 or "ray_kwargs.ray_init.address" in line.ours:
+    if num_processes != 1 or "ray_kwargs.ray_init.address" in line.settings:
         line.set("trainer.backend", "ray")
-    line.written = f"{ROLLOUT}.name"
-    if line.written not in line.ours:
+    line.current_key = f"{ROLLOUT}.name"
+    if line.current_key not in line.settings:
         line.set(f"{ROLLOUT}.name", "vllm")
 
 
@@ -665,56 +665,56 @@ def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
 
     The checks of the configuration report a size that does not fit for another reason.
     """
-    line.written = f"{role}.ulysses_sequence_parallel_size"
-    size = line.ours.get(line.written, 1)
+    line.current_key = f"{role}.ulysses_sequence_parallel_size"
+    size = line.settings.get(line.current_key, 1)
     model_sizes = []
     for dimension in ("tensor", "pipeline"):
-        model_sizes.append(line.ours.get(f"{role}.{dimension}_model_parallel_size", 1))
+        model_sizes.append(line.settings.get(f"{role}.{dimension}_model_parallel_size", 1))
     are_numbers = is_number(size) and all(map(is_number, model_sizes))
     if not are_numbers or size <= num_processes:
         return
     # Processes are divided by the model sizes; all ranks that remain share a sequence.
     ranks_per_model = prod(model_sizes)
     if num_processes % ranks_per_model == 0:
-        line.ours[line.written] = num_processes // ranks_per_model
+        line.settings[line.current_key] = num_processes // ranks_per_model
         line.note(
             f"There are {num_processes} processes: as many share a sequence. No number depends on it."
         )
 
 
-def schedules(line: Line) -> None:
+def set_schedules(line: Line) -> None:
     """Set how learning-rate schedules count steps, and when they end.
 
     verl counts steps from 0, except for cosine schedules if version 0.10's key says so. A schedule
     ends at `total_training_steps` if it is set, even if the epochs end before.
     """
-    num_steps = line.ours.get("trainer.total_training_steps")
+    num_steps = line.settings.get("trainer.total_training_steps")
     for section in (spell_key(f"{ACTOR}.optim", line.entry.task), "critic.optim"):
-        scheduler = line.ours.get(f"{section}.lr_scheduler_type", "constant")
-        has_warmup = line.ours.get(f"{section}.lr_warmup_steps_ratio")
+        scheduler = line.settings.get(f"{section}.lr_scheduler_type", "constant")
+        has_warmup = line.settings.get(f"{section}.lr_warmup_steps_ratio")
         if is_number(num_steps) and (scheduler != "constant" or has_warmup):
-            line.written = f"{section}.total_training_steps"
-            line.set(line.written, num_steps)
-        line.written = f"{section}.zero_indexed_step"
-        if f"{section}.lr" not in line.ours:
+            line.current_key = f"{section}.total_training_steps"
+            line.set(line.current_key, num_steps)
+        line.current_key = f"{section}.zero_indexed_step"
+        if f"{section}.lr" not in line.settings:
             continue
         if scheduler == "cosine":
-            line.ours.setdefault(line.written, True)
+            line.settings.setdefault(line.current_key, True)
         else:
             line.note(
                 "verl reads it for a cosine alone: the steps of other schedules are counted from 0."
             )
-            line.ours[line.written] = True
+            line.settings[line.current_key] = True
 
 
-def reward_models(line: Line) -> None:
+def set_reward_model(line: Line) -> None:
     """Set the processes of a reward model, and drop the reward function that it replaces."""
-    line.written = "reward.reward_model.enable"
-    if not line.get(line.written):
-        line.written = "reward_model.enable"
-    if not line.get(line.written):
+    line.current_key = "reward.reward_model.enable"
+    if not line.get(line.current_key):
+        line.current_key = "reward_model.enable"
+    if not line.get(line.current_key):
         return
-    section = line.written.removesuffix(".enable")
+    section = line.current_key.removesuffix(".enable")
     _drop_reward_function(line)
     if line.get(f"{section}.enable_resource_pool"):
         num_nodes = line.get(f"{section}.nnodes", 1)
@@ -731,34 +731,34 @@ def _drop_reward_function(line: Line) -> None:
     says so.
     """
     path = "custom_reward_function.path"
-    if not line.ours.get(path):
+    if not line.settings.get(path):
         return
     has_loop = VERSIONS.index(line.version) >= VERSIONS.index("0.8.0")
     sentence = "The reward model gives the scores: the function is not called."
     if has_loop and line.get(f"{REWARD}.use_reward_loop", True):
         sentence += " verl would call it, with the address of the served model."
-    line.written = line.sources[path]
+    line.current_key = line.sources[path]
     line.note(sentence)
-    for key in list(line.ours):
+    for key in list(line.settings):
         if key.startswith("custom_reward_function."):
-            del line.ours[key]
+            del line.settings[key]
 
 
 _PPO = (
-    processes,
-    reward_models,
-    programs.distillation,
-    schedules,
-    programs.replayed_routes,
-    programs.trainer_modes,
+    set_processes,
+    set_reward_model,
+    programs.set_distillation,
+    set_schedules,
+    programs.replace_engine_for_replay,
+    programs.set_trainer_mode,
 )
 FINISH: dict[str, tuple[Callable[[Line], None], ...]] = {
     "ppo": _PPO,
     "async_flow": _PPO,
-    "async": (*_PPO, programs.beside_training),
-    "fully_async": (*_PPO, programs.beside_training),
-    "sft": (programs.supervised, schedules),
-    "fsdp_sft": (programs.supervised, schedules),
-    "generation": (programs.generation,),
+    "async": (*_PPO, programs.set_async_training),
+    "fully_async": (*_PPO, programs.set_async_training),
+    "sft": (programs.set_supervised_run, set_schedules),
+    "fsdp_sft": (programs.set_supervised_run, set_schedules),
+    "generation": (programs.set_generation,),
 }
 """Functions that are called after all keys of a line, by the first name of `Entry.rules`."""

@@ -47,11 +47,11 @@ def _size(line: Line, key: str, otherwise: int = 1) -> int:
 
     The checks of the configuration refuse a value that is no integer.
     """
-    size = line.ours.get(key)
+    size = line.settings.get(key)
     return size if isinstance(size, int) else otherwise
 
 
-def shards(line: Line, role: str, count: int) -> None:
+def set_shard_size(line: Line, role: str, num_processes: int) -> None:
     """Adapt `fsdp_size`, the number of ranks that shard a copy of a role's weights.
 
     In Quadriga it must be a multiple of the sequence-parallel size, and is -1 if all ranks share one
@@ -60,25 +60,25 @@ def shards(line: Line, role: str, count: int) -> None:
     Args:
         line: the line.
         role: section of the role.
-        count: number of processes.
+        num_processes: number of processes.
     """
     key = f"{role}.fsdp_config.fsdp_size"
     sequence_size, tensor_size, pipeline_size = (_size(line, f"{role}.{name}") for name in _SIZES)
     size = _size(line, key, -1)
-    num_ranks = count // (tensor_size * pipeline_size)
+    num_ranks = num_processes // (tensor_size * pipeline_size)
     if 0 < size < num_ranks and size % sequence_size:
-        line.written = line.sources[key]
+        line.current_key = line.sources[key]
         line.note(
             "Ranks that share a sequence share one copy of the weights too; no number depends on it."
         )
         size = lcm(size, sequence_size)
     if size == 0 or size < -1 or size >= num_ranks:
-        line.ours[key] = -1
+        line.settings[key] = -1
     elif size > 0:
-        line.ours[key] = size
+        line.settings[key] = size
 
 
-def share_sizes(line: Line, roles: list[str]) -> None:
+def share_actor_sizes(line: Line, roles: list[str]) -> None:
     """Give all roles on the actor's processes the actor's sizes, since Megatron requires that.
 
     Args:
@@ -94,17 +94,17 @@ def share_sizes(line: Line, roles: list[str]) -> None:
     for role in roles:
         for name in names:
             key = f"{role}.{name}"
-            line.written = line.sources.get(key, key)
-            actor_size = line.ours.get(f"{_ACTOR}.{name}", 1)
-            if line.ours.get(key, 1) != actor_size:
+            line.current_key = line.sources.get(key, key)
+            actor_size = line.settings.get(f"{_ACTOR}.{name}", 1)
+            if line.settings.get(key, 1) != actor_size:
                 line.note(
                     "Roles that share processes have the actor's sizes: Megatron has one set of them in a process."
                 )
-                line.ours[key] = actor_size
+                line.settings[key] = actor_size
 
 
 @rule_function
-def engine_setting(line: Line, key: str, value: Any) -> None:
+def drop_engine_setting(line: Line, key: str, value: Any) -> None:
     """Drop a setting of a training engine that does not exist here."""
     engine = line.get("engine.group", line.get("engine.strategy"))
     if engine in OWN_ENGINES and key not in line.keys.default:
@@ -118,7 +118,7 @@ def engine_setting(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def engine(line: Line, key: str, value: Any) -> None:
+def set_supervised_engine(line: Line, key: str, value: Any) -> None:
     """Set the training engine of a supervised run."""
     if value in MEGATRON_ENGINES:
         line.set("engine.strategy", value)
@@ -127,14 +127,14 @@ def engine(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def supervised_dtype(line: Line, key: str, value: Any) -> None:
+def set_supervised_dtype(line: Line, key: str, value: Any) -> None:
     """Set the dtype of computations, if the user has changed it. By default the machine decides."""
     if line.keys.is_changed(key):
         line.set("engine.fsdp_config.model_dtype", value)
 
 
 @rule_function
-def cut(line: Line, key: str, value: Any) -> None:
+def set_micro_batch_limit(line: Line, key: str, value: Any) -> None:
     """Set the tokens or the rows of a micro-batch, whichever `data.use_dynamic_bsz` selects."""
     name = key.removeprefix("data.")
     counts_tokens = bool(line.get("data.use_dynamic_bsz", True))
@@ -145,7 +145,7 @@ def cut(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def min_lr(line: Line, key: str, value: Any) -> None:
+def set_min_lr(line: Line, key: str, value: Any) -> None:
     """Convert the last learning rate to a share of the highest one."""
     highest_rate = line.get("optim.lr")
     if is_number(value) and is_number(highest_rate) and highest_rate > 0:
@@ -155,7 +155,7 @@ def min_lr(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def column(line: Line, key: str, value: Any) -> None:
+def set_column(line: Line, key: str, value: Any) -> None:
     """Set the name of a column, or the dotted path of an entry inside it."""
     inner_names = line.get(key.replace("_key", "_dict_keys"), [])
     names = value if isinstance(value, list) else [value]
@@ -163,16 +163,16 @@ def column(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def multiturn(line: Line, key: str, value: Any) -> None:
+def set_chat_format(line: Line, key: str, value: Any) -> None:
     """Set whether rows are chats, or pairs of a prompt and a response."""
     line.set("data.format", "messages" if value else "prompt_response")
 
 
-def supervised(line: Line) -> None:
+def set_supervised_run(line: Line) -> None:
     """Set the processes of a supervised run, and no validation before its first step."""
-    line.written = ""
+    line.current_key = ""
     line.set("trainer.val_before_train", False)
-    # `launched` has converted torchrun's options to these keys. Without them, the run has as many
+    # `find_program` has converted torchrun's options to these keys. Without them, the run has as many
     # processes as its parallel sizes need.
     launcher_keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
     is_launched = not line.keys.from_user.isdisjoint(launcher_keys)
@@ -181,14 +181,14 @@ def supervised(line: Line) -> None:
     if not numbers:
         numbers = [_size(line, f"engine.{name}") for name in _SIZES]
     num_processes = prod(numbers)
-    shards(line, "engine", num_processes)
-    line.written = ""
+    set_shard_size(line, "engine", num_processes)
+    line.current_key = ""
     if num_processes == 1:
         return
     line.set("trainer.backend", "ray")
     if not is_launched:
         line.set("trainer.n_gpus_per_node", num_processes)
-        line.written = "engine.ulysses_sequence_parallel_size"
+        line.current_key = "engine.ulysses_sequence_parallel_size"
         line.note(
             f"{num_processes} processes are started, as many as it needs: torchrun's words, or "
             "trainer.n_gpus_per_node and trainer.nnodes, say how many."
@@ -203,8 +203,8 @@ _TOP_K = "forward_kl_topk"
 
 
 @rule_function
-def teacher_key(line: Line, key: str, value: Any) -> None:
-    """Check a key of distillation. `distillation` translates all of them together."""
+def check_teacher_key(line: Line, key: str, value: Any) -> None:
+    """Check a key of distillation. `set_distillation` translates all of them together."""
     if not line.get("distillation.enabled"):
         line.note(line.sentence)
         return
@@ -214,26 +214,26 @@ def teacher_key(line: Line, key: str, value: Any) -> None:
         line.refuse("the name in data.reward_fn_key", fix)
 
 
-def distillation(line: Line) -> None:
+def set_distillation(line: Line) -> None:
     """Set the teachers, their processes, and how the student learns from them."""
     if not line.get("distillation.enabled"):
         return
     paths = {}
-    for key in line.keys.tree.below(_TEACHERS):
+    for key in line.keys.tree.keys_below(_TEACHERS):
         name = key.split(".")[2]
         path = line.get(f"{_TEACHERS}.{name}.model_path")
         if path:
             paths[name] = path
         else:
-            line.written = key
+            line.current_key = key
             line.note("A teacher without model_path does not answer.")
-    line.written = "distillation.enabled"
+    line.current_key = "distillation.enabled"
     line.set("distillation.enable", True)
     sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
     # A single teacher answers for all data sources.
     if len(paths) == 1:
         line.set("distillation.path", *paths.values())
-        line.written = f"{_TEACHERS}.{next(iter(paths))}.key"
+        line.current_key = f"{_TEACHERS}.{next(iter(paths))}.key"
         line.note("A single teacher answers for all data sources.")
     elif None in sources.values():
         expected = "a `key`, the data source, for each of several teachers"
@@ -245,13 +245,13 @@ def distillation(line: Line) -> None:
     num_per_node = line.get("distillation.n_gpus_per_node", 8)
     num_nodes = line.get("distillation.nnodes", 0)
     if all(isinstance(number, int) and number > 0 for number in (num_per_node, num_nodes)):
-        line.written = ""
+        line.current_key = ""
         line.set("trainer.backend", "ray")
-        placement = line.ours.get("trainer.placement")
+        placement = line.settings.get("trainer.placement")
         placement = placement or {"actor_rollout_ref": "all", "critic": "all"}
-        line.ours["trainer.placement"] = {**placement, "teacher": "teacher"}
-        pools = line.ours.get("trainer.resource_pools") or {}
-        line.ours["trainer.resource_pools"] = {**pools, "teacher": [num_per_node] * num_nodes}
+        line.settings["trainer.placement"] = {**placement, "teacher": "teacher"}
+        pools = line.settings.get("trainer.resource_pools") or {}
+        line.settings["trainer.resource_pools"] = {**pools, "teacher": [num_per_node] * num_nodes}
     _teacher_loss(line)
 
 
@@ -266,12 +266,12 @@ def _teacher_loss(line: Line) -> None:
     if line.get(f"{_LOSS}.loss_mode", "k3") == _TOP_K:
         names += ["topk", "log_prob_min_clamp"]
     for name in names:
-        line.written = f"{_LOSS}.{name}"
-        line.set(f"distillation.{name}", line.get(line.written))
+        line.current_key = f"{_LOSS}.{name}"
+        line.set(f"distillation.{name}", line.get(line.current_key))
 
-    line.written = f"{_LOSS}.distillation_loss_coef"
+    line.current_key = f"{_LOSS}.distillation_loss_coef"
     if has_rewards:
-        line.set("distillation.loss_coef", float(line.get(line.written, 1.0)))
+        line.set("distillation.loss_coef", float(line.get(line.current_key, 1.0)))
     else:
         line.note("verl weighs the divergence beside task rewards alone.")
     if is_gradient:
@@ -279,7 +279,7 @@ def _teacher_loss(line: Line) -> None:
     if not has_rewards:
         _drop_task_loss(line, is_gradient=is_gradient)
     elif is_gradient:
-        line.written = f"{_LOSS}.use_policy_gradient"
+        line.current_key = f"{_LOSS}.use_policy_gradient"
         line.note(
             "The divergence comes off the advantages, and one loss clips both; verl clips two."
         )
@@ -288,11 +288,11 @@ def _teacher_loss(line: Line) -> None:
 def _teacher_clips(line: Line, *, has_rewards: bool) -> None:
     """Set the clips of the divergence, which are those of the policy loss here."""
     for name in ("clip_ratio_low", "clip_ratio_high"):
-        line.written = f"{_LOSS}.{name}"
-        clip = line.get(line.written, 0.2)
-        actor_clip = line.ours.get(f"{_ACTOR}.{name}", 0.2)
+        line.current_key = f"{_LOSS}.{name}"
+        clip = line.get(line.current_key, 0.2)
+        actor_clip = line.settings.get(f"{_ACTOR}.{name}", 0.2)
         if not has_rewards:
-            line.ours[f"{_ACTOR}.{name}"] = clip
+            line.settings[f"{_ACTOR}.{name}"] = clip
         elif clip != actor_clip:
             fix = "The divergence comes off the advantages: one loss clips both."
             line.refuse(f"{actor_clip}, as {_ACTOR}.{name}", fix)
@@ -309,9 +309,9 @@ def _drop_task_loss(line: Line, *, is_gradient: bool) -> None:
     if is_gradient:
         neutral_values[f"{_ACTOR}.clip_ratio_c"] = 3.0
     for key, value in neutral_values.items():
-        if line.ours.get(key, value) != value:
-            line.written = line.sources.get(key, key)
-            line.ours[key] = value
+        if line.settings.get(key, value) != value:
+            line.current_key = line.sources.get(key, key)
+            line.settings[key] = value
             line.note(
                 "verl does not read it without task rewards (distillation_loss.use_task_rewards)."
             )
@@ -324,7 +324,7 @@ _EXPERTS = "expert_parallel_size"
 
 
 @rule_function
-def async_key(line: Line, key: str, value: Any) -> None:
+def set_async_key(line: Line, key: str, value: Any) -> None:
     """Translate a key of `async_training`. Keys without a branch here are read by other functions."""
     mini_batch = line.get(f"{_ACTOR}.ppo_mini_batch_size")
     step_size = mini_batch * line.get(f"{_ASYNC}.require_batches", 1)
@@ -347,8 +347,8 @@ _V1 = "trainer.v1"
 
 
 @rule_function
-def trainer_mode(line: Line, key: str, value: Any) -> None:
-    """Check the mode of the trainer since verl 0.10. `trainer_modes` translates it."""
+def check_trainer_mode(line: Line, key: str, value: Any) -> None:
+    """Check the mode of the trainer since verl 0.10. `set_trainer_mode` translates it."""
     if value == "colocate_async":
         line.note(line.sentence)
     elif value not in ("sync", "separate_async", None):
@@ -356,8 +356,8 @@ def trainer_mode(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def separate_key(line: Line, key: str, value: Any) -> None:
-    """Report a key of the mode `separate_async`, unless `trainer_modes` reads it."""
+def note_separate_key(line: Line, key: str, value: Any) -> None:
+    """Report a key of the mode `separate_async`, unless `set_trainer_mode` reads it."""
     is_read = key.endswith((".parameter_sync_step", "off_policy_threshold", "off_policy_strategy"))
     is_read = is_read or key.startswith(f"{_ROLLOUT}.")
     if not (is_read and _is_separate(line)):
@@ -370,7 +370,7 @@ def _is_separate(line: Line) -> bool:
     return bool(is_v1) and line.get(f"{_V1}.trainer_mode") == "separate_async"
 
 
-def trainer_modes(line: Line) -> None:
+def set_trainer_mode(line: Line) -> None:
     """Set asynchronous training for `trainer_mode=separate_async`.
 
     A step of that trainer has `parameter_sync_step` updates. Here each update is a step.
@@ -380,71 +380,71 @@ def trainer_modes(line: Line) -> None:
     sync_key = f"{_V1}.separate_async.parameter_sync_step"
     num_updates = line.get(sync_key, 4)
     if not isinstance(num_updates, int) or num_updates < 1:
-        line.written = sync_key
+        line.current_key = sync_key
         line.refuse("a whole number, at least 1", "Publish weights after that many updates.")
         return
     threshold_key = f"{_V1}.sampler.max_off_policy_threshold"
     strategy_key = f"{_V1}.sampler.max_off_policy_strategy"
-    line.written = sync_key
+    line.current_key = sync_key
     line.set(f"{_ASYNC}.sync_every", num_updates)
-    line.written = threshold_key
+    line.current_key = threshold_key
     line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8))
-    line.written = strategy_key
+    line.current_key = strategy_key
     # Dropped groups would be replaced by new ones. With a filter, which also replaces groups, the
     # step waits for those that it began.
-    has_filter = line.ours.get("algorithm.filter_groups.enable")
+    has_filter = line.settings.get("algorithm.filter_groups.enable")
     line.set(f"{_ASYNC}.on_stale", "wait" if has_filter else line.get(strategy_key, "drop"))
 
     # A step of verl is several steps here.
     for name in ("total_training_steps", "save_freq", "test_freq"):
-        num_steps = line.ours.get(f"trainer.{name}")
+        num_steps = line.settings.get(f"trainer.{name}")
         if is_number(num_steps) and num_steps > 0:
-            line.ours[f"trainer.{name}"] = num_steps * num_updates
-    line.written = f"{_V1}.trainer_mode"
+            line.settings[f"trainer.{name}"] = num_steps * num_updates
+    line.current_key = f"{_V1}.trainer_mode"
     line.note(
         f"A step is one update; verl counts {num_updates} updates as one step, so the numbers of "
         "steps between checkpoints and validations are multiplied by it."
     )
-    beside_training(line)
+    set_async_training(line)
 
 
 def _generate_natively(line: Line, sentence: str) -> None:
     """Replace the rollout engine by `native`, in which each process has the whole model."""
     replaced = {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}
     for name, value in replaced.items():
-        line.written = f"{_ROLLOUT}.{name}"
+        line.current_key = f"{_ROLLOUT}.{name}"
         line.note(sentence)
-        line.ours[line.written] = value
+        line.settings[line.current_key] = value
 
 
-def beside_training(line: Line) -> None:
+def set_async_training(line: Line) -> None:
     """Set asynchronous training, with processes that only generate."""
-    traits = ENGINES.get(line.ours.get(f"{_ROLLOUT}.name", ""))
+    traits = ENGINES.get(line.settings.get(f"{_ROLLOUT}.name", ""))
     if traits is None or not traits.streams:
         _generate_natively(
             line,
             "native generates, each process with the whole model; vllm would stay; main_ppo keeps sglang.",
         )
-    line.written = ""
+    line.current_key = ""
     line.set(f"{_ASYNC}.enable", True)
     if line.entry.name == "one_step_off_ppo":
         line.set(f"{_ASYNC}.preset", "one_step_off")
-    if not any(key.startswith("algorithm.rollout_correction.") for key in line.ours):
+    if not any(key.startswith("algorithm.rollout_correction.") for key in line.settings):
         line.set("algorithm.rollout_correction.preset", "disabled")
 
     # Other roles, such as teachers, keep the processes that they have in the line.
     placement = {}
-    for role, pool in line.ours.get("trainer.placement", {}).items():
+    for role, pool in line.settings.get("trainer.placement", {}).items():
         if "rollout" not in role:
             placement[role] = pool
     placement |= {"actor": "all", "ref": "all", "critic": "all", "rollout": "generation"}
     section = _ROLLOUT if _is_separate(line) else "rollout"
     num_nodes = line.get(f"{section}.nnodes", 1) or 1
     pool = [line.get(f"{section}.n_gpus_per_node", 8)] * num_nodes
-    pools = line.ours.get("trainer.resource_pools", {})
-    line.ours["trainer.backend"] = "ray"
-    line.ours["trainer.placement"] = placement
-    line.ours["trainer.resource_pools"] = {**pools, "generation": pool}
+    pools = line.settings.get("trainer.resource_pools", {})
+    line.settings["trainer.backend"] = "ray"
+    line.settings["trainer.placement"] = placement
+    line.settings["trainer.resource_pools"] = {**pools, "generation": pool}
 
 
 # ---- mixtures of experts ------------------------------------------------------------------------
@@ -455,7 +455,7 @@ _ROUTER_REPLAY = {"disabled": "off", None: "off", "R2": "old_log_prob", "R3": "r
 
 
 @rule_function
-def rollout_experts(line: Line, key: str, value: Any) -> None:
+def set_rollout_experts(line: Line, key: str, value: Any) -> None:
     """Set the ranks that divide the experts of an engine. verl's number may span several engines."""
     if is_number(value) and value > 1:
         section = key.rpartition(".")[0]
@@ -469,7 +469,7 @@ def rollout_experts(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def router_replay(line: Line, key: str, value: Any) -> None:
+def set_router_replay(line: Line, key: str, value: Any) -> None:
     """Set which choice of experts an update repeats: that of old log-probs (R2) or rollout (R3)."""
     if value not in _ROUTER_REPLAY:
         fix = "Routes travel with the batch: there is nothing to record, or to read."
@@ -478,24 +478,24 @@ def router_replay(line: Line, key: str, value: Any) -> None:
         line.set(f"{_ACTOR}.router_replay", _ROUTER_REPLAY[value])
 
 
-def replayed_routes(line: Line) -> None:
+def replace_engine_for_replay(line: Line) -> None:
     """Replace the engine by one that reports its choices of experts, if the update repeats them."""
-    traits = ENGINES.get(line.ours.get(f"{_ROLLOUT}.name", ""))
-    repeats_choices = line.ours.get(f"{_ACTOR}.router_replay") == "rollout"
+    traits = ENGINES.get(line.settings.get(f"{_ROLLOUT}.name", ""))
+    repeats_choices = line.settings.get(f"{_ACTOR}.router_replay") == "rollout"
     if repeats_choices and traits is not None and not traits.reports_routes:
         _generate_natively(
             line,
             "native generates, each process with the whole model: it alone reports the experts that "
             "it chose, which router_replay repeats.",
         )
-        line.written = line.sources[f"{_ACTOR}.router_replay"]
+        line.current_key = line.sources[f"{_ACTOR}.router_replay"]
         line.note("The rollout engine is native, which reports the experts that it chose.")
 
 
 @rule_function
-def expert_bias(line: Line, key: str, value: Any) -> None:
+def refuse_expert_bias(line: Line, key: str, value: Any) -> None:
     """Refuse biases of routers if Megatron would update them in each step."""
-    rate_key = f"{line.written.rpartition('.')[0]}.moe_router_bias_update_rate"
+    rate_key = f"{line.current_key.rpartition('.')[0]}.moe_router_bias_update_rate"
     if value and line.get(rate_key) != 0:
         line.refuse("moe_router_bias_update_rate=0 beside it", line.sentence)
     line.note(line.sentence)
@@ -505,7 +505,7 @@ def expert_bias(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def rollout_dtype(line: Line, key: str, value: Any) -> None:
+def check_rollout_dtype(line: Line, key: str, value: Any) -> None:
     """Check the dtype of generation, which is the dtype of training here."""
     names = ("megatron.dtype", "fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
     trains_in_float16 = any(line.get(f"{_ACTOR}.{name}") in ("fp16", "float16") for name in names)
@@ -515,12 +515,12 @@ def rollout_dtype(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def option(line: Line, key: str, value: Any) -> None:
+def set_option(line: Line, key: str, value: Any) -> None:
     """Set an option of the function that runs in place of the program (`cli.RUNS`)."""
     line.options[key.removeprefix("data.")] = value
 
 
-def generation(line: Line) -> None:
+def set_generation(line: Line) -> None:
     """Cut long prompts at their end, as verl's program does."""
     line.set("data.truncation", "right")
 
@@ -544,7 +544,7 @@ _MERGER_FLAGS = (
 """Flags of the merger that change nothing here."""
 
 
-def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str]]:
+def translate_merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str]]:
     """Translate the arguments of verl's merger.
 
     Returns:
@@ -577,27 +577,27 @@ def _merger_problems(
     where = "model_merger"
     problems: list[ConfigError] = []
 
-    def add(place: str, got: str, expected: str, fix: str = "") -> None:
+    def add_problem(place: str, got: str, expected: str, fix: str = "") -> None:
         problems.append(ConfigError(place, got=got, expected=expected, fix=fix))
 
     # Flags that have no effect here are accepted without a notice.
     for word in unknown_words:
         if word not in _MERGER_FLAGS:
-            add(where, f"'{word}'", "a word of its own")
+            add_problem(where, f"'{word}'", "a word of its own")
     if options.operation != "merge":
-        add(where, f"'{options.operation}'", "merge", "Compare by yourself.")
+        add_problem(where, f"'{options.operation}'", "merge", "Compare by yourself.")
     if options.backend not in {None, *OWN_ENGINES}:
-        add(f"{where} --backend", options.backend, "fsdp, megatron")
+        add_problem(f"{where} --backend", options.backend, "fsdp, megatron")
     if options.hf_upload_path:
         fix = "Upload the folder when it is written: hf upload NAME FOLDER."
-        add(f"{where} --hf_upload_path", options.hf_upload_path, "none", fix)
+        add_problem(f"{where} --hf_upload_path", options.hf_upload_path, "none", fix)
     if not options.local_dir or not options.target_dir:
-        add(where, "not both", "--local_dir and --target_dir")
+        add_problem(where, "not both", "--local_dir and --target_dir")
     elif not folder.exists():
         place = f"{where} --local_dir"
         expected = "a folder that exists"
         problems.append(MachineError(place, got=f"'{folder}'", expected=expected))
     elif any(folder.glob("model_world_size_*")) or (folder / "dist_ckpt").exists():
         fix = "Merge it where it was trained, with verl; a checkpoint of a run of Quadriga is taken here."
-        add(str(folder), "shards of verl's own", "a checkpoint of ours", fix)
+        add_problem(str(folder), "shards of verl's own", "a checkpoint of ours", fix)
     return problems

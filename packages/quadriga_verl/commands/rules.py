@@ -66,11 +66,11 @@ def rules_of(names: str) -> tuple[Rule, ...]:
         if becomes.startswith("["):
             kind = "values"
             argument = json.loads(becomes)
-        rules.append(Rule(_compiled(pattern), kind, argument, sentence))
+        rules.append(Rule(_compile_pattern(pattern), kind, argument, sentence))
     return tuple(rules)
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a pattern of rules.tsv, whose special parts are `*` and names in angle brackets."""
     text = re.escape(pattern).replace(r"\*", "(.*)")
     for name, sections in SECTIONS.items():

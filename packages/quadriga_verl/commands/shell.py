@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the commands of a shell script, with their variables expanded. Nothing is run.
 
-    text ──_statements──> statements ──_Shell.read, one by one──> commands with their words
+    text ──_split_statements──> statements ──_Shell.read, one by one──> commands with their words
 
 It understands what scripts that start a training usually contain: variables and their defaults
 (`${X:-y}`), arrays, arithmetic, quotes, continued lines, `if [ a = b ]`, `case`, `export`, `$(pwd)`,
@@ -81,7 +81,7 @@ class Command:
     notices: list[str] = field(default_factory=list)
 
 
-def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
+def find_commands(text: str, environment: Mapping[str, str]) -> list[Command]:
     """Find the commands that a shell would run.
 
     A command whose condition cannot be decided is included, with the problem `UNDECIDED`.
@@ -94,8 +94,12 @@ def commands(text: str, environment: Mapping[str, str]) -> list[Command]:
         ConfigError: a quote or a bracket is not closed.
     """
     shell = _Shell(environment)
-    read_commands = map(shell.read, _statements(text))
-    return [command for command in read_commands if command is not None]
+    found = []
+    for statement in _split_statements(text):
+        command = shell.read(statement)
+        if command is not None:
+            found.append(command)
+    return found
 
 
 # ---- splitting a script -------------------------------------------------------------------------
@@ -139,7 +143,7 @@ def _piece_end(text: str, start: int) -> int:
         return start + (2 if sign == "\\" else 1)
     # Pieces may be nested, so that the closing character is searched for piece by piece.
     position = start + len(opening)
-    depth = 1
+    depth = 1  # closing characters that are still missing
     while depth:
         if text[position] == closing:
             depth -= 1
@@ -162,17 +166,17 @@ def _word_end(text: str, start: int) -> int:
         while position < len(text) and text[position] not in " \t\r\n;&|<>()":
             position = _piece_end(text, position)
     except (IndexError, ValueError) as error:
-        raise _unclosed(text, start) from error
+        raise _unclosed_error(text, start) from error
     return position
 
 
-def _unclosed(text: str, start: int) -> ConfigError:
+def _unclosed_error(text: str, start: int) -> ConfigError:
     """Make the error about a quote or bracket that is not closed."""
     where = f"line {text.count(chr(10), 0, start) + 1}"
     return ConfigError(where, got="a quote or bracket without its end", expected="both")
 
 
-def _statements(text: str) -> Iterator[_Statement]:
+def _split_statements(text: str) -> Iterator[_Statement]:
     """Split a script into statements. Redirections and the text of here-documents are left out."""
     statement = _Statement()
     here_end = ""  # line that ends a here-document, after its operator `<<` was read
@@ -227,11 +231,11 @@ def _read_word(text: str, start: int) -> tuple[Any, int]:
     try:
         expansion_length = _piece_end(expansion, 0)
     except (IndexError, ValueError) as error:
-        raise _unclosed(text, end) from error
+        raise _unclosed_error(text, end) from error
     # The `$` that was added is not part of the script.
     array_end = end + expansion_length - 1
     elements = []
-    for part in _statements(text[end + 1 : array_end - 1]):
+    for part in _split_statements(text[end + 1 : array_end - 1]):
         elements += part.words
     return _Array(word, elements), array_end
 
@@ -262,9 +266,9 @@ class _ShellBlock:
         Args:
             is_chosen: whether the branch's own condition is true. None: not known.
         """
-        self.is_run = _all((is_chosen, _negated(self.is_done)))
+        self.is_run = _all_true((is_chosen, _not(self.is_done)))
         # By De Morgan's law: done if one of the two is true, else unknown if one is unknown.
-        self.is_done = _negated(_all((_negated(self.is_done), _negated(is_chosen))))
+        self.is_done = _not(_all_true((_not(self.is_done), _not(is_chosen))))
 
 
 class _Shell:
@@ -298,11 +302,11 @@ class _Shell:
         if not self._read_keywords(words) or not words:
             return None
         # None: it depends on a condition or an exit status that is not known.
-        is_run = _all(block.is_run for block in self._blocks)
+        is_run = _all_true(block.is_run for block in self._blocks)
         if statement.before == "&&":
-            is_run = _all((is_run, self._status))
+            is_run = _all_true((is_run, self._status))
         elif statement.before == "||":
-            is_run = _all((is_run, _negated(self._status)))
+            is_run = _all_true((is_run, _not(self._status)))
         if is_run is False:
             return None
 
@@ -315,20 +319,20 @@ class _Shell:
         if not words:
             return None
         if words[0] in ("[", "[[", "test"):
-            self._status = self._test(words)
+            self._status = self._evaluate_condition(words)
             return None
         # Commands are not executed, and assumed to succeed.
         self._status = True
         if words[0] in ("exit", "return") and is_run and not self._end:
             self._end = f"the script ends in line {self._line}, before this command"
-        return self._command(words, is_run)
+        return self._expand_command(words, is_run)
 
-    def _command(self, words: list[Any], is_run: bool | None) -> Command:
+    def _expand_command(self, words: list[Any], is_run: bool | None) -> Command:
         """Make a command by expanding its words."""
         command = Command(self._line, notices=list(self._notices))
         for word in words:
             try:
-                command.words += self._fields(word)
+                command.words += self._expand_to_words(word)
             except _Unknown as unknown:
                 command.problems.append(str(unknown))
         if is_run is None:
@@ -350,7 +354,7 @@ class _Shell:
                 return False
             if keyword == "else" and self._blocks:
                 is_done = self._blocks.pop().is_done
-                self._blocks.append(_ShellBlock(_negated(is_done), True))
+                self._blocks.append(_ShellBlock(_not(is_done), True))
             elif keyword == "case":
                 block = _ShellBlock(False, False, subject=words[1:2], patterns=words[3:])
                 self._blocks.append(block)
@@ -379,7 +383,7 @@ class _Shell:
             keyword: "if" or "elif".
             condition: words of its condition.
         """
-        result = self._test(condition)
+        result = self._evaluate_condition(condition)
         if keyword == "if" or not self._blocks:
             self._blocks.append(_ShellBlock(False, False))
         self._blocks[-1].begin_branch(result)
@@ -395,36 +399,36 @@ class _Shell:
         if statement.before == ";;":
             if block.patterns:
                 # The branch of these patterns is empty.
-                block.begin_branch(self._matches(block))
+                block.begin_branch(self._matches_case(block))
             block.patterns = []
         # None: the statement is within a branch, or the block is not a `case`.
         if block.patterns is None or statement.words[0] == "esac":
             return False
         if statement.before == ")":
-            block.begin_branch(self._matches(block))
+            block.begin_branch(self._matches_case(block))
             block.patterns = None
             return False
         block.patterns += statement.words
         return True
 
-    def _matches(self, block: _ShellBlock) -> bool | None:
+    def _matches_case(self, block: _ShellBlock) -> bool | None:
         """Whether the word of a `case` matches one of the collected patterns. None: not known."""
         try:
-            patterns = [self._text(pattern) for pattern in block.patterns or ()]
+            patterns = [self._expand_to_text(pattern) for pattern in block.patterns or ()]
             if "*" in patterns:
                 return True
-            subject = "".join(self._text(word) for word in block.subject)
+            subject = "".join(self._expand_to_text(word) for word in block.subject)
         except _Unknown:
             return None
         return any(fnmatchcase(subject, pattern) for pattern in patterns)
 
-    def _test(self, words: list[Any]) -> bool | None:
+    def _evaluate_condition(self, words: list[Any]) -> bool | None:
         """Whether a condition in brackets is true. None: it cannot be decided."""
         try:
             operands = []
             for word in words:
                 if word not in ("[", "]", "[[", "]]", "test", ";"):
-                    operands.append(self._text(word))
+                    operands.append(self._expand_to_text(word))
             match operands:
                 case [first, sign, second] if sign in _COMPARISONS:
                     is_pattern = "[[" in words and not set(second).isdisjoint("*?[")
@@ -459,13 +463,15 @@ class _Shell:
                     f"{name} is set in line {self._line}, under a condition that is not decided here"
                 )
             if isinstance(word, _Array):
-                fields = [part for element in word.elements for part in self._fields(element)]
+                fields = [
+                    part for element in word.elements for part in self._expand_to_words(element)
+                ]
                 value = _GAP.join(_KEPT + part for part in fields)
                 gap = _GAP
             else:
-                value = self._text(text)
+                value = self._expand_to_text(text)
                 gap = ""
-            self._variables[name] = self._value(name) + gap + value if appends else value
+            self._variables[name] = self._variable_value(name) + gap + value if appends else value
         except _Unknown as unknown:
             self._variables[name] = self._environment.get(name, unknown)
             if name in self._environment:
@@ -473,7 +479,7 @@ class _Shell:
 
     # ---- values of words ----
 
-    def _value(self, name: str) -> str:
+    def _variable_value(self, name: str) -> str:
         """Value of a variable. `$@` and `$*` are empty, since the script has no arguments.
 
         Raises:
@@ -486,11 +492,11 @@ class _Shell:
             raise value
         return value
 
-    def _text(self, raw: str) -> str:
+    def _expand_to_text(self, raw: str) -> str:
         """Expand a word to a single text, as in an assignment."""
         return self._expand(raw).replace(_GAP, " ").replace(_KEPT, "")
 
-    def _fields(self, raw: str) -> list[str]:
+    def _expand_to_words(self, raw: str) -> list[str]:
         """Expand a word to any number of words, as in a command."""
         parts = self._expand(raw, splits=True).split(_GAP)
         return [part.replace(_KEPT, "") for part in parts if part]
@@ -522,22 +528,23 @@ class _Shell:
             name = _PLAIN_PARAMETER.match(raw, position) if piece == "$" else None
             if name is not None:
                 position = name.end()
-                value = self._parameter(name[0])
+                value = self._parameter_value(name[0])
             elif piece.startswith("$(("):
-                value = self._arithmetic(piece[3:-2])
+                value = self._arithmetic_value(piece[3:-2])
             elif piece.startswith("$("):
-                value = self._output(piece[2:-1])
+                value = self._command_output(piece[2:-1])
             elif piece.startswith("`"):
-                value = self._output(piece[1:-1])
+                value = self._command_output(piece[1:-1])
             elif piece.startswith("${"):
-                value = self._parameter(piece[2:-1])
+                value = self._parameter_value(piece[2:-1])
             else:
-                values.append(self._literal(piece, is_quoted))
+                values.append(self._literal_value(piece, is_quoted))
                 continue
+            # As in a shell, only the values of expansions are split at blanks.
             values.append(re.sub(r"\s+", _GAP, value) if splits else value)
         return "".join(values)
 
-    def _literal(self, piece: str, is_quoted: bool) -> str:
+    def _literal_value(self, piece: str, is_quoted: bool) -> str:
         """Value of a piece that is not an expansion: a quoted part, or a character."""
         if piece.startswith("\\"):
             is_escape = not is_quoted or piece[1:] in '$`"\\\n'
@@ -548,7 +555,7 @@ class _Shell:
             return _KEPT + piece[1:-1]
         return _KEPT + self._expand(piece[1:-1], is_quoted=True)
 
-    def _parameter(self, inner: str) -> str:
+    def _parameter_value(self, inner: str) -> str:
         """Value of `${inner}`. Elements of an array are joined by `_GAP`.
 
         Raises:
@@ -565,51 +572,57 @@ class _Shell:
             action = modifier[-1]
             # With a colon, an empty value counts as missing.
             is_missing = is_missing or (modifier[0] == ":" and value == "")
+
+        # ${NAME+word}, ${NAME-word}, ${NAME=word} and ${NAME?}.
         if action == "+":
-            return "" if is_missing else self._text(word)
+            return "" if is_missing else self._expand_to_text(word)
         if is_missing and action in ("-", "="):
-            text = self._text(word)
+            text = self._expand_to_text(word)
             if action == "=":
                 self._variables[name] = text
             return text
         if is_missing and action == "?":
             raise _Unknown(f"{name} is not set (line {self._line})")
-        elements = self._value(name)
+
+        # A name alone means the first element of an array.
+        elements = self._variable_value(name)
         return elements if all_elements or name in "@*" else elements.partition(_GAP)[0]
 
-    def _arithmetic(self, inner: str) -> str:
+    def _arithmetic_value(self, inner: str) -> str:
         """Value of `$((inner))`, which may have integers, variables and the `_OPERATORS`.
 
         Raises:
             _Unknown: it has another form.
         """
 
-        def number(node: ast.expr) -> int:
+        def evaluate(node: ast.expr) -> int:
+            """Value of an expression; SyntaxError if it has another form."""
             match node:
                 case ast.Constant(int() as value):
                     return value
                 case ast.BinOp(left, sign, right) if type(sign) in _OPERATORS:
-                    return _OPERATORS[type(sign)](number(left), number(right))
+                    return _OPERATORS[type(sign)](evaluate(left), evaluate(right))
             raise SyntaxError
 
         # In arithmetic, variables are written without `$`.
         filled = re.sub(rf"(?<!\$)(?<!\{{)\b{_NAME}\b", r"${\g<0>}", inner)
         try:
-            return str(number(ast.parse(self._text(filled).strip(), mode="eval").body))
+            expression = ast.parse(self._expand_to_text(filled).strip(), mode="eval")
+            return str(evaluate(expression.body))
         except (SyntaxError, ZeroDivisionError) as error:
             text = f"$(({inner})) is more than is read here (line {self._line})"
             raise _Unknown(text) from error
 
-    def _output(self, inner: str) -> str:
+    def _command_output(self, inner: str) -> str:
         """Output of `$(inner)`, for the few commands with which scripts usually make names.
 
         Raises:
             _Unknown: it is another command.
         """
         words = []
-        for statement in _statements(inner):
+        for statement in _split_statements(inner):
             for raw in statement.words:
-                words += self._fields(raw)
+                words += self._expand_to_words(raw)
         match words:
             case ["pwd"]:
                 return str(Path.cwd())
@@ -625,12 +638,12 @@ def _is_assignment(word: str | _Array) -> bool:
     return isinstance(word, _Array) or _ASSIGNMENT.fullmatch(word) is not None
 
 
-def _negated(state: bool | None) -> bool | None:
+def _not(state: bool | None) -> bool | None:
     """Negate a state that may be unknown."""
     return None if state is None else not state
 
 
-def _all(states: Iterable[bool | None]) -> bool | None:
+def _all_true(states: Iterable[bool | None]) -> bool | None:
     """Whether all states are true. None: that depends on unknown ones."""
     listed = list(states)
     if False in listed:
@@ -641,7 +654,7 @@ def _all(states: Iterable[bool | None]) -> bool | None:
 # ---- launchers ----------------------------------------------------------------------------------
 
 
-def launched(words: Sequence[str]) -> tuple[str, list[str]] | None:
+def find_program(words: Sequence[str]) -> tuple[str, list[str]] | None:
     """Find the Python program that a command line starts.
 
     Args:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of a command line of verl: `translate(entry, words, version)`.
 
-words ──compose──> verl's tree of keys ──Line.take, key by key──> our keys, notices, refusals
+words ──compose──> verl's tree of keys ──Line.translate_key, key by key──> our keys, notices, refusals
                                        ──FINISH, whole line────>       ──read_settings──> Config
 """
 
@@ -18,14 +18,14 @@ from quadriga_verl.commands.hydra import (
     VERSIONS,
     Tree,
     Word,
-    defaults,
+    parse_plain,
     parse_word,
-    plain,
     read_config,
+    verl_defaults,
 )
 from quadriga_verl.commands.line import WORDS, Line
 from quadriga_verl.commands.meaning import FINISH
-from quadriga_verl.commands.programs import merger
+from quadriga_verl.commands.programs import translate_merger
 from quadriga_verl.commands.rules import SECTIONS, Rule, rules_of
 from quadriga_verl.commands.verl_keys import VerlKeys, is_among, is_number
 
@@ -60,29 +60,37 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
         return Line(entry, version, VerlKeys(entry), refused=[problem])
     if entry.run == "export":
         line = Line(entry, version, VerlKeys(entry))
-        line.options["argv"], problems, line.notices = merger(words)
+        line.options["argv"], problems, line.notices = translate_merger(words)
     else:
         line = compose(entry, words, version)
-        _take_all(line)
+        _translate_keys(line)
         if line.stopped:
             problem = ConfigError(entry.name, fix=line.stopped)
             return Line(entry, version, VerlKeys(entry), refused=[problem])
         if not line.refused:
             _note_redundant_keys(line, words)
-        problems = _finish(line)
+        problems = _read_settings(line)
     for problem in problems:
-        is_machines = isinstance(problem, MachineError)
-        (line.machine if is_machines else line.refused).append(problem)
+        if isinstance(problem, MachineError):
+            line.machine.append(problem)
+        else:
+            line.refused.append(problem)
     if line.refused:
         line.config = None
     return line
 
 
-def _finish(line: Line) -> list[ConfigError]:
-    """Read the translated keys as a configuration; returns its problems."""
+def _read_settings(line: Line) -> list[ConfigError]:
+    """Read the translated keys as the line's configuration, and collect its notices.
+
+    Returns:
+        The problems of the configuration.
+    """
     if line.entry.notice:
         line.notices.append(f"{line.entry.name}: {line.entry.notice}")
-    line.notices += [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
+    line.notices += [
+        f"{', '.join(keys)}: {sentence}" for sentence, keys in line.ineffective_keys.items()
+    ]
     # Problems of a key name verl's key too, if it has another name there.
     places = {}
     for key, source in line.sources.items():
@@ -90,11 +98,12 @@ def _finish(line: Line) -> list[ConfigError]:
             places[key] = f"verl's {source}"
     is_training = line.entry.run == "train"
     line.config, problems, notices = read_settings(
-        line.ours, places, task=line.entry.task, for_training=is_training
+        line.settings, places, task=line.entry.task, for_training=is_training
     )
-    usual_notices = (
-        _notices_of_defaults(line.entry, line.version) if line.keys.from_user else frozenset()
-    )
+    # Leave out notices that the user's keys have not caused.
+    usual_notices = frozenset[str]()
+    if line.keys.from_user:
+        usual_notices = _notices_of_defaults(line.entry, line.version)
     line.notices += [notice for notice in notices if notice not in usual_notices]
     return problems
 
@@ -109,16 +118,16 @@ def _note_redundant_keys(line: Line, words: Sequence[str]) -> None:
         line: the line, with all keys translated.
         words: its arguments.
     """
-    reported_keys = {key for keys in line.noted.values() for key in keys}
+    reported_keys = {key for keys in line.ineffective_keys.values() for key in keys}
     accounted_keys = reported_keys.union(line.sources.values())
     for key in sorted(line.keys.from_user - accounted_keys):
-        if not line.keys.is_changed(key) or line.checks_value(key):
+        if not line.keys.is_changed(key) or line.is_only_checked(key):
             continue
         line_without = compose(line.entry, words, line.version)
-        line_without.keys.leave_out(key)
-        _take_all(line_without)
-        if (line_without.ours, line_without.options) == (line.ours, line.options):
-            line.written = key
+        line_without.keys.unset(key)
+        _translate_keys(line_without)
+        if (line_without.settings, line_without.options) == (line.settings, line.options):
+            line.current_key = key
             line.note("It changes nothing beside the other keys of this command line.")
 
 
@@ -128,18 +137,18 @@ def _notices_of_defaults(entry: Entry, version: str) -> frozenset[str]:
     return frozenset(translate(entry, (), version).notices)
 
 
-def _take_all(line: Line) -> None:
+def _translate_keys(line: Line) -> None:
     """Translate each key of the tree, and then what the keys mean together."""
     line.rules = line.entry.rules
     for key in ("engine.group", "engine.strategy", "actor_rollout_ref.actor.strategy"):
         if str(line.get(key)) in MEGATRON_ENGINES:
             line.rules = f"megatron,{line.entry.rules}"
     for key in list(line.keys.tree.values):
-        _take_key(line, key)
+        _translate_key(line, key)
     # Differences from verl on purpose are reported once all keys are known.
     for rule in rules_of(line.rules):
         if rule.becomes == "unlike":
-            line.written = rule.pattern.pattern.replace("\\", "")
+            line.current_key = rule.pattern.pattern.replace("\\", "")
             conditions = json.loads(rule.argument)
             if all(is_among(line.get(key), values) for key, values in conditions.items()):
                 line.note(rule.sentence)
@@ -147,22 +156,22 @@ def _take_all(line: Line) -> None:
         function(line)
 
 
-def _take_key(line: Line, key: str) -> None:
+def _translate_key(line: Line, key: str) -> None:
     """Translate a key of the tree by its row in rules.tsv."""
-    line.written = key
+    line.current_key = key
     try:
-        value = line.keys.tree.resolved(key)
+        value = line.keys.tree.resolve(key)
     except ConfigError as problem:
         line.refused.append(problem)
         return
     if isinstance(value, str) and is_number(line.keys.default.get(key)):
         # YAML reads `1e-5` as text.
-        value = plain(value)
+        value = parse_plain(value)
     # A value that is not set, or the name of one of verl's classes, has no counterpart.
     if value == MISSING or key.endswith("_target_"):
         return
     try:
-        line.take(key, value)
+        line.translate_key(key, value)
     except (TypeError, ValueError) as error:
         # The function that rules.tsv names for this key needs a number, for example, and got a list.
         expected = "a value of the kind that verl has there"
@@ -188,13 +197,13 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
 
     name = str(flags.get("name") or "").removesuffix(".yaml").rpartition("/")[2]
     tree_name = _tree_name(entry, name, parsed_words)
-    default = defaults(tree_name, version) | defaults(entry.name, version)
+    default = verl_defaults(tree_name, version) | verl_defaults(entry.name, version)
     line = Line(entry, version, VerlKeys(entry, Tree(default), default))
     if name and name not in CONFIG_FILES:
         folder = Path(str(flags.get("path") or ".")).expanduser()
         _read_file(line, folder / f"{name}.yaml", problems)
     for word in parsed_words:
-        _apply(line, word, problems)
+        _apply_word(line, word, problems)
     line.refused += problems
     return line
 
@@ -207,29 +216,30 @@ def _tree_name(entry: Entry, config_name: str, words: Sequence[Word]) -> str:
     return CONFIG_FILES.get(config_name, entry.tree)
 
 
-def _apply(line: Line, word: Word, problems: list[ConfigError]) -> None:
-    """Apply a word of the command line to the tree."""
+def _apply_word(line: Line, word: Word, problems: list[ConfigError]) -> None:
+    """Apply a word of the command line to the tree, and note which keys are the user's."""
     key = word.key
     tree = line.keys.tree
-    chooses_file = key in GROUPS and isinstance(word.value, str) and tree.below(key)
+    chooses_file = key in GROUPS and isinstance(word.value, str) and tree.keys_below(key)
     if "@" in key or chooses_file:
         # A file of a group takes the place of a section.
         key = (key.partition("@")[2] or key) + ".group"
     if word.sign == "~":
-        if key not in tree.values and not tree.below(key):
+        if key not in tree.values and not tree.keys_below(key):
             got = "nothing to leave out"
             problems.append(ConfigError(f"~{key}", got=got, expected="a key that there is"))
         tree.drop(key)
         return
-    # A section may replace a value, or a value a section; keys that are gone are no longer given.
-    keys_before = {key, *tree.below(key)}
+
+    # A section may replace a value, or a value a section; keys that are gone are not the user's.
+    keys_before = {key, *tree.keys_below(key)}
     tree.put(key, word.value)
-    line.keys.from_user.update(tree.below(key))
+    line.keys.from_user.update(tree.keys_below(key))
     if key in tree.values:
         line.keys.from_user.add(key)
     line.keys.from_user -= keys_before - tree.values.keys()
     if word.sign:
-        line.keys.new.update(line.keys.from_user & {key, *tree.below(key)})
+        line.keys.new.update(line.keys.from_user & {key, *tree.keys_below(key)})
 
 
 def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
@@ -240,7 +250,7 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
         problem = MachineError("--config-name", got=f"'{file}'", expected=expected, fix=fix)
         line.machine.append(problem)
         return
-    base = {name: defaults(tree, line.version) for name, tree in CONFIG_FILES.items()}
+    base = {name: verl_defaults(tree, line.version) for name, tree in CONFIG_FILES.items()}
     base[""] = line.keys.default
     for key, value in read_config(file, base, problems).values.items():
         # Keys of verl's own files that the user's file includes are not the user's.

@@ -7,7 +7,7 @@ from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga_verl.commands.entries import Entry
-from quadriga_verl.commands.hydra import MISSING, VERSIONS, Tree, defaults
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, Tree, verl_defaults
 
 
 def is_number(value: Any) -> bool:
@@ -53,13 +53,13 @@ class VerlKeys:
             otherwise: value to return if the key is missing, null, or `MISSING`.
         """
         try:
-            value = self.tree.resolved(key)
+            value = self.tree.resolve(key)
         except (KeyError, ConfigError):
             # A reference that cannot be resolved is reported when its own key is translated.
             return otherwise
         return otherwise if value is None or value == MISSING else value
 
-    def leave_out(self, key: str) -> None:
+    def unset(self, key: str) -> None:
         """Undo the user's setting of a key: it has verl's default again, or is gone."""
         if key in self.default:
             self.tree.values[key] = self.default[key]
@@ -83,11 +83,11 @@ class VerlKeys:
         # A user may also set keys of the Megatron trainers in a line of the others.
         for tree in (self.entry.tree, "ppo_megatron"):
             for version in reversed(VERSIONS):
-                values = defaults(tree, version)
+                values = verl_defaults(tree, version)
                 if key in values:
                     return self._with_references(key, values[key])
         return None
 
     def _with_references(self, key: str, value: Any) -> Any:
         """Resolve the references of a value that a key would have."""
-        return Tree(self.tree.values | {key: value}).resolved(key)
+        return Tree(self.tree.values | {key: value}).resolve(key)

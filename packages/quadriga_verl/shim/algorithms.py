@@ -6,8 +6,8 @@
     verl's loss        (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)
                            -> (scalar, metrics ...)
 
-`our_estimator` and `our_loss` adapt users' functions that are written for verl, when they are
-registered. `verl_estimator` and `verl_loss` adapt the functions here for users who look them up.
+`to_quadriga_estimator` and `to_quadriga_loss` adapt users' functions that are written for verl, when they are
+registered. `to_verl_estimator` and `to_verl_loss` adapt the functions here for users who look them up.
 
 Shapes: B sequences, T response positions, V token ids.
 """
@@ -41,7 +41,7 @@ _METRICS_BEFORE_0_7 = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 # ---- users' functions for Quadriga --------------------------------------------------------------
 
 
-def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
+def to_quadriga_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt an estimator with verl's interface to that of Quadriga.
 
     `index` gets the column `uid`, and `config` the section `algorithm`.
@@ -64,7 +64,7 @@ def our_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
     return _with_signature(estimate, function, fields, {"config": Parameter.empty})
 
 
-def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+def to_quadriga_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt a policy loss with verl's interface to that of Quadriga.
 
     verl's loss returns a scalar for a micro-batch. Quadriga's returns a loss for each token, which
@@ -99,7 +99,7 @@ def our_loss(function: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(name, got=got, fix=fix)
         scalar, *results = function(**fields, **arguments)
         _check_scalar(scalar, name)
-        metrics = dict(_metrics(results, name))
+        metrics = dict(_read_metrics(results, name))
 
         log_prob = fields["log_prob"]
         mask = fields["response_mask"]
@@ -132,7 +132,7 @@ def _check_scalar(scalar: Any, name: str) -> None:
     raise ConfigError(name, got=got, expected="a scalar tensor first, as in verl", fix=fix)
 
 
-def _metrics(results: Sequence[Any], name: str) -> Iterator[tuple[str, float]]:
+def _read_metrics(results: Sequence[Any], name: str) -> Iterator[tuple[str, float]]:
     """Yield name and value of the metrics that a user's loss has returned.
 
     Args:
@@ -185,12 +185,12 @@ def _with_signature(
 # ---- functions here with verl's interface -------------------------------------------------------
 
 
-def verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an estimator verl's parameters; see `core_algos.in_verls_form`.
+def to_verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an estimator verl's parameters; see `core_algos.with_verl_signature`.
 
     Options that are not passed are read from `config`. Unknown keyword arguments are ignored.
     """
-    compute = core_algos.in_verls_form(estimator)
+    compute = core_algos.with_verl_signature(estimator)
     parameters = signature(compute).parameters
 
     def compute_advantage(*args: Any, config: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
     return compute_advantage
 
 
-def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+def to_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a registered policy loss verl's parameters, and the results that verl's version has.
 
     Options are read from `config`, which may be verl's section `actor` or a dictionary.
@@ -266,7 +266,7 @@ def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 # ---- registries ---------------------------------------------------------------------------------
 
 
-class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
+class VerlRegistryView(MutableMapping[str, Callable[..., Any]]):
     """A view of one of Quadriga's registries, in which functions have verl's interface.
 
     Args:
@@ -294,19 +294,19 @@ class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
         return decorate
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
-        name = _plain(name)
+        name = _name_as_text(name)
         if name in self._originals:
             return self._originals[name]
         return self._to_verls(self._registry[name])
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
-        name = _plain(name)
+        name = _name_as_text(name)
         self._registry.register(name)(self._to_ours(function))
         self._originals[name] = function
 
     def __delitem__(self, name: str) -> None:
-        del self._registry[_plain(name)]
-        self._originals.pop(_plain(name), None)
+        del self._registry[_name_as_text(name)]
+        self._originals.pop(_name_as_text(name), None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._registry)
@@ -320,20 +320,20 @@ class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
         Raises:
             ValueError: no function has that name.
         """
-        name = _plain(name)
+        name = _name_as_text(name)
         if name not in self:
             expected = f"one of {', '.join(self)}"
             raise ValueError(f"{self._registry.key}: got {name!r}, expected {expected}")
         return self[name]
 
 
-def _plain(name: Any) -> str:
+def _name_as_text(name: Any) -> str:
     """Convert a name to text. verl's names may be members of an enum."""
     return str(name.value if isinstance(name, Enum) else name)
 
 
-ADV_ESTIMATOR_REGISTRY = RegistryOfVerl(ADVANTAGES, our_estimator, verl_estimator)
-POLICY_LOSS_REGISTRY = RegistryOfVerl(POLICY_LOSSES, our_loss, verl_loss)
+ADV_ESTIMATOR_REGISTRY = VerlRegistryView(ADVANTAGES, to_quadriga_estimator, to_verl_estimator)
+POLICY_LOSS_REGISTRY = VerlRegistryView(POLICY_LOSSES, to_quadriga_loss, to_verl_loss)
 register_adv_est = ADV_ESTIMATOR_REGISTRY.register
 get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.find
 register_policy_loss = POLICY_LOSS_REGISTRY.register

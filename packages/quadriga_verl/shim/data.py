@@ -142,7 +142,9 @@ class RLHFDataset(Dataset):
         for number, row in enumerate(rows):
             where = f"row {number} of {type(self).__name__}"
             tools = self._context.tools_of(row)
-            texts.append(self._encoder.render(self._messages(dict(row)), where=where, tools=tools))
+            texts.append(
+                self._encoder.render(self._chat_of_row(dict(row)), where=where, tools=tools)
+            )
         lengths = [len(ids) for ids in self._encoder.encode(texts)]
         require_short_prompt(lengths, self.max_prompt_length, where=type(self).__name__)
         short_rows = []
@@ -156,7 +158,7 @@ class RLHFDataset(Dataset):
         name = key or self.prompt_key
         return as_messages(example[name], where=f"column {name!r}")
 
-    def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _chat_of_row(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Chat of a row by `_build_messages`, which a subclass may override."""
         # In a table, each message has the fields of all messages, some of them null.
         drop_null_fields(row, [self.prompt_key])
@@ -173,13 +175,13 @@ class RLHFDataset(Dataset):
         `index`, `tools_kwargs` and `interaction_kwargs` are copied from the row's `extra_info`. If
         `data.return_full_prompt` is set, `full_prompts` is the rendered text.
         """
-        row = self._row(item)
-        return self._with_tokens(row, f"row {item} of {type(self).__name__}")
+        row = self._row_without_tokens(item)
+        return self._add_tokens(row, f"row {item} of {type(self).__name__}")
 
-    def _row(self, item: int) -> dict[str, Any]:
+    def _row_without_tokens(self, item: int) -> dict[str, Any]:
         """Columns of a row with `raw_prompt`, but without tokens."""
         row = dict(self.dataframe[item])
-        messages = self._messages(row)
+        messages = self._chat_of_row(row)
         row.pop(self.prompt_key, None)
         row = set_aside(row)
         extra_info = row.get("extra_info") or {}
@@ -199,12 +201,12 @@ class RLHFDataset(Dataset):
         for item in items:
             row = self[item]
             if is_overridden:
-                row = self._with_tokens_of_its_chat(row, item)
+                row = self._update_tokens(row, item)
             rows.append(row)
         return rows
 
-    def _with_tokens_of_its_chat(self, row: dict[str, Any], item: int) -> dict[str, Any]:
-        """Make the tokens of a row agree with its chat, which a subclass may have changed.
+    def _update_tokens(self, row: dict[str, Any], item: int) -> dict[str, Any]:
+        """Tokenize the chat of a row again if a subclass changed it but not its tokens.
 
         Args:
             row: the row that the subclass's `__getitem__` has returned.
@@ -216,18 +218,19 @@ class RLHFDataset(Dataset):
         """
         where = f"row {item} of {type(self).__name__}"
         if "input_ids" in row and "raw_prompt" in row:
+            # Compare with the row that the class itself makes.
             original = RLHFDataset.__getitem__(self, item)
             is_chat_changed = row["raw_prompt"] != original["raw_prompt"]
             if is_chat_changed and torch.equal(row["input_ids"], original["input_ids"]):
                 # Drop the columns that tokenizing adds, and restore those that it removes.
-                raw_row = self._row(item)
+                raw_row = self._row_without_tokens(item)
                 token_columns = original.keys() - raw_row.keys()
                 row = {name: value for name, value in row.items() if name not in token_columns}
                 for name in (self.image_key, self.video_key):
                     row[name] = raw_row.get(name)
-        return self._with_tokens(row, where)
+        return self._add_tokens(row, where)
 
-    def _with_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+    def _add_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """Replace images and videos of a row by the tokens of its chat, unless it has tokens.
 
         Args:

@@ -2,9 +2,9 @@
 """Views of the training loop's objects, for a user's loop that is written for verl.
 
 verl_config     the configuration, as an OmegaConf tree with verl's names and meanings
-policy_group    the worker group of actor and rollout: responses have the columns of their prompts and
+policy_view     the worker group of actor and rollout: responses have the columns of their prompts and
                 `meta_info["timing"]`, and after an update the rollout has the new weights
-blocking        any other worker group: only the columns that a method reads are sent to it
+blocking_view   any other worker group: only the columns that a method reads are sent to it
 """
 
 import copy
@@ -97,7 +97,7 @@ class AdaptedMethod:
         return replace(future, dispatch_fn=partial(self.after, batch))
 
 
-def blocking(group: Any, loop: RayPPOTrainer) -> Any:
+def blocking_view(group: Any, loop: RayPPOTrainer) -> Any:
     """View of a worker group whose methods wait for their outputs; `METHOD.remote` does not wait.
 
     Args:
@@ -122,37 +122,37 @@ def blocking(group: Any, loop: RayPPOTrainer) -> Any:
         "update_actor": partial(loop.inputs.select, role="actor"),
         "update_critic": partial(loop.inputs.select, role="critic"),
     }
-    for name, before in inputs_of_method.items():
+    for name, select_inputs in inputs_of_method.items():
         if name in view.methods:
-            setattr(view, name, AdaptedMethod(getattr(view, name), before))
+            setattr(view, name, AdaptedMethod(getattr(view, name), select_inputs))
     return view
 
 
-def policy_group(loop: RayPPOTrainer, step: Callable[[], int]) -> Any:
+def policy_view(loop: RayPPOTrainer, step: Callable[[], int]) -> Any:
     """View of the actor's worker group that also generates, and publishes weights after an update.
 
     Args:
         loop: the training loop.
         step: returns the number of the step, which becomes the version of the weights.
     """
-    view = blocking(loop.actor, loop)
+    view = blocking_view(loop.actor, loop)
     rollout = loop.validator.rollout
     generate = rollout.generate_sequences
     if rollout is loop.actor:
         generate = view.generate_sequences
 
-    def published(batch: DataProto, output: DataProto) -> DataProto:
+    def publish_weights(batch: DataProto, output: DataProto) -> DataProto:
         loop.weights.publish(step())
         return output
 
-    before = partial(rollout_inputs, config=loop.config)
-    view.generate_sequences = AdaptedMethod(generate, before, _with_columns)
+    select_prompts = partial(rollout_inputs, config=loop.config)
+    view.generate_sequences = AdaptedMethod(generate, select_prompts, _add_prompt_columns)
     view.compute_log_prob = replace(view.compute_log_prob, arguments=(loop.needs.sum_pi_squared,))
-    view.update_actor = replace(view.update_actor, after=published)
+    view.update_actor = replace(view.update_actor, after=publish_weights)
     return view
 
 
-def _with_columns(prompts: DataProto, responses: DataProto) -> DataProto:
+def _add_prompt_columns(prompts: DataProto, responses: DataProto) -> DataProto:
     """Add the object columns of prompts to their responses, and seconds by phase to `meta_info`."""
     timing = {}
     for name, seconds in reduce_metrics(responses.meta_info["metrics"]).items():

@@ -3,7 +3,7 @@
 
     REGISTRY ──> _AdaptedLoop.run(conversation) ──> AgentLoopBase.run(...) ──> AgentLoopOutput
                      │                                  │ generates by AsyncLLMServerManager
-                     └──> _write: the output's tokens become those of the conversation
+                     └──> _write_tokens: the output's tokens become those of the conversation
 
 `ToolAgentLoop` is a state machine. Each state has a method that returns the next state:
 
@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
@@ -41,7 +41,13 @@ from quadriga.rollout.agent_loop.tool_calls import ToolBox
 from quadriga.user_file import accepted_arguments
 from quadriga_verl.shim import is_before
 from quadriga_verl.shim.data import RLHFDataset
-from quadriga_verl.shim.tools import Instance, Open, ToolResponse, simple_timer, tool_of
+from quadriga_verl.shim.tools import (
+    ConversationTool,
+    OpenModel,
+    ToolResponse,
+    simple_timer,
+    tool_of,
+)
 
 LoopClass = TypeVar("LoopClass", bound=type)
 ParserClass = TypeVar("ParserClass", bound="type[ToolParser]")
@@ -56,7 +62,7 @@ _CALLS = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 # ---- results ------------------------------------------------------------------------------------
 
 
-class TokenOutput(Open):
+class TokenOutput(OpenModel):
     """A response of the engine."""
 
     token_ids: list[int]
@@ -66,14 +72,14 @@ class TokenOutput(Open):
     extra_fields: dict[str, Any] = Field(default_factory=dict)
 
 
-class AgentLoopMetrics(Open):
+class AgentLoopMetrics(OpenModel):
     """Seconds that a conversation spent."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
 
 
-class AgentLoopOutput(Open):
+class AgentLoopOutput(OpenModel):
     """A finished conversation: its tokens, and a mask of those that the model wrote."""
 
     prompt_ids: list[int]
@@ -150,21 +156,21 @@ class AsyncLLMServerManager:
             RolloutError: images were not rendered by `apply_chat_template`, or a sampling parameter
                 is not supported.
         """
-        images = self._images(prompt_ids, others)
+        images = self._rendered_images(prompt_ids, others)
         parameters = dict(sampling_params)
         _check_sampling(parameters)
         limits = self.chat.limits
         max_tokens = parameters.get("max_tokens") or parameters.get("max_new_tokens")
         max_tokens = max_tokens or limits.response_tokens
-        room = min(max_tokens, limits.total_tokens - len(prompt_ids))
-        if room < 1:
+        max_tokens = min(max_tokens, limits.total_tokens - len(prompt_ids))
+        if max_tokens < 1:
             raise ConversationOver("length")
 
         changes = {name: parameters[name] for name in _SAMPLING & parameters.keys()}
         for name in ("stop", "stop_token_ids"):
             if name in changes:
                 changes[name] = tuple(changes[name])
-        completion = await self.chat.complete(prompt_ids, images, max_tokens=room, **changes)
+        completion = await self.chat.complete(prompt_ids, images, max_tokens=max_tokens, **changes)
         self.last = [*prompt_ids, *completion.token_ids]
         self.token_ids += completion.token_ids
         self.log_probs += completion.log_probs
@@ -175,7 +181,7 @@ class AsyncLLMServerManager:
             stop_reason="aborted" if is_aborted else "completed",
         )
 
-    def _images(self, prompt_ids: list[int], others: Mapping[str, Any]) -> Any:
+    def _rendered_images(self, prompt_ids: list[int], others: Mapping[str, Any]) -> Any:
         """Images in a prompt, whose tokens must be those that `apply_chat_template` returned.
 
         Args:
@@ -256,8 +262,9 @@ class _AdaptedLoop(AgentLoop):
                 fix="Set data.return_raw_chat=True.",
             )
         server = AsyncLLMServerManager(chat, self.services)
-        config = self._config(chat)
-        offered = {
+        config = self._verl_config(chat)
+        # A user's class may have only some of verl's parameters.
+        loop_arguments = {
             "trainer_config": DictConfigWrap(config),
             "data_config": DictConfigWrap(config.data),
             "server_manager": server,
@@ -265,7 +272,8 @@ class _AdaptedLoop(AgentLoop):
             "processor": None,
             "dataset_cls": RLHFDataset,
         }
-        loop = self.loop_class(**accepted_arguments(self.loop_class, offered), **self.arguments)
+        loop = self.loop_class(**accepted_arguments(self.loop_class, loop_arguments), **self.arguments)
+
         sampling = chat.sampling
         sampling_params = {
             "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
@@ -285,9 +293,9 @@ class _AdaptedLoop(AgentLoop):
             name = f"{self.loop_class.__name__}.run"
             got = type(output).__name__
             raise TypeError(f"{name}: got {got}, expected an AgentLoopOutput")
-        _write(output, server, chat)
+        _write_tokens(output, server, chat)
 
-    def _config(self, chat: Conversation) -> Any:
+    def _verl_config(self, chat: Conversation) -> Any:
         """Make the parts of verl's configuration that loops read."""
         limits = chat.limits
         template_kwargs = dict(chat.encoder.template_kwargs)
@@ -305,7 +313,9 @@ class _AdaptedLoop(AgentLoop):
         return OmegaConf.create({"actor_rollout_ref": policy, "data": data})
 
 
-def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation) -> None:
+def _write_tokens(
+    output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation
+) -> None:
     """Write the tokens that a loop returned to the conversation, cut to its limits.
 
     Args:
@@ -334,9 +344,8 @@ def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Convers
     chat.prompt_ids = list(output.prompt_ids)
     tokens = list(zip(output.response_ids, mask, log_probs, strict=True))
     # Neighbouring tokens with the same mask become a turn.
-    for is_generated, turn_tokens in groupby(
-        tokens[: limits.response_tokens], key=lambda token: token[1]
-    ):
+    turns = groupby(tokens[: limits.response_tokens], key=itemgetter(1))
+    for is_generated, turn_tokens in turns:
         ids, _, turn_log_probs = map(list, zip(*turn_tokens, strict=True))
         text = chat.encoder.decode(ids, with_special=True)
         role = "assistant" if is_generated else "tool"
@@ -528,7 +537,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
 # ---- tool calls ---------------------------------------------------------------------------------
 
 
-class FunctionCall(Open):
+class FunctionCall(OpenModel):
     """A tool call in a response.
 
     Attributes:
@@ -636,7 +645,7 @@ class AgentData:
         messages: messages of the prompt.
         request_id: id of the conversation.
         tools_kwargs: keyword arguments of tools, from the row.
-        given: values of further attributes.
+        attributes: values of further attributes.
     """
 
     def __init__(
@@ -645,7 +654,7 @@ class AgentData:
         messages: list[dict[str, Any]],
         request_id: str,
         tools_kwargs: Any = None,
-        **given: Any,
+        **attributes: Any,
     ):
         self.messages = messages
         self.request_id = request_id
@@ -665,7 +674,7 @@ class AgentData:
         self.tool_calls: list[FunctionCall] = []
         self.user_turns = 0
         self.assistant_turns = 0
-        vars(self).update(given)
+        vars(self).update(attributes)
 
 
 class ToolAgentLoop(AgentLoopBase):
@@ -706,16 +715,20 @@ class ToolAgentLoop(AgentLoopBase):
             data.interaction = UserSimulator(
                 services.interactions, data.interaction_kwargs, services.thread, limit_s
             )
-        handlers: dict[AgentState, Callable[[], Any]] = {
-            AgentState.PENDING: partial(self._handle_pending_state, data, sampling_params),
-            AgentState.GENERATING: partial(self._handle_generating_state, data, sampling_params),
-            AgentState.PROCESSING_TOOLS: partial(self._handle_processing_tools_state, data),
-            AgentState.INTERACTING: partial(self._handle_interacting_state, data),
-        }
         state = AgentState.PENDING
         async with data.interaction or nullcontext():
-            while state in handlers:
-                state = await handlers[state]()
+            while True:
+                match state:
+                    case AgentState.PENDING:
+                        state = await self._handle_pending_state(data, sampling_params)
+                    case AgentState.GENERATING:
+                        state = await self._handle_generating_state(data, sampling_params)
+                    case AgentState.PROCESSING_TOOLS:
+                        state = await self._handle_processing_tools_state(data)
+                    case AgentState.INTERACTING:
+                        state = await self._handle_interacting_state(data)
+                    case _:
+                        break
         return self._output(data)
 
     def _output(self, data: AgentData) -> AgentLoopOutput:
@@ -753,9 +766,9 @@ class ToolAgentLoop(AgentLoopBase):
         ignore_termination: bool = False,
     ) -> AgentState:
         """Generate a turn of the model, and read its tool calls."""
-        room = self.response_length - len(agent_data.response_mask)
-        if room > 0:
-            sampling_params = {"max_tokens": room, **sampling_params}
+        num_left = self.response_length - len(agent_data.response_mask)
+        if num_left > 0:
+            sampling_params = {"max_tokens": num_left, **sampling_params}
         with simple_timer("generate_sequences", agent_data.metrics):
             output = await self.server_manager.complete(
                 agent_data.request_id,
@@ -769,28 +782,29 @@ class ToolAgentLoop(AgentLoopBase):
         agent_data.prompt_ids += ids
         agent_data.response_mask += [1] * len(ids)
         agent_data.response_logprobs += output.log_probs
-        if output.stop_reason == "aborted" or self._has_no_turns(agent_data):
+        if output.stop_reason == "aborted" or self._has_reached_turn_limit(agent_data):
             return AgentState.TERMINATED
         is_full = len(agent_data.response_mask) >= self.response_length
         if is_full and not ignore_termination:
             return AgentState.TERMINATED
 
+        # A user's parser may take the tokens alone.
         extract = self.tool_parser.extract_tool_calls
-        offered = {"tools": self.tool_schemas, "with_unreadable": True}
-        _, agent_data.tool_calls = await extract(ids, **accepted_arguments(extract, offered))
+        options = accepted_arguments(extract, {"tools": self.tool_schemas, "with_unreadable": True})
+        _, agent_data.tool_calls = await extract(ids, **options)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         agent_data.messages.append({"role": "assistant", "content": text})
         if agent_data.tool_calls:
             return AgentState.PROCESSING_TOOLS
         return AgentState.TERMINATED if agent_data.interaction is None else AgentState.INTERACTING
 
-    def _has_no_turns(self, data: AgentData) -> bool:
+    def _has_reached_turn_limit(self, data: AgentData) -> bool:
         """Whether a limit on turns is reached. None or 0 is no limit."""
-        counts_and_limits = (
-            (data.assistant_turns, self.max_assistant_turns),
-            (data.user_turns, self.max_user_turns),
-        )
-        return any(limit and count >= limit for count, limit in counts_and_limits)
+        limit = self.max_assistant_turns
+        if limit and data.assistant_turns >= limit:
+            return True
+        limit = self.max_user_turns
+        return bool(limit and data.user_turns >= limit)
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
         """Call the tools, and append their responses."""
@@ -814,7 +828,7 @@ class ToolAgentLoop(AgentLoopBase):
                 "content": content,
             }
             messages.append(message)
-        return await self._follow(agent_data, messages)
+        return await self._append_messages(agent_data, messages)
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
         """Append the reply of the user simulator."""
@@ -823,9 +837,11 @@ class ToolAgentLoop(AgentLoopBase):
             agent_data.turn_scores.append(reply.score)
         if reply.is_over:
             return AgentState.TERMINATED
-        return await self._follow(agent_data, [{"role": "user", "content": reply.text}])
+        return await self._append_messages(agent_data, [{"role": "user", "content": reply.text}])
 
-    async def _follow(self, agent_data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
+    async def _append_messages(
+        self, agent_data: AgentData, messages: list[dict[str, Any]]
+    ) -> AgentState:
         """Append messages of tools or the user, unless they leave no room for a turn of the model.
 
         Returns:
@@ -834,11 +850,11 @@ class ToolAgentLoop(AgentLoopBase):
         agent_data.messages += messages
         ids = await self.apply_chat_template(messages, remove_system_prompt=True)
         total_tokens = self.server_manager.chat.limits.total_tokens
-        room = min(
+        num_left = min(
             self.response_length - len(agent_data.response_mask),
             total_tokens - len(agent_data.prompt_ids),
         )
-        if len(ids) >= room:
+        if len(ids) >= num_left:
             return AgentState.TERMINATED
         agent_data.prompt_ids += ids
         agent_data.response_mask += [0] * len(ids)
@@ -864,39 +880,39 @@ class ToolAgentLoop(AgentLoopBase):
         """
         services = self.server_manager.services
         name = tool_call.name
+        # For an unknown tool, the response lists all tools.
         specs = dict(services.tools)
-        kwargs = {}
-        for key, value in dict(tools_kwargs.get(name) or {}).items():
-            if value is not None:
-                kwargs[key] = value
-        is_known = name in services.tools
+        kwargs_by_tool = {}
         instance = None
+        is_known = name in services.tools
         if is_known:
             specs = {name: services.tools[name]}
+            row_kwargs = dict(tools_kwargs.get(name) or {})
+            kwargs = {key: value for key, value in row_kwargs.items() if value is not None}
             tool = tool_of(specs[name])
             if tool is not None:
                 # The instance is made here, because its reward is read afterwards.
-                instance = Instance(tool)
+                instance = ConversationTool(tool)
                 specs[name] = replace(specs[name], make=lambda: instance)
                 arguments = accepted_arguments(tool.execute, {"agent_data": agent_data})
                 kwargs["execute_kwargs"] = {**arguments, **(kwargs.get("execute_kwargs") or {})}
-        call = _parsed_call(tool_call)
-        box = ToolBox(
-            specs, {name: kwargs} if is_known else {}, services.config.multi_turn, services.thread
-        )
+            kwargs_by_tool[name] = kwargs
+
+        call = _parse_call(tool_call)
+        box = ToolBox(specs, kwargs_by_tool, services.config.multi_turn, services.thread)
         # No instance is made for a call that cannot be executed.
         is_executed = is_known and not call.problem
         reward = None
         async with box if is_executed else nullcontext():
             (response,) = await box.call_all([call])
             if is_executed and instance is not None:
-                reward = sum(instance.earned) or None
+                reward = sum(instance.call_rewards) or None
             elif is_executed:
                 reward = (await box.rewards()).get(name)
         return ToolResponse(text=response.text, image=list(response.images) or None), reward, {}
 
 
-def _parsed_call(tool_call: FunctionCall) -> ToolCall:
+def _parse_call(tool_call: FunctionCall) -> ToolCall:
     """Parse the arguments of a call. If they are not JSON, the result says so in `problem`."""
     try:
         arguments = json.loads(tool_call.arguments)

@@ -32,8 +32,8 @@ from quadriga.trainer.balance import order_for_ranks
 from quadriga.trainer.build import Replacements, build_run
 from quadriga.trainer.roles import Needs, Role
 from quadriga.workers.base import PROMPT_TENSORS
-from quadriga_verl.shim.loop_view import NumProcesses, blocking, policy_group, verl_config
-from quadriga_verl.shim.rewards import GivenManager
+from quadriga_verl.shim.loop_view import NumProcesses, blocking_view, policy_view, verl_config
+from quadriga_verl.shim.rewards import ExistingManager
 from quadriga_verl.shim.tools import marked_timer
 
 _GRADING_COLUMNS = ("data_source", "reward_model", "extra_info", "uid")
@@ -93,7 +93,7 @@ class RayPPOTrainer:
         needs = Needs.of(self.config)
         trainer_config = type(self.config.trainer)(**self._trainer_settings(self.config, needs))
         self._config = self.config.model_copy(update={"trainer": trainer_config})
-        _check(self._config)
+        _report_findings(self._config)
         worker_classes = {}
         for role, cls in (self.role_worker_mapping or {}).items():
             decorated = getattr(cls, "__ray_metadata__", None)
@@ -143,9 +143,9 @@ class RayPPOTrainer:
         first_step = next(self._steps, None)
         # There is no step if an earlier run in this folder has finished, which was reported.
         if first_step is not None:
-            self._follow(first_step.loop)
+            self._copy_attributes(first_step.loop)
 
-    def _follow(self, loop: Any) -> None:
+    def _copy_attributes(self, loop: Any) -> None:
         """Copy the objects of a loop to attributes with verl's names.
 
         Args:
@@ -159,13 +159,13 @@ class RayPPOTrainer:
         self.total_training_steps = loop.total_training_steps
         num_epochs = math.ceil(loop.total_training_steps / max(1, len(loop.train_dataloader)))
         self.config = verl_config(loop.config, num_epochs)
-        self.actor_rollout_wg = policy_group(loop, lambda: self.global_steps)
+        self.actor_rollout_wg = policy_view(loop, lambda: self.global_steps)
         self.async_rollout_manager = self.actor_rollout_wg
-        self.ref_policy_wg = blocking(loop.reference, loop)
+        self.ref_policy_wg = blocking_view(loop.reference, loop)
         # With LoRA, the reference is the actor without its adapter.
         self.ref_in_actor = loop.reference is not None and loop.reference is loop.actor
-        self.critic_wg = blocking(loop.critic, loop)
-        self.rm_wg = blocking(getattr(loop.reward, "model", None), loop)
+        self.critic_wg = blocking_view(loop.critic, loop)
+        self.rm_wg = blocking_view(getattr(loop.reward, "model", None), loop)
         self.kl_ctrl_in_reward = loop.kl_controller
         self.train_dataloader = loop.train_dataloader
         self.train_dataset = loop.train_dataloader.dataset
@@ -188,7 +188,7 @@ class RayPPOTrainer:
             expected = "init_workers() before it"
             raise ConfigError("RayPPOTrainer.fit", got="no workers", expected=expected)
         for step in self._steps:
-            self._follow(step.loop)
+            self._copy_attributes(step.loop)
 
     # ---- steps of a user's own loop -------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class RayPPOTrainer:
         return prompts
 
 
-def _check(config: Config) -> None:
+def _report_findings(config: Config) -> None:
     """Print the notices about a training run, or raise its problems as one ConfigError."""
     problems, notices = training_findings(config)
     if len(problems) > 1:
@@ -306,7 +306,7 @@ def _manager_factory(reward_fn: Any) -> Callable[[], RewardManager] | None:
     """Return a factory for a reward manager that has verl's or Quadriga's interface."""
     if reward_fn is None:
         return None
-    return lambda: reward_fn if isinstance(reward_fn, RewardManager) else GivenManager(reward_fn)
+    return lambda: reward_fn if isinstance(reward_fn, RewardManager) else ExistingManager(reward_fn)
 
 
 class Tracking(tracking.Tracking):

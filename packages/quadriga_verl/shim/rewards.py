@@ -41,10 +41,10 @@ RawRewardFn = Callable[..., Any]
 # ---- adapters -----------------------------------------------------------------------------------
 
 
-class _Adapted(RewardManager):
+class _ManagerAdapter(RewardManager):
     """Reward manager of Quadriga that calls a manager of verl, in the driver's process."""
 
-    manager_class: type[Any]  # set in subclasses, by `adapt`
+    manager_class: type[Any]  # set in subclasses, by `adapt_class`
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         # verl's managers read nested values as attributes too.
@@ -53,23 +53,23 @@ class _Adapted(RewardManager):
         score = None
         if custom.path is not None:
             score = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs)).load()
-        offered = {"tokenizer": tokenizer, "compute_score": score}
-        offered |= tree.reward_model.reward_kwargs
+        arguments = {"tokenizer": tokenizer, "compute_score": score}
+        arguments |= tree.reward_model.reward_kwargs
         self._thread: EventLoopThread | None = None
         if hasattr(self.manager_class, "run_single"):
             # The manager stores the running event loop, so it is made in a coroutine.
             self._thread = EventLoopThread("quadriga-rewards")
-            making = self._make({**offered, "config": tree})
+            making = self._make_manager({**arguments, "config": tree})
             self.manager = self._thread.submit(making).result()
             return
-        offered["num_examine"] = 0
-        offered["compute_score"] = score or default_compute_score
-        offered["reward_fn_key"] = config.data.reward_fn_key
-        self.manager = self.manager_class(**accepted_arguments(self.manager_class, offered))
+        arguments["num_examine"] = 0
+        arguments["compute_score"] = score or default_compute_score
+        arguments["reward_fn_key"] = config.data.reward_fn_key
+        self.manager = self.manager_class(**accepted_arguments(self.manager_class, arguments))
 
-    async def _make(self, offered: dict[str, Any]) -> Any:
+    async def _make_manager(self, arguments: dict[str, Any]) -> Any:
         """Make the manager with those arguments that it has parameters for."""
-        return self.manager_class(**accepted_arguments(self.manager_class, offered))
+        return self.manager_class(**accepted_arguments(self.manager_class, arguments))
 
     def __call__(self, data: DataProto) -> RewardOutput:
         name = self.manager_class.__name__
@@ -146,7 +146,7 @@ def _check_rewards(rewards: Any, shape: torch.Size, name: str) -> None:
     raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
 
 
-class GivenManager(_Adapted):
+class ExistingManager(_ManagerAdapter):
     """Adapter for an existing manager of batches, or for a function with the same interface.
 
     Args:
@@ -159,7 +159,7 @@ class GivenManager(_Adapted):
         self._thread = None
 
 
-def adapt(cls: Any) -> type[RewardManager]:
+def adapt_class(cls: Any) -> type[RewardManager]:
     """Return the class of Quadriga that adapts a class of verl's managers.
 
     It is also the attribute `quadriga_form`, by which a configuration may name `file.py:Class`.
@@ -171,7 +171,7 @@ def adapt(cls: Any) -> type[RewardManager]:
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
         }
-        cls.quadriga_form = type(cls.__name__, (_Adapted,), members)
+        cls.quadriga_form = type(cls.__name__, (_ManagerAdapter,), members)
     return vars(cls)["quadriga_form"]
 
 
@@ -179,24 +179,24 @@ def register(name: str) -> Callable[[type[Any]], type[Any]]:
     """Class decorator that registers a manager for `reward_model.reward_manager=NAME`."""
 
     def decorate(cls: type[Any]) -> type[Any]:
-        _register(name)(adapt(cls))
+        _register(name)(adapt_class(cls))
         return cls
 
     return decorate
 
 
-class _Verls:
+class _AutoAdapted:
     """Base class of verl's managers that makes an adapter for each subclass."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        adapt(cls)
+        adapt_class(cls)
 
 
 # ---- managers of batches ------------------------------------------------------------------------
 
 
-class AbstractRewardManager(_Verls, ABC):
+class AbstractRewardManager(_AutoAdapted, ABC):
     """Base class of verl's managers of whole batches."""
 
     @abstractmethod
@@ -246,13 +246,13 @@ class NaiveRewardManager(AbstractRewardManager):
         columns: dict[str, list[Any]] = defaultdict(list)
         for row, (sample, length) in enumerate(zip(samples.rows, lengths, strict=True)):
             graded = self.compute_score(**{name: sample[name] for name in ITEM_ARGUMENTS})
-            score, details = self.shaped(graded, length)
+            score, details = self.response_reward(graded, length)
             for key, value in details.items():
                 columns[key].append(value)
             rewards[row, max(length, 1) - 1] = score
         return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
 
-    def shaped(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
+    def response_reward(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
         """Reward of a response, and its further columns.
 
         Args:
@@ -284,8 +284,8 @@ class DAPORewardManager(NaiveRewardManager):
         self.max_resp_len = max_resp_len
         self.overlong_buffer_cfg = overlong_buffer_cfg
 
-    def shaped(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
-        score, details = super().shaped(graded, length)
+    def response_reward(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
+        score, details = super().response_reward(graded, length)
         buffer = self.overlong_buffer_cfg or {}
         penalty, penalty_columns = overlong_penalty(length, self.max_resp_len, buffer)
         return score + penalty, {**details, **penalty_columns}
@@ -294,7 +294,7 @@ class DAPORewardManager(NaiveRewardManager):
 # ---- managers of single responses ---------------------------------------------------------------
 
 
-class RewardManagerBase(_Verls, ABC):
+class RewardManagerBase(_AutoAdapted, ABC):
     """Base class of verl's managers of single responses.
 
     `self.loop` is the event loop in which `run_single` runs.

@@ -30,13 +30,13 @@ from quadriga_verl.shim import scores
 # ---- schemas ------------------------------------------------------------------------------------
 
 
-class Open(BaseModel):
+class OpenModel(BaseModel):
     """Base class of pydantic models that accept further fields."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class OpenAIFunctionPropertySchema(Open):
+class OpenAIFunctionPropertySchema(OpenModel):
     """Schema of an argument of a tool."""
 
     type: Any = None
@@ -44,7 +44,7 @@ class OpenAIFunctionPropertySchema(Open):
     enum: list[Any] | None = None
 
 
-class OpenAIFunctionParametersSchema(Open):
+class OpenAIFunctionParametersSchema(OpenModel):
     """Schema of the arguments of a tool."""
 
     type: str = "object"
@@ -52,7 +52,7 @@ class OpenAIFunctionParametersSchema(Open):
     required: list[str] = Field(default_factory=list)
 
 
-class OpenAIFunctionSchema(Open):
+class OpenAIFunctionSchema(OpenModel):
     """Description of a tool for the model."""
 
     name: str
@@ -63,7 +63,7 @@ class OpenAIFunctionSchema(Open):
     strict: bool = False
 
 
-class OpenAIFunctionToolSchema(Open):
+class OpenAIFunctionToolSchema(OpenModel):
     """A tool in the form that chat templates read."""
 
     type: str = "function"
@@ -148,10 +148,10 @@ class BaseTool(Tool):
         described = tool.tool_schema.model_dump(exclude_none=True, exclude_unset=True)
         no_parameters = {"type": "object", "properties": {}, "required": []}
         parameters = described["function"].setdefault("parameters", no_parameters)
-        return ToolSpec(partial(Instance, tool), described, validator_of(parameters))
+        return ToolSpec(partial(ConversationTool, tool), described, validator_of(parameters))
 
 
-class Instance(Tool):
+class ConversationTool(Tool):
     """Adapter of a shared tool for one conversation.
 
     Its reward is that of the tool's `calc_reward`, or else the sum of the rewards of its calls.
@@ -162,36 +162,38 @@ class Instance(Tool):
     Attributes:
         tool: as in the arguments.
         instance_id: id of the instance; "" before `create`.
-        earned: rewards of the calls so far.
+        call_rewards: rewards of the calls so far.
     """
 
     def __init__(self, tool: BaseTool) -> None:
         self.tool = tool
         self.instance_id = ""
-        self.earned: list[float] = []
+        self.call_rewards: list[float] = []
 
     async def create(self, **kwargs: Any) -> None:
         # Tools of verl take the row's arguments by name, or all of them as `create_kwargs`.
         arguments = accepted_arguments(self.tool.create, {**kwargs, "create_kwargs": kwargs})
-        result = await _awaited(self.tool.create(**arguments))
+        result = await _await_result(self.tool.create(**arguments))
         self.instance_id = result[0] if isinstance(result, tuple) else result
 
     async def execute(self, **kwargs: Any) -> str | WithImages:
-        known_names = self.tool.tool_schema.function.parameters.properties
         # `kwargs` are arguments of the model, those of the row, and `agent_data` of the loop. A
         # schema without arguments accepts any, so that all but `agent_data` count as the model's.
-        parameters = {}
+        schema_names = self.tool.tool_schema.function.parameters.properties
+        model_arguments = {}
         other_arguments = {}
         for name, value in kwargs.items():
-            if name in known_names or (not known_names and name != "agent_data"):
-                parameters[name] = value
+            if name in schema_names or (not schema_names and name != "agent_data"):
+                model_arguments[name] = value
             else:
                 other_arguments[name] = value
-        call = self.tool.execute(self.instance_id, parameters, **other_arguments)
-        result = await _awaited(call)
+        call = self.tool.execute(self.instance_id, model_arguments, **other_arguments)
+        result = await _await_result(call)
+
+        # A tool returns its response, perhaps with the reward of the call and metrics.
         response, *details = result if isinstance(result, tuple) else (result,)
         if details and details[0] is not None:
-            self.earned.append(float(details[0]))
+            self.call_rewards.append(float(details[0]))
         if isinstance(response, str):
             return response
         response = ToolResponse.model_validate(response)
@@ -204,17 +206,17 @@ class Instance(Tool):
 
     async def calc_reward(self, **kwargs: Any) -> Any:
         if type(self.tool).calc_reward is BaseTool.calc_reward:
-            return sum(self.earned) if self.earned else None
-        return await _awaited(self.tool.calc_reward(self.instance_id, **kwargs))
+            return sum(self.call_rewards) if self.call_rewards else None
+        return await _await_result(self.tool.calc_reward(self.instance_id, **kwargs))
 
     async def release(self, **kwargs: Any) -> None:
-        await _awaited(self.tool.release(self.instance_id, **kwargs))
+        await _await_result(self.tool.release(self.instance_id, **kwargs))
 
 
 def tool_of(spec: ToolSpec) -> BaseTool | None:
     """Return the shared object of a tool that has verl's class. None: it has another class."""
     make = spec.make
-    is_verls = isinstance(make, partial) and make.func is Instance
+    is_verls = isinstance(make, partial) and make.func is ConversationTool
     return make.args[0] if is_verls else None
 
 
@@ -246,9 +248,9 @@ class Gsm8kTool(BaseTool):
         answer = str(parameters.get("answer", ""))
         state["answer"] = f"#### {answer.removeprefix('#### ')}"
         reward = await self.calc_reward(instance_id)
-        earned = 0.0 if reward > state["best"] else -0.05
+        call_reward = 0.0 if reward > state["best"] else -0.05
         state["best"] = reward
-        return ToolResponse(text=f"The answer {answer!r} scores {reward}"), earned, {}
+        return ToolResponse(text=f"The answer {answer!r} scores {reward}"), call_reward, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         state = self._states[instance_id]
@@ -441,10 +443,10 @@ class BaseInteraction(Interaction):
 
     @classmethod
     def maker(cls, name: str, config: Mapping[str, Any]) -> Callable[[], Interaction]:
-        return partial(_Talk, cls({**config, "name": name}))
+        return partial(_ConversationSimulator, cls({**config, "name": name}))
 
 
-class _Talk(Interaction):
+class _ConversationSimulator(Interaction):
     """Adapter of a shared user simulator for one conversation."""
 
     def __init__(self, shared: BaseInteraction) -> None:
@@ -458,18 +460,17 @@ class _Talk(Interaction):
         self.instance_id = instance_id or self.instance_id
 
     async def generate_response(self, messages: list[dict[str, Any]]) -> Reply:
-        offered = {"messages": messages, **self.kwargs}
-        result = await self._call(self.shared.generate_response, offered)
-        is_over, text, score, *_ = result
+        arguments = {"messages": messages, **self.kwargs}
+        is_over, text, score, *_ = await self._call(self.shared.generate_response, arguments)
         return Reply(text or "", score, bool(is_over))
 
     async def finalize_interaction(self) -> None:
         await self._call(self.shared.finalize_interaction, {})
 
-    async def _call(self, method: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
-        """Call a method of the shared object with those of `offered` that it has parameters for."""
-        arguments = accepted_arguments(method, {"instance_id": self.instance_id, **offered})
-        return await _awaited(method(**arguments))
+    async def _call(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Call a method of the shared object with those arguments that it has parameters for."""
+        accepted = accepted_arguments(method, {"instance_id": self.instance_id, **arguments})
+        return await _await_result(method(**accepted))
 
 
 class Gsm8kInteraction(BaseInteraction):
@@ -501,7 +502,7 @@ class Gsm8kInteraction(BaseInteraction):
         self._truths.pop(instance_id or "", None)
 
 
-async def _awaited(result: Any) -> Any:
+async def _await_result(result: Any) -> Any:
     """Return a result of a user's method, which is awaited if it is a coroutine."""
     return await result if inspect.isawaitable(result) else result
 
@@ -517,11 +518,11 @@ def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
     """Context manager: add the seconds of a block to `timing_raw[name]`."""
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     try:
         yield
     finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - started
+        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start_s
 
 
 def marked_timer(

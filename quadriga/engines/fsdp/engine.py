@@ -31,19 +31,19 @@ from quadriga.engines.fsdp.offload import (
     PinnedCopy,
     require_host_memory,
 )
+from quadriga.engines.fsdp.offloaded import OffloadedTensors
 from quadriga.engines.fsdp.optimizer import MOMENTS, MasterOptimizer, Training
 from quadriga.engines.fsdp.replicated import NamedTensors, ReplicatedWeights
-from quadriga.engines.fsdp.resting import RestingTensors
 from quadriga.engines.fsdp.sharded import Memory, PartialWeights, ReadWeight, ShardedWeights, shard
 from quadriga.engines.packing import LossFunction, Outputs, PackingRules
 from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
 from quadriga.engines.process_group import ProcessGroup
-from quadriga.models.adapter_files import base_name, is_factor, merged
+from quadriga.models.adapter_files import base_name, is_factor, merge_adapter
 from quadriga.models.attention import PackedBatch
 from quadriga.models.flops import model_cost
 from quadriga.models.lora import adapter_of, describe_adapter
 from quadriga.models.scorers import ScoreQuestion, Scorer
-from quadriga.models.vision import unseen_image
+from quadriga.models.vision import filler_image
 from quadriga.observe.machine import release_free_memory
 
 # On a CPU, freed memory is returned to the system after each micro-batch with at least this many
@@ -79,8 +79,8 @@ class FSDPEngine:
         optimizer: updates the masters; only if the model is trained.
         packing: how rows may be packed for the model.
         cost: computation per token.
-        rest: host memory of offloadable tensors, and the background copy of `state`, for which an
-            optimizer step waits.
+        offloaded: host memory of offloadable tensors, and the background copy of `state`, for which
+            an optimizer step waits.
         activations: context manager that offloads activations; None if they stay on the device.
             Only if the model is trained.
 
@@ -113,7 +113,7 @@ class FSDPEngine:
         self.cost = model_cost(model)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.adapter = describe_adapter(model) if adapter_of(model) else ""
-        self.rest = RestingTensors(device, name)
+        self.offloaded = OffloadedTensors(device, name)
 
         _disable_dropout(model)
         if training is None:
@@ -163,9 +163,9 @@ class FSDPEngine:
         return self.optimizer.loss_scale
 
     @property
-    def resting(self) -> dict[str, MappedFile | PinnedCopy]:
+    def host_memory(self) -> dict[str, MappedFile | PinnedCopy]:
         """Host memory of offloadable tensors, by kind."""
-        return self.rest.memory
+        return self.offloaded.memory
 
     def _arrange_parameters(self, read: ReadWeight | None) -> "ReplicatedWeights | PartialWeights":
         """Replicate or shard the parameters."""
@@ -188,11 +188,11 @@ class FSDPEngine:
             Outputs [M] of each micro-batch, in order; none from a pipeline stage without the head.
         """
         self._require_awake("weights")
-        # `_equal_work` takes losses. Without gradients they are not called.
+        # `_equalize_work` takes losses. Without gradients they are not called.
         work = [(batch, _zero_loss) for batch in batches]
         # Ranks that share weights gather them together, once for each micro-batch.
         if isinstance(self.parameters, PartialWeights):
-            work = self._equal_work(work)
+            work = self._equalize_work(work)
         outputs: list[Outputs] = []
         stage = self.parameters.stage
         if stage is None:
@@ -202,7 +202,7 @@ class FSDPEngine:
         if isinstance(self.parameters.root, FSDPModule):
             # Free the gathered weights, as a backward pass would.
             self.parameters.root.reshard()
-        # Drop the outputs of the fillers that `_equal_work` has appended.
+        # Drop the outputs of the fillers that `_equalize_work` has appended.
         return outputs[: len(batches)]
 
     def backward(
@@ -226,7 +226,8 @@ class FSDPEngine:
             losses = [partial(_scaled_loss, loss, scale) for loss in losses]
         work = list(zip(batches, losses, strict=True))
         if isinstance(self.parameters, PartialWeights):
-            work = self._equal_work(work)
+            work = self._equalize_work(work)
+
         # Hugging Face models checkpoint layers in training mode only.
         self.model.train(self.memory.gradient_checkpointing)
         stage = self.parameters.stage
@@ -240,7 +241,7 @@ class FSDPEngine:
                         release_free_memory()
         self.model.eval()
 
-    def _equal_work(
+    def _equalize_work(
         self, work: list[tuple[PackedBatch, LossFunction]]
     ) -> list[tuple[PackedBatch, LossFunction]]:
         """Add micro-batches and padding, so that all ranks run the same collectives.
@@ -257,20 +258,20 @@ class FSDPEngine:
         if num_batches and self.stage is not None:
             num_batches = self.stage.num_micro_batches(num_batches)
         filler = (PackedBatch.filler(self.device), _zero_loss)
-        multiple = layout.sp * layout.tp
+        divisor = layout.sp * layout.tp
         equal_work = []
         for batch, loss in work + [filler] * (num_batches - len(work)):
-            batch = batch.extended(-(-batch.num_tokens // multiple) * multiple)
+            batch = batch.pad_to(-(-batch.num_tokens // divisor) * divisor)
             if self.packing.image_tokens is not None and not batch.images:
                 # If one rank has images, all ranks gather the weights of the vision encoder.
-                batch = replace(batch, images=unseen_image(self.model, self.device))
+                batch = replace(batch, images=filler_image(self.model, self.device))
             equal_work.append((batch, loss))
         return equal_work
 
     @property
     def moment_bytes(self) -> int:
         """Device memory of the optimizer's moments, which the first step will allocate."""
-        if self.training is None or "optimizer" in self.resting:
+        if self.training is None or "optimizer" in self.host_memory:
             return 0
         num_bytes = 0
         for master in self.optimizer.masters:
@@ -291,11 +292,11 @@ class FSDPEngine:
             EngineError: the last `max_nonfinite_steps` gradients were not finite.
         """
         self._require_awake(*ALL_KINDS)
-        self.rest.is_changed = True
+        self.offloaded.is_changed = True
         self.parameters.attach_gradients()
         norm = self.optimizer.unscaled_norm()
         # A background copy may still read masters and moments.
-        self.rest.await_copy()
+        self.offloaded.await_copy()
         is_applied = self.optimizer.apply(norm, lr)
         self.parameters.clear_gradients()
         return OptimizerStep(float(norm), is_applied)
@@ -313,7 +314,7 @@ class FSDPEngine:
         self._require_awake("weights")
         adapter = adapter_of(self.model)
         weights = self.parameters.full_parameters()
-        return merged(weights, adapter.scale) if adapter and is_merged else weights
+        return merge_adapter(weights, adapter.scale) if adapter and is_merged else weights
 
     def adapter_weights(self, *, with_frozen: bool) -> NamedTensors:
         """Matrices A [r, in] and B [out, r] of an adapter, in the compute dtype.
@@ -355,14 +356,15 @@ class FSDPEngine:
         for name, master in weights.masters.items():
             full_name = weights.names[name]
             is_trained = name in trained
+            # With an adapter, the model's own weights are in `frozen`.
             if "model" in contents and (is_trained or not has_adapter):
-                state[f"model.{full_name}"] = weights.distributed(name, master.detach())
+                state[f"model.{full_name}"] = weights.as_dtensor(name, master.detach())
             if "frozen" in contents and not is_trained:
-                state[f"frozen.{base_name(full_name)}"] = weights.distributed(name, master)
+                state[f"frozen.{base_name(full_name)}"] = weights.as_dtensor(name, master)
             if "optimizer" in contents and is_trained:
                 moments = self.optimizer.moments(master)
                 for kind in MOMENTS:
-                    moment = weights.distributed(name, moments[kind])
+                    moment = weights.as_dtensor(name, moments[kind])
                     state[f"optimizer.{kind}.{full_name}"] = moment
                 state[f"optimizer.step.{full_name}"] = moments["step"]
         # Buffers are never trained, so with an adapter they belong to the frozen weights.
@@ -376,8 +378,8 @@ class FSDPEngine:
                 state["optimizer.loss_scale"] = self.loss_scale
         return state
 
-    def state_was_loaded(self, contents: frozenset[str]) -> None:
-        """Round the new masters to compute parameters, after the tensors of `state` were loaded.
+    def apply_loaded_state(self, contents: frozenset[str]) -> None:
+        """Use a state that was loaded into the tensors of `state`: round masters to parameters.
 
         Args:
             contents: the loaded parts of the state; see `state`.
@@ -385,12 +387,12 @@ class FSDPEngine:
         Raises:
             EngineError: the replicas have different weights.
         """
-        self.rest.is_changed = True
+        self.offloaded.is_changed = True
         if "model" in contents:
             self.parameters.refresh_compute()
             self._require_equal_replicas()
 
-    def rest_between_phases(
+    def offload_between_phases(
         self, kinds: Collection[str], folder: Path, *, frees_gradients: bool = False
     ) -> str:
         """Offload tensors now, and whenever `awake` is left. Call it once, before the first step.
@@ -408,12 +410,13 @@ class FSDPEngine:
         Raises:
             ConfigError: the host or the disk lacks space.
         """
-        tensors = self.parameters.resting()
+        tensors = self.parameters.offloadable_tensors()
         if self.training is not None and "optimizer" in kinds:
             # Create the moments now, so that they never occupy the device outside of `awake`.
             tensors["optimizer"] = self.optimizer.all_moments()
-        self.rest.frees_gradients = frees_gradients
-        self.rest.is_changed = True
+        self.offloaded.frees_gradients = frees_gradients
+        self.offloaded.is_changed = True
+
         offloadable: dict[str, list[torch.Tensor]] = {}
         for kind, tensors_of_kind in tensors.items():
             if kind not in kinds:
@@ -424,15 +427,16 @@ class FSDPEngine:
             ]
             if on_device:
                 offloadable[kind] = on_device
+
         if self.device.type == "cuda" and kinds:
             description = f"{' and '.join(kinds)} of the {self.name}"
             require_host_memory(self.world, chain(*offloadable.values()), description)
         for kind, tensors_of_kind in offloadable.items():
-            copies = self.rest.add(kind, tensors_of_kind, folder)
+            copies = self.offloaded.add(kind, tensors_of_kind, folder)
             if copies:
                 self._use_copies(kind, tensors_of_kind, copies)
         self.sleep()
-        return self.rest.describe(folder)
+        return self.offloaded.describe(folder)
 
     def _use_copies(
         self, kind: str, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
@@ -446,16 +450,16 @@ class FSDPEngine:
         """
         if isinstance(self.parameters, ShardedWeights) and kind == "weights":
             # FSDP holds these as DTensors, which must be replaced themselves.
-            self.parameters.use_memory(copies)
+            self.parameters.replace_memory(copies)
             return
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.data = copy
 
     def sleep(self) -> None:
         """Offload every offloadable tensor, and free gradient sums if `frees_gradients` was set."""
-        if self.rest.frees_gradients:
+        if self.offloaded.frees_gradients:
             self.parameters.sums.clear()
-        self.rest.sleep()
+        self.offloaded.sleep()
 
     @contextmanager
     def awake(self, *kinds: str) -> Iterator[None]:
@@ -464,8 +468,8 @@ class FSDPEngine:
         Args:
             kinds: any of `ALL_KINDS`. Kinds that are not offloaded are on the device anyway.
         """
-        if self.rest.memory:
-            self.rest.wake(kinds)
+        if self.offloaded.memory:
+            self.offloaded.wake(kinds)
         try:
             yield
         finally:
@@ -473,8 +477,8 @@ class FSDPEngine:
 
     def _require_awake(self, *kinds: str) -> None:
         """Check that kinds of tensors are not offloaded, and wait until they are on the device."""
-        if self.rest.memory:
-            self.rest.wait(kinds)
+        if self.offloaded.memory:
+            self.offloaded.wait(kinds)
 
     def _require_equal_replicas(self) -> None:
         if self.processes.layout.is_whole:

@@ -163,7 +163,7 @@ def pinned_memory(num_bytes: int, description: str) -> torch.Tensor:
     return memory
 
 
-def _content(storage: torch.UntypedStorage) -> torch.Tensor:
+def _view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """View the whole content of a storage as [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -218,7 +218,7 @@ class PinnedCopy:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for copy, storage in zip(self._copies, self._storages, strict=True):
-                    copy.copy_(_content(storage), non_blocking=True)
+                    copy.copy_(_view_bytes(storage), non_blocking=True)
         # Without a change, copies to the device may still be under way.
         self._stream.synchronize()
         for storage in self._storages:
@@ -241,7 +241,7 @@ class PinnedCopy:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for copy, storage in zip(self._copies, self._storages, strict=True):
-                _content(storage).copy_(copy, non_blocking=True)
+                _view_bytes(storage).copy_(copy, non_blocking=True)
             self._arrived.record(self._stream)
 
     def wait(self) -> None:

@@ -126,15 +126,15 @@ class ReplicatedWeights:
             trained = [self.parameters[name] for name in self.trained]
             torch.autograd.graph.increment_version(trained)
 
-    def resting(self) -> dict[str, list[torch.Tensor]]:
+    def offloadable_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Offloadable tensors [...]: the compute `weights`, and `masters` that are separate."""
         return {
             "weights": list(self.parameters.values()),
             "masters": [self.masters[name] for name in self._with_master],
         }
 
-    def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor that a master or moment is a shard of: here the tensor itself.
+    def as_dtensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """Return a master or a moment itself: it is not sharded, so it needs no DTensor.
 
         Args:
             name: name of the parameter.
@@ -150,10 +150,10 @@ class ReplicatedWeights:
         for name, tensor in self.full_parameters():
             yield name, (0,) * tensor.dim(), tensor
 
-    def full_parameters(self, wanted: Callable[[str], bool] = lambda name: True) -> NamedTensors:
-        """Yield parameters [...] in the compute dtype, then buffers, whose names are `wanted`."""
+    def full_parameters(self, is_wanted: Callable[[str], bool] = lambda name: True) -> NamedTensors:
+        """Yield wanted parameters [...] in the compute dtype, then wanted buffers, with names."""
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
-            if wanted(name):
+            if is_wanted(name):
                 yield name, tensor.detach()
 
 

@@ -36,11 +36,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from quadriga.engines.fsdp.replicated import NamedTensors
-from quadriga.engines.parallel.experts import share_experts
+from quadriga.engines.parallel.experts import shard_experts
 from quadriga.engines.parallel.pipeline import Stage, keep_stage, layers_of_stage
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.parallel.sharing import SharedTokens
-from quadriga.engines.parallel.tensor import share_layers
+from quadriga.engines.parallel.tensor import shard_layers
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import EngineError
 from quadriga.models.architecture import backbone
@@ -51,8 +51,9 @@ from quadriga.models.vision import is_vision, vision_encoder
 from quadriga.models.weight_names import weight_buffers
 from quadriga.partition import part_of
 
-_GLOO_BYTES = 16 << 20
-_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
+# Largest tensor that Gloo gathers in one collective, for which it needs twice the memory.
+_MAX_GLOO_BYTES = 16 << 20
+_LAYER_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 ReadWeight = Callable[[str], torch.Tensor]
 """Reads a full parameter by its name in the full model, on any device and of any dtype."""
 
@@ -84,13 +85,13 @@ class ShardSpec:
 
     name: str  # in the full model
     tensor_dimension: int | None  # dimension that tensor parallelism shards; None: not sharded
-    is_copy: bool  # whether the first stage holds the same parameter
-    is_divided: bool = False  # whether it belongs to experts that expert parallelism shards
+    is_copy: bool  # whether it is the last stage's copy of a parameter of the first stage
+    is_expert: bool = False  # whether expert parallelism shards it
 
     @property
     def model_dimension(self) -> int | None:
         """Dimension that tensor or expert parallelism shards; None if neither does."""
-        return 0 if self.is_divided else self.tensor_dimension
+        return 0 if self.is_expert else self.tensor_dimension
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,10 @@ class _Meshes:
     replicated: DeviceMesh  # both, and the replicas of all shards
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, model: str, fsdp: str) -> "_Meshes":
+    def of(cls, mesh: DeviceMesh, model_axis: str, fsdp_axis: str) -> "_Meshes":
         """Slice a mesh by the names of its axes."""
-        return cls(mesh[model], mesh[fsdp], mesh["dp_replicate", model, fsdp])
+        replicated = mesh["dp_replicate", model_axis, fsdp_axis]
+        return cls(mesh[model_axis], mesh[fsdp_axis], replicated)
 
 
 class PartialWeights:
@@ -142,7 +144,7 @@ class PartialWeights:
         self.names = {name: spec.name for name, spec in shard_specs.items()}
         self.sums: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        # By `is_divided`. Made once, since slicing a mesh is slow.
+        # By `ShardSpec.is_expert`. Made once, since slicing a mesh is slow.
         self._meshes = {False: _Meshes.of(processes.storage, "tp", "fsdp")}
         if processes.experts is not None:
             self._meshes[True] = _Meshes.of(processes.experts, "ep", "edp")
@@ -169,9 +171,10 @@ class PartialWeights:
                 continue
             gradient = self.masters[name].grad
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            # Number of ranks in a replica of the weights that add the same square.
+            # Number of ranks in a replica of the weights that add the same square. Each adds its
+            # part, so that the sum over all ranks has the square once.
             num_copies: float = 1
-            if spec.is_divided:
+            if spec.is_expert:
                 # Experts may have another number of replicas than the other weights.
                 num_copies = self._meshes[True].replicated.size(0) / layout.dp_replicate
             elif spec.tensor_dimension is None:
@@ -187,16 +190,19 @@ class PartialWeights:
         shape = list(self.parameter_specs[spec.name].shape)
         dimension = spec.model_dimension
         if dimension is not None:
-            mesh = self._meshes[spec.is_divided].model
+            mesh = self._meshes[spec.is_expert].model
             _, shape[dimension] = _local_part(shape[dimension], mesh)
         return shape
 
-    def _join_copies(self, replicated: Sequence[str]) -> None:
+    def _sum_gradients_of_copies(self, replicated: Sequence[str]) -> None:
         """Sum the masters' gradients over ranks that hold the same parameter.
 
+        These are parameters that tensor parallelism does not shard, and a tied embedding, which the
+        first and the last pipeline stage hold.
+
         Args:
-            replicated: parameters that all ranks of a tp group hold in full. Each rank has seen
-                only some of the tokens or heads.
+            replicated: parameters that all ranks of a tp group hold in full. The gradient of each
+                rank covers only some of the tokens or heads.
         """
         layout = self.processes.layout
         device = self.processes.world.device
@@ -210,6 +216,7 @@ class PartialWeights:
                 gradient.copy_(total)
         if layout.pp == 1:
             return
+
         # The first and the last stage send each other their gradients of a tied embedding.
         group = self.processes.group("pp")
         peer_stage = layout.pp - 1 if self.processes.is_first_stage else 0
@@ -225,7 +232,7 @@ class PartialWeights:
                 work.wait()
             gradient.add_(peer_gradient.to(gradient.device))
 
-    def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
+    def as_dtensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Wrap a shard as the DTensor of the full parameter. The shard stays its memory.
 
         Args:
@@ -242,27 +249,33 @@ class PartialWeights:
             model_placement = Shard(spec.model_dimension)
         described = DTensor.from_local(
             local.to("meta"),
-            self._meshes[spec.is_divided].replicated,
+            self._meshes[spec.is_expert].replicated,
             [Replicate(), model_placement, Shard(0)],
             run_check=False,
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
-        # Not `from_local` itself: it would copy a tensor on the host to the mesh's device, so that
-        # writes would not reach the original.
+        # `from_local` only makes the description, from a tensor without memory: it would copy a
+        # tensor on the host to the mesh's device, so that writes would not reach the original.
         return DTensor(local, described._spec, requires_grad=False)
 
-    def full_parameters(self, wanted: Callable[[str], bool] = lambda name: True) -> NamedTensors:
+    def full_parameters(self, is_wanted: Callable[[str], bool] = lambda name: True) -> NamedTensors:
         """Gather the parameters [V, D] of the full model, then buffers, in the compute dtype.
 
         Every rank yields all of them, one after the other, and holds no more than one full
-        parameter and its shards at a time. A parameter whose name is not `wanted` is not gathered.
+        parameter and its shards at a time.
+
+        Args:
+            is_wanted: called with a name; parameters for which it returns False are not gathered.
+
+        Returns:
+            An iterator over names and tensors.
         """
         specs = self.shard_specs.items()
         local_names = {spec.name: name for name, spec in specs if not spec.is_copy}
         device = self.processes.world.device
         for full_name, parameter in self.parameter_specs.items():
-            if not wanted(full_name):
+            if not is_wanted(full_name):
                 continue
             if full_name in local_names:
                 tensor = self._gather(local_names[full_name])
@@ -282,7 +295,7 @@ class PartialWeights:
     def _gather(self, name: str) -> torch.Tensor:
         """Gather a full parameter [V, D] of this stage from the shards [V/tp/fsdp, D]."""
         spec = self.shard_specs[name]
-        meshes = self._meshes[spec.is_divided]
+        meshes = self._meshes[spec.is_expert]
         # One variable for all intermediate tensors, so each is freed when the next is complete.
         tensor = self.shard(name).to(self.processes.world.device, self.dtype)
         tensor = _gather_shards(tensor, meshes.fsdp, 0, self._model_shard_shape(name))
@@ -295,26 +308,26 @@ class PartialWeights:
         """Yield full name, start in the full parameter, and tensor of each shard and buffer."""
         for name, spec in self.shard_specs.items():
             if not spec.is_copy:
-                start, _ = self._position(name)
+                start, _ = self._start_and_shape(name)
                 yield spec.name, start, self.shard(name)
         for name, buffer in self.buffers.items():
             yield name, (0,) * buffer.dim(), buffer
 
-    def _position(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _start_and_shape(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Find the start of this rank's shard in the full parameter, and the shape of the shard."""
         spec = self.shard_specs[name]
-        meshes = self._meshes[spec.is_divided]
+        meshes = self._meshes[spec.is_expert]
         dimension = spec.model_dimension
         shape = list(self.parameter_specs[spec.name].shape)
         start = [0] * len(shape)
         if dimension is not None:
             start[dimension], shape[dimension] = _local_part(shape[dimension], meshes.model)
-        # FSDP shards the rows of the model shard.
-        row, shape[0] = _local_part(shape[0], meshes.fsdp)
-        start[0] += row
+        # FSDP shards the rows of the model shard, which start at row `start[0]` of the parameter.
+        first_row, shape[0] = _local_part(shape[0], meshes.fsdp)
+        start[0] += first_row
         return tuple(start), tuple(shape)
 
-    def _shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+    def _narrow_to_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """View this rank's shard of a full parameter [V, D]; EngineError if the shape differs."""
         full_name = self.names[name]
         expected = self.parameter_specs[full_name].shape
@@ -322,7 +335,7 @@ class PartialWeights:
             got = f"shape {tuple(full.shape)}"
             raise EngineError(f"weight {full_name}", got=got, expected=f"{tuple(expected)}")
         shard = full
-        for dim, (start, size) in enumerate(zip(*self._position(name), strict=True)):
+        for dim, (start, size) in enumerate(zip(*self._start_and_shape(name), strict=True)):
             shard = shard.narrow(dim, start, size)
         return shard
 
@@ -380,7 +393,7 @@ class ShardedWeights(PartialWeights):
                 self.trained.append(name)
         with torch.no_grad():
             for name, master in self.masters.items():
-                master.copy_(self._shard_of(name, read(self.names[name])))
+                master.copy_(self._narrow_to_shard(name, read(self.names[name])))
 
     def _fully_shard(
         self, model: PreTrainedModel, device: torch.device, *, offloads: bool, reshards: bool
@@ -448,35 +461,36 @@ class ShardedWeights(PartialWeights):
                 master.grad = parameter.grad.to_local()
             if self.shard_specs[name].tensor_dimension is None:
                 replicated.append(name)
-        self._join_copies(replicated)
+        self._sum_gradients_of_copies(replicated)
 
     def refresh_compute(self) -> None:
         """Do nothing: FSDP gathers compute parameters from the masters [V/tp/fsdp, D] itself."""
 
-    def resting(self) -> dict[str, list[torch.Tensor]]:
+    def offloadable_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Offloadable tensors [V/tp/fsdp, D]: `weights`, which are also the masters."""
         return {"weights": [shard.to_local().detach() for shard in self.parameters.values()]}
 
-    def use_memory(self, windows: Sequence[torch.Tensor]) -> None:
-        """Move the shards to other memory, which already has their content.
+    def replace_memory(self, copies: Sequence[torch.Tensor]) -> None:
+        """Replace the memory of the parameters by copies of their shards.
 
         If the ranks do not divide a parameter evenly, FSDP pads its shards. Padded shards stay in
         FSDP's memory, which `masters` then keeps viewing.
 
         Args:
-            windows: [V/tp/fsdp, D] each, in the order of `parameters`.
+            copies: [V/tp/fsdp, D] each, in the order of `parameters`.
         """
         ids = map(id, self.parameters.values())
-        window_by_id = dict(zip(ids, windows, strict=True))
+        copy_by_id = dict(zip(ids, copies, strict=True))
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            """Return a DTensor on the new memory in place of a parameter."""
-            window = window_by_id.get(id(tensor))
-            if window is None:
+        def replace_parameter(tensor: torch.Tensor) -> torch.Tensor:
+            """Return a DTensor on the copy in place of a parameter."""
+            copy = copy_by_id.get(id(tensor))
+            if copy is None:
                 return tensor
-            return DTensor(window, tensor._spec, requires_grad=tensor.requires_grad)
+            return DTensor(copy, tensor._spec, requires_grad=tensor.requires_grad)
 
-        self.root._apply(move)
+        # FSDP overrides `_apply` to take new parameters over into its own records.
+        self.root._apply(replace_parameter)
         for name, parameter in self.parameters.items():
             self.masters[name].data = parameter.to_local().detach()
 
@@ -507,11 +521,12 @@ def _gather_shards(
     group = mesh.get_group()
     full = torch.empty(shape, dtype=shard.dtype, device=shard.device)
     sizes = [part_of(shape[dimension], mesh.size(), rank)[1] for rank in range(mesh.size())]
-    # Gloo needs a second copy of everything that it gathers at once.
-    fits_gloo = full.nbytes <= _GLOO_BYTES or shard.device.type != "cpu"
-    if dimension == 0 and len(set(sizes)) == 1 and fits_gloo:
+    is_small_enough = full.nbytes <= _MAX_GLOO_BYTES or shard.device.type != "cpu"
+    if dimension == 0 and len(set(sizes)) == 1 and is_small_enough:
         all_gather_single(full, shard.contiguous(), group=group)
         return full
+
+    # Otherwise each rank broadcasts its shard.
     for sender, window in enumerate(full.split(sizes, dimension)):
         if window.numel() == 0:
             continue
@@ -549,16 +564,16 @@ def shard(
     layout = processes.layout
     read = read or reader_of(model)
     _move_to_meta(model, dtype)
-    parameter_specs = _describe(model, processes)
+    parameter_specs = _describe_parameters(model, processes)
     num_vocabulary = model.get_input_embeddings().num_embeddings
 
     # Reduce the model to this rank's layers, heads, vocabulary and experts.
     tensor_dimensions: dict[str, int] = {}
     if layout.tp > 1:
-        tensor_dimensions = share_layers(model, processes.group("tp"))
+        tensor_dimensions = shard_layers(model, processes.group("tp"))
     expert_names: set[str] = set()
     if processes.experts is not None:
-        expert_names = share_experts(model, processes.experts.get_group("ep"))
+        expert_names = shard_experts(model, processes.experts.get_group("ep"))
     copies: Mapping[str, str] = {}
     if layout.pp > 1:
         copies = keep_stage(model, processes)
@@ -569,8 +584,9 @@ def shard(
             name=copies.get(name, name),
             tensor_dimension=tensor_dimensions.get(name),
             is_copy=name in copies,
-            is_divided=name in expert_names,
+            is_expert=name in expert_names,
         )
+
     scorer.sharing = SharedTokens(processes, num_vocabulary)
     root = Stage(scorer, processes, dtype) if layout.pp > 1 else scorer
     return ShardedWeights(
@@ -606,7 +622,9 @@ def _move_to_meta(model: PreTrainedModel, dtype: torch.dtype) -> None:
             setattr(module, name, moved[id(parameter)])
 
 
-def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, ParameterSpec]:
+def _describe_parameters(
+    model: PreTrainedModel, processes: Processes
+) -> Mapping[str, ParameterSpec]:
     """Describe all parameters and buffers of a full model, with their pipeline stages."""
     num_stages = processes.layout.pp
     table = model.get_input_embeddings()
@@ -614,10 +632,12 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Para
     # A tied head computes with the table of the embedding, so the last stage needs the table too.
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     table_ids = set(map(id, table.parameters()))
+
     # Embeddings of tokens and images are computed in the first stage.
     first_stage_ids = set(table_ids)
     if is_vision(model.config):
         first_stage_ids.update(map(id, vision_encoder(model).parameters()))
+
     stage_of_layer: dict[int, int] = {}
     if num_stages > 1:
         num_layers = len(backbone(model).layers)
@@ -627,7 +647,7 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Para
 
     def stage_by_name(name: str) -> int:
         """Stage of a parameter by its layer. Norm and head are in the last stage."""
-        match = _LAYER.fullmatch(name)
+        match = _LAYER_NAME.fullmatch(name)
         if match is None:
             return num_stages - 1
         return stage_of_layer.get(int(match[1]), 0)

@@ -39,7 +39,7 @@ class _OnCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _NoRandomStates:
+class _EmptyStateTracker:
     """Replaces Megatron's tracker of random states: there is no dropout."""
 
     def fork(self, name: str = "") -> AbstractContextManager[None]:
@@ -52,8 +52,14 @@ class _NoRandomStates:
         pass
 
 
-def _splits_to_lists(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """Replace Megatron's copies from the device: convert numbers of tokens to lists."""
+def _convert_splits(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """Replace Megatron's copies from the device: convert numbers of tokens to lists.
+
+    Args:
+        dispatcher: Megatron's dispatcher of tokens to experts, whose attributes are converted.
+        point: not used.
+        tokens_per_expert: returned unchanged.
+    """
     for name in ("input_splits", "output_splits", "output_splits_tp"):
         splits = getattr(dispatcher, name, None)
         if isinstance(splits, torch.Tensor):
@@ -62,15 +68,15 @@ def _splits_to_lists(dispatcher: Any, point: str, tokens_per_expert: torch.Tenso
 
 
 @contextmanager
-def _stand_ins() -> Iterator[None]:
+def _replace_cuda() -> Iterator[None]:
     """Context manager: replace the parts of CUDA that Megatron calls."""
     dispatcher = MoEAlltoAllTokenDispatcher
     with (
         _OnCPU(),
         patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         patch.object(dispatcher, "cuda_dtoh_stream", "none"),
-        patch.object(dispatcher, "_maybe_dtoh_and_synchronize", _splits_to_lists),
-        patch.object(random, "_CUDA_RNG_STATE_TRACKER", _NoRandomStates()),
+        patch.object(dispatcher, "_maybe_dtoh_and_synchronize", _convert_splits),
+        patch.object(random, "_CUDA_RNG_STATE_TRACKER", _EmptyStateTracker()),
         patch.object(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
         patch.object(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0)),
         patch.object(random, "_set_cuda_rng_state", lambda *args, **kwargs: None),
@@ -78,6 +84,6 @@ def _stand_ins() -> Iterator[None]:
         yield
 
 
-def around_megatron(device: torch.device) -> AbstractContextManager[None]:
-    """Context manager for a call into Megatron, for models on `device`."""
-    return nullcontext() if device.type == "cuda" else _stand_ins()
+def megatron_context(device: torch.device) -> AbstractContextManager[None]:
+    """Context manager for a call into Megatron: on a CPU, replace what it calls of CUDA."""
+    return nullcontext() if device.type == "cuda" else _replace_cuda()

@@ -31,13 +31,13 @@ from torch import nn
 
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.fsdp.sharded import ReadWeight, reader_of
-from quadriga.engines.megatron.cpu import REPLACED, around_megatron
+from quadriga.engines.megatron.cpu import REPLACED, megatron_context
 from quadriga.engines.megatron.model import (
     Packed,
-    chunks_of,
+    build_chunks,
     linear_modules,
+    loop_reason_of,
     transformer_config,
-    why_in_a_loop,
 )
 from quadriga.engines.megatron.weights import MegatronWeights
 from quadriga.engines.packing import LossFunction, Outputs
@@ -46,7 +46,7 @@ from quadriga.engines.parallel.sharing import SharedTokens
 from quadriga.engines.process_group import Membership
 from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
-from quadriga.models.scorers import Scored, ScoreQuestion, Scorer
+from quadriga.models.scorers import ScoredTokens, ScoreQuestion, Scorer
 
 # Importing Megatron allows torch to unpickle its classes from any file, in the whole process.
 # Undo that.
@@ -61,7 +61,7 @@ Work = tuple[PackedBatch, LossFunction | None]
 """A micro-batch and, in training, its loss."""
 
 
-class WholeTokens(SharedTokens):
+class UndividedTokens(SharedTokens):
     """Token sharing without sequence parallelism: between layers, each tp rank has all tokens.
 
     Args:
@@ -73,11 +73,13 @@ class WholeTokens(SharedTokens):
         super().__init__(processes, num_vocabulary)
         self.num_parts = 1
 
-    def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
-        if self.processes.layout.tp > 1 and in_parts:
+    def select_predictors(
+        self, hidden: torch.Tensor, batch: PackedBatch, *, has_sharded_head: bool
+    ) -> ScoredTokens:
+        if self.processes.layout.tp > 1 and has_sharded_head:
             # The identity, but it sums gradients: each rank scores a part of the vocabulary.
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        return super().scored(hidden, batch, in_parts=in_parts)
+        return super().select_predictors(hidden, batch, has_sharded_head=has_sharded_head)
 
 
 class MegatronSchedule:
@@ -126,30 +128,31 @@ class MegatronSchedule:
         """
         if self.processes.layout.pp > 1:
             longest = max(batch.num_tokens for batch, _ in work)
-            work = [(batch.extended(longest), loss) for batch, loss in work]
+            work = [(batch.pad_to(longest), loss) for batch, loss in work]
         all_outputs: list[Outputs] = []
 
         def forward_step(
             micro_batches: Iterator[Work], chunk: nn.Module
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-            """Compute a micro-batch in a chunk. Returns hidden states, and how to score them."""
+            """Compute a micro-batch in a chunk. Returns hidden states, and a function of them."""
             # Each chunk has an iterator of its own over the same micro-batches.
             batch, loss = next(micro_batches)
             sharing = self.scorer.sharing
             ids, positions, plan = sharing.inputs(batch)
             routed = None
             if batch.routing is not None:
-                routed = sharing.routed(batch, ids.shape[1])
+                routed = sharing.routed_tokens(batch, ids.shape[1])
             packed = Packed(positions=positions[0], plan=plan, routed=routed)
             hidden = chunk(ids, positions, None, packed_seq_params=packed)
             if routed is not None:
-                self.scorer.keep_routes(routed)
+                self.scorer.keep_chosen_experts(routed)
 
             # Megatron calls this in the last stage only.
             def score(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
                 """Compute outputs and the loss. Returns the loss, a number of tokens, and None."""
                 outputs = self.scorer.score(hidden[:, 0], batch, question)
                 all_outputs.append({name: values.detach() for name, values in outputs.items()})
+                # Megatron needs a loss, even without a backward pass.
                 zero = next(iter(outputs.values())).sum() * 0.0
                 total = zero if loss is None else loss(outputs)
                 # With 0 tokens, Megatron does not normalise the loss, which is normalised already.
@@ -158,7 +161,7 @@ class MegatronSchedule:
             return hidden, score
 
         first_batch, _ = work[0]
-        with around_megatron(self.processes.world.device):
+        with megatron_context(self.processes.world.device):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(work) for _ in self.chunks],
@@ -224,11 +227,11 @@ class MegatronEngine(FSDPEngine):
         processes = self.processes
         model = self.scorer.model
         layout = processes.layout
-        sharing = SharedTokens if self.settings["sequence_parallel"] else WholeTokens
+        sharing = SharedTokens if self.settings["sequence_parallel"] else UndividedTokens
         self.scorer.sharing = sharing(processes, model.get_input_embeddings().num_embeddings)
 
         is_mixture = bool(getattr(model.config, "num_experts", None))
-        sizes = {
+        options: dict[str, Any] = {
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": self.virtual,
@@ -239,16 +242,17 @@ class MegatronEngine(FSDPEngine):
             "overlap_p2p_comm": self.virtual is not None,
         }
         if self.memory.gradient_checkpointing:
-            sizes |= {
+            options |= {
                 "recompute_granularity": "full",
                 "recompute_method": "uniform",
                 "recompute_num_layers": 1,
             }
-        config = transformer_config(model.config, self.dtype, self.device, sizes | self.settings)
+        config = transformer_config(model.config, self.dtype, self.device, options | self.settings)
+
         # On a CPU, stand-ins replace CUDA during these calls.
-        with around_megatron(self.device):
-            meet(processes, self.virtual)
-            chunks = chunks_of(model, config, self.device)
+        with megatron_context(self.device):
+            form_groups(processes, self.virtual)
+            chunks = build_chunks(model, config, self.device)
         weights = MegatronWeights(
             self.scorer,
             chunks,
@@ -259,6 +263,7 @@ class MegatronEngine(FSDPEngine):
             steps_on_host=self.memory.offload_weights and self.device.type == "cuda",
         )
         if self.scorer.sharing.has_head and isinstance(model.get_output_embeddings(), nn.Linear):
+            # The scorer computes log-probs with Megatron's weight of the head.
             model.set_output_embeddings(_Head(*weights.head()))
         # `FSDPEngine` runs the weights' `stage` if there is one. Here it also computes a model
         # without pipeline stages.
@@ -275,7 +280,7 @@ class MegatronEngine(FSDPEngine):
         _, _, linear_reason = linear_modules(self.device)
         modules = f"the modules of Megatron-core {megatron.core.__version__}, {linear_reason}"
         if config.num_moe_experts:
-            loop_reason = why_in_a_loop(config, self.device)
+            loop_reason = loop_reason_of(config, self.device)
             if loop_reason:
                 modules += f"; experts one after the other ({loop_reason})"
             else:
@@ -294,7 +299,7 @@ _formed: dict[str, Any] = {}
 """The `sizes` of Megatron's groups in this process, and the `meeting` that formed them."""
 
 
-def meet(processes: Processes, virtual: int | None) -> None:
+def form_groups(processes: Processes, virtual: int | None) -> None:
     """Form Megatron's process groups, which are global: all roles of a process share them.
 
     Args:

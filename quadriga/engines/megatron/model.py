@@ -157,8 +157,8 @@ class Attention(nn.Module):
         assert packed.plan is not None
         # From Megatron's [n, 1, H/tp, d] to [1, H/tp, n, d].
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        mixed = packed.plan.attend(self.layer, query, key, value, self.scale)  # [1, n, H/tp, d]
-        return mixed.transpose(0, 1).flatten(2)
+        output = packed.plan.attend(self.layer, query, key, value, self.scale)  # [1, n, H/tp, d]
+        return output.transpose(0, 1).flatten(2)
 
 
 class Router(TopKRouter):
@@ -166,7 +166,7 @@ class Router(TopKRouter):
 
     tokens: RoutedTokens | None = None  # tokens of the current call of its layer
 
-    def begin(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
+    def store_tokens(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
         """Hook of the layer: set `tokens`, also when the layer is recomputed for gradients.
 
         Args:
@@ -189,14 +189,15 @@ class Router(TopKRouter):
         if self.tokens is None:
             return super().routing(logits, **options)
         replay = self.router_replay
-        number = self.layer_number - 1
+        layer = self.layer_number - 1
         # Record the router's own choice, which metrics compare with a replayed one.
         replay.set_router_replay_action(RouterReplayAction.RECORD)
         weights, is_chosen = super().routing(logits, **options)
         chosen = replay.get_recorded_indices()
         own_choice = None
-        replayed = self.tokens.experts_to_replay(number, len(logits))
+        replayed = self.tokens.experts_to_replay(layer, len(logits))
         if replayed is not None:
+            # Route once more, to the replayed experts.
             own_choice = chosen
             # Where the entry is negative, the router's own choice remains.
             chosen = torch.where(replayed >= 0, replayed, chosen)
@@ -206,7 +207,7 @@ class Router(TopKRouter):
         replay.clear_router_replay_action()
         replay.clear_indices()
         # The same weights, whose backward pass adds the load-balancing loss and the z-loss.
-        weights = self.tokens.record_choice(number, logits[:, 0], weights, chosen, own_choice)
+        weights = self.tokens.record_choice(layer, logits[:, 0], weights, chosen, own_choice)
         return weights, is_chosen
 
     def gating(self, input: Tensor) -> Tensor:
@@ -220,12 +221,14 @@ class Experts(nn.Module):
     """The experts of this rank, with weights [E/ep, 2 F, D] and [E/ep, D, F].
 
     Args:
-        number: E/ep.
+        num_local_experts: E/ep.
         config: Megatron's configuration.
         pg_collection: not used.
     """
 
-    def __init__(self, number: int, config: TransformerConfig, pg_collection: Any = None) -> None:
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None
+    ) -> None:
         super().__init__()
         width = config.moe_ffn_hidden_size
         size = config.hidden_size
@@ -233,9 +236,10 @@ class Experts(nn.Module):
             "device": torch.cuda.current_device(),
             "dtype": config.params_dtype,
         }
-        self.gate_up_proj = nn.Parameter(torch.empty(number, 2 * width, size, **options))
-        self.down_proj = nn.Parameter(torch.empty(number, size, width, **options))
-        self.are_grouped = not why_in_a_loop(config, self.down_proj.device)
+        gate_up = torch.empty(num_local_experts, 2 * width, size, **options)
+        self.gate_up_proj = nn.Parameter(gate_up)
+        self.down_proj = nn.Parameter(torch.empty(num_local_experts, size, width, **options))
+        self.use_grouped_products = not loop_reason_of(config, self.down_proj.device)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Compute each expert on its tokens.
@@ -248,22 +252,23 @@ class Experts(nn.Module):
         Returns:
             [m, D], and None for the bias.
         """
-        if self.are_grouped:
+        if self.use_grouped_products:
             ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
             gate, up = grouped_mm(tokens, self.gate_up_proj.mT, offs=ends).chunk(2, -1)
-            mixed = grouped_mm(silu(gate) * up, self.down_proj.mT, offs=ends)
-            return mixed * weights[:, None].to(mixed.dtype), None
+            output = grouped_mm(silu(gate) * up, self.down_proj.mT, offs=ends)
+            return output * weights[:, None].to(output.dtype), None
+
         sizes = counts.tolist()
         outputs = []
         by_expert = zip(tokens.split(sizes), weights.split(sizes), strict=True)
-        for expert, (expert_tokens, weight) in enumerate(by_expert):
+        for expert, (expert_tokens, expert_weights) in enumerate(by_expert):
             gate, up = linear(expert_tokens, self.gate_up_proj[expert]).chunk(2, -1)
-            mixed = linear(silu(gate) * up, self.down_proj[expert])
-            outputs.append(mixed * weight[:, None].to(expert_tokens.dtype))
+            output = linear(silu(gate) * up, self.down_proj[expert])
+            outputs.append(output * expert_weights[:, None].to(expert_tokens.dtype))
         return torch.cat(outputs), None
 
 
-def why_in_a_loop(config: TransformerConfig, device: torch.device) -> str:
+def loop_reason_of(config: TransformerConfig, device: torch.device) -> str:
     """Explain why experts are computed one after the other.
 
     Args:
@@ -297,10 +302,16 @@ def linear_modules(device: torch.device) -> tuple[type, type, str]:
     return ColumnParallelLinear, RowParallelLinear, f"Megatron's own linear modules ({reason})"
 
 
-def _layers(
-    config: TransformerConfig, number: int, device: torch.device
+def _layer_specs(
+    config: TransformerConfig, num_layers: int, device: torch.device
 ) -> TransformerBlockSubmodules:
-    """Build Megatron's specification of `number` equal layers and the final norm."""
+    """Build Megatron's specification of equal layers and the final norm.
+
+    Args:
+        config: Megatron's configuration.
+        num_layers: number of layers.
+        device: device of the modules.
+    """
     column, row, _ = linear_modules(device)
     query_key_norm = Norm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(column, Attention, row, query_key_norm, query_key_norm)
@@ -319,14 +330,14 @@ def _layers(
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules([layer] * number, Norm)
+    return TransformerBlockSubmodules([layer] * num_layers, Norm)
 
 
-def _detach_padding(padding: int, table: Any, args: tuple[Tensor], embedded: Tensor) -> Tensor:
+def _detach_padding(padding_id: int, table: Any, args: tuple[Tensor], embedded: Tensor) -> Tensor:
     """Hook of the embedding: the padding entry gets no gradient, as in Hugging Face models.
 
     Args:
-        padding: token id of the entry.
+        padding_id: token id of the entry.
         table: Megatron's embedding.
         args: token ids [1, n].
         embedded: [1, n, D], or with sequence parallelism this rank's tokens [n/tp, 1, D].
@@ -339,7 +350,7 @@ def _detach_padding(padding: int, table: Any, args: tuple[Tensor], embedded: Ten
         # The tokens of this rank.
         chunks = ids[0].chunk(table.tp_group.size())
         ids = chunks[table.tp_group.rank()][:, None]
-    return torch.where((ids == padding)[..., None], embedded.detach(), embedded)
+    return torch.where((ids == padding_id)[..., None], embedded.detach(), embedded)
 
 
 def transformer_config(
@@ -422,7 +433,7 @@ def is_tied_policy(model: PreTrainedModel) -> bool:
     return has_head and bool(model.config.tie_word_embeddings)
 
 
-def chunks_of(
+def build_chunks(
     model: PreTrainedModel, config: TransformerConfig, device: torch.device
 ) -> list[GPTModel]:
     """Build this rank's chunks of a model, without values.
@@ -450,23 +461,24 @@ def chunks_of(
             fix="Set strategy=fsdp.",
         )
     num_vocabulary = base.embed_tokens.num_embeddings
-    padding = base.embed_tokens.padding_idx
+    padding_id = base.embed_tokens.padding_idx
     has_head = isinstance(model.get_output_embeddings(), nn.Linear)
+    # Without a head, sharing avoids a weight of the output layer, which is deleted below.
     can_share_table = is_tied_policy(model) or not has_head
     tp = config.tensor_model_parallel_size
     stage = parallel_state.get_pipeline_model_parallel_rank()
     num_virtual = config.virtual_pipeline_model_parallel_size
     num_chunks = num_virtual or 1
+    is_last_stage = stage == config.pipeline_model_parallel_size - 1
     chunks = []
     for number in range(num_chunks):
         virtual_stage = number if num_virtual else None
         is_first = stage == 0 and number == 0
-        is_last_stage = stage == config.pipeline_model_parallel_size - 1
         is_last = is_last_stage and number == num_chunks - 1
         num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
         chunk = GPTModel(
             config,
-            _layers(config, num_layers, device),
+            _layer_specs(config, num_layers, device),
             # Padded to a multiple of tp.
             vocab_size=-(-num_vocabulary // tp) * tp,
             max_sequence_length=0,
@@ -478,8 +490,8 @@ def chunks_of(
             vp_stage=virtual_stage,
         )
         chunk.rotary_pos_emb = Rotary(rotary.inv_freq.to(device))
-        if is_first and padding is not None:
-            hook = partial(_detach_padding, padding)
+        if is_first and padding_id is not None:
+            hook = partial(_detach_padding, padding_id)
             chunk.embedding.word_embeddings.register_forward_hook(hook)
         # Without post-processing, the chunk returns hidden states, from which the scorer computes
         # outputs. It was set above, because the last chunk needs the modules that it creates.
@@ -488,7 +500,7 @@ def chunks_of(
             del chunk.output_layer
         if config.num_moe_experts:
             for layer in chunk.decoder.layers:
-                layer.register_forward_pre_hook(layer.mlp.router.begin, with_kwargs=True)
+                layer.register_forward_pre_hook(layer.mlp.router.store_tokens, with_kwargs=True)
         chunks.append(chunk.to(device))
     # Megatron's global list would never free the routers.
     RouterReplay.clear_global_router_replay_instances()

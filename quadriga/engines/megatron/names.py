@@ -28,12 +28,12 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class HeadSizes:
     """Attention heads of one rank."""
 
-    groups: int
-    queries: int  # heads per group
-    head: int  # size of a head
+    num_groups: int  # key-value heads, each with a group of query heads
+    num_queries: int  # query heads per group
+    head_size: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ParameterPlace:
     """Place of a Hugging Face parameter in Megatron's model."""
 
     name: str  # name of Megatron's parameter in its layer, or outside of layers in the model
-    cut: int | None  # dimension that tensor parallelism shards; None: each rank has all of it
+    sharded_dimension: int | None  # by tensor parallelism; None: each rank has the full parameter
     view: str = "whole"  # which rows of Megatron's parameter it is; see `view_of`
     is_partial: bool = False  # whether each tensor-parallel rank uses it for some heads only
     is_expert: bool = False  # whether expert parallelism shards its first dimension
@@ -129,14 +129,16 @@ def place_of(name: str, config: PretrainedConfig) -> tuple[int | None, Parameter
     return layer, table[key]
 
 
-def view_of(place: ParameterPlace, local: torch.Tensor, sizes: Sizes, rows: int) -> torch.Tensor:
+def view_of(
+    place: ParameterPlace, local: torch.Tensor, sizes: HeadSizes, num_entries: int
+) -> torch.Tensor:
     """View the rows of a Megatron parameter that belong to a Hugging Face parameter.
 
     Args:
         place: place of the Hugging Face parameter.
         local: [..., D], this rank's Megatron parameter, or its gradient.
         sizes: attention heads of the rank.
-        rows: vocabulary entries of the rank, without padding.
+        num_entries: vocabulary entries of the rank, without padding.
 
     Returns:
         A view with the elements of the Hugging Face parameter, in order. It may have more
@@ -144,29 +146,29 @@ def view_of(place: ParameterPlace, local: torch.Tensor, sizes: Sizes, rows: int)
     """
     if place.view in ("query", "key", "value"):
         # Each group has the rows of its queries, of its key and of its value, in this order.
-        heads = local.unflatten(0, (sizes.groups, sizes.queries + 2, sizes.head))
+        heads = local.unflatten(0, (sizes.num_groups, sizes.num_queries + 2, sizes.head_size))
         if place.view == "query":
-            return heads.narrow(1, 0, sizes.queries)
+            return heads.narrow(1, 0, sizes.num_queries)
         offset = 0 if place.view == "key" else 1
-        return heads.narrow(1, sizes.queries + offset, 1)
+        return heads.narrow(1, sizes.num_queries + offset, 1)
     if place.view == "first half":
         return local[: len(local) // 2]
     if place.view == "second half":
         return local[len(local) // 2 :]
     if place.view == "vocabulary":
-        return local[:rows]
+        return local[:num_entries]
     return local
 
 
-def require_known(
-    config: Any, layout: Layout, own: MegatronConfig, where: str = "actor_rollout_ref.actor"
+def require_supported(
+    config: Any, layout: Layout, megatron: MegatronConfig, where: str = "actor_rollout_ref.actor"
 ) -> None:
     """Check that Megatron can compute a model, and that the ranks divide its layers and experts.
 
     Args:
         config: configuration of the Hugging Face model.
         layout: layout of the ranks.
-        own: the section `megatron` of the role.
+        megatron: the section `megatron` of the role.
         where: the section of the role, for messages.
 
     Raises:
@@ -182,7 +184,7 @@ def require_known(
             fix=f"Set strategy=fsdp, or add {kind!r} to FAMILIES in "
             "quadriga/engines/megatron/names.py.",
         )
-    problem = _problem_of(config, layout, own)
+    problem = _problem_of(config, layout, megatron)
     if problem:
         raise ConfigError(
             where,
@@ -194,12 +196,14 @@ def require_known(
 
 def _problem_of(config: Any, layout: Layout, megatron: MegatronConfig) -> str:
     """Explain why Megatron cannot compute a model of a known family; "" if it can."""
+    # Features for which `FAMILIES` has no parameters, or `transformer_config` no field.
     if config.model_type == "llama" and (config.attention_bias or config.mlp_bias):
         return "biases (attention_bias, mlp_bias)"
     if getattr(config, "use_sliding_window", False):
         return "a sliding window"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act!r}"
+
     num_experts = getattr(config, "num_experts", 0)
     if num_experts % layout.ep or (layout.ep > 1 and not num_experts):
         return f"{num_experts or 'no'} experts, for expert_parallel_size={layout.ep}"
@@ -208,14 +212,15 @@ def _problem_of(config: Any, layout: Layout, megatron: MegatronConfig) -> str:
         return "experts and tensor parallelism, but sequence_parallel=false"
     if num_experts and (config.mlp_only_layers or config.decoder_sparse_step != 1):
         return "experts in some layers only (mlp_only_layers, decoder_sparse_step)"
-    if not _is_even(config.num_hidden_layers, layout.pp, megatron):
+
+    if not _divides_evenly(config.num_hidden_layers, layout.pp, megatron):
         num_stages = layout.pp * (megatron.virtual_pipeline_model_parallel_size or 1)
         sizes = f"{config.num_hidden_layers} layers, for {num_stages} pipeline stages"
         return f"{sizes} (including virtual ones)"
     return ""
 
 
-def _is_even(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
+def _divides_evenly(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
     """Whether all stages without an explicit number of layers get the same number.
 
     Embedding and loss count as layers if Megatron's settings say so.
@@ -231,15 +236,17 @@ def _is_even(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
     for part in ("embedding", "loss"):
         if settings.get(f"account_for_{part}_in_pipeline_split"):
             num_remaining += 1
+
+    # Stages with an explicit number of layers take no part in the even division.
     num_stages = pp
     for position in ("first", "last"):
-        number = settings.get(f"num_layers_in_{position}_pipeline_stage")
-        if number:
-            if number % num_virtual:
+        num_explicit = settings.get(f"num_layers_in_{position}_pipeline_stage")
+        if num_explicit:
+            if num_explicit % num_virtual:
                 return False
-            # A stage with an explicit number takes no part in the even division.
-            num_remaining -= number
+            num_remaining -= num_explicit
             num_stages -= 1
+
     if num_stages > 0:
         return num_remaining > 0 and num_remaining % (num_stages * num_virtual) == 0
     return num_remaining == num_stages == 0

@@ -32,7 +32,7 @@ from quadriga.engines.fsdp.sharded import (
     _local_part,
 )
 from quadriga.engines.megatron.model import is_tied_policy
-from quadriga.engines.megatron.names import ParameterPlace, Sizes, place_of, view_of
+from quadriga.engines.megatron.names import HeadSizes, ParameterPlace, place_of, view_of
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.models.scorers import Scorer
@@ -74,15 +74,15 @@ class MegatronWeights(PartialWeights):
         device = processes.world.device
         model = scorer.model
         self.config = config
-        self.sizes = Sizes(
-            groups=config.num_query_groups // layout.tp,
-            queries=config.num_attention_heads // config.num_query_groups,
-            head=config.kv_channels,
+        self.head_sizes = HeadSizes(
+            num_groups=config.num_query_groups // layout.tp,
+            num_queries=config.num_attention_heads // config.num_query_groups,
+            head_size=config.kv_channels,
         )
-        self.places: dict[str, tuple[ParameterPlace, nn.Parameter]] = {}
         local_parameters = self._local_parameters(scorer, chunks, device, dtype)
-        shard_specs = self._find_shards(model, local_parameters, processes)
-        parameter_specs = _describe(model, shard_specs, processes)
+        self.places: dict[str, tuple[ParameterPlace, nn.Parameter]] = {}
+        shard_specs = self._place_shards(model, local_parameters, processes)
+        parameter_specs = _describe_parameters(model, shard_specs, processes)
         super().__init__(processes, dtype, shard_specs, parameter_specs)
 
         # By id, because several Hugging Face parameters may be views of one parameter.
@@ -101,18 +101,18 @@ class MegatronWeights(PartialWeights):
                 parameter.zero_()
             for name in shard_specs:
                 full = read(self.names[name])
-                shard = self._shard_of(name, full).to(device, torch.float32, copy=True)
+                shard = self._narrow_to_shard(name, full).to(device, torch.float32, copy=True)
                 self._write_compute(name, shard)
                 if self.trained:
                     self.masters[name] = shard.to("cpu").pin_memory() if steps_on_host else shard
 
-    def _find_shards(
+    def _place_shards(
         self,
         model: PreTrainedModel,
         local_parameters: Mapping[tuple[int | None, str], nn.Parameter],
         processes: Processes,
     ) -> dict[str, ShardSpec]:
-        """Find the shards that this rank holds, and fill `places`.
+        """Fill `places` with the parameters of this rank, and describe its shards of them.
 
         Args:
             model: the full Hugging Face model.
@@ -136,9 +136,9 @@ class MegatronWeights(PartialWeights):
                 continue
             self.places[name] = place, parameter
             if place.is_expert and layout.ep > 1:
-                specs[name] = ShardSpec(full_name, None, is_copy=False, is_divided=True)
+                specs[name] = ShardSpec(full_name, None, is_copy=False, is_expert=True)
             else:
-                dimension = place.cut if layout.tp > 1 else None
+                dimension = place.sharded_dimension if layout.tp > 1 else None
                 specs[name] = ShardSpec(full_name, dimension, is_copy=name != full_name)
         return specs
 
@@ -172,7 +172,7 @@ class MegatronWeights(PartialWeights):
         place, _ = self.places[name]
         num_rows = self.parameter_specs[self.names[name]].shape[0]
         _, num_local_rows = part_of(num_rows, self.processes.layout.tp, self.processes.place.tp)
-        return view_of(place, tensor, self.sizes, num_local_rows)
+        return view_of(place, tensor, self.head_sizes, num_local_rows)
 
     def head(self) -> tuple[nn.Parameter, int]:
         """Megatron's weight [V/tp, D] of the head, and its number of rows without padding."""
@@ -182,6 +182,7 @@ class MegatronWeights(PartialWeights):
 
     def attach_gradients(self) -> None:
         """Sum the gradients over data-parallel ranks; attach shards [V/tp/fsdp, D] to masters."""
+        # Take the gradient [V/tp, D] of each Hugging Face parameter out of Megatron's.
         gradients = {}
         expert_gradients = []
         other_gradients = []
@@ -196,11 +197,12 @@ class MegatronWeights(PartialWeights):
             else:
                 gradient = self._view(name, total).reshape(shape)
             gradients[name] = gradient
-            if self.shard_specs[name].is_divided:
+            if self.shard_specs[name].is_expert:
                 expert_gradients.append(gradient)
             else:
                 other_gradients.append(gradient)
 
+        # Sum them over the ranks that computed other tokens.
         self.processes.replicas.add_up(other_gradients)
         # The ranks of an sp group have different tokens of the same rows.
         if self.processes.layout.sp > 1:
@@ -210,6 +212,7 @@ class MegatronWeights(PartialWeights):
             for axis in ("dp_replicate", "edp"):
                 _group_along(self.processes.experts, axis).add_up(expert_gradients)
 
+        # Attach each master's shard. Then sum those that tensor parallelism does not shard.
         replicated = []
         for name, gradient in gradients.items():
             master = self.masters[name]
@@ -219,9 +222,9 @@ class MegatronWeights(PartialWeights):
             # Without sequence parallelism, all ranks of a tp group compute all tokens, so gradients
             # are partial only where a rank uses the parameter for some heads.
             is_partial = place.is_partial or self.config.sequence_parallel
-            if spec.tensor_dimension is None and not spec.is_divided and is_partial:
+            if spec.tensor_dimension is None and not spec.is_expert and is_partial:
                 replicated.append(name)
-        self._join_copies(replicated)
+        self._sum_gradients_of_copies(replicated)
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
@@ -238,7 +241,7 @@ class MegatronWeights(PartialWeights):
         """
         _, parameter = self.places[name]
         view = self._view(name, parameter.detach())
-        mesh = self._meshes[self.shard_specs[name].is_divided].fsdp
+        mesh = self._meshes[self.shard_specs[name].is_expert].fsdp
         local = shard.to(view.device, self.dtype)
         model_shard = _gather_shards(local, mesh, 0, self._model_shard_shape(name))
         # A view of queries, keys or values has more dimensions: groups, heads, rows of a head.
@@ -254,10 +257,10 @@ class MegatronWeights(PartialWeights):
 
     def _fsdp_shard(self, name: str, model_shard: torch.Tensor) -> torch.Tensor:
         """This rank's shard [V/tp/fsdp, D] of a model shard [V/tp, D]."""
-        mesh = self._meshes[self.shard_specs[name].is_divided].fsdp
+        mesh = self._meshes[self.shard_specs[name].is_expert].fsdp
         return model_shard.narrow(0, *_local_part(len(model_shard), mesh))
 
-    def resting(self) -> dict[str, list[torch.Tensor]]:
+    def offloadable_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Offloadable tensors, by kind: the compute `weights`, and the `masters`."""
         return {
             "weights": list(self.parameters.values()),
@@ -265,7 +268,7 @@ class MegatronWeights(PartialWeights):
         }
 
 
-def _describe(
+def _describe_parameters(
     model: PreTrainedModel, shard_specs: Mapping[str, ShardSpec], processes: Processes
 ) -> dict[str, ParameterSpec]:
     """Describe all parameters of a full model, with the pipeline stage that holds each.
@@ -283,11 +286,12 @@ def _describe(
     stage_of: dict[str, int] = {}
     for stage, names in enumerate(stages.gather(local_names)):
         stage_of.update(dict.fromkeys(names, stage))
-    shared_name = _EMBEDDING if is_tied_policy(model) and layout.pp > 1 else None
-    return {
-        name: ParameterSpec(parameter.shape, stage_of[name], name == shared_name)
-        for name, parameter in model.named_parameters()
-    }
+    has_shared_embedding = is_tied_policy(model) and layout.pp > 1
+    specs = {}
+    for name, parameter in model.named_parameters():
+        is_shared = has_shared_embedding and name == _EMBEDDING
+        specs[name] = ParameterSpec(parameter.shape, stage_of[name], is_shared)
+    return specs
 
 
 def _group_along(mesh: DeviceMesh | None, axis: str) -> ProcessGroup:

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quadriga.engines.parallel.tensor import cut
+from quadriga.engines.parallel.tensor import shard_parameter
 from quadriga.models.experts import is_mixture
 
 
-def share_experts(model: nn.Module, group: dist.ProcessGroup) -> set[str]:
+def shard_experts(model: nn.Module, group: dist.ProcessGroup) -> set[str]:
     """Shard the experts [E, ...] of a model over the ranks of a group.
 
     Args:
@@ -41,7 +41,7 @@ def share_experts(model: nn.Module, group: dist.ProcessGroup) -> set[str]:
             continue
         experts: Any = module.experts
         for name, _ in list(experts.named_parameters()):
-            cut(experts, name, 0, group)
+            shard_parameter(experts, name, 0, group)
             names.add(f"{path}.experts.{name}")
         experts.num_experts //= dist.get_world_size(group)
         experts.forward = partial(_forward_experts, experts.forward, experts.num_experts, group)

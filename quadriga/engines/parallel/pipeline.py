@@ -178,7 +178,7 @@ class Stage(nn.Module):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         longest = max(batch.num_tokens for batch, _ in work)
-        self.work = [(batch.extended(longest), loss) for batch, loss in work]
+        self.work = [(batch.pad_to(longest), loss) for batch, loss in work]
         self.question = question
         self.outputs = []
         layout = self.processes.layout

@@ -28,7 +28,7 @@ from quadriga.engines.parallel.processes import Processes
 from quadriga.models.attention import PLAIN, AttentionOptions, AttentionPlan, PackedBatch
 from quadriga.models.experts import RoutedTokens
 from quadriga.models.heads import VocabularyShard, all_gather_single
-from quadriga.models.scorers import Scored, Sharing
+from quadriga.models.scorers import ScoredTokens, Sharing
 from quadriga.partition import part_of
 
 _Collective: TypeAlias = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -74,8 +74,8 @@ class SharedTokens(Sharing):
         """First packed index and number of the tokens of this rank between layers."""
         start, size = self._tokens_of_sp_rank(batch)
         part = self.processes.place.tp if self.num_parts > 1 else 0
-        offset, size = part_of(size, self.num_parts, part)
-        return start + offset, size
+        offset, part_size = part_of(size, self.num_parts, part)
+        return start + offset, part_size
 
     def first_token(self, batch: PackedBatch) -> int | None:
         if self.processes.layout.sp == self.num_parts == 1:
@@ -83,15 +83,18 @@ class SharedTokens(Sharing):
         start, _ = self._local_tokens(batch)
         return start
 
-    def scored(self, hidden: Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
+    def select_predictors(
+        self, hidden: Tensor, batch: PackedBatch, *, has_sharded_head: bool
+    ) -> ScoredTokens:
         start, size = self._local_tokens(batch)
-        if self.num_parts > 1 and in_parts:
+        if self.num_parts > 1 and has_sharded_head:
+            # All ranks of a tp group score the group's tokens, each with its part of the head.
             hidden = Collective.apply(hidden, self.processes.group("tp"), all_gather)
             start, size = self._tokens_of_sp_rank(batch)
-        # With a sharded vocabulary, all ranks of a tp group score the same tokens.
-        groups = self._groups(with_tp=not in_parts)
+        groups = self._groups(with_tp=not has_sharded_head)
         if not groups:
-            return super().scored(hidden, batch, in_parts=in_parts)
+            return super().select_predictors(hidden, batch, has_sharded_head=has_sharded_head)
+
         # Compare on the host, so that nothing waits for the device.
         is_local = (batch.host_predictors >= start) & (batch.host_predictors < start + size)
         indices = torch.from_numpy(np.flatnonzero(is_local)).to(hidden.device)
@@ -99,14 +102,14 @@ class SharedTokens(Sharing):
         join = partial(_JoinOutputs.apply, indices, len(batch.targets), groups)
         return states, batch.targets[indices], join
 
-    def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
-        routed = super().routed(batch, num_tokens)
+    def routed_tokens(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
+        routed = super().routed_tokens(batch, num_tokens)
         groups = self._groups()
         if groups:
             start, size = self._local_tokens(batch)
             is_local = (batch.predictors >= start) & (batch.predictors < start + size)
             routed.start = start
-            routed.places = batch.predictors[is_local] - start
+            routed.predictors = batch.predictors[is_local] - start
             routed.rows = batch.rows[is_local]
             routed.add_up = lambda values: [
                 dist.all_reduce(values, group=group) for group in groups
@@ -126,7 +129,7 @@ class SharedTokens(Sharing):
             groups.append(self.processes.group("sp"))
         return groups
 
-    def joined(self, values: Tensor) -> Tensor:
+    def join_tokens(self, values: Tensor) -> Tensor:
         for group in self._groups():
             values = all_gather(values, group)
         return values
@@ -173,7 +176,7 @@ class UlyssesAttention:
         Returns:
             [1, N/S, H, D].
         """
-        # Repeat key-value heads until all ranks get the same number of them.
+        # Repeat key-value heads until the ranks can divide them: K * num_copies is a multiple of S.
         num_copies = self.size // math.gcd(key.shape[1], self.size)
         queries_per_head = query.shape[1] // key.shape[1]
         if queries_per_head % num_copies:
@@ -182,17 +185,22 @@ class UlyssesAttention:
         if num_copies > 1:
             key = key.repeat_interleave(num_copies, 1)
             value = value.repeat_interleave(num_copies, 1)
+
         # [1, H, n, D] -> [S, H/S, n, D]: part s has the heads of rank s. One exchange for all.
         inputs = [tensor[0].unflatten(0, (self.size, -1)) for tensor in (query, key, value)]
         num_heads = [tensor.shape[1] for tensor in inputs]
         received = Collective.apply(torch.cat(inputs, 1), self.group, all_to_all)
         all_tokens = received.transpose(0, 1).flatten(1, 2)  # [heads, N, D]
         queries, keys, values = (heads[None] for heads in all_tokens.split(num_heads))
+
+        # Compute this rank's heads for all tokens.
         if options.sinks is not None:
             sinks = options.sinks.chunk(self.size)[dist.get_rank(self.group)]
             options = replace(options, sinks=sinks)
-        mixed = self.plan.attend(layer, queries, keys, values, scale, options)  # [1, N, H/S, D]
-        by_rank = mixed[0].unflatten(0, (self.size, -1))
+        output = self.plan.attend(layer, queries, keys, values, scale, options)  # [1, N, H/S, D]
+
+        # Return each rank the outputs of its tokens.
+        by_rank = output[0].unflatten(0, (self.size, -1))
         outputs = Collective.apply(by_rank, self.group, all_to_all)  # [S, n, H/S, D]
         return outputs.transpose(0, 1).flatten(1, 2)[None]
 
@@ -249,18 +257,19 @@ def all_gather(piece: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum tensors over ranks, and divide the sum between the ranks.
 
     Args:
-        whole: [S * n, ...], this rank's summand.
+        summand: [S * n, ...] of this rank.
         group: the S ranks.
 
     Returns:
         [n, ...], this rank's piece of the sum.
     """
-    piece = whole.new_empty(whole.shape[0] // dist.get_world_size(group), *whole.shape[1:])
-    _reduce_scatter_single(piece, whole.contiguous(), group=group)
+    num_rows = summand.shape[0] // dist.get_world_size(group)
+    piece = summand.new_empty(num_rows, *summand.shape[1:])
+    _reduce_scatter_single(piece, summand.contiguous(), group=group)
     return piece
 
 

@@ -46,10 +46,10 @@ _PROJECTION = re.compile(
     rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?"
 )
 # The factor of an adapter that is not sharded, by the sharded dimension of its projection.
-_WHOLE_FACTOR = ("A", "B")
+_UNSHARDED_FACTOR = ("A", "B")
 
 
-def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
+def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
     """Shard projections, embedding and head over a group, and add collectives to their modules.
 
     A colwise projection [out, in] becomes [out / tp, in], a rowwise one [out, in / tp], the
@@ -74,6 +74,7 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     styles = _declared_styles(model)
     colwise_parents: dict[str, nn.Module] = {}
     for name, module in base.named_modules():
+        # Find the declared style of a projection. Modules without one stay as they are.
         match = _PROJECTION.fullmatch(name)
         if match is None or not isinstance(module, nn.Linear):
             continue
@@ -82,8 +83,10 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
         if style is None:
             continue
         dimension = _SPLIT_DIMENSION[style]
-        if match["factor"] == _WHOLE_FACTOR[dimension]:
+        if match["factor"] == _UNSHARDED_FACTOR[dimension]:
             continue
+
+        # Choose the forward pass that works with this rank's shard.
         if dimension == 0:
             parent, _, _ = match["name"].rpartition(".")
             colwise_parents[parent] = base.get_submodule(parent)
@@ -91,21 +94,25 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
                 if module.out_features % size:
                     # Only equal shards can be gathered: every rank keeps all outputs.
                     continue
-                module.forward = partial(_gathered, module, group)
+                module.forward = partial(_colwise_gathered_forward, module, group)
         else:
-            inputs = slice(None)
+            columns = slice(None)
             if style != "rowwise":
                 # The projection before it gathers all outputs: take this rank's part.
                 start, length = part_of(module.in_features, size, dist.get_rank(group))
-                inputs = slice(start, start + length)
-            module.forward = partial(_rowwise, module, group, inputs)
+                columns = slice(start, start + length)
+            module.forward = partial(_rowwise_forward, module, group, columns)
+
+        # Shard its weight, and the bias of a colwise projection.
         for kind, parameter in list(module.named_parameters(recurse=False)):
             if dimension < parameter.dim():
-                cut(module, kind, dimension, group)
+                shard_parameter(module, kind, dimension, group)
                 dimensions[f"{prefix}{name}.{kind}"] = dimension
+
+    # One gather of the tokens serves all colwise projections of an attention or MLP module.
     for parent in colwise_parents.values():
         parent.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
-    return dimensions | _share_vocabulary(model, group)
+    return dimensions | _shard_vocabulary(model, group)
 
 
 def _declared_styles(model: PreTrainedModel) -> list[tuple[re.Pattern[str], str]]:
@@ -120,7 +127,7 @@ def _declared_styles(model: PreTrainedModel) -> list[tuple[re.Pattern[str], str]
     return styles
 
 
-def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
+def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
     """Shard embedding and head by the vocabulary.
 
     Args:
@@ -143,14 +150,16 @@ def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[
             expected="an embedding that looks up rows of a table, and may scale them",
             fix="Set tensor_model_parallel_size=1.",
         )
+    # Before the table is sharded, which replaces its weight.
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     paths = {id(module): name for name, module in model.named_modules()}
     num_rows = table.weight.shape[0]
     start, _ = part_of(num_rows, dist.get_world_size(group), dist.get_rank(group))
-    cut(table, "weight", 0, group)
+    shard_parameter(table, "weight", 0, group)
     dimensions = {f"{paths[id(table)]}.weight": 0}
-    forward: Any = partial(_embed, table, start, group)
+    forward: Any = partial(_embedding_forward, table, start, group)
     table.forward = forward
+
     if not isinstance(head, nn.Linear):
         return dimensions
     # A tied head computes with the shard of the table.
@@ -158,12 +167,12 @@ def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[
         head.weight = cast(nn.Parameter, table.weight)
     for kind in dict(head.named_parameters(recurse=False)):
         if not (is_tied and kind == "weight"):
-            cut(head, kind, 0, group)
+            shard_parameter(head, kind, 0, group)
         dimensions[f"{paths[id(head)]}.{kind}"] = 0
     return dimensions
 
 
-def cut(module: nn.Module, kind: str, dimension: int, group: dist.ProcessGroup) -> None:
+def shard_parameter(module: nn.Module, kind: str, dimension: int, group: dist.ProcessGroup) -> None:
     """Replace a parameter of a module by this rank's shard: [V, D] by [V', D] for dimension 0.
 
     Args:
@@ -191,13 +200,15 @@ def _gather_tokens(
     return args, kwargs | {"hidden_states": gathered}
 
 
-def _gathered(module: Any, group: dist.ProcessGroup, inputs: torch.Tensor) -> torch.Tensor:
+def _colwise_gathered_forward(
+    module: Any, group: dist.ProcessGroup, inputs: torch.Tensor
+) -> torch.Tensor:
     """Forward pass of a colwise projection with gathered outputs: [1, N, D] -> [1, N, out]."""
     local = linear(inputs[0], module.weight, module.bias)
     return Collective.apply(local.t(), group, all_gather).t()[None].contiguous()
 
 
-def _rowwise(
+def _rowwise_forward(
     module: Any, group: dist.ProcessGroup, columns: slice, inputs: torch.Tensor
 ) -> torch.Tensor:
     """Forward pass of a rowwise projection: [1, N, inputs] -> [1, n, D].
@@ -219,7 +230,7 @@ def _rowwise(
     return outputs + module.bias
 
 
-def _embed(
+def _embedding_forward(
     module: nn.Embedding, start: int, group: dist.ProcessGroup, input_ids: torch.Tensor
 ) -> torch.Tensor:
     """Forward pass of an embedding with a sharded vocabulary: [1, N] -> [1, n, D].

@@ -264,7 +264,7 @@ class RecordFolder:
         try:
             return TokenTable.read(path)
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise _damage(path, error) from error
+            raise _damaged_error(path, error) from error
 
 
 def read_record(path: Path, columns: Sequence[str] | None = None) -> StepRecord:
@@ -281,7 +281,7 @@ def read_record(path: Path, columns: Sequence[str] | None = None) -> StepRecord:
     try:
         rows = _read_columns(path, SCHEMA.names if columns is None else columns)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        raise _damage(path, error) from error
+        raise _damaged_error(path, error) from error
     return StepRecord(rows, facts)
 
 
@@ -306,7 +306,7 @@ def read_facts(path: Path) -> dict[str, Any]:
         facts = json.loads(pq.read_schema(path).metadata[_METADATA])
         version = int(facts["version"])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise _damage(path, error) from error
+        raise _damaged_error(path, error) from error
     if version > VERSION:
         raise DataError(
             str(path),
@@ -324,7 +324,7 @@ def _remove(path: Path) -> int:
     return num_bytes
 
 
-def _damage(path: Path, error: Exception) -> DataError:
+def _damaged_error(path: Path, error: Exception) -> DataError:
     """Error for a file that cannot be read."""
     # Messages of Arrow may go on for many lines.
     reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -42,7 +42,7 @@ def samples_of(record: RecordFolder, step: int, kind: str = STEP) -> list[dict[s
     Raises:
         DataError: the step is not recorded, or its file is damaged.
     """
-    rows = _rows(record.read(step, kind, _SAMPLE_COLUMNS).rows)
+    rows = _parse_rows(record.read(step, kind, _SAMPLE_COLUMNS).rows)
     return [{**sample_of(row, record.tokens), "step": step} for row in rows]
 
 
@@ -58,9 +58,9 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
     sample = {
         "uid": row["uid"],
         "data_source": row["data_source"],
-        "input": _text(row["prompt_ids"], tokens, skips_special=True),
-        "output": _text(row["response_ids"], tokens, skips_special=True),
-        "output_with_special_tokens": _text(row["response_ids"], tokens, skips_special=False),
+        "input": _decode(row["prompt_ids"], tokens, skips_special=True),
+        "output": _decode(row["response_ids"], tokens, skips_special=True),
+        "output_with_special_tokens": _decode(row["response_ids"], tokens, skips_special=False),
         "ground_truth": reward_model.get("ground_truth"),
         "score": row["score"],
     }
@@ -82,7 +82,7 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
     return sample
 
 
-def _text(ids: Any, tokens: TokenTable | None, *, skips_special: bool) -> str:
+def _decode(ids: Any, tokens: TokenTable | None, *, skips_special: bool) -> str:
     """Text of token ids, or a note on the missing table of tokens."""
     if tokens is None:
         return f"[{len(ids)} tokens; tokens.parquet is missing]"
@@ -105,7 +105,7 @@ def table_for_people(record: RecordFolder, step: int, kind: str = STEP) -> pd.Da
     Raises:
         DataError: the step is not recorded, or its file is damaged.
     """
-    table = pd.DataFrame(list(_rows(record.read(step, kind).rows)))
+    table = pd.DataFrame(list(_parse_rows(record.read(step, kind).rows)))
     if table.empty:
         return table
     for name in table.columns:
@@ -123,12 +123,12 @@ def table_for_people(record: RecordFolder, step: int, kind: str = STEP) -> pd.Da
     table["length"] = [len(ids) for ids in table["response_ids"]]
     for place, name in enumerate(("prompt", "response")):
         ids_of_rows = table[f"{name}_ids"]
-        texts = [_text(ids, record.tokens, skips_special=False) for ids in ids_of_rows]
+        texts = [_decode(ids, record.tokens, skips_special=False) for ids in ids_of_rows]
         table.insert(place, name, texts)
     return table
 
 
-def _rows(rows: pa.Table) -> Iterator[dict[str, Any]]:
+def _parse_rows(rows: pa.Table) -> Iterator[dict[str, Any]]:
     """Convert rows to dictionaries, and parse their columns of JSON."""
     for row in rows.to_pylist():
         for name in _JSON_COLUMNS:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from quadriga.errors import ConfigError
-from quadriga.observe.progress import Progress, aligned, step_fields, validation_results
+from quadriga.observe.progress import Progress, align_fields, step_fields, validation_results
 from quadriga.observe.tracking.base import RunFacts, Sample, TrackingBackend, sample_columns
 from quadriga.observe.tracking.jsonl import JsonlBackend, jsonable
 from quadriga.observe.tracking.services import (
@@ -41,7 +41,7 @@ class ConsoleBackend(TrackingBackend):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         fields = step_fields(metrics)
         if fields and not self._has_progress:
-            self._emit(aligned({"step": str(step), **fields}, self._widths))
+            self._emit(align_fields({"step": str(step), **fields}, self._widths))
         results = validation_results(metrics)
         if not results:
             return
@@ -139,13 +139,13 @@ class Tracking(AbstractContextManager["Tracking"]):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of a step."""
-        self._each(lambda backend: backend.log(metrics, step))
+        self._call_each(lambda backend: backend.log(metrics, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Record validation samples (`trainer.log_val_generations` of them)."""
         if samples:
             records = jsonable(list(samples))
-            self._each(lambda backend: backend.log_samples(records, step))
+            self._call_each(lambda backend: backend.log_samples(records, step))
 
     def close(self, *, has_failed: bool = False) -> None:
         """Close the backends. Later calls do nothing.
@@ -154,11 +154,11 @@ class Tracking(AbstractContextManager["Tracking"]):
             has_failed: whether to mark the run as failed.
         """
         try:
-            self._each(lambda backend: backend.close(has_failed=has_failed))
+            self._call_each(lambda backend: backend.close(has_failed=has_failed))
         finally:
             self._backends = []
 
-    def _each(self, call: Callable[[TrackingBackend], None]) -> None:
+    def _call_each(self, call: Callable[[TrackingBackend], None]) -> None:
         """Call every backend, even if one fails, then raise the first error."""
         errors: list[Exception] = []
         for backend in self._backends:

@@ -116,7 +116,7 @@ class RecordedSteps:
         os.replace(temporary, self._path)
 
 
-def once(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any, int], None]:
+def skip_recorded(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any, int], None]:
     """Decorator that makes a backend's method skip steps that its service has recorded already.
 
     The backend has an attribute `steps` of the class `RecordedSteps`. The name of the method is the

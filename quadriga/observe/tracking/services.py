@@ -27,8 +27,8 @@ from quadriga.observe.tracking.base import (
     RunFacts,
     Sample,
     TrackingBackend,
-    once,
     sample_columns,
+    skip_recorded,
 )
 from quadriga.observe.tracking.jsonl import jsonable
 
@@ -45,7 +45,7 @@ _MODULES = {
 }
 
 
-def require(logger: str) -> ModuleType:
+def import_package(logger: str) -> ModuleType:
     """Import the package of a backend.
 
     Raises:
@@ -78,7 +78,7 @@ def check_services(names: Sequence[str]) -> None:
     for name in names:
         if name not in _MODULES:
             continue
-        module = require(name)
+        module = import_package(name)
         if name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online":
             try:
                 module.login(verify=False)  # on a terminal it asks for a key
@@ -98,7 +98,7 @@ class TensorboardBackend(TrackingBackend):
     """
 
     def __init__(self, facts: RunFacts) -> None:
-        module = require("tensorboard")
+        module = import_package("tensorboard")
         # TensorBoard hides the events of earlier processes from `purge_step` on.
         log_dir = str(facts.directory / "tensorboard")
         self._writer = module.SummaryWriter(log_dir=log_dir, purge_step=facts.first_step)
@@ -137,7 +137,7 @@ class WandbBackend(TrackingBackend):
     """
 
     def __init__(self, facts: RunFacts) -> None:
-        self._wandb = require("wandb")
+        self._wandb = import_package("wandb")
         identity = facts.load_id("wandb")
         self._run = self._wandb.init(
             project=facts.project_name,
@@ -152,11 +152,11 @@ class WandbBackend(TrackingBackend):
         self._run.define_metric(STEP_AXIS)
         self._run.define_metric("*", step_metric=STEP_AXIS)
 
-    @once
+    @skip_recorded
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({**metrics, STEP_AXIS: step})
 
-    @once
+    @skip_recorded
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = sample_columns(samples)
         plain_types = (str, int, float, type(None))
@@ -181,7 +181,7 @@ class MlflowBackend(TrackingBackend):
     """
 
     def __init__(self, facts: RunFacts) -> None:
-        self._mlflow = require("mlflow")
+        self._mlflow = import_package("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             # MLflow refuses to write plain files, as they suit a run's directory, without this.
@@ -217,7 +217,7 @@ class MlflowBackend(TrackingBackend):
             self._client.log_batch(run_id, params=params[start : start + PARAMS_PER_REQUEST])
         return run_id
 
-    @once
+    @skip_recorded
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now_ms = round(time.time() * 1000)
         entries = []
@@ -228,7 +228,7 @@ class MlflowBackend(TrackingBackend):
             batch = entries[start : start + METRICS_PER_REQUEST]
             self._client.log_batch(self._run_id, metrics=batch)
 
-    @once
+    @skip_recorded
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         record = {"step": step, "samples": jsonable(list(samples))}
         self._client.log_dict(self._run_id, record, f"samples/step_{step}.json")
@@ -244,7 +244,7 @@ class SwanlabBackend(TrackingBackend):
     """
 
     def __init__(self, facts: RunFacts) -> None:
-        self._swanlab = require("swanlab")
+        self._swanlab = import_package("swanlab")
         is_online = os.environ.get("SWANLAB_MODE", "online") in ("online", "cloud")
         identity = facts.load_id("swanlab") if is_online else None
         options = {}
@@ -261,11 +261,11 @@ class SwanlabBackend(TrackingBackend):
             facts.save_id("swanlab", self._run.id)
         self.steps = RecordedSteps(facts, "swanlab", identity)
 
-    @once
+    @skip_recorded
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._swanlab.log(dict(metrics), step=step)
 
-    @once
+    @skip_recorded
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = sample_columns(samples)
         texts = []

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quadriga.models.attention import HIDDEN, PLAIN, AttentionOptions, PackedAttention, Segment
-from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, launches_triton
+from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, can_launch_triton
 from quadriga.rollout.native.kernels import Kernels, KeysAndValues, SlotPlaces, kernels
 
 if HAS_TRITON:
@@ -711,7 +711,7 @@ def compiled_attention(
     loops: Kernels | TritonKernels | None = None
     if device.type == "cpu":
         loops = kernels()
-    if dtype in HALF_DTYPES and launches_triton(device):
+    if dtype in HALF_DTYPES and can_launch_triton(device):
         loops = TritonKernels()
     if loops is None or not loops.can_attend(head_size):
         return None

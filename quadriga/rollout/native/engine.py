@@ -640,6 +640,6 @@ def _require_places(
         expected = "text: the model is not a vision-language model"
         raise RolloutError(where, got="images", expected=expected)
     # There may be more tokens: a model may write them in an earlier turn.
-    places, problem = image_tokens.places(np.array(prompt), images.inputs)
+    places, problem = image_tokens.locate(np.array(prompt), images.inputs)
     if len(places) < image_tokens.count(images.inputs):
         raise RolloutError(where, got=problem, expected="at least one for each embedding")

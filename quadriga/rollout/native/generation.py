@@ -28,7 +28,7 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.models.experts import RouteRecorder
-from quadriga.models.heads import HAS_TRITON, launches_triton
+from quadriga.models.heads import HAS_TRITON, can_launch_triton
 from quadriga.models.vision import PackedImages, packed_images
 from quadriga.partition import buckets
 from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
@@ -528,7 +528,7 @@ class Generation:
                 inputs = prefix.images.inputs
                 assert image_tokens is not None, "the engine refuses images for a language model"
                 # The first tokens with their id stand for images; later ones were generated.
-                image_places, _ = image_tokens.places(np.array(prefix.tokens), inputs)
+                image_places, _ = image_tokens.locate(np.array(prefix.tokens), inputs)
                 images.append((inputs, len(tokens) + image_places))
                 axis_positions.append(prefix.positions())
             else:
@@ -618,7 +618,7 @@ class Generation:
 
         # Token, log-prob and sampling log-prob, [slots, 3]. Float64 holds all three exactly, so the
         # host waits for the device only once.
-        if rules.has_no_filters and launches_triton(self.device):
+        if rules.has_no_filters and can_launch_triton(self.device):
             results = draw(logits, rules.temperature, rules.is_greedy, uniforms)
         else:
             columns = sample(logits, rules, uniforms)

@@ -26,7 +26,7 @@ from quadriga.models.architecture import backbone, head_of
 from quadriga.models.attention import AttentionOptions, AttentionPlan
 from quadriga.models.experts import is_mixture, mixtures
 from quadriga.models.fused import rms_scale
-from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, LogitRule, head_logits, launches_triton
+from quadriga.models.heads import HALF_DTYPES, HAS_TRITON, LogitRule, can_launch_triton, head_logits
 from quadriga.models.vision import ImageTokens, PackedImages, decoder_inputs
 from quadriga.partition import part_of
 from quadriga.rollout.group import RolloutGroup
@@ -227,34 +227,37 @@ class PlainNetwork(Network):
         self.vocabulary_size = config.vocab_size
         self.first_token, _ = part_of(config.vocab_size, num_ranks, rank)
 
-        _, mlp_width = part_of(config.intermediate_size, num_ranks, rank)
-        self.elementwise = self._choose_elementwise(mlp_width)
+        self.elementwise = self._choose_elementwise(num_ranks, rank)
         self.layers = [
             _Layer(layer, number, self.forms, self.elementwise, group)
             for number, layer in enumerate(self.body.layers)
         ]
 
-    def _choose_elementwise(self, mlp_width: int) -> Elementwise:
+    def _choose_elementwise(self, num_ranks: int, rank: int) -> Elementwise:
         """Choose the fastest norms, rotary positions and gates for this model and device.
 
         Args:
-            mlp_width: F of the MLPs, or of this rank's share of them.
+            num_ranks: size of the rollout group, which shares the intermediate size of MLPs.
+            rank: rank in that group.
         """
         dtypes = {parameter.dtype for parameter in self.body.parameters()}
         if len(dtypes) > 1:
             return TorchElementwise()
         [dtype] = dtypes
-        if dtype in HALF_DTYPES and launches_triton(self.device):
+        if dtype in HALF_DTYPES and can_launch_triton(self.device):
             return TritonKernels()
-        loops = None
-        if self.device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
-            loops = kernels()
+        if self.device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+            return TorchElementwise()
+        loops = kernels()
         # The loops need sizes that they can divide.
-        sizes = {self.model.config.get_text_config().hidden_size}
+        config = self.model.config.get_text_config()
+        sizes = {config.hidden_size, self.body.layers[0].self_attn.head_dim}
         for layer in self.body.layers:
-            sizes.add(layer.self_attn.head_dim)
-            is_moe = is_mixture(layer.mlp)
-            sizes.add(layer.mlp.experts.intermediate_dim if is_moe else mlp_width)
+            if is_mixture(layer.mlp):
+                sizes.add(layer.mlp.experts.intermediate_dim)
+            else:
+                _, mlp_width = part_of(config.intermediate_size, num_ranks, rank)
+                sizes.add(mlp_width)
         if loops is None or not Kernels.can_compute(*sizes):
             return TorchElementwise()
         return loops

@@ -61,7 +61,7 @@ def test_the_tool_of_gsm8k(tmp_path: Path) -> None:
         tool: Any = spec.make()
         await tool.create(ground_truth="72")
         said = [await tool.execute(answer=answer) for answer in answers]
-        earned, reward = tool.earned, await tool.calc_reward()
+        earned, reward = tool.call_rewards, await tool.calc_reward()
         await tool.release()
         assert not tool.tool._states
         return said[-1], earned, reward

@@ -156,7 +156,7 @@ def returning(what: Any) -> Any:
     def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
         return what(log_prob)
 
-    return ours.our_loss(mine)
+    return ours.to_quadriga_loss(mine)
 
 
 def test_the_form_of_four_scalars() -> None:
@@ -200,7 +200,9 @@ def test_importance_weights_go_to_the_loss_or_are_refused() -> None:
 
     weights = torch.full((4, 5), 2.0)
     fields = batch()
-    doubled, _ = ours.our_loss(takes)(config=ActorConfig(), rollout_is_weights=weights, **fields)
+    doubled, _ = ours.to_quadriga_loss(takes)(
+        config=ActorConfig(), rollout_is_weights=weights, **fields
+    )
     mask = fields["response_mask"]
     torch.testing.assert_close(agg_loss(doubled, mask, "token-mean"), 2 * fields["log_prob"].mean())
     with pytest.raises(

@@ -139,16 +139,16 @@ def cost(rows: list[RowLength], attention_tokens: float) -> float:
     rows=ROWS,
     max_tokens=BUDGETS,
     share_prompts=st.booleans(),
-    num_at_least=NUMBERS,
+    min_batches=NUMBERS,
     attention=ATTENTION,
 )
 def test_by_tokens(
-    rows: list[RowLength], max_tokens: int, share_prompts: bool, num_at_least: int, attention: float
+    rows: list[RowLength], max_tokens: int, share_prompts: bool, min_batches: int, attention: float
 ) -> None:
     """Every row once; only a row that is larger than the budget by itself exceeds it; as many as are asked for, or one
     for each row; always the same."""
     how = MicroBatching(None, max_tokens, share_prompts)
-    batches = micro_batches(rows, how, num_at_least=num_at_least, attention_tokens=attention)
+    batches = micro_batches(rows, how, min_batches=min_batches, attention_tokens=attention)
     assert sorted(index for batch in batches for index in batch) == list(range(len(rows)))
     for batch in batches:
         assert batch
@@ -156,10 +156,8 @@ def test_by_tokens(
             len(batch) == 1
             or packed_tokens([rows[index] for index in batch], share_prompts) <= max_tokens
         )
-    assert len(batches) >= min(num_at_least, len(rows))
-    assert batches == micro_batches(
-        rows, how, num_at_least=num_at_least, attention_tokens=attention
-    )
+    assert len(batches) >= min(min_batches, len(rows))
+    assert batches == micro_batches(rows, how, min_batches=min_batches, attention_tokens=attention)
 
 
 @given(rows=ROWS, max_tokens=st.integers(16, 60), share_prompts=st.booleans())
@@ -184,7 +182,7 @@ def test_even(answers: list[int], num: int, attention_tokens: float) -> None:
     """With room enough no micro-batch is costlier than the cheapest by more than one row."""
     rows = [RowLength(number, 5, answer) for number, answer in enumerate(answers)]
     batches = micro_batches(
-        rows, MicroBatching(None, 10_000), num_at_least=num, attention_tokens=attention_tokens
+        rows, MicroBatching(None, 10_000), min_batches=num, attention_tokens=attention_tokens
     )
     assert len(batches) == min(num, len(rows))
     costs = [cost([rows[index] for index in batch], attention_tokens) for batch in batches]
@@ -195,19 +193,19 @@ def test_even(answers: list[int], num: int, attention_tokens: float) -> None:
 @given(
     rows=ROWS,
     max_tokens=BUDGETS,
-    num_at_least=NUMBERS,
+    min_batches=NUMBERS,
     attention=ATTENTION,
     seed=st.integers(0, 99),
 )
 def test_order_of_the_rows_does_not_matter(
-    rows: list[RowLength], max_tokens: int, num_at_least: int, attention: float, seed: int
+    rows: list[RowLength], max_tokens: int, min_batches: int, attention: float, seed: int
 ) -> None:
     """The same rows in another order make micro-batches of the same rows, up to rows that are alike."""
     how = MicroBatching(None, max_tokens)
     other = random.Random(seed).sample(rows, len(rows))
 
     def contents(ordered: list[RowLength]) -> list[list[tuple]]:
-        batches = micro_batches(ordered, how, num_at_least=num_at_least, attention_tokens=attention)
+        batches = micro_batches(ordered, how, min_batches=min_batches, attention_tokens=attention)
         return sorted(
             sorted((ordered[i].num_response_tokens, ordered[i].prompt_key) for i in batch)
             for batch in batches
@@ -224,14 +222,14 @@ def test_by_count(num_rows: int, size: int) -> None:
     assert all(len(batch) == size for batch in batches[:-1])
 
 
-@given(num_rows=st.integers(0, 20), size=st.integers(1, 25), num_at_least=NUMBERS)
-def test_by_count_with_a_number(num_rows: int, size: int, num_at_least: int) -> None:
+@given(num_rows=st.integers(0, 20), size=st.integers(1, 25), min_batches=NUMBERS)
+def test_by_count_with_a_number(num_rows: int, size: int, min_batches: int) -> None:
     """More micro-batches than rows demand are equally large but for one row."""
     batches = micro_batches(
-        [RowLength(0, 1, 1)] * num_rows, MicroBatching(size, 1), num_at_least=num_at_least
+        [RowLength(0, 1, 1)] * num_rows, MicroBatching(size, 1), min_batches=min_batches
     )
     assert [index for batch in batches for index in batch] == list(range(num_rows))
-    assert len(batches) == max(-(-num_rows // size), min(num_at_least, num_rows))
+    assert len(batches) == max(-(-num_rows // size), min(min_batches, num_rows))
     sizes = [len(batch) for batch in batches]
     assert max(sizes, default=1) <= size
     if len(batches) > -(-num_rows // size):
@@ -253,7 +251,7 @@ def test_a_group_above_the_budget_is_cut() -> None:
 def test_rows_are_parted_where_micro_batches_must_be_more() -> None:
     """One prompt with a long and three short answers, in two: the long one goes with a short one at most."""
     rows = [RowLength("p", 10, answer) for answer in (90, 10, 20, 30)]
-    batches = micro_batches(rows, MicroBatching(None, 1000), num_at_least=2)
+    batches = micro_batches(rows, MicroBatching(None, 1000), min_batches=2)
     assert batches == [[0, 2], [1, 3]]  # 90 and 20, 30 and 10
 
 

@@ -57,7 +57,7 @@ def test_metrics_that_are_still_on_a_device_are_read_together() -> None:
     parts = [{"a": Metric(1.0, weight=2.0), "b": Metric(3.0, "sum")}, {"a": Metric(5.0, "max")}]
     object.__setattr__(parts[0]["a"], "weight", torch.tensor(7))
     object.__setattr__(parts[1]["a"], "value", torch.tensor(0.1))
-    read = step._read(parts)
+    read = step._tensors_to_numbers(parts)
     assert read == [
         {"a": Metric(1.0, weight=7.0), "b": Metric(3.0, "sum")},
         {"a": Metric(torch.tensor(0.1).item(), "max")},

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from quadriga.models import attention, varlen
 from quadriga.models.attention import PLAIN, AttentionOptions, PackedAttention, Segment
 from quadriga.models.flash import (
-    Scores,
+    ScoreRule,
     flash_backward,
     flash_forward,
     plain_backward,
@@ -176,8 +176,11 @@ def test_a_window_that_hides_nothing_changes_no_bit() -> None:
     )
     assert not plan.masks
     whole = [block for block in plan.blocks if block.queries.shape == (1, 5)][-1]
-    rule = attention._ScoreRule(0.3, 3, None, plan.masks)
-    assert (len(whole.parts), len(list(whole.seen(torch.zeros(1, 5, 1, 1), rule)))) == (4, 2)
+    rule = attention._LayerRule(0.3, 3, None, plan.masks)
+    assert (len(whole.key_runs), len(list(whole.visible_runs(torch.zeros(1, 5, 1, 1), rule)))) == (
+        4,
+        2,
+    )
 
 
 def test_the_gradient_of_a_sum() -> None:
@@ -196,7 +199,7 @@ def test_bfloat16_is_rounded_at_the_end(wide_tokens: int, monkeypatch: pytest.Mo
     """Results and gradients of queries, and of keys that forty responses in many blocks add to, are about as near to
     the exact ones as these rounded to bfloat16: the prompts' keys are rounded twice, all else once. Does not show it on
     a GPU, whose kernels round what each block gives."""
-    monkeypatch.setattr(attention, "_WIDE_TOKENS", wide_tokens)
+    monkeypatch.setattr(attention, "_MAX_FLOAT32_TOKENS", wide_tokens)
     segments = segments_of([(5, [7] * 40), (9, [30])])
     *parts, outer = (part.detach().bfloat16() for part in random_parts(324, (4, 2), 16))
     parts = [part.requires_grad_() for part in parts]
@@ -253,16 +256,18 @@ def test_plain_operators_are_the_kernel(is_causal: bool) -> None:
     """What devices without a flash kernel compute, beside what the CPU's kernel does. Does not show it on them."""
     *inputs, grad = (part.detach().transpose(1, 2) for part in random_parts(37, (6, 2), 8))
     grad = grad.transpose(1, 2)
-    out, log_sums = flash_forward(inputs, Scores(0.3, is_causal))
+    out, log_sums = flash_forward(inputs, ScoreRule(0.3, is_causal))
     log_sums = log_sums + 0.5  # as if merged with those of other keys
-    expected = flash_backward((grad, out, log_sums), inputs, Scores(0.3, is_causal))
+    expected = flash_backward((grad, out, log_sums), inputs, ScoreRule(0.3, is_causal))
     turned, (grad, out, log_sums) = (
         [one.transpose(1, 2) for one in ones] for ones in (inputs, (grad, out, log_sums))
     )
-    plain, plain_sums = plain_forward(turned, Scores(0.3, is_causal))
+    plain, plain_sums = plain_forward(turned, ScoreRule(0.3, is_causal))
     torch.testing.assert_close(plain, out)
     torch.testing.assert_close(plain_sums + 0.5, log_sums)
     for one, other in zip(
-        plain_backward((grad, out, log_sums), turned, Scores(0.3, is_causal)), expected, strict=True
+        plain_backward((grad, out, log_sums), turned, ScoreRule(0.3, is_causal)),
+        expected,
+        strict=True,
     ):
         torch.testing.assert_close(one.transpose(1, 2), other)

@@ -12,7 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quadriga.config import ModelConfig
 from quadriga.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_shape, is_adapter
 from quadriga.errors import CheckpointError, ConfigError, EngineError
-from quadriga.models.adapter_files import AdapterFiles, is_factor, merged, open_model, write_factors
+from quadriga.models.adapter_files import (
+    AdapterFiles,
+    is_factor,
+    merge_adapter,
+    open_model,
+    write_factors,
+)
 from quadriga.models.flops import model_cost
 from quadriga.models.load import load_causal_lm, skeleton_causal_lm
 from quadriga.models.lora import adapter_of, add_adapter, describe_adapter, write_adapter_config
@@ -204,7 +210,7 @@ def test_a_folder_with_an_adapter_is_the_merged_model(base: Path, adapter: Path)
     model = load(base)
     add_adapter(model, ModelConfig(path=str(base), lora_adapter_path=str(adapter)), 0)
     expected = dict(
-        merged(((name, value.detach()) for name, value in model.named_parameters()), 3.0)
+        merge_adapter(((name, value.detach()) for name, value in model.named_parameters()), 3.0)
     )
     assert set(files.shapes) == set(expected) == {name for name, _ in plain.named_parameters()}
     changed = set()

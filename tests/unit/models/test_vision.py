@@ -99,7 +99,7 @@ def test_the_tokens_of_images() -> None:
     }
     assert tokens.count(grids) == 9
     row = np.array([VIDEO, IMAGE, VIDEO, *[IMAGE] * 6, 9, VIDEO, VIDEO])
-    places, problem = tokens.places(row, grids)
+    places, problem = tokens.locate(row, grids)
     assert places.tolist() == [1, 3, 4, 5, 6, 7, 0, 2, 10]
     assert (
         problem

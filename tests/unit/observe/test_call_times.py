@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from quadriga.observe.call_times import RANK_WAITS, CallTime, step_calls, waits_counted
+from quadriga.observe.call_times import RANK_WAITS, CallTime, count_waits, step_calls
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ def test_a_thread_that_sleeps_waits_for_other_ranks(
 ) -> None:
     """Only ranks on CPUs that have others to wait for: a thread also sleeps while a GPU computes."""
     before = RANK_WAITS.seconds
-    with waits_counted(num_ranks, device_type):
+    with count_waits(num_ranks, device_type):
         time.sleep(0.02)
     assert (RANK_WAITS.seconds - before > 0.0) == counts
 

@@ -32,7 +32,7 @@ def test_memory_that_is_touched_is_seen_and_the_peak_stays():
 
 
 def test_without_proc_the_peak_counts(monkeypatch):
-    monkeypatch.setattr(machine, "_field", lambda path, key: "")
+    monkeypatch.setattr(machine, "_kernel_value", lambda path, key: "")
     held, peak = resident_bytes()
     assert held == peak > 10 * 1024**2
 

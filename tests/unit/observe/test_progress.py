@@ -18,7 +18,7 @@ from quadriga.observe.progress import (
     Picture,
     Progress,
     ValidationResult,
-    aligned,
+    align_fields,
     clock_text,
     end_text,
     join_field,
@@ -203,9 +203,11 @@ def test_a_narrow_terminal_keeps_the_bar_on_one_line(width: int, end: str) -> No
 
 def test_a_missing_field_leaves_its_place_empty():
     widths = {}
-    full = aligned({"reward": "0.5", "val": "0.25", "tok/s": "12"}, widths)
+    full = align_fields({"reward": "0.5", "val": "0.25", "tok/s": "12"}, widths)
     assert full == "reward 0.5  val 0.25  12 tok/s"
-    assert aligned({"reward": "0.5", "tok/s": "13"}, widths) == "reward 0.5            13 tok/s"
+    assert (
+        align_fields({"reward": "0.5", "tok/s": "13"}, widths) == "reward 0.5            13 tok/s"
+    )
 
 
 @pytest.mark.parametrize(

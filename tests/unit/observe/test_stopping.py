@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.observe.stopping import EXPIRY_VARIABLES, expiry, heeding_sigterm, stop_requested
+from quadriga.observe.stopping import EXPIRY_VARIABLES, expiry, stop_on_sigterm, stop_requested
 
 MLP, SAGEMAKER = EXPIRY_VARIABLES
 
@@ -52,7 +52,7 @@ def test_end_that_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sigterm_is_a_request_inside(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with heeding_sigterm():
+    with stop_on_sigterm():
         assert not stop_requested.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop_requested.is_set()
@@ -64,14 +64,14 @@ def test_sigterm_is_a_request_inside(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_contexts_may_end_in_any_order() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    older, newer = heeding_sigterm(), heeding_sigterm()
+    older, newer = stop_on_sigterm(), stop_on_sigterm()
     older.__enter__()
     newer.__enter__()
     handler = signal.getsignal(signal.SIGTERM)
     older.__exit__(None, None, None)
     assert signal.getsignal(signal.SIGTERM) is handler
     os.kill(os.getpid(), signal.SIGTERM)
-    with heeding_sigterm():
+    with stop_on_sigterm():
         pass
     assert not stop_requested.is_set()
     newer.__exit__(None, None, None)
@@ -79,7 +79,7 @@ def test_contexts_may_end_in_any_order() -> None:
 
 
 def test_sigterm_in_a_fork_is_no_request() -> None:
-    with heeding_sigterm():
+    with stop_on_sigterm():
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -92,7 +92,7 @@ def test_other_threads_leave_signals_alone() -> None:
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
-        with heeding_sigterm():
+        with stop_on_sigterm():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)

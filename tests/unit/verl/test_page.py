@@ -18,8 +18,8 @@ from quadriga.config.loader import load_config
 from quadriga.config.yaml_text import as_text
 from quadriga_verl.cli import RUNS
 from quadriga_verl.commands.entries import ENTRIES, find_entry
-from quadriga_verl.commands.hydra import MISSING, VERSIONS, defaults
-from quadriga_verl.commands.shell import commands, launched
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, verl_defaults
+from quadriga_verl.commands.shell import find_commands, find_program
 from quadriga_verl.commands.translate import translate
 from quadriga_verl.shim import TABLE
 
@@ -59,12 +59,12 @@ def programs() -> str:
 
 def differing(program: str, task: str) -> Iterator[tuple[str, ...]]:
     """Our keys whose default verl has otherwise, or takes from another key."""
-    entry, theirs = find_entry(program), defaults(find_entry(program).tree, VERSIONS[-1])
+    entry, theirs = find_entry(program), verl_defaults(find_entry(program).tree, VERSIONS[-1])
     words = [f"{key}={json.dumps(value)}" for key, value in theirs.items() if value != MISSING]
     found = translate(entry, words, VERSIONS[-1])
     for key, leaf in leaf_keys(task).items():
         ours = list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
-        value, written = found.ours.get(key, ours), theirs.get(found.sources.get(key, key))
+        value, written = found.settings.get(key, ours), theirs.get(found.sources.get(key, key))
         source = REFERENCE.match(str(written))
         if value != ours and value is not None:
             yield f"`{key}`", f"`{as_text(value)}`", f"`{as_text(ours)}`"
@@ -124,8 +124,8 @@ def test_the_script_means_the_same_in_our_words(tmp_path: Path) -> None:
     (line,) = (
         found
         for text in script
-        for one in commands(text, {"HOME": "~"})
-        if (found := launched(one.words))
+        for one in find_commands(text, {"HOME": "~"})
+        if (found := find_program(one.words))
     )
     found = translate(find_entry(line[0]), line[1], "0.6.1")
     verls = found.config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quadriga_verl.commands.entries import ENTRIES, find_entry
-from quadriga_verl.commands.hydra import MISSING, VERSIONS, defaults
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, verl_defaults
 from quadriga_verl.commands.translate import Line, translate
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -25,7 +25,7 @@ def translated(program: str, *words: str, version: str = VERSIONS[-1]) -> Line:
 def ours(program: str, *words: str, version: str = VERSIONS[-1]) -> dict[str, Any]:
     found = translated(program, *words, version=version)
     assert not found.refused
-    return found.ours
+    return found.settings
 
 
 def test_a_supervised_run_means_what_verl_makes_of_it() -> None:
@@ -96,8 +96,8 @@ def test_other_engines_are_ours_with_the_same_sizes() -> None:
         "engine.ulysses_parallel_size=2",
     ]
     found = translated(SFT[0], *words, "engine.data_parallel_size=4", "engine.ep_size=8")
-    assert found.ours["optim.min_lr_ratio"] == pytest.approx(0.1)
-    assert found.ours["engine.ulysses_sequence_parallel_size"] == 2
+    assert found.settings["optim.min_lr_ratio"] == pytest.approx(0.1)
+    assert found.settings["engine.ulysses_sequence_parallel_size"] == 2
     assert any("FSDP2 trains in place of veomni" in one for one in found.notices)
 
 
@@ -120,12 +120,12 @@ def test_megatron_trains_with_verls_sizes(words: list[str]) -> None:
         SFT[0], *words, *own, "optim.lr_decay_style=cosine", "optim.lr=1e-5", "optim.min_lr=1e-6"
     )
     assert not found.refused
-    assert found.ours.items() >= {
+    assert found.settings.items() >= {
         "engine.strategy": "megatron", "engine.tensor_model_parallel_size": 2, "engine.pipeline_model_parallel_size": 2,
         "engine.megatron.virtual_pipeline_model_parallel_size": 2, "engine.ulysses_sequence_parallel_size": 2,
         "optim.lr_scheduler_type": "cosine", "trainer.n_gpus_per_node": 8,
     }.items()  # fmt: skip
-    assert found.ours["optim.min_lr_ratio"] == pytest.approx(0.1)
+    assert found.settings["optim.min_lr_ratio"] == pytest.approx(0.1)
 
 
 def test_what_megatrons_section_means() -> None:
@@ -180,7 +180,7 @@ def test_what_megatrons_section_means() -> None:
     )
     assert not found.refused
     actor = "actor_rollout_ref.actor"
-    assert found.ours.items() >= {
+    assert found.settings.items() >= {
         f"{actor}.strategy": "megatron", f"{actor}.tensor_model_parallel_size": 4,
         f"{actor}.pipeline_model_parallel_size": 2, f"{actor}.ulysses_sequence_parallel_size": 2,
         f"{MEGATRON}.virtual_pipeline_model_parallel_size": 2, f"{actor}.fsdp_config.param_offload": True,
@@ -256,7 +256,7 @@ def test_generation_and_grading_are_commands_here() -> None:
     found = translated(
         "verl.trainer.main_generation", *words, "rollout.top_k=50", "rollout.prompt_length=99"
     )
-    assert found.ours.items() >= {
+    assert found.settings.items() >= {
         "actor_rollout_ref.model.path": "m", "data.val_files": "p.parquet", "actor_rollout_ref.rollout.n": 3,
         "actor_rollout_ref.rollout.top_k": 50, "actor_rollout_ref.rollout.top_p": 0.7, "data.max_prompt_length": 99,
         "data.max_response_length": 512, "data.truncation": "right", "data.val_batch_size": 128,
@@ -271,10 +271,10 @@ def test_generation_and_grading_are_commands_here() -> None:
         "verl.trainer.main_generation_server", *words, "actor_rollout_ref.rollout.top_k=50"
     )
     assert (
-        server.ours.items()
+        server.settings.items()
         >= {"data.val_files": ["a.parquet"], "data.max_response_length": 9}.items()
     )
-    assert server.ours.get("actor_rollout_ref.rollout.top_k") != 50
+    assert server.settings.get("actor_rollout_ref.rollout.top_k") != 50
     assert any("does not pass it" in one for one in server.notices)
     graded = translated(
         "recipe.r1.main_eval", "data.path=o.parquet", "custom_reward_function.path=r.py"
@@ -284,7 +284,7 @@ def test_generation_and_grading_are_commands_here() -> None:
         "response_key": "responses",
         "reward_model_key": "reward_model",
     }
-    assert graded.ours["custom_reward_function.path"] == "r.py"
+    assert graded.settings["custom_reward_function.path"] == "r.py"
 
 
 def test_the_merger_takes_our_checkpoints_and_refuses_verls_shards(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_fully_asynchronous_training_is_a_bound_on_staleness() -> None:
         "trainer.resource_pools": {"generation": [4, 4]}, "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
     }  # fmt: skip
-    assert not found.refused and found.ours.items() >= expected.items()
+    assert not found.refused and found.settings.items() >= expected.items()
     notices = "\n".join(found.notices)
     assert (
         "staleness_threshold: verl lets a share" in notices
@@ -345,8 +345,8 @@ def test_fully_asynchronous_training_is_a_bound_on_staleness() -> None:
     )
     native = translated("fully_async_main", "actor_rollout_ref.rollout.name=sglang",
                         "actor_rollout_ref.rollout.tensor_model_parallel_size=4")  # fmt: skip
-    assert native.ours["actor_rollout_ref.rollout.name"] == "native"
-    assert native.ours["actor_rollout_ref.rollout.tensor_model_parallel_size"] == 1
+    assert native.settings["actor_rollout_ref.rollout.name"] == "native"
+    assert native.settings["actor_rollout_ref.rollout.tensor_model_parallel_size"] == 1
     assert any(
         "tensor_model_parallel_size: native generates, each process with" in one
         for one in native.notices
@@ -386,7 +386,7 @@ def test_a_module_of_another_program_is_not_taken_for_main_ppo(module: str) -> N
 )
 def test_verls_default_of_each_leaf_is_taken_without_a_word(program: str, version: str) -> None:
     entry = find_entry(program)
-    tree = defaults(entry.tree, version)
+    tree = verl_defaults(entry.tree, version)
     assert len(tree) > 5
     for key, value in tree.items():
         if value == MISSING or "${" in str(value) or key.endswith("_target_"):

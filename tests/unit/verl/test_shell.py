@@ -9,7 +9,7 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.errors import ConfigError
-from quadriga_verl.commands.shell import commands, launched
+from quadriga_verl.commands.shell import find_commands, find_program
 
 SCRIPT = r"""
 set -xeuo pipefail
@@ -47,13 +47,13 @@ PYTHONUNBUFFERED=1 $COMMAND \
 
 def words_of(text: str, **environment: str) -> list[str]:
     """Of the last command but what is behind a pipe."""
-    *_, command = [one for one in commands(text, environment) if one.words[:1] != ["tee"]]
+    *_, command = [one for one in find_commands(text, environment) if one.words[:1] != ["tee"]]
     assert command.problems == []
     return command.words
 
 
 def problems_of(text: str) -> list[str]:
-    return commands(text, {})[-1].problems
+    return find_commands(text, {})[-1].problems
 
 
 def test_a_script_is_read_as_a_shell_reads_it() -> None:
@@ -124,7 +124,9 @@ def test_a_case_is_followed(model: str, size: str) -> None:
 
 def test_the_environment_decides_what_a_script_does_not() -> None:
     text = "N=$(nvidia-smi -L | wc -l)\nfor i in 1 2; do LR=$i; done\nB=4\nrun n=$N lr=$LR b=$B"
-    (command,) = [one for one in commands(text, {"N": "8", "LR": "1e-5", "B": "5"}) if one.words]
+    (command,) = [
+        one for one in find_commands(text, {"N": "8", "LR": "1e-5", "B": "5"}) if one.words
+    ]
     assert command.words == ["run", "n=8", "lr=1e-5", "b=4"]
     assert command.notices == [
         "N (line 1) is the environment's.",
@@ -139,7 +141,7 @@ def test_an_apostrophe_between_double_quotes_is_a_character() -> None:
 @pytest.mark.parametrize("text", ['run "b\n', "X=(a b\n"])
 def test_a_quote_or_bracket_without_its_end_is_told_by_line(text: str) -> None:
     with pytest.raises(ConfigError, match=r"line 2: got a quote or bracket without its end"):
-        commands(f"run a\n{text}", {})
+        find_commands(f"run a\n{text}", {})
 
 
 def test_any_text_is_read_or_refused() -> None:
@@ -158,16 +160,17 @@ def test_any_text_is_read_or_refused() -> None:
             for _ in range(draw.randint(1, 14))
         )
         with suppress(ConfigError):
-            commands(text, {})
+            find_commands(text, {})
             num_read += 1
     assert num_read > 200
 
 
 def test_words_behind_a_launcher() -> None:
-    assert launched(["torchrun", "--nnodes", "2", "--nproc_per_node=8", "-m", "verl.trainer.sft_trainer", "a=1"]) == (
+    sizes = ["--nnodes", "2", "--nproc_per_node=8"]
+    assert find_program(["torchrun", *sizes, "-m", "verl.trainer.sft_trainer", "a=1"]) == (
         "verl.trainer.sft_trainer", ["trainer.nnodes=2", "trainer.n_gpus_per_node=8", "a=1"],
     )  # fmt: skip
-    assert launched(["python3", "-u", "recipe/dapo/main_dapo.py", "a=1"]) == (
+    assert find_program(["python3", "-u", "recipe/dapo/main_dapo.py", "a=1"]) == (
         "recipe/dapo/main_dapo.py",
         ["a=1"],
     )
@@ -183,8 +186,8 @@ def test_words_behind_a_launcher() -> None:
         "recipe.dapo.main_dapo",
         "a=1",
     ]
-    assert launched(ray) == ("recipe.dapo.main_dapo", ["a=1"])
-    assert launched(["mkdir", "-p", "x"]) is None
+    assert find_program(ray) == ("recipe.dapo.main_dapo", ["a=1"])
+    assert find_program(["mkdir", "-p", "x"]) is None
 
 
 def test_a_script_becomes_a_commented_yaml(

@@ -14,7 +14,7 @@ from quadriga.errors import ConfigError
 from quadriga.rewards.registry import BUILT_IN
 from quadriga_verl.cli import main, version_of
 from quadriga_verl.commands.entries import find_entry
-from quadriga_verl.commands.hydra import MISSING, VERSIONS, defaults, parse_word
+from quadriga_verl.commands.hydra import MISSING, VERSIONS, parse_word, verl_defaults
 from quadriga_verl.commands.meaning import ESTIMATORS, LOSSES, MANAGERS
 from quadriga_verl.commands.translate import Line, translate
 
@@ -82,7 +82,7 @@ def test_several_processes_mean_ray() -> None:
 def test_each_default_is_taken_without_a_notice(version: str, tree: str) -> None:
     words = [
         f"{key}={json.dumps(value)}"
-        for key, value in defaults(tree, version).items()
+        for key, value in verl_defaults(tree, version).items()
         if value != MISSING
     ]
     found = translated(VLLM, f"--config-name={tree}_trainer", *words, version=version)
@@ -209,7 +209,7 @@ def test_a_published_key_is_known(key: str, value: str) -> None:
 def test_what_values_become(words: list[str], ours: dict[str, object]) -> None:
     found = translated(VLLM, *words)
     assert not found.refused
-    assert {key: found.ours.get(key) for key in ours} == ours
+    assert {key: found.settings.get(key) for key in ours} == ours
 
 
 def test_dynamic_sampling_is_the_recipes() -> None:
@@ -406,7 +406,7 @@ def test_what_losses_are_averaged_over_up_to_08() -> None:
     summed = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
     for version, mode in zip(VERSIONS, (*["seq-mean-token-mean"] * 3, "token-mean"), strict=True):
         assert (
-            translated(VLLM, f"{LOSS}=gspo", version=version).ours[
+            translated(VLLM, f"{LOSS}=gspo", version=version).settings[
                 "actor_rollout_ref.actor.loss_agg_mode"
             ]
             == mode
@@ -468,7 +468,9 @@ def test_the_replay_of_routers(mode: str, ours: str, engine: str) -> None:
     assert line.config is not None and line.config.actor_rollout_ref.actor.router_replay == ours
     replaced = translated(*words, VLLM)
     assert not replaced.refused
-    assert replaced.ours["actor_rollout_ref.rollout.name"] == ("native" if mode == "R3" else "vllm")
+    assert replaced.settings["actor_rollout_ref.rollout.name"] == (
+        "native" if mode == "R3" else "vllm"
+    )
     assert any("which router_replay repeats" in notice for notice in replaced.notices) == (
         mode == "R3"
     )
@@ -521,7 +523,7 @@ def test_steps_of_the_separate_trainer_are_updates() -> None:
     )
     assert not line.refused
     assert (
-        line.ours.items()
+        line.settings.items()
         >= {
             "async_training.enable": True,
             "async_training.sync_every": 3,

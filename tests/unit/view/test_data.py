@@ -16,7 +16,7 @@ from quadriga.errors import DataError
 from quadriga.observe.records import RecordFolder
 from quadriga.view import rollouts
 from quadriga.view.data import ViewData
-from quadriga.view.health import BAD, WARNING, health
+from quadriga.view.health import BAD, WARNING, judge_run
 from tests.unit.view.recorded import rollout, write_run, write_step
 
 RUN = {"run": "run"}
@@ -150,13 +150,13 @@ def test_health_in_words(tmp_path: Path) -> None:
 )
 def test_a_gradient_of_zero_is_no_sign_of_health(norms: list[float], state: str) -> None:
     metrics = {step: {"actor/grad_norm": norm} for step, norm in enumerate(norms)}
-    [finding] = [entry for entry in health(metrics, {}) if entry["title"] == "Gradient"]
+    [finding] = [entry for entry in judge_run(metrics, {}) if entry["title"] == "Gradient"]
     assert finding["state"] == state
 
 
 def test_a_constant_score_is_no_sign_of_health() -> None:
     metrics = {step: {"critic/score/mean": 0.5} for step in range(8)}
-    [finding] = [entry for entry in health(metrics, {}) if entry["title"] == "Reward"]
+    [finding] = [entry for entry in judge_run(metrics, {}) if entry["title"] == "Reward"]
     assert finding["state"] == WARNING
 
 

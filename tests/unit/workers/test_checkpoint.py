@@ -49,7 +49,7 @@ class Engine:
     def awake(self, *kinds: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def state_was_loaded(self, contents: frozenset[str]) -> None:
+    def apply_loaded_state(self, contents: frozenset[str]) -> None:
         self.loaded.append(contents)
 
 

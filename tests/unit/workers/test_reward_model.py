@@ -24,7 +24,7 @@ from transformers import (
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError, DataError, EngineError, RewardError
-from quadriga.models.reward_model import add_score
+from quadriga.models.reward_model import add_score_head
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.workers import RewardModelWorker
@@ -400,7 +400,7 @@ def test_scores_of_prompts_with_images(tmp_path: Path, start: Start) -> None:
     hidden state of each row alone. What it cannot do is said."""
     model, rows = vision_model("eager"), vision_rows()
     batch = vision_batch(model, rows)
-    add_score(model)
+    add_score_head(model)
     torch.nn.init.normal_(model.score.weight, std=0.1)
     model.save_pretrained(tmp_path)
     worker = start(tmp_path, {"input_tokenizer": None})

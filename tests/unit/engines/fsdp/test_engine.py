@@ -158,7 +158,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(make_engine, dtype, scorer) -> Non
     for name, tensor in other.state(ALL).items():
         tensor.copy_(saved.pop(name))
     assert not saved
-    other.state_was_loaded(ALL)
+    other.apply_loaded_state(ALL)
     for each in (engine, other):
         give_gradient(each, 0.25)
         each.optimizer_step(lr=0.01)

@@ -30,7 +30,7 @@ def test_an_engine_that_rests_learns_the_same_bit_for_bit(
     make_engine: Callable[..., FSDPEngine], tmp_path: Path, dtype: torch.dtype
 ) -> None:
     engines = [make_engine(dtype), make_engine(dtype)]
-    told = engines[1].rest_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
+    told = engines[1].offload_between_phases(ALL_KINDS, tmp_path, frees_gradients=True)
     assert all(
         (kind in told) == (kind != "masters" or dtype == torch.bfloat16) for kind in ALL_KINDS
     )
@@ -51,23 +51,23 @@ def test_an_engine_that_rests_refuses_to_work(
     make_engine: Callable[..., FSDPEngine], tmp_path: Path
 ) -> None:
     engine = make_engine(torch.bfloat16)
-    engine.rest_between_phases(["weights", "optimizer"], tmp_path)
-    assert engine.rest.asleep == {"weights", "optimizer"}
+    engine.offload_between_phases(["weights", "optimizer"], tmp_path)
+    assert engine.offloaded.asleep == {"weights", "optimizer"}
     for call in (engine.weights, lambda: engine.state(ALL), lambda: engine.optimizer_step(0.1)):
         with pytest.raises(EngineError, match=r"the actor: .*weights.*offloaded.*`awake`"):
             call()
     with engine.awake("weights"):
-        assert engine.rest.asleep == {"optimizer"}
+        assert engine.offloaded.asleep == {"optimizer"}
         assert dict(engine.weights())
         with pytest.raises(EngineError, match="with optimizer offloaded"):
             engine.optimizer_step(0.1)
-    assert engine.rest.asleep == {"weights", "optimizer"}
+    assert engine.offloaded.asleep == {"weights", "optimizer"}
 
 
 def test_gradient_sums_are_freed(make_engine: Callable[..., FSDPEngine], tmp_path: Path) -> None:
     engine = make_engine(torch.bfloat16)
     for frees in (False, True):
-        engine.rest_between_phases([], tmp_path, frees_gradients=frees)
+        engine.offload_between_phases([], tmp_path, frees_gradients=frees)
         with engine.awake(*ALL_KINDS):
             give_gradient(engine, 1.0)
             engine.optimizer_step(lr=0.01)

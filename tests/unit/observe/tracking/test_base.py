@@ -12,7 +12,7 @@ from quadriga.observe.tracking.services import flatten
 def test_a_missing_package_is_answered_with_how_to_get_it(monkeypatch):
     monkeypatch.setitem(services._MODULES, "wandb", "surely_not_a_module")
     with pytest.raises(ConfigError) as caught:
-        services.require("wandb")
+        services.import_package("wandb")
     assert str(caught.value) == (
         "trainer.logger=wandb: got no usable package surely_not_a_module (No module named 'surely_not_a_module'), "
         "expected it to be installed. Install it with: pip install wandb; or take wandb out of trainer.logger."

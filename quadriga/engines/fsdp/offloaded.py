@@ -17,7 +17,7 @@ from quadriga.errors import EngineError
 from quadriga.observe.machine import is_in_memory, release_free_memory
 
 
-class RestingTensors:
+class OffloadedTensors:
     """Host memory for the offloadable tensors of a role.
 
     Args:
