@@ -172,20 +172,22 @@ class ThirdPartyEngine(RolloutEngine):
         self._require_length(prompts, sampling, self._max_model_len, source)
 
 
-def require_room(total: int, held: int, to_come: int, share: float) -> None:
-    """Refuse an engine on an accelerator if training leaves too little memory for it.
+def require_room(total: int, held: int, held_elsewhere: int, to_come: int, share: float) -> None:
+    """Refuse an engine on an accelerator if too little memory is left for it.
 
     Args:
         total: bytes of the device.
-        held: bytes in use before the engine starts.
+        held: bytes that this process's tensors hold before the engine starts.
+        held_elsewhere: bytes that anything else holds: other programs, CUDA contexts and NCCL.
         to_come: bytes that training will take besides, and keep while the engine generates.
         share: share of `total` for the engine: `gpu_memory_utilization`.
 
     Raises:
-        ConfigError: says which share is possible.
+        ConfigError: says what holds the memory, and which share is possible.
     """
     trained = held + to_come
-    if trained + share * total <= total:
+    taken = trained + held_elsewhere
+    if taken + share * total <= total:
         return
     gib = 1 << 30
     training = f"training keeps {trained / gib:.1f}"
@@ -193,14 +195,14 @@ def require_room(total: int, held: int, to_come: int, share: float) -> None:
         moments = f"{to_come / gib:.1f} of it AdamW's moments from the first step on"
         training += f" ({moments})"
     # Rounded down, so that the advice is possible.
-    possible_share = int(max(0.0, 1 - trained / total) * 100) / 100
+    possible_share = int(max(0.0, 1 - taken / total) * 100) / 100
     raise ConfigError(
         "actor_rollout_ref.rollout.gpu_memory_utilization",
-        got=f"{share:g}, which is {share * total / gib:.1f} GiB of {total / gib:.1f},"
-        f" while {training}",
+        got=f"{share:g}, which is {share * total / gib:.1f} GiB of {total / gib:.1f}, while"
+        f" {training}, and other programs, CUDA and NCCL hold {held_elsewhere / gib:.1f}",
         expected=f"at most {possible_share:g}",
-        fix="Lower it, give the rollout a pool of its own (trainer.placement),"
-        " or let more ranks share the weights (fsdp_size).",
+        fix="Lower it, end other programs on the GPU (`nvidia-smi` lists them), give the rollout a"
+        " pool of its own (trainer.placement), or let more ranks share the weights (fsdp_size).",
     )
 
 
