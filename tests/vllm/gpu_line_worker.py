@@ -26,6 +26,7 @@ from quadriga.models import heads
 from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore
 from tests.rehearsal.stand_in import StandIn
 from tests.vllm.losing_worker import LosingExtension
+from tests.vllm.scheduling import keep_async_scheduling
 
 FINDINGS = "QUADRIGA_REHEARSAL_FINDINGS"
 EVENT = "event: "
@@ -157,7 +158,10 @@ def replace_process_core() -> None:
     def begin_hosted(
         core: ProcessCore, library: Any, arguments: dict[str, Any], *more: Any
     ) -> None:
+        # Its default on a GPU. In the trainer's process it is off.
+        setattr(*keep_async_scheduling())
         begin(core, library, on_a_cpu(arguments), *more)
+        note(f"asynchronous {core.engine.vllm_config.scheduler_config.async_scheduling}")
 
     def ask_hosted(core: ProcessCore, method: str, *args: Any, **options: Any) -> Any:
         if method not in ("sleep", "wake_up"):
