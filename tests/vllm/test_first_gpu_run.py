@@ -153,9 +153,9 @@ def require_update(found: Rehearsed, num_gpus: int) -> None:
     assert len(found.metrics) == 2
     for step in found.metrics:
         assert step["actor/grad_norm"] > 0
+        # Of responses that older weights have drawn it is not measured.
         if step.get("async/lag_0_share", 1) > 0:
             assert step["rollout/log_prob_diff_mean"] < 0.05
-        assert abs(step["rollout_corr/kl"]) < 0.05
     assert sorted(found.gpus) == [str(number) for number in range(num_gpus)]
     assert found.mistakes == []
 
@@ -207,6 +207,7 @@ def test_asynchronous(tmp_path: Path) -> None:
     # The weights of the start, and those of the first step, from which the second one's were drawn.
     assert found.events.count("handle 0") >= 2
     assert [step["async/staleness_max"] for step in found.metrics] == [0, 1]
+    assert abs(found.metrics[1]["rollout_corr/kl"]) < 0.05
     assert found.events.count("asynchronous True") == 2
     # One engine generates, and one validates.
     shares = [arguments["gpu_memory_utilization"] for arguments in found.arguments]
