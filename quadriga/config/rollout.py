@@ -136,7 +136,7 @@ class RolloutConfig(LogProbConfig):
     most 70 % of what is free; `vllm` and `sglang` what `gpu_memory_utilization` leaves on a GPU, 1 GiB on a CPU."""
     gpu_memory_utilization: TopShare = 0.5
     """Share of an accelerator's memory for all engines of a process, weights included; `vllm` and `sglang`. If it is
-    not given, `vllm` takes 0.9 in a pool that does not train."""
+    not given, they take 0.9 in a pool that does not train."""
     tensor_model_parallel_size: Count = 1
     """Tensor parallelism of generation: ranks that hold one engine together, a rollout group, each a shard of it; of n
     ranks there are n/k groups. `sglang`, and `vllm` without Ray or beside training, start k processes instead."""

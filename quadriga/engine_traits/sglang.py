@@ -13,6 +13,7 @@ TRAITS = EngineTraits(
         module="sglang",
         title="SGLang",
         least_version="0.5.23",
+        share_without_training=0.9,
         install=(
             "pip install 'sglang>=0.5.23'; "
             "on a machine without an accelerator: scripts/install-sglang."

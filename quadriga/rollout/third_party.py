@@ -183,22 +183,23 @@ class ThirdPartyEngine(RolloutEngine):
 
 
 def require_device_memory(
-    total_bytes: int, used_bytes: int, later_bytes: int, share: float
+    total_bytes: int, used_bytes: int, other_bytes: int, later_bytes: int, share: float
 ) -> None:
-    """Refuse an engine on an accelerator if training leaves too little memory for it.
+    """Refuse an engine on an accelerator if too little memory is left for it.
 
     Args:
-        total_bytes: memory of the device.
-        used_bytes: memory in use before the engine starts.
-        later_bytes: memory that training will take besides, and keep while the engine generates:
-            AdamW's moments.
+        total_bytes: bytes of the device.
+        used_bytes: bytes that this process's tensors hold before the engine starts.
+        other_bytes: bytes that anything else holds: other programs, CUDA contexts and NCCL.
+        later_bytes: bytes that training will take besides, and keep while the engine generates.
         share: share of `total_bytes` for the engine: `gpu_memory_utilization`.
 
     Raises:
-        ConfigError: says which share is possible.
+        ConfigError: says what holds the memory, and which share is possible.
     """
     training_bytes = used_bytes + later_bytes
-    if training_bytes + share * total_bytes <= total_bytes:
+    taken_bytes = training_bytes + other_bytes
+    if taken_bytes + share * total_bytes <= total_bytes:
         return
     gib = 1 << 30
     training = f"training keeps {training_bytes / gib:.1f}"
@@ -206,14 +207,14 @@ def require_device_memory(
         moments = f"{later_bytes / gib:.1f} of it AdamW's moments from the first step on"
         training += f" ({moments})"
     # Rounded down, so that the advice is possible.
-    possible_share = int(max(0.0, 1 - training_bytes / total_bytes) * 100) / 100
+    possible_share = int(max(0.0, 1 - taken_bytes / total_bytes) * 100) / 100
     raise ConfigError(
         "actor_rollout_ref.rollout.gpu_memory_utilization",
-        got=f"{share:g}, which is {share * total_bytes / gib:.1f} GiB of {total_bytes / gib:.1f},"
-        f" while {training}",
+        got=f"{share:g}, which is {share * total_bytes / gib:.1f} GiB of {total_bytes / gib:.1f}, while"
+        f" {training}, and other programs, CUDA and NCCL hold {other_bytes / gib:.1f}",
         expected=f"at most {possible_share:g}",
-        fix="Lower it, give the rollout a pool of its own (trainer.placement),"
-        " or let more ranks share the weights (fsdp_size).",
+        fix="Lower it, end other programs on the GPU (`nvidia-smi` lists them), give the rollout a"
+        " pool of its own (trainer.placement), or let more ranks share the weights (fsdp_size).",
     )
 
 

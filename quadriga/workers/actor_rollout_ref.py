@@ -40,7 +40,7 @@ from quadriga.weight_sync import (
     open_store,
 )
 from quadriga.weight_sync.fingerprint import PendingFingerprints
-from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, timed
+from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, held_memory, timed
 from quadriga.workers.generation import ResponseGenerator
 from quadriga.workers.models import load_policy
 from quadriga.workers.stream import Done, GenerationStream, WeightCopy
@@ -113,9 +113,14 @@ class ActorRolloutRefWorker(Learner):
             if reserves_memory:
                 # The rollout engine has its own weights, and takes the free memory when it starts.
                 choices["weights"] += self.offload_training()
-                free, total = torch.cuda.mem_get_info(device)
-                share = self.rollout_config.gpu_memory_utilization
-                require_device_memory(total, total - free, self.engine.moment_bytes, share)
+                memory = held_memory(device)
+                require_device_memory(
+                    memory.total_bytes,
+                    memory.here_bytes,
+                    memory.elsewhere_bytes,
+                    later_bytes=self.engine.moment_bytes,
+                    share=self.rollout_config.gpu_memory_utilization,
+                )
             self._make_rollout(device)
             choices |= self.generation.choices
 

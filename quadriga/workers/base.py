@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -173,6 +173,22 @@ def warn_about_unequal_devices(world: process_group.ProcessGroup, device: torch.
         )
 
 
+class HeldMemory(NamedTuple):
+    """Memory of a GPU in bytes: in total, held by tensors of this process, and held by anything
+    else, such as other programs, CUDA contexts and NCCL."""
+
+    total_bytes: int
+    here_bytes: int
+    elsewhere_bytes: int
+
+
+def held_memory(device: torch.device) -> HeldMemory:
+    """Measure what holds the memory of a GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    here = torch.cuda.memory_reserved(device)
+    return HeldMemory(total, here, total - free - here)
+
+
 @cache
 def warn_about_other_programs(device: torch.device) -> None:
     """Print a warning if other programs hold much of a GPU. Call it before models are loaded.
@@ -180,8 +196,9 @@ def warn_about_other_programs(device: torch.device) -> None:
     Args:
         device: the GPU of this rank.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    held = total - free - torch.cuda.memory_reserved(device)
+    memory = held_memory(device)
+    held = memory.elsewhere_bytes
+    total = memory.total_bytes
     if held > MOST_HELD_SHARE * total:
         visible = os.environ.get(VISIBLE, "all")
         print(

@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -292,3 +293,23 @@ def test_what_is_rehearsed_has_a_test() -> None:
         for part in rehearsal.split("; "):
             assert re.match("(stand-in|fake tensors|kernels): `", part), rehearsal
         assert set(re.findall("`(test_[^`]+)`", rehearsal)) <= names, rehearsal
+
+
+def test_known_faults_still_apply() -> None:
+    """Each patch of tests/rehearsal/faults fits the sources, and names a check that exists."""
+    if shutil.which("patch") is None:
+        pytest.skip("there is no program `patch` here")
+    patches = sorted((REPOSITORY / "tests/rehearsal/faults").glob("*.patch"))
+    assert len(patches) > 30
+    for patch in patches:
+        done = subprocess.run(
+            ["patch", "-p1", "-f", "--dry-run", "-i", str(patch)],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{patch.stem}: {done.stdout}"
+        check = patch.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2]
+        file, _, name = check.partition("::")
+        assert f"def {name}(" in (REPOSITORY / file).read_text(encoding="utf-8"), check

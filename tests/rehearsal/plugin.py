@@ -28,10 +28,6 @@ _APART = "SGLang has an environment of its own"
 REASONS = {
     ("engines/megatron/cpu.py", ""): "what a CPU answers for a GPU (tests/megatron)",
     ("rollout/sglang/engine.py", ""): _APART,
-    (
-        "workers/actor_rollout_ref.py",
-        "mem_get_info",
-    ): "vLLM's share of the memory; tests/gpu runs vLLM on a GPU",
 }
 """By file and a part of the line: why the rehearsal does not execute it."""
 

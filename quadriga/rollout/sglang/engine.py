@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from quadriga.config.placement import devices_problem
+from quadriga.config.placement import devices_problem, rollout_share
 from quadriga.engine_traits.sglang import TRAITS
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.models.load import stop_token_ids
@@ -513,7 +513,7 @@ def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, 
         "context_length": setup.max_model_len + _SPARE_TOKENS,
         "max_running_requests": rollout.max_num_seqs,
         "chunked_prefill_size": rollout.max_num_batched_tokens,
-        "mem_fraction_static": rollout.gpu_memory_utilization / rollout.data_parallel_size,
+        "mem_fraction_static": rollout_share(setup.config) / rollout.data_parallel_size,
         "tp_size": rollout.tensor_model_parallel_size,
         "load_format": "dummy",
         "custom_weight_loader": [LOADER],

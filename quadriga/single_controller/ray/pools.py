@@ -99,11 +99,12 @@ class RayResourcePool(ResourcePool):
             alone.
         name_prefix: prefix of the placement groups' names, also used in error messages.
         max_colocate_count: number of groups that may run on the pool. Each takes this fraction of
-            the resources.
+            the resources. With several GPUs per process it must be 1, because Ray gives a process
+            a part of one GPU or whole ones.
         num_devices: devices per process. A process with several starts others that use them.
 
     Raises:
-        WorkerError: `max_colocate_count` is less than 1.
+        WorkerError: `max_colocate_count` is less than 1, or greater with several GPUs per process.
     """
 
     def __init__(
@@ -115,9 +116,17 @@ class RayResourcePool(ResourcePool):
         num_devices: int = 1,
     ) -> None:
         super().__init__(process_on_nodes)
+        where = "RayResourcePool.max_colocate_count"
         if max_colocate_count < 1:
-            where = "RayResourcePool.max_colocate_count"
             raise WorkerError(where, str(max_colocate_count), "at least 1 group")
+        if use_gpu and num_devices > 1 and max_colocate_count > 1:
+            raise WorkerError(
+                where,
+                got=f"{max_colocate_count}, with {num_devices} GPUs per process",
+                expected="1: Ray gives a process a part of one GPU, but not parts of several",
+                fix="Set max_colocate_count=1, and put roles that share the GPUs into one process"
+                " with create_colocated_worker_cls.",
+            )
         self.device_resources = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": 1.0}
         self.num_devices = num_devices
         self.device_on_nodes = [count * num_devices for count in process_on_nodes]

@@ -6,7 +6,8 @@
 The first line of NAME.patch is `check: ` and the test that must fail with the patch and pass
 without it; `check in vllm: ` for one that runs where vLLM is installed (.venv-vllm, or the
 interpreter of QUADRIGA_VLLM_PYTHON). Each check runs in a fork of this process, which has imported
-torch and not the package, so a fault costs a few CPU seconds.
+torch and not the package, so a fault costs a few CPU seconds. With a fault a check ends at its first
+failure.
 """
 
 import importlib
@@ -24,6 +25,8 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 REHEARSAL = "tests/rehearsal/"
 IN_VLLM = "check in vllm"
+LIMIT_S = 600
+"""Time limit of a check in seconds, so that a fault which makes it hang is reported, too."""
 PRELOADED = ("torch", "torch.distributed.fsdp", "transformers", "numpy", "pyarrow.parquet")
 
 
@@ -44,18 +47,42 @@ def check_of(patch: Path) -> tuple[str, str]:
     return where, test.strip()
 
 
-def run_tests(where: str, tests: Sequence[str], sources: Path) -> tuple[int, str]:
+def apply(patch: Path, sources: Path, *options: str) -> bool:
+    """Apply a patch.
+
+    Args:
+        patch: the patch.
+        sources: folder to change.
+        options: further options of the program `patch`.
+
+    Returns:
+        Whether the patch fits the sources.
+    """
+    command = ["patch", "-p1", "-s", "-f", "--no-backup-if-mismatch", "-i", str(patch), *options]
+    return subprocess.run(command, cwd=sources, check=False).returncode == 0
+
+
+def cpu_s() -> float:
+    """CPU seconds of the processes that this one has waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def run_tests(
+    where: str, tests: Sequence[str], sources: Path, *more_options: str
+) -> tuple[int, str]:
     """Run tests of a copy of the sources.
 
     Args:
         where: see `check_of`.
         tests: the tests; those of the rehearsal must be alone.
         sources: folder with the sources.
+        more_options: further options of pytest.
 
     Returns:
-        The status of pytest, and the names of the tests that failed.
+        The status of pytest, and the lines of its summary about tests that failed.
     """
-    options = ["-q", "-p", "no:cacheprovider", "-rf", *tests]
+    options = ["-q", "-p", "no:cacheprovider", "-rf", f"--timeout={LIMIT_S}", *more_options, *tests]
     if tests[0].startswith(REHEARSAL):
         options += ["-p", "tests.rehearsal.plugin"]
     paths = [str(sources / name) for name in (".", "packages", "recipes")]
@@ -124,18 +151,23 @@ def main(names: list[str]) -> int:
             if status != 0:
                 print(f"fails without a fault, {where}:\n{failed}", flush=True)
                 num_wrong += 1
+        print(f"{cpu_s():.0f} CPU seconds without a fault", flush=True)
         for patch in patches:
             where, test = checks[patch]
-            apply = ["patch", "-p1", "-s", "--no-backup-if-mismatch", "-i", str(patch)]
-            if subprocess.run(apply, cwd=sources, check=False).returncode != 0:
-                print(f"DOES NOT APPLY  {patch.stem}", flush=True)
-                return num_wrong + 1
-            status, failed = run_tests(where, [test], sources)
-            subprocess.run([*apply, "-R"], cwd=sources, check=True)
-            name = test.rpartition("::")[2].partition("[")[0]
-            is_seen = status == 1 and name in failed
-            num_wrong += not is_seen
-            print(f"{'seen' if is_seen else 'NOT SEEN':8}  {patch.stem}: {test}", flush=True)
+            before_s = cpu_s()
+            result = "DOES NOT APPLY"
+            failed = ""
+            if apply(patch, sources, "--dry-run"):
+                apply(patch, sources)
+                status, failed = run_tests(where, [test], sources, "-x")
+                if not apply(patch, sources, "-R"):
+                    raise RuntimeError(f"{patch.stem} cannot be taken back")
+                name = test.rpartition("::")[2].partition("[")[0]
+                is_seen = status == 1 and name in failed
+                result = "seen" if is_seen else "NOT SEEN"
+            num_wrong += result != "seen"
+            reason = failed.partition(" - ")[2] or test
+            print(f"{result:8} {cpu_s() - before_s:4.0f} s  {patch.stem}: {reason}", flush=True)
     print(f"{len(patches)} faults, {num_wrong} wrong", flush=True)
     return num_wrong
 

@@ -123,22 +123,32 @@ def test_requests_that_may_become_too_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "to_come", "fits"), [(30, 8, True), (30, 12, False), (41, 0, False), (40, 0, True)]
+    ("held", "held_elsewhere", "to_come", "fits"),
+    [
+        (30, 1, 8, True),
+        (30, 1, 12, False),
+        (41, 0, 0, False),
+        (40, 0, 0, True),
+        (1, 40, 2, False),
+    ],
 )
 def test_training_and_engine_share_the_memory_of_a_gpu(
-    held: int, to_come: int, *, fits: bool
+    held: int, held_elsewhere: int, to_come: int, *, fits: bool
 ) -> None:
-    """A device of 80 GiB, half of it for the engine: refused with what training keeps, and the share that is left."""
+    """Refuse half of 80 GiB for the engine, with what holds the rest, and the share that is left."""
     gib = 1 << 30
+    sizes = (80 * gib, held * gib, held_elsewhere * gib)
     if fits:
-        require_device_memory(80 * gib, held * gib, to_come * gib, 0.5)
+        require_device_memory(*sizes, to_come * gib, 0.5)
         return
-    rest = f"{(80 - held - to_come) * 100 // 80 / 100:g}"
+    trained = held + to_come
+    rest = f"{(80 - trained - held_elsewhere) * 100 // 80 / 100:g}"
     with pytest.raises(
         ConfigError,
-        match=rf"0.5, which is 40.0 GiB of 80.0, while .* {held + to_come}.0.* {rest}\.",
+        match=rf"0.5, which is 40.0 GiB of 80.0, while training keeps {trained}.0.*, and other"
+        rf" programs, CUDA and NCCL hold {held_elsewhere}.0, expected at most {rest}\.",
     ):
-        require_device_memory(80 * gib, held * gib, to_come * gib, 0.5)
+        require_device_memory(*sizes, to_come * gib, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,22 @@ import torch
 from PIL import Image
 from torch import nn
 
+from quadriga.config import load_config
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.rollout.interface import Images, SamplingParams
 from quadriga.rollout.manifest import Manifest
+from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
-from quadriga.rollout.sglang.engine import SGLangEngine
+from quadriga.rollout.sglang.engine import SGLangEngine, sglang_arguments
 from quadriga.rollout.sglang.host import SGLangLibrary
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, load
 from quadriga.weight_sync import CopiedWeights
 from tests.vision_folder import noise
+
+APART = (
+    "trainer.backend=ray",
+    "trainer.placement={actor: train, ref: train, rollout: generate}",
+)
 
 
 class Model(nn.Module):
@@ -276,3 +283,19 @@ def test_images_travel_beside_a_prompt_with_one_token_for_each() -> None:
         engine.generate_batch(
             [[3, 4, 4, 4]], [SamplingParams(4)], [replace(images, videos=((None, {}),))]
         )
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        ((), 0.5),
+        (APART, 0.9),
+        ((*APART, "actor_rollout_ref.rollout.gpu_memory_utilization=0.6"), 0.6),
+    ],
+)
+def test_memory_of_a_gpu(words: tuple[str, ...], share: float) -> None:
+    """More where nothing is trained, unless it is given."""
+    sizes = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.max_model_len=20")
+    config = load_config([*sizes, *words]).config
+    setup = EngineSetup(config, None, {}, torch.device("cuda", 0), torch.bfloat16)
+    assert sglang_arguments(setup, None)["mem_fraction_static"] == share
