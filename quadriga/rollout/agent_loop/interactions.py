@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from quadriga.config.multi_turn import InteractionFile, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text
+from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text, end_use
 from quadriga.rollout.agent_loop.tools import class_named
 
 
@@ -114,8 +114,8 @@ class UserSimulator:
         await self._call("start_interaction", **self._kwargs)
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self._call("finalize_interaction")
+    async def __aexit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
+        await end_use(error, self._call("finalize_interaction"))
 
     async def reply(self, messages: list[dict[str, Any]]) -> Reply:
         """Reply to the last of the messages.

@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Thread
 from typing import Any, Literal, TypeAlias
 
@@ -314,7 +315,8 @@ class ToolBox:
     async def __aenter__(self) -> "ToolBox":
         """Make an object of every tool and call its `create`. `__aexit__` calls their `release`.
 
-        A tool is released even if its `create`, or another tool, failed.
+        A tool is released even if its `create`, or another tool, failed. An error of `release` after
+        another error is only added to that one.
 
         Raises:
             ToolFailedError: a tool failed.
@@ -328,13 +330,13 @@ class ToolBox:
                 else:
                     where = f"tool {name}, create"
                     self._tools[name] = await self.thread.call(where, spec.make, {}, limit_s)
-                releases.push_async_callback(self._hook, name, "release")
+                releases.push_async_exit(partial(self._release, name))
                 await self._hook(name, "create")
             self._releases = releases.pop_all()
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self._releases.aclose()
+    async def __aexit__(self, *error: Any) -> None:
+        await self._releases.__aexit__(*error)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make the calls of one turn at the same time, at most `max_parallel_calls` of them.
@@ -425,6 +427,10 @@ class ToolBox:
             **self._kwargs[call.name].get("execute_kwargs", {}),
         }
 
+    async def _release(self, name: str, _: Any, error: BaseException | None, *__: Any) -> None:
+        """Call `release` of a tool, as an exit of an `AsyncExitStack`."""
+        await end_use(error, self._hook(name, "release"))
+
     async def _hook(self, name: str, method: str) -> Any:
         """Call an optional method of a tool.
 
@@ -453,6 +459,29 @@ class ToolBox:
             seconds=seconds,
             is_refused=is_refused,
         )
+
+
+async def end_use(error: BaseException | None, end: Coroutine[Any, Any, Any]) -> None:
+    """Call the last method of a user's object, without hiding an error that came before.
+
+    Args:
+        error: the error that ended the use of the object. None: there was none.
+        end: the call.
+
+    Raises:
+        ToolFailedError: the call failed, and there was no error before.
+    """
+    try:
+        await end
+    except ToolFailedError as failure:
+        if error is None:
+            raise
+        text = f"then {failure}\n{failure.details}".rstrip()
+        if isinstance(error, ToolFailedError):
+            # The trace of a conversation shows the details of its failure, but not notes.
+            error.details = f"{error.details or error}\n{text}"
+        else:
+            error.add_note(text)
 
 
 def as_text(result: Any, where: str) -> str:
