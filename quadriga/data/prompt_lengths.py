@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import traceback
 import zipfile
 import zlib
@@ -60,12 +61,15 @@ IN_JSON = 1
 CONTINUED = 2
 WITH_TOOLS = 4
 UNWRITTEN_TOOLS = 8
+UNNAMED_TOOLS = 16
 NOTES = {
     IN_JSON: "prompts are texts in JSON, and read as the messages in them",
     CONTINUED: "prompts end with the assistant, whose turn is continued",
     WITH_TOOLS: "prompts are measured with the tools that their agent loop offers",
     UNWRITTEN_TOOLS: "prompts name the tools in their messages alone: the chat template does not "
     "write the tools' schemas, so the model is not told how to call them",
+    UNNAMED_TOOLS: "prompts have the names of tools only within other words, and the chat template "
+    "does not write the tools: the model cannot know of them",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
 """A measured prompt: number of tokens, sum of its `NOTES`, hash of its role order.
@@ -229,10 +233,17 @@ class PromptMeter:
         notes += WITH_TOOLS * bool(tools)
         if tools and all(name in str(messages) for name in tool_names):
             text_without_tools = self.encoder.render(messages, where=at_prompt)
-            notes += UNWRITTEN_TOOLS * (text == text_without_tools)
+            if text == text_without_tools:
+                is_named = any(_has_word(str(messages), name) for name in tool_names)
+                notes += UNWRITTEN_TOOLS if is_named else UNNAMED_TOOLS
         # A hash that is equal in all processes, unlike that of `hash`. 0 is for bad rows.
         order = repr(role_order(messages, has_tools=bool(tools)))
         return _Rendered(text, num_further_tokens, notes, zlib.crc32(order.encode()) or 1)
+
+
+def _has_word(text: str, word: str) -> bool:
+    """Whether a text has a word that is no part of a longer one. Other scripts separate words."""
+    return bool(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.ASCII))
 
 
 class _Rendered(NamedTuple):
