@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Sequence
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,8 +20,9 @@ from quadriga.rollout.environments.interface import RANDOM
 from quadriga.rollout.environments.libraries import identifiers
 from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool
 from quadriga.trainer.checkpoint import model_folder
-from quadriga.trainer.evaluate import evaluate
 
+# Imported on demand: it loads torch, which only a model needs.
+_EVALUATE = "quadriga.trainer.evaluate"
 _SERVED = frozenset({"openenv"})  # a server has the names of its environments
 _MAX_SHOWN_CHARACTERS = 2000
 
@@ -67,7 +69,7 @@ def play_with_model(options: argparse.Namespace) -> int:
     status = 0
     with TemporaryDirectory(prefix="quadriga-") as folder:
         options.overrides.append(f"actor_rollout_ref.rollout.trace_dir={folder}")
-        evaluate(load_from(options))
+        import_module(_EVALUATE).evaluate(load_from(options))
         lines = [
             line
             for file in sorted(Path(folder).iterdir())
