@@ -234,16 +234,13 @@ class PromptMeter:
         if tools and all(name in str(messages) for name in tool_names):
             text_without_tools = self.encoder.render(messages, where=at_prompt)
             if text == text_without_tools:
-                is_named = any(_has_word(str(messages), name) for name in tool_names)
-                notes += UNWRITTEN_TOOLS if is_named else UNNAMED_TOOLS
+                # Not only a part of a longer word. Letters of other scripts separate words.
+                names = "|".join(map(re.escape, tool_names))
+                named = re.search(rf"(?<!\w)(?:{names})(?!\w)", str(messages), re.ASCII)
+                notes += UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
         # A hash that is equal in all processes, unlike that of `hash`. 0 is for bad rows.
         order = repr(role_order(messages, has_tools=bool(tools)))
         return _Rendered(text, num_further_tokens, notes, zlib.crc32(order.encode()) or 1)
-
-
-def _has_word(text: str, word: str) -> bool:
-    """Whether a text has a word that is no part of a longer one. Other scripts separate words."""
-    return bool(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.ASCII))
 
 
 class _Rendered(NamedTuple):

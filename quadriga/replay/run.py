@@ -321,7 +321,7 @@ def _require_same_prompts(overrides: Sequence[str], config: Config, edited: Conf
 
     Args:
         overrides: the edits as overrides.
-        config: the configuration of the run.
+        config: the run's configuration.
         edited: the edited configuration.
     """
     for override in overrides:

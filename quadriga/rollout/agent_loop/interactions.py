@@ -114,8 +114,8 @@ class UserSimulator:
         await self._call("start_interaction", **self._kwargs)
         return self
 
-    async def __aexit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
-        await end_use(error, self._call("finalize_interaction"))
+    async def __aexit__(self, *error: Any) -> None:
+        await end_use(partial(self._call, "finalize_interaction"), *error)
 
     async def reply(self, messages: list[dict[str, Any]]) -> Reply:
         """Reply to the last of the messages.

@@ -25,7 +25,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from contextvars import copy_context
@@ -330,7 +330,7 @@ class ToolBox:
                 else:
                     where = f"tool {name}, create"
                     self._tools[name] = await self.thread.call(where, spec.make, {}, limit_s)
-                releases.push_async_exit(partial(self._release, name))
+                releases.push_async_exit(partial(end_use, partial(self._hook, name, "release")))
                 await self._hook(name, "create")
             self._releases = releases.pop_all()
         return self
@@ -427,10 +427,6 @@ class ToolBox:
             **self._kwargs[call.name].get("execute_kwargs", {}),
         }
 
-    async def _release(self, name: str, _: Any, error: BaseException | None, *__: Any) -> None:
-        """Call `release` of a tool, as an exit of an `AsyncExitStack`."""
-        await end_use(error, self._hook(name, "release"))
-
     async def _hook(self, name: str, method: str) -> Any:
         """Call an optional method of a tool.
 
@@ -461,18 +457,22 @@ class ToolBox:
         )
 
 
-async def end_use(error: BaseException | None, end: Coroutine[Any, Any, Any]) -> None:
+async def end_use(
+    end: Callable[[], Awaitable[Any]], _: Any, error: BaseException | None, *__: Any
+) -> None:
     """Call the last method of a user's object, without hiding an error that came before.
 
     Args:
+        end: makes the call.
+        _: type of the error, as for `__aexit__`.
         error: the error that ended the use of the object. None: there was none.
-        end: the call.
+        __: its traceback.
 
     Raises:
         ToolFailedError: the call failed, and there was no error before.
     """
     try:
-        await end
+        await end()
     except ToolFailedError as failure:
         if error is None:
             raise
