@@ -5,13 +5,13 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 from rich.filesize import decimal
 
 from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.cli.loading import load_module
 from quadriga.config import Config
 from quadriga.data.files import RowTable, read_table, resolve_files
 from quadriga.errors import DataError
@@ -90,9 +90,9 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
             lengths += [len(json.dumps(values[key], ensure_ascii=False)) for values in rows]
         print(*histogram(np.array(lengths), "characters of JSON (tokens with --model)"), sep="\n")
     elif is_chat:
-        import_module(_TOKENS).print_chats(config, path, row)
+        load_module(_TOKENS).print_chats(config, path, row)
     else:
-        import_module(_TOKENS).print_prompts(config, table, row, errors)
+        load_module(_TOKENS).print_prompts(config, table, row, errors)
 
 
 def _schema(table: RowTable) -> Iterator[str]:

@@ -7,11 +7,11 @@ import json
 import random
 from collections.abc import Sequence
 from contextlib import closing
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.cli.loading import load_module
 from quadriga.config import Config
 from quadriga.data.episodes import episode_seed
 from quadriga.errors import MachineError
@@ -69,7 +69,7 @@ def play_with_model(options: argparse.Namespace) -> int:
     status = 0
     with TemporaryDirectory(prefix="quadriga-") as folder:
         options.overrides.append(f"actor_rollout_ref.rollout.trace_dir={folder}")
-        import_module(_EVALUATE).evaluate(load_from(options))
+        load_module(_EVALUATE).evaluate(load_from(options))
         lines = [
             line
             for file in sorted(Path(folder).iterdir())

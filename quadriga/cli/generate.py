@@ -7,12 +7,12 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.cli.loading import load_module
 from quadriga.config import Config
 from quadriga.data.files import TABLE_SUFFIXES
 from quadriga.errors import ConfigError
@@ -114,7 +114,7 @@ def _answer_prompts(config: Config, arguments: argparse.Namespace) -> None:
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     prompts, images = dealt(arguments.prompt, arguments.image)
     chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
-    answers = import_module(_EVALUATE).answer(config, chats, images)
+    answers = load_module(_EVALUATE).answer(config, chats, images)
     for prompt, texts in zip(arguments.prompt, answers, strict=True):
         print(f"> {prompt}")
         for text in texts:
@@ -124,7 +124,7 @@ def _answer_prompts(config: Config, arguments: argparse.Namespace) -> None:
 def answer_rows(config: Config, output_path: str | Path) -> None:
     """Write the rows of data.val_files with their responses, and print the number of rows."""
     log_to(Path(output_path).parent)
-    num_rows = import_module(_EVALUATE).answer_files(config, Path(output_path))
+    num_rows = load_module(_EVALUATE).answer_files(config, Path(output_path))
     print(f"{num_rows} rows: {output_path}")
 
 
@@ -189,10 +189,8 @@ def grade(argv: Sequence[str]) -> int:
         return 0
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     config = load_from(arguments)
-    grades = import_module(_EVALUATE).evaluate(config)
-    samples = import_module(_VALIDATE).first_samples(
-        grades.rows, config.trainer.log_val_generations
-    )
+    grades = load_module(_EVALUATE).evaluate(config)
+    samples = load_module(_VALIDATE).first_samples(grades.rows, config.trainer.log_val_generations)
     for row in samples:
         grading = f"score {row['score']:g}, truth {row['ground_truth']!r}"
         print(f"  {row['input']!r}\n    -> {row['output']!r} ({grading})")
@@ -207,7 +205,7 @@ def score(
     reward_model_key: str = "reward_model",
 ) -> None:
     """Grade the responses in a file with `score_file`, and print the metrics."""
-    _print(import_module(_EVALUATE).score_file(config, path, response_key, reward_model_key))
+    _print(load_module(_EVALUATE).score_file(config, path, response_key, reward_model_key))
 
 
 def _print(grades: "Grades") -> None:
