@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.cli.loading import load_module
 from quadriga.config import Config
 from quadriga.data.episodes import episode_seed
 from quadriga.errors import MachineError
@@ -19,8 +20,9 @@ from quadriga.rollout.environments.interface import RANDOM
 from quadriga.rollout.environments.libraries import identifiers
 from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool
 from quadriga.trainer.checkpoint import model_folder
-from quadriga.trainer.evaluate import evaluate
 
+# Imported on demand: it loads torch, which only a model needs.
+_EVALUATE = "quadriga.trainer.evaluate"
 _SERVER_LIBRARIES = frozenset({"openenv"})  # a server has the names of its environments
 _MAX_SHOWN_CHARACTERS = 2000
 
@@ -67,7 +69,7 @@ def play_with_model(options: argparse.Namespace) -> int:
     status = 0
     with TemporaryDirectory(prefix="quadriga-") as folder:
         options.overrides.append(f"actor_rollout_ref.rollout.trace_dir={folder}")
-        evaluate(load_from(options))
+        load_module(_EVALUATE).evaluate(load_from(options))
         lines = [
             line
             for file in sorted(Path(folder).iterdir())

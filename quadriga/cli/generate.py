@@ -9,16 +9,23 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.cli.loading import load_module
 from quadriga.config import Config
 from quadriga.data.files import TABLE_SUFFIXES
-from quadriga.data.media import IMAGE
 from quadriga.errors import ConfigError
+from quadriga.protocol.chats import IMAGE
 from quadriga.streams import log_to
 from quadriga.trainer.checkpoint import model_folder
-from quadriga.trainer.evaluate import Grades, answer, answer_files, evaluate, score_file
-from quadriga.trainer.validate import first_samples
+
+if TYPE_CHECKING:
+    from quadriga.trainer.evaluate import Grades
+
+# Imported on demand: they load torch, which neither a help text nor a wrong command line needs.
+_EVALUATE = "quadriga.trainer.evaluate"
+_VALIDATE = "quadriga.trainer.validate"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,7 +114,8 @@ def _answer_prompts(config: Config, arguments: argparse.Namespace) -> None:
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     prompts, images = distribute_images(arguments.prompt, arguments.image)
     chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
-    for prompt, texts in zip(arguments.prompt, answer(config, chats, images), strict=True):
+    answers = load_module(_EVALUATE).answer(config, chats, images)
+    for prompt, texts in zip(arguments.prompt, answers, strict=True):
         print(f"> {prompt}")
         for text in texts:
             print(text)
@@ -116,7 +124,8 @@ def _answer_prompts(config: Config, arguments: argparse.Namespace) -> None:
 def answer_rows(config: Config, output_path: str | Path) -> None:
     """Write the rows of data.val_files with their responses, and print the number of rows."""
     log_to(Path(output_path).parent)
-    print(f"{answer_files(config, Path(output_path))} rows: {output_path}")
+    num_rows = load_module(_EVALUATE).answer_files(config, Path(output_path))
+    print(f"{num_rows} rows: {output_path}")
 
 
 def distribute_images(
@@ -184,8 +193,9 @@ def grade(argv: Sequence[str]) -> int:
         return 0
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     config = load_from(arguments)
-    grades = evaluate(config)
-    for row in first_samples(grades.rows, config.trainer.log_val_generations):
+    grades = load_module(_EVALUATE).evaluate(config)
+    samples = load_module(_VALIDATE).first_samples(grades.rows, config.trainer.log_val_generations)
+    for row in samples:
         grading = f"score {row['score']:g}, truth {row['ground_truth']!r}"
         print(f"  {row['input']!r}\n    -> {row['output']!r} ({grading})")
     _print_grades(grades)
@@ -199,10 +209,10 @@ def score(
     reward_model_key: str = "reward_model",
 ) -> None:
     """Grade the responses in a file with `score_file`, and print the metrics."""
-    _print_grades(score_file(config, path, response_key, reward_model_key))
+    _print_grades(load_module(_EVALUATE).score_file(config, path, response_key, reward_model_key))
 
 
-def _print_grades(grades: Grades) -> None:
+def _print_grades(grades: "Grades") -> None:
     """Print each metric with its 95 % confidence interval, and pass@k if all scores are 0 or 1."""
     is_binary = all(row["score"] in (0, 1) for row in grades.rows)
     width = max(map(len, grades.metrics), default=0)

@@ -17,16 +17,14 @@ import sys
 from codecs import lookup
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 
 from quadriga import __version__, streams
+from quadriga.cli.loading import load_module
 from quadriga.descendants import Guardian
 from quadriga.errors import ConfigError, QuadrigaError, did_you_mean
-from quadriga.lazy import collector_paused, keep_modules
+from quadriga.lazy import keep_modules
 from quadriga.observe.watchdog import NOTICE_S, waiting
-from quadriga.openmp import threads_for_load
 from quadriga.redact import redact_text
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -194,11 +192,7 @@ def _call_command(command: str, arguments: list[str], has_traceback: bool) -> in
     """
     try:
         module, _, function = COMMANDS[command][0].partition(":")
-        # Notices of a long wait must not be in the standard output, which may be data.
-        emit = partial(print, file=sys.stderr, flush=True)
-        modules = waiting(f"the modules of quadriga {command}", every_s=NOTICE_S, emit=emit)
-        with modules, collector_paused(), threads_for_load():
-            loaded = import_module(module)
+        loaded = load_module(module, f"the modules of quadriga {command}")
         return getattr(loaded, function or "main")(arguments)
     except QuadrigaError as error:
         if has_traceback:

@@ -4,8 +4,9 @@
 import argparse
 from bdb import BdbQuit
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
+
+from quadriga.cli.loading import load_module
 
 _ABOUT = """Compute a step of a run again in this process, from the newest checkpoint before it and
 the recorded rollouts, and say for each number whether it equals the recorded one. Nothing in the
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     until = options.until
     if options.uid and not until:
         until = "advantages"
-    run = import_module(_RUN)
+    run = load_module(_RUN)
     request = run.ReplayRequest(
         directory=options.run,
         step=options.step,
@@ -67,6 +68,6 @@ def main(argv: Sequence[str]) -> int:
     except BdbQuit:
         print("the replay was ended in the debugger")
         return 1
-    for line in import_module(_REPORT).describe_replay(replayed, options.uid):
+    for line in load_module(_REPORT).describe_replay(replayed, options.uid):
         print(line)
     return 0 if replayed.is_equal else 1

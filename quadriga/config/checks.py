@@ -2,8 +2,8 @@
 """Checks between sections of the configuration, made before anything starts.
 
 They yield errors for what would fail later, and notices about effects that users may not expect.
-Checks of the values of a single section are its `findings`. Checks of paths, of the rollout, of
-asynchronous training and of placement have files of their own.
+Checks of the values of a single section are its `findings`. Checks of paths, of lengths, of the
+rollout, of asynchronous training and of placement have files of their own.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from quadriga.config.async_checks import check_async, check_streaming
 from quadriga.config.base import Findings, Section, notice_unused
 from quadriga.config.distillation import is_served
 from quadriga.config.explain import BatchPlan, writes_checkpoints
+from quadriga.config.length_checks import check_positions
 from quadriga.config.path_checks import check_files, check_paths
 from quadriga.config.placement import (
     ACTOR,
@@ -242,6 +243,7 @@ def _check_pairs(config: Config) -> Findings:
 _SUPERVISED_CHECKS = (
     check_files,
     check_paths,
+    check_positions,
     check_layouts,
     check_megatron,
     check_profiles,
@@ -252,6 +254,7 @@ _CHECKS = (
     check_files,
     check_paths,
     check_sections,
+    check_positions,
     check_batches,
     check_groups,
     check_rollout,

@@ -2,6 +2,7 @@
 """`reward_model` and `custom_reward_function`: how responses are graded."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,10 @@ _PASSES = (
     "forward_max_token_len_per_gpu",
     "max_length",
 )
+
+
+BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
+"""Option `overlong_buffer_cfg` of the reward manager `dapo`."""
 
 
 class RewardClassifierConfig(Section):
@@ -73,6 +78,10 @@ class RewardModelConfig(ParallelConfig):
             yield ConfigError(
                 f"{at}.model.path", f"null, with {at}.enable=True", "a reward model", fix
             )
+        if self.reward_manager == "dapo":
+            kwargs = self.reward_kwargs
+            buffer = kwargs.get("overlong_buffer_cfg") or {}
+            yield from check_overlong(f"{at}.reward_kwargs", kwargs.get("max_resp_len"), buffer)
 
 
 class CustomRewardFunctionConfig(Section):
@@ -84,6 +93,34 @@ class CustomRewardFunctionConfig(Section):
     """Name of the function in that file: `f(data_source, solution_str, ground_truth, extra_info=None)`."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: further keyword arguments for the function, or options of the built-in graders."""
+
+
+def check_overlong(at: str, max_length: Any, buffer: Any) -> Findings:
+    """Yield wrong lengths of the penalty for over-long responses of the reward manager `dapo`.
+
+    Args:
+        at: dotted key of the options.
+        max_length: option `max_resp_len`, in tokens.
+        buffer: option `overlong_buffer_cfg`.
+    """
+    key = f"{at}.overlong_buffer_cfg"
+    if not isinstance(buffer, Mapping):
+        yield ConfigError(key, repr(buffer), f"a dictionary with {', '.join(BUFFER_DEFAULTS)}")
+        return
+    unknown = [name for name in buffer if name not in BUFFER_DEFAULTS]
+    if unknown:
+        yield ConfigError(key, ", ".join(unknown), f"only {', '.join(BUFFER_DEFAULTS)}")
+        return
+    options = {**BUFFER_DEFAULTS, **buffer}
+    if not options["enable"]:
+        return
+    buffer_length = options["len"]
+    if not isinstance(max_length, int) or max_length < 1:
+        expected = "a number of tokens, usually data.max_response_length"
+        yield ConfigError(f"{at}.max_resp_len", repr(max_length), expected)
+    elif not isinstance(buffer_length, int) or not 0 < buffer_length <= max_length:
+        expected = f"a number of tokens from 1 to max_resp_len={max_length}"
+        yield ConfigError(f"{key}.len", repr(buffer_length), expected)
 
 
 def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Findings:

@@ -13,8 +13,8 @@ from quadriga.config import DataConfig
 from quadriga.data.pictures import as_list
 from quadriga.data.tokenizing import Messages, as_messages, without_nulls
 from quadriga.errors import DataError
+from quadriga.protocol.chats import IMAGE
 
-IMAGE = "<image>"
 VIDEO = "<video>"
 TAGS = {"image": IMAGE, "video": VIDEO}
 _FILE_KEYS = ("path", "url", "bytes")

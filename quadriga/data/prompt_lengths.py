@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import traceback
 import zipfile
 import zlib
@@ -61,12 +62,15 @@ IN_JSON = 1
 CONTINUED = 2
 WITH_TOOLS = 4
 UNWRITTEN_TOOLS = 8
+UNNAMED_TOOLS = 16
 NOTES = {
     IN_JSON: "prompts are texts in JSON, and read as the messages in them",
     CONTINUED: "prompts end with the assistant, whose turn is continued",
     WITH_TOOLS: "prompts are measured with the tools that their agent loop offers",
     UNWRITTEN_TOOLS: "prompts name the tools in their messages alone: the chat template does not "
     "write the tools' schemas, so the model is not told how to call them",
+    UNNAMED_TOOLS: "prompts have the names of tools only within other words, and the chat template "
+    "does not write the tools: the model cannot know of them",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
 """A measured prompt: its number of tokens, the sum of its `NOTES`, and the hash of its role order
@@ -239,9 +243,11 @@ class PromptMeter:
         if tools and all(name in str(messages) for name in tool_names):
             text_without_tools = self.encoder.render(messages, where=prompt_place)
             if text == text_without_tools:
-                notes |= UNWRITTEN_TOOLS
-
-        # Not `hash`, whose results differ from process to process. 0 stands for a bad row.
+                # Not only a part of a longer word. Letters of other scripts separate words.
+                names = "|".join(map(re.escape, tool_names))
+                named = re.search(rf"(?<!\w)(?:{names})(?!\w)", str(messages), re.ASCII)
+                notes += UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
+        # A hash that is equal in all processes, unlike that of `hash`. 0 is for bad rows.
         order = repr(role_order(messages, has_tools=bool(tools)))
         return _RenderedPrompt(text, num_media_tokens, notes, zlib.crc32(order.encode()) or 1)
 

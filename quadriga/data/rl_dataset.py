@@ -35,6 +35,7 @@ from quadriga.data.prompt_lengths import (
     MEASURED,
     NO_CONTEXT,
     NOTES,
+    UNNAMED_TOOLS,
     WITH_TOOLS,
     PromptContext,
     PromptMeter,
@@ -293,10 +294,28 @@ class RLHFDataset(FileDataset):
             raise DataError(
                 self._key, got="bad rows only", expected="a good one", fix="Correct them."
             )
+        if not self.may_be_empty:
+            self._require_named_tools(measured[rows]["notes"])
         if measures_all or measures_sample:
             self._check_long_rows(rows, measured[rows])
             self.longest_prompt = int(measured["tokens"][rows].max(initial=0))
         return rows
+
+    def _require_named_tools(self, notes: np.ndarray) -> None:
+        """Raise a DataError if tools are offered, and no row of the data names one.
+
+        Args:
+            notes: sums of `NOTES` [rows in use].
+        """
+        num_with_tools = np.count_nonzero(notes & WITH_TOOLS)
+        if num_with_tools and num_with_tools == np.count_nonzero(notes & UNNAMED_TOOLS):
+            raise DataError(
+                self._key,
+                got=f"{num_with_tools} prompts with tools, none of which names a tool",
+                expected="a chat template that writes the tools, or messages that name them",
+                fix="Take such a template, or describe the tools and how to call them in a system "
+                "message of each row.",
+            )
 
     def _sample(self, rows: np.ndarray, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
         """Take at most `max_samples` rows, drawn with `data.seed` if shuffled, else the first."""

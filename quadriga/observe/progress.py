@@ -45,6 +45,8 @@ VALIDATION_PREFIX = "val-core/"
 VALIDATION_PREFIXES = (VALIDATION_PREFIX, "val/")  # the second one in supervised runs
 NUM_SUMMARY_STEPS = 5
 COMPONENT_PREFIX = "reward/extra/"
+TOOL_CALLS = "rollout/num_tool_calls"
+"""Metric: calls of tools in the conversations of a step."""
 NUM_COMPONENTS = 4  # shown numbers of those that a grader returns beside the score
 
 # Size of the curves in a notebook, and the margins around their axes, in pixels.
@@ -66,11 +68,13 @@ class Headline(NamedTuple):
         sources: metrics that the value may come from; the first that was measured counts.
         form: format of the value; or the format of small values, the limit from which a value is
             large, and the format of large ones.
+        has_zero: whether a value of 0 is shown.
     """
 
     label: str
     sources: tuple[str, ...]
     form: str | tuple[str, float, str]
+    has_zero: bool = True
 
 
 # The sources are names of the trainer's metrics. A test of the trainer checks that they exist.
@@ -88,6 +92,8 @@ HEADLINES = (
     Headline("grad", ("actor/grad_norm", "train/grad_norm"), (".3f", 1000, ".3g")),
     Headline("lr", ("actor/lr", "train/lr"), ".1e"),
     Headline("len", ("response_length/mean",), (".1f", 100, ".0f")),
+    # Conversations without tools have the metric, too.
+    Headline("calls", (TOOL_CALLS,), ",.0f", has_zero=False),
     Headline("mfu", ("perf/mfu/actor", "perf/mfu"), ".0%"),
     Headline("tok/s", ("perf/throughput",), ",.0f"),
     Headline("s/step", ("perf/time_per_step", "timing_s/step"), (".1f", 100, ".0f")),
@@ -101,11 +107,13 @@ def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
         Text by label, in a fixed order.
     """
     fields: dict[str, str] = {}
-    for label, sources, form in HEADLINES:
+    for label, sources, form, has_zero in HEADLINES:
         values = [metrics[name] for name in sources if name in metrics]
         if not values:
             continue
         value = values[0]
+        if value == 0 and not has_zero:
+            continue
         if not math.isfinite(value):
             fields[label] = str(value)
             continue

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for chats whose last message is the beginning of a response."""
+"""Helpers for chats: places of images, and last messages that are the beginning of a response."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+IMAGE = "<image>"
+"""Place of an image in the text of a message."""
 CONTINUING = {"add_generation_prompt": False, "continue_final_message": True}
 """Arguments of a chat template for messages whose last one the model continues."""
 

@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 ARRAY_TYPES = "_array_types"
 """Entry of a TensorDict with the dtype and row shape of each array, which it holds as objects."""
 
-TIMES = "rollout_times"
-"""Column [B, 3] float64: when the engine got, admitted and finished each response."""
-GRADED_AT = "graded_at"
-"""Column [B] float64: when the grade of each response arrived, in seconds since 1970."""
-TIME_COLUMNS = ("queued_at", "admitted_at", "generated_at", GRADED_AT)
-"""Columns of a recorded step that hold the columns of `TIMES`, and `GRADED_AT`."""
-
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
     """Make a 1-D object array with one entry per value.

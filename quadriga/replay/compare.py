@@ -136,7 +136,8 @@ def _compare_values(
         if old is None or new is None or isinstance(old, str):
             # There is nothing to subtract: a value is missing, or it is a text.
             num_values += 1
-            is_equal = (old is None and new is None) or old == new
+            # Not `==` with None: for an array that would be an array.
+            is_equal = old == new if isinstance(old, str) else old is new
             places: list[int | None] = [] if is_equal else [None]
             distances = [math.inf] * len(places)
         else:

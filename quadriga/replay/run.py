@@ -47,6 +47,18 @@ MAX_S = 300.0
 """Predicted seconds of a replay above which it must be confirmed."""
 _GRADING = ("custom_reward_function.", "reward_model.")
 """Prefixes of the keys that change rewards."""
+_PROMPTS = frozenset(
+    {
+        *("mixture", "mixture_until", "max_prompt_length", "train_batch_size", "gen_batch_size"),
+        *("filter_overlong_prompts", "truncation", "streaming", "shuffle", "seed"),
+        *("train_max_samples", "dataloader_num_workers", "datagen", "sampler"),
+    }
+)
+"""Keys of `data` that decide which prompts a step has, and how they are cut."""
+_EDITABLE = (
+    "a key of grading, advantages or the update, such as those of reward_model, "
+    "custom_reward_function, algorithm, actor_rollout_ref.actor and critic"
+)
 _REWARD = "custom_reward_function"
 _LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
@@ -153,8 +165,7 @@ def replay(request: ReplayRequest) -> ReplayResult:
         # Edits are checked as `quadriga train` checks them.
         edited = load_config(overrides, [start.configuration], for_training=True).config
     _require_replayable(config, start)
-
-    # The phase after which the replay ends, and whether it grades.
+    _require_same_prompts(overrides, config, edited)
     until = request.until or UPDATE
     # Another loss shows only in the update, other edits already in the advantages.
     changes_loss = any(edit.startswith(f"{_LOSS}=") for edit in edits)
@@ -304,8 +315,29 @@ def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> 
             raise ConfigError(
                 f"--edit {override}",
                 got="a key that a replay sets itself",
-                expected="a key of the step's computation",
+                expected=_EDITABLE,
                 fix="A replay is one process without engine, validation and checkpoints.",
+            )
+
+
+def _require_same_prompts(overrides: Sequence[str], config: Config, edited: Config) -> None:
+    """Refuse edits of keys that decide on the prompts: a replay takes those of the record.
+
+    Args:
+        overrides: the edits as overrides.
+        config: the run's configuration.
+        edited: the edited configuration.
+    """
+    for override in overrides:
+        key, _ = parse_override(override)
+        section, *names = key.split(".")
+        if section != "data" or not _PROMPTS.intersection(names[:1]):
+            continue
+        if reduce(getitem, names, config.data) != reduce(getitem, names, edited.data):
+            raise ConfigError(
+                f"--edit {override}",
+                got="a key that decides on the prompts, which are those of the record",
+                expected=_EDITABLE,
             )
 
 

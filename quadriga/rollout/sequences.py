@@ -19,8 +19,8 @@ from quadriga.errors import RolloutError
 from quadriga.models.experts import ROUTES
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import TIMES
 from quadriga.protocol.memory import images_key
+from quadriga.protocol.times import TIMES
 from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 from quadriga.weight_sync.publish import require_version
 

@@ -112,7 +112,8 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
     """Run a command, and again each time a signal kills it.
 
     It is not restarted if it exits by itself, with any status, or is killed by SIGTERM or SIGINT,
-    or has been killed `MAX_FUTILE_DEATHS` times in a row without a new step.
+    or after one of these was passed on to it, or has been killed `MAX_FUTILE_DEATHS` times in a row
+    without a new step.
 
     Args:
         command: a command line whose training calls `step_reporter`.
@@ -143,6 +144,9 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
             place = f"after step {step}" if step > 0 else "before the end of a step"
             cause = f"signal {-status} ({signal.strsignal(-status)})"
             print(f"{OPTION}: the run was ended by {cause} {place}; ", end="", flush=True)
+            if child.was_asked_to_stop:
+                print("it is not started again, because it was asked to stop.")
+                return 128 - status
             if num_futile == MAX_FUTILE_DEATHS:
                 print(f"it is not started again after {num_futile} deaths without a new step.")
                 return 128 - status
@@ -162,11 +166,20 @@ class _Child:
         self._step_fd = step_fd
         self._process: subprocess.Popen[bytes] | None = None
         self._num_signals = 0
+        self._is_starting = False
+        # Signals that arrived while the child was being started.
+        self._early_signals: list[int] = []
+
+    @property
+    def was_asked_to_stop(self) -> bool:
+        """Whether a signal has arrived for the child, even if it died before it got the signal."""
+        return self._num_signals > 0
 
     def run(self, command: Sequence[str]) -> int:
         """Run the command to its end. Returns its status: -N if signal N has killed it."""
         # Below 0: the training has not begun.
         _write_step(self._step_fd, -1)
+        self._is_starting = True
         self._process = subprocess.Popen(
             command,
             env=os.environ | {_STEP_FILE: str(self._step_fd)},
@@ -174,12 +187,19 @@ class _Child:
             # Then Ctrl-C in a terminal reaches only this process, which passes it on.
             process_group=0,
         )
+        self._is_starting = False
+        for number in self._early_signals:
+            self.pass_on(number, None)
         status = self._process.wait()
         self._process = None
         return status
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: pass the signal on to the child, or exit if none runs."""
+        if self._is_starting:
+            # The child may exist already, so exiting would leave it alone.
+            self._early_signals.append(number)
+            return
         if self._process is None:
             raise SystemExit(128 + number)
         self._num_signals += 1

@@ -17,6 +17,7 @@ from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import RolloutError
 from quadriga.observe.machine import resident_bytes
+from quadriga.observe.progress import TOOL_CALLS
 from quadriga.protocol import DataProto
 
 # Imported under their own names again because users' files may import them from here.
@@ -196,7 +197,7 @@ def unused_tools(metrics: Mapping[str, float], turns: MultiTurnConfig) -> dict[s
     Returns:
         The warning by the name of its metric; empty if there is none.
     """
-    name = "rollout/num_tool_calls"
+    name = TOOL_CALLS
     has_tools = turns.enable and (turns.function_tool_path or turns.tool_config_path)
     if not has_tools or metrics.get(name) != 0:
         return {}

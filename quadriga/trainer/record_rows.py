@@ -17,8 +17,8 @@ from quadriga.config import DataConfig
 from quadriga.observe.records import SCHEMA
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import GRADED_AT, TIME_COLUMNS, TIMES
 from quadriga.protocol.memory import images_key
+from quadriga.protocol.times import GRADED_AT, TIME_COLUMNS, TIMES
 from quadriga.redact import redact
 from quadriga.trainer.responses import user_columns
 from quadriga.trainer.rollout_rows import name_rollouts, scored_rows

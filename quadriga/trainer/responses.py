@@ -31,8 +31,9 @@ from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.timing import Tally
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import GRADED_AT, object_array
+from quadriga.protocol.columns import object_array
 from quadriga.protocol.fields import RESERVED
+from quadriga.protocol.times import GRADED_AT
 from quadriga.redact import redact
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
 from quadriga.rewards.by_name import ROW

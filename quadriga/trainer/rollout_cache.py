@@ -25,8 +25,8 @@ from quadriga.data.files import written_aside
 from quadriga.errors import DataError, ProtocolError
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import TIMES
 from quadriga.protocol.memory import images_key
+from quadriga.protocol.times import TIMES
 from quadriga.trainer.responses import drop_prompt_only, repeat_prompts
 from quadriga.trainer.rollout_rows import ROLLOUT_ID, forget_times, rollout_numbers
 from quadriga.workers.base import MODEL_OBJECTS

@@ -13,7 +13,7 @@ import torch
 
 from quadriga.algorithms.registry import ROLLOUT_ID
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import GRADED_AT, TIMES
+from quadriga.protocol.times import GRADED_AT, TIMES
 from quadriga.rewards.outcome import UNSCORED
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from quadriga.errors import DataError
 from quadriga.observe.progress import (
     HEADLINES,
+    TOOL_CALLS,
     clock_text,
     join_field,
     step_fields,
@@ -37,6 +38,8 @@ _PARTS = {
     "prepare": ("old_log_prob", "ref", "teacher", "values", "rm", "reward"),
 }
 _ALL_PARTS = {part for parts in _PARTS.values() for part in parts}
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
+_TOOL_FILES = ("function_tool_path", "tool_config_path")
 _LEAST_SHARE = 0.005  # phases with a smaller share of the time are not shown
 # Entries of a sample that are not parts of the reward; all others are.
 _NOT_PARTS = {
@@ -332,6 +335,9 @@ def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[
     num_truncated = _num_truncated(run, step, samples)
     if num_truncated is not None:
         counts += f", truncated at the length limit: {num_truncated}"
+    num_tool_calls = _num_tool_calls(run, step)
+    if num_tool_calls is not None:
+        counts += f", tool calls: {num_tool_calls}"
     yield counts
 
     graded = _graded_samples(samples)
@@ -353,6 +359,19 @@ def _num_truncated(run: RunFolder, step: int, samples: Sequence[Sample]) -> int 
     share = run.metrics.get(step, {}).get("response_length/clip_ratio")
     is_known = share is not None and run.has_training_responses
     return round(share * len(samples)) if is_known else None
+
+
+def _num_tool_calls(run: RunFolder, step: int) -> int | None:
+    """Number of tool calls of a step; None if the run has no tools, or if it is not known."""
+    if not run.has_training_responses:
+        return None
+    metrics: Mapping[str, float] = run.metrics.get(step, {})
+    if not metrics and run.record.path(step).is_file():
+        metrics = run.record.read(step, columns=["uid"]).facts["metrics"]
+    count = metrics.get(TOOL_CALLS)
+    has_tools = any(run.value(f"{_TURNS}.{name}") for name in _TOOL_FILES)
+    # Other conversations have the metric, too.
+    return round(count) if count is not None and (count or has_tools) else None
 
 
 def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:

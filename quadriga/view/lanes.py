@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quadriga.protocol.columns import TIME_COLUMNS
+from quadriga.protocol.times import TIME_COLUMNS
 from quadriga.view.runs import ViewedRun
 
 MAX_LANES = 600

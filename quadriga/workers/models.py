@@ -16,6 +16,7 @@ from quadriga.config import Config, Layout, ModelShape, check_model
 from quadriga.config.actor import VISION_TYPES
 from quadriga.config.adapter import adapter_route
 from quadriga.config.distillation import is_served
+from quadriga.config.length_checks import too_long
 from quadriga.config.placement import (
     ACTOR,
     CRITIC,
@@ -291,13 +292,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     positions = getattr(text, "max_position_embeddings", None)
     num_tokens = config.data.max_prompt_length + config.data.max_response_length
     if positions is not None and num_tokens > positions:
-        raise ConfigError(
-            "data.max_prompt_length + data.max_response_length",
-            got=f"{num_tokens} tokens",
-            expected=f"at most {positions}, the positions of {path}",
-            fix="Lower one of them, or raise the positions with "
-            "actor_rollout_ref.model.override_config.",
-        )
+        raise too_long(num_tokens, positions, str(path))
     _check_ways(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
 

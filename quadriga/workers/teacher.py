@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
 from quadriga.config.distillation import is_served
+from quadriga.config.length_checks import too_short_teacher
 from quadriga.config.placement import DISTILLATION
 from quadriga.data.tokenizing import read_tokenizer
 from quadriga.engines.batches import MicroBatching
@@ -176,12 +177,7 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         text = load_config(path, trust_remote_code=trusts).get_text_config()
         positions = getattr(text, "max_position_embeddings", None)
         if positions is not None and positions < longest:
-            raise ConfigError(
-                key,
-                got=f"'{path}' with {positions} positions, for sequences of up to {longest} tokens",
-                expected=f"at least {longest}",
-                fix="Lower the lengths under data.",
-            )
+            raise too_short_teacher(key, longest, positions, path)
         if num_top and num_top > text.vocab_size:
             raise ConfigError(
                 f"{DISTILLATION}.topk",

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from quadriga.cli.main import main
-from quadriga.protocol.columns import TIME_COLUMNS
+from quadriga.protocol.times import TIME_COLUMNS
 from tests.limits import COMMAND_S, PROCESS_ENDS_S
 
 CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/")

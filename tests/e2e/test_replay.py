@@ -101,6 +101,15 @@ def test_a_step_again(
     assert "0 of 8 rows change" in output and "  prompt" not in output
     status, output = replay("--step", "4", "--edit", "algorithm.adv_estimator=rlo")
     assert (status, "rloo" in output, "resumed" in output) == (2, True, False), output
+    for edit in ("data.max_prompt_length=64", "data.seed=7", "trainer.save_freq=1"):
+        status, output = replay("--step", "4", "--edit", edit)
+        assert (status, "resumed" in output) == (2, False), output
+        assert f"--edit {edit}: got a key that" in output
+        assert "custom_reward_function, algorithm, actor_rollout_ref.actor and critic" in output
+    # Resampled rows may be missing in the record.
+    words = ("--until", "update", "--edit", "algorithm.use_pf_ppo=True")
+    status, output = replay("--step", "3", *words)
+    assert (status, "with the edits" in output) == (0, True), output
     status, output = replay("--step", "4", "--edit", "nonsense")
     assert (status, "reward=FILE, loss=NAME or key=value" in output) == (2, True), output
     assert files_of(run) == before

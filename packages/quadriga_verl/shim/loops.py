@@ -272,7 +272,9 @@ class _AdaptedLoop(AgentLoop):
             "processor": None,
             "dataset_cls": RLHFDataset,
         }
-        loop = self.loop_class(**accepted_arguments(self.loop_class, loop_arguments), **self.arguments)
+        loop = self.loop_class(
+            **accepted_arguments(self.loop_class, loop_arguments), **self.arguments
+        )
 
         sampling = chat.sampling
         sampling_params = {

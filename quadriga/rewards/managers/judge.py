@@ -55,6 +55,7 @@ _QUESTION_KEYS = ("prompt", "range", "pattern")
 # To estimate the tokens of a request, until the server has counted them.
 _CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
+_ONLY_SCORE = "judge_score"  # name of the score of a single prompt
 _PROMPT_PLACE = re.compile(
     r"\{(solution_str|solution_with_special_tokens|ground_truth|data_source|extra_info\.\w+)\}"
 )
@@ -200,14 +201,14 @@ class Judge:
             if not isinstance(value, number_type) or isinstance(value, bool) or value <= 0:
                 kind = "seconds" if is_time else "a whole number"
                 raise ConfigError(
-                    f"judge {field.name}", got=repr(value), expected=f"{kind} above 0"
+                    f"{_WHERE}.{field.name}", got=repr(value), expected=f"{kind} above 0"
                 )
         headers = {}
         if self.api_key_env is not None:
             key = os.environ.get(self.api_key_env)
             if not key:
                 raise ConfigError(
-                    "judge api_key_env",
+                    f"{_WHERE}.api_key_env",
                     got=f"{self.api_key_env}, which is not set",
                     expected="an environment variable that holds the server's key",
                     fix=f"export {self.api_key_env}=...",
@@ -429,17 +430,28 @@ def _read_questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
         raise ConfigError(_WHERE, got=f"{got} of prompt and components", expected="one of them")
     if components is None:
         settings = {name: kwargs[name] for name in _QUESTION_KEYS if name in kwargs}
-        components = {"judge_score": settings}
+        return [_read_question(_ONLY_SCORE, settings, _WHERE)]
     if not isinstance(components, Mapping) or not components:
         raise ConfigError(
             f"{_WHERE}.components", got=repr(components), expected="names, each with a prompt"
         )
-    return [_read_question(str(name), settings) for name, settings in components.items()]
+    questions = []
+    for name, settings in components.items():
+        questions.append(_read_question(str(name), settings, f"{_WHERE}.components.{name}"))
+    return questions
 
 
-def _read_question(name: str, settings: Any) -> JudgeQuestion:
-    """Read one question from its options. Raise a ConfigError if they are wrong."""
-    where = f"{_WHERE}.components.{name}"
+def _read_question(name: str, settings: Any, where: str) -> JudgeQuestion:
+    """Read one question from its options.
+
+    Args:
+        name: name of the score.
+        settings: prompt, and optionally range, pattern and weight.
+        where: key whose entries the options are, for errors.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
     if not isinstance(settings, Mapping) or not set(settings) <= {*_QUESTION_KEYS, "weight"}:
         raise ConfigError(
             where,

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any
 
 from quadriga.config import Config
+from quadriga.config.reward import BUFFER_DEFAULTS, check_overlong
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.rewards.by_name import OPTIONAL_ARGUMENTS, ROW
@@ -34,7 +35,6 @@ _WHERE = "reward_model.reward_kwargs"
 # Built-in graders limit their own CPU time. Their time limit is this many times
 # `reward_model.timeout_s`, since a score must not depend on how busy the machine is.
 BUILT_IN_PATIENCE = 10
-_BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
 _MAX_SHOWN_TOKENS = 5
 
 
@@ -222,29 +222,13 @@ def overlong_penalty(
     Raises:
         ConfigError: an option is wrong.
     """
-    unknown = [key for key in buffer_config if key not in _BUFFER_DEFAULTS]
-    if unknown:
-        raise ConfigError(
-            f"{_WHERE}.overlong_buffer_cfg",
-            got=", ".join(unknown),
-            expected=f"only {', '.join(_BUFFER_DEFAULTS)}",
-        )
-    options = {**_BUFFER_DEFAULTS, **buffer_config}
+    for problem in check_overlong(_WHERE, max_length, buffer_config):
+        assert isinstance(problem, ConfigError)
+        raise problem
+    options = {**BUFFER_DEFAULTS, **buffer_config}
     if not options["enable"]:
         return 0.0, {}
     buffer_length = options["len"]
-    if not isinstance(max_length, int) or max_length < 1:
-        raise ConfigError(
-            f"{_WHERE}.max_resp_len",
-            got=repr(max_length),
-            expected="a number of tokens, usually data.max_response_length",
-        )
-    if not isinstance(buffer_length, int) or not 0 < buffer_length <= max_length:
-        raise ConfigError(
-            f"{_WHERE}.overlong_buffer_cfg.len",
-            got=repr(buffer_length),
-            expected=f"a number of tokens from 1 to max_resp_len={max_length}",
-        )
     # Tokens beyond the length from which on there is a penalty; negative for a short response.
     excess = length - (max_length - buffer_length)
     penalty = min(0.0, -excess / buffer_length * options["penalty_factor"])

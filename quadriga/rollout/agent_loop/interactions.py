@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from quadriga.config.multi_turn import InteractionFile, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text
+from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text, end_use
 from quadriga.rollout.agent_loop.tools import load_class
 
 
@@ -115,8 +115,8 @@ class UserSimulator:
         await self._call("start_interaction", **self._kwargs)
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self._call("finalize_interaction")
+    async def __aexit__(self, *error: Any) -> None:
+        await end_use(partial(self._call, "finalize_interaction"), *error)
 
     async def reply(self, messages: list[dict[str, Any]]) -> Reply:
         """Reply to the last of the messages.

@@ -72,7 +72,10 @@ logger = logging.getLogger(__name__)
 
 # Grades a conversation by the row that `graded_row` makes of it.
 Grade: TypeAlias = Callable[[dict[str, Any]], Awaitable[Outcome]]
-# Number of failed conversations in a row that stops the run. Batches are counted together.
+# Number of failed conversations in a row that stops the run. They are counted in the order of the
+# rows, over batches, and looked at when a batch has ended: a later conversation that succeeds shows
+# that tools work. Counted earlier, in the order in which conversations end, failures would often be
+# in a row in runs that go well, because a conversation that fails ends sooner than one that does not.
 MAX_FAILURES_IN_A_ROW = 64
 
 # Finish reasons are a column of the batch, so a longer message of an error is cut.

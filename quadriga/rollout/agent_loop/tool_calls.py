@@ -25,11 +25,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Thread
 from typing import Any, Literal, TypeAlias
 
@@ -335,7 +336,8 @@ class ToolBox:
     async def __aenter__(self) -> "ToolBox":
         """Make an object of every tool and call its `create`. `__aexit__` calls their `release`.
 
-        A tool is released even if its `create`, or another tool, failed.
+        A tool is released even if its `create`, or another tool, failed. An error of `release` after
+        another error is only added to that one.
 
         Raises:
             ToolFailedError: a tool failed.
@@ -349,13 +351,15 @@ class ToolBox:
                 else:
                     where = f"tool {name}, create"
                     self._tools[name] = await self.thread.call(where, spec.make, {}, limit_s)
-                releases.push_async_callback(self._call_optional, name, "release")
+                releases.push_async_exit(
+                    partial(end_use, partial(self._call_optional, name, "release"))
+                )
                 await self._call_optional(name, "create")
             self._releases = releases.pop_all()
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self._releases.aclose()
+    async def __aexit__(self, *error: Any) -> None:
+        await self._releases.__aexit__(*error)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make the calls of one turn at the same time, at most `max_parallel_calls` of them.
@@ -487,6 +491,33 @@ class ToolBox:
             seconds=seconds,
             is_refused=is_refused,
         )
+
+
+async def end_use(
+    end: Callable[[], Awaitable[Any]], _: Any, error: BaseException | None, *__: Any
+) -> None:
+    """Call the last method of a user's object, without hiding an error that came before.
+
+    Args:
+        end: makes the call.
+        _: type of the error, as for `__aexit__`.
+        error: the error that ended the use of the object. None: there was none.
+        __: its traceback.
+
+    Raises:
+        ToolFailedError: the call failed, and there was no error before.
+    """
+    try:
+        await end()
+    except ToolFailedError as failure:
+        if error is None:
+            raise
+        text = f"then {failure}\n{failure.details}".rstrip()
+        if isinstance(error, ToolFailedError):
+            # The trace of a conversation shows the details of its failure, but not notes.
+            error.details = f"{error.details or error}\n{text}"
+        else:
+            error.add_note(text)
 
 
 def as_text(result: Any, where: str) -> str:

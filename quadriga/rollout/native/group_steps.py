@@ -128,8 +128,8 @@ class GroupSteps:
             )
         # Members know requests only by their numbers.
         numbers = {id(request): number for number, request in self.requests.items()}
-        aborted = [numbers[id(request)] for request in aborted]
-        self.group.broadcast(StepMessage(new_requests, aborted, max_cache_tokens))
+        aborted_numbers = [numbers[id(request)] for request in aborted]
+        self.group.broadcast(StepMessage(new_requests, aborted_numbers, max_cache_tokens))
 
     def require_same(self, checksum: int) -> None:
         """Raise an EngineError unless this rank generated the leader's tokens."""

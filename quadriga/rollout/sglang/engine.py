@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import pickle
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -101,9 +102,13 @@ class SGLangEngine(ThirdPartyEngine):
         if not connection.has_seeds:
             self.description += f"; {_UNSEEDED}"
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
-        # Pending replies by SGLang's name of the request, and the requests that `abort` has ended.
+        # Held while requests are sent, so that `abort` sees all of a batch or none. Guards the rest.
+        self._lock = threading.Lock()
+        # Pending replies by SGLang's name of the request, the requests that `abort` may have ended,
+        # and the number of calls of `abort` that have not returned.
         self._running: dict[str, Future[Any]] = {}
         self._aborted: set[str] = set()
+        self._num_aborting = 0
         self._has_dropped_weights = False
         # In a sleep: whether a load has mapped the memory of the weights again.
         self._has_resumed_weights = False
@@ -162,7 +167,8 @@ class SGLangEngine(ThirdPartyEngine):
             images: images of the prompt.
         """
         self._require_ready([prompt], [sampling], [images])
-        request_id, future = self._start_request(prompt, sampling, images)
+        with self._lock:
+            request_id, future = self._start_request(prompt, sampling, images)
         try:
             reply = await asyncio.wrap_future(future)
             return self._completion(request_id, reply, prompt, sampling)
@@ -192,10 +198,11 @@ class SGLangEngine(ThirdPartyEngine):
         if images is None:
             images = [None] * len(prompts)
         started = []
-        for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
-            started.append(self._start_request(prompt, params, prompt_images))
-        self._count_when_done([future for _, future in started])
         try:
+            with self._lock:
+                for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
+                    started.append(self._start(prompt, params, prompt_images))
+            self._counted([future for _, future in started])
             completions = []
             for (request_id, future), prompt, params in zip(
                 started, prompts, sampling, strict=True
@@ -211,12 +218,18 @@ class SGLangEngine(ThirdPartyEngine):
 
     def abort(self) -> None:
         """End unfinished responses, also those that begin meanwhile. Any thread may call this."""
-        pending = list(self._running.values())
-        while pending:
-            # SGLang ends the requests that it knows; others may still be on their way.
+        with self._lock:
+            pending = list(self._running.values())
             self._aborted.update(self._running)
-            self._call("abort_request", abort_all=True)
-            pending = list(wait(pending, _ABORT_AGAIN_S).not_done)
+            self._num_aborting += 1
+        try:
+            while pending:
+                # SGLang ends the requests that it knows; others may still be on their way.
+                self._call("abort_request", abort_all=True)
+                pending = list(wait(pending, _ABORT_AGAIN_S).not_done)
+        finally:
+            with self._lock:
+                self._num_aborting -= 1
 
     @property
     def has_dropped_weights(self) -> bool:
@@ -299,21 +312,16 @@ class SGLangEngine(ThirdPartyEngine):
 
     def _forget(self, request_id: str) -> None:
         """Drop the state of a request that is over."""
-        self._running.pop(request_id, None)
-        self._aborted.discard(request_id)
+        with self._lock:
+            self._running.pop(request_id, None)
+            self._aborted.discard(request_id)
 
     def _start_request(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> tuple[str, Future[Any]]:
-        """Send a request for a response.
+        """Send a request for a response; return its name and the future of SGLang's reply.
 
-        Args:
-            prompt: token ids.
-            sampling: how the response is sampled.
-            images: images of the prompt.
-
-        Returns:
-            The name of the request, and the future of SGLang's reply.
+        Needs the lock.
         """
         request_id = next(self._ids)
         sampling_params = {
@@ -340,6 +348,9 @@ class SGLangEngine(ThirdPartyEngine):
             rid=request_id,
         )
         self._running[request_id] = future
+        if self._num_aborting:
+            # SGLang may get this request before the one that aborts all.
+            self._aborted.add(request_id)
         return request_id, future
 
     def _require_ready(

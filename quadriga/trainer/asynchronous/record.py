@@ -136,7 +136,10 @@ class RecordedSchedule(Schedule):
         while self._events and self._events[0]["at"] <= num_steps:
             event = self._events.popleft()
             for number, batch, row in event.get("start", ()):
-                self._begin(worker, self._recorded_group(number, batch, row))
+                # Groups that waited for the engine at the save are in the checkpoint, and were
+                # recorded when they joined it, after the save. They have begun above.
+                if number not in self.groups:
+                    self._begin(worker, self._recorded_group(number, batch, row))
             if "load" in event:
                 decisions.append(Load(worker, event["load"]))
             if "save" in event:

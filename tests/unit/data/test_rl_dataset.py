@@ -171,6 +171,24 @@ def test_tools_that_only_the_messages_name_are_said(
     assert notice not in capsys.readouterr().out
 
 
+def test_tools_that_no_row_can_name_are_refused(tokenizer, config, write, row, capsys):
+    """A name that is only a part of other words tells the model nothing of the tool."""
+    context = PromptContext(({"function": {"name": "w1"}},), frozenset({"tools"}), "tools")
+    part = row(prompt=[{"role": "user", "content": "w10"}])
+    path = write("t.jsonl", [part, part])
+    with pytest.raises(
+        DataError, match=r"2 prompts with tools, none of which names a tool, .* system message"
+    ):
+        RLHFDataset(path, tokenizer, config(), context=context)
+    capsys.readouterr()
+    # One row that names it is enough to go on, with a notice on the others.
+    named = row(prompt=[{"role": "user", "content": "w2 w1"}])
+    RLHFDataset(write("n.jsonl", [part, named]), tokenizer, config(), context=context)
+    said = capsys.readouterr().out
+    assert "1 prompts name the tools in their messages alone" in said
+    assert "1 prompts have the names of tools only within other words" in said
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [

@@ -244,6 +244,7 @@ def test_the_important_metrics_are_picked_in_a_fixed_order_and_the_rest_is_not()
         "critic/score/mean": 0.4301,
         "perf/mfu/actor": 0.12,
         "response_length/mean": 4.24,
+        "rollout/num_tool_calls": 1024.0,
         "actor/kl_loss": 0.00004,
         "critic/advantages/max": 3.0,
         **{f"reward/extra/{name}": 0.25 for name in ("len", "acc", "format", "tags", "fifth")},
@@ -257,6 +258,7 @@ def test_the_important_metrics_are_picked_in_a_fixed_order_and_the_rest_is_not()
         ("grad", "0.834"),
         ("lr", "2.0e-05"),
         ("len", "4.2"),
+        ("calls", "1 024"),
         ("mfu", "12%"),
         ("tok/s", "1 214"),
         ("s/step", "8.1"),
@@ -272,6 +274,12 @@ def test_a_number_that_is_none_is_shown_as_such(value, text):
     assert step_fields({"actor/entropy": value, "perf/throughput": value}) == {
         "entropy": text,
         "tok/s": text,
+    }
+
+
+def test_conversations_without_tools_have_no_count_of_calls():
+    assert step_fields({"rollout/num_tool_calls": 0.0, "actor/entropy": 0.0}) == {
+        "entropy": "0.000"
     }
 
 

@@ -37,12 +37,12 @@ def test_the_first_token_that_differs() -> None:
 
 
 def test_ratios_are_compared() -> None:
-    sampled = [[-1.0], [-2.0]]
+    sampled = [[-1.0], [-2.0, -3.0]]
     recorded = table(rollout_log_probs=sampled, log_probs=[[-1.0], None])
-    replayed = table(rollout_log_probs=sampled, log_probs=[[-1.0], [-2.0]])
+    replayed = table(rollout_log_probs=sampled, log_probs=[[-1.0], [-2.0, -3.0]])
     comparisons = by_name(recorded, replayed)
     # The second row was not computed in the run.
-    assert comparisons["ratio"].first == Difference(1, "1-0/1", None, None, "1 values")
+    assert comparisons["ratio"].first == Difference(1, "1-0/1", None, None, "2 values")
     assert comparisons["log_probs"].largest == inf
 
 

@@ -11,7 +11,7 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import TIMES
+from quadriga.protocol.times import TIMES
 from quadriga.rollout import Completion, SamplingParams, ScriptedEngine, generate_sequences
 from quadriga.rollout.sequences import sequence_seeds
 

@@ -139,6 +139,50 @@ def test_a_training_that_has_the_request_gets_no_second_one(
     assert keep_alive(command("1 waits"), pause_s=0.001) == 7
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_during_the_start_reaches_the_child(
+    number: signal.Signals, command: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child exists, and is not known yet: it would live on without this process."""
+    monkeypatch.setattr(module, "_NOTICED_S", 0.05)
+    started: list[module.subprocess.Popen[bytes]] = []
+    popen = module.subprocess.Popen
+
+    def start(*args: object, **options: object) -> object:
+        started.append(popen(*args, **options))
+        os.kill(os.getpid(), number)
+        return started[-1]
+
+    monkeypatch.setattr(module.subprocess, "Popen", start)
+    try:
+        assert keep_alive(command("1 waits"), pause_s=0.001) in (7, 128 + number)
+    finally:
+        alive = [process for process in started if process.poll() is None]
+        for process in alive:
+            process.kill()
+    assert len(started) == 1
+    assert alive == []
+
+
+def test_a_request_to_a_child_that_has_just_died_is_not_lost(
+    command: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nor is a run started again that is killed while it ends after a request."""
+    monkeypatch.setattr(module, "_NOTICED_S", 0.05)
+    wait = module.subprocess.Popen.wait
+
+    def wait_and_signal(process: module.subprocess.Popen[bytes]) -> int:
+        status = wait(process)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return status
+
+    monkeypatch.setattr(module.subprocess.Popen, "wait", wait_and_signal)
+    assert keep_alive(command("1 SIGKILL", "2 0"), pause_s=0.001) == 128 + signal.SIGKILL
+    assert "it was asked to stop" in capsys.readouterr().out
+
+
 def test_a_request_in_a_pause_ends_it(
     command: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,8 @@ import torch
 
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import GRADED_AT, TIMES, object_array
+from quadriga.protocol.columns import object_array
+from quadriga.protocol.times import GRADED_AT, TIMES
 from quadriga.rewards.outcome import Outcome, read_outcome
 from quadriga.rewards.samples import Samples, collect
 from quadriga.trainer.rollout_rows import forget_times, scored_rows, with_turn_rewards

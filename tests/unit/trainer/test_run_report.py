@@ -105,6 +105,33 @@ def test_a_report_has_rewards_time_and_responses(make: Make) -> None:
     assert "[3800 characters]" in worst
 
 
+TOOLS = ("multi_turn.enable=True", "multi_turn.function_tool_path=tools.py", "mode=async")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count", "expected"),
+    [
+        (TOOLS, 12.0, "tool calls: 12"),
+        (TOOLS, 0.0, "tool calls: 0"),
+        ((), 12.0, "tool calls: 12"),
+        ((), 0.0, ""),
+        (TOOLS, None, ""),
+    ],
+)
+def test_a_report_counts_tool_calls_where_there_are_tools(
+    make: Make, overrides: Sequence[str], count: float | None, expected: str
+) -> None:
+    run = make(*WRITTEN, *(f"actor_rollout_ref.rollout.{override}" for override in overrides))
+    metrics = metrics_of(20) | ({} if count is None else {"rollout/num_tool_calls": count})
+    (run.directory / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    lines = list(report(run, 20))
+    (counts,) = [line for line in lines if "grader errors" in line]
+    assert counts.endswith(expected or "truncated at the length limit: 1")
+    (numbers,) = [line for line in lines if "Step 20:" in line]
+    assert ("calls 12" in numbers) == (count == 12.0)
+    assert "calls 0" not in numbers
+
+
 def test_a_report_counts_failed_graders_and_shows_one(make: Make) -> None:
     """A response without a score, or whose grader failed, is neither the best nor the worst."""
     run = make(*WRITTEN)

@@ -204,9 +204,9 @@ def test_a_pattern_reads_one_score_within_its_range():
 
 
 def test_settings_that_cannot_be():
-    with pytest.raises(ConfigError, match="judge max_concurrency: got 0"):
+    with pytest.raises(ConfigError, match=r"reward_kwargs\.max_concurrency: got 0"):
         Judge("u", "m", max_concurrency=0)
-    with pytest.raises(ConfigError, match="judge timeout_s: got 'x'"):
+    with pytest.raises(ConfigError, match=r"reward_kwargs\.timeout_s: got 'x'"):
         Judge("u", "m", timeout_s="x")
     with pytest.raises(ConfigError, match="QUADRIGA_NO_KEY, which is not set"):
         Judge("u", "m", api_key_env="QUADRIGA_NO_KEY")
@@ -333,11 +333,15 @@ def test_one_sample_alone(judge):
     [
         ({}, "got neither of prompt and components"),
         ({"prompt": "{solution_str}", "components": {"a": {}}}, "got both"),
-        ({"prompt": "how good?"}, r"expected text with \{solution_str\}"),
-        ({"prompt": "{solution_str}", "pattern": "("}, "expected a regular expression"),
+        ({"prompt": "how good?"}, r"reward_kwargs\.prompt: .*expected text with \{solution_str\}"),
+        (
+            {"prompt": "{solution_str}", "pattern": "("},
+            r"reward_kwargs\.pattern: .*expected a regular expression",
+        ),
         ({"prompt": "{solution_str}", "pattern": "x"}, "a group"),
         ({"prompt": "{solution_str}", "range": [1, 0]}, "expected two numbers"),
-        ({"prompt": "{solution_str}", "range": 3}, "expected two numbers"),
+        ({"prompt": "{solution_str}", "range": 3}, r"reward_kwargs\.range: got 3"),
+        ({"components": {"a": {"prompt": "?"}}}, r"reward_kwargs\.components\.a\.prompt: got"),
         ({"components": {"a": {"text": 3}}}, "components.a"),
         ({"prompt": "{solution_str}", "rpm": 3}, "rpm"),
         ({"prompt": "{solution_str}", "requests_per_minute": 0}, "requests_per_minute"),

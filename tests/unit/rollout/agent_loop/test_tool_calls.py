@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.errors import RolloutError
-from quadriga.rollout.agent_loop import ToolError, tool_calls
+from quadriga.rollout.agent_loop import Interaction, Reply, ToolError, tool_calls
+from quadriga.rollout.agent_loop.interactions import UserSimulator
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tool_calls import (
     MARK,
@@ -275,6 +276,72 @@ def test_what_fails_besides_a_call(
 
     with pytest.raises(ToolFailedError, match=expected):
         asyncio.run(use())
+
+
+class Unreleasable(Grudging):
+    """Also fails when it is released."""
+
+    def release(self) -> None:
+        """Fails."""
+        raise OSError("no account")
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "expected"),
+    [
+        ("create", None, "tool act, create: got ToolError: no room"),
+        ("calc_reward", "much", "tool act, calc_reward: got 'much'"),
+    ],
+)
+def test_a_failing_release_does_not_hide_the_failure_before_it(
+    thread: ToolThread, method: str, result: Any, expected: str
+) -> None:
+    """The first failure is what is to be mended; its details have the second one, too."""
+    description = describe(Grudging.execute, name="act")
+    spec = ToolSpec(partial(Unreleasable, method, result), *description)
+
+    async def use() -> None:
+        async with ToolBox({"act": spec}, {}, MultiTurnConfig(), thread) as box:
+            await box.rewards()
+
+    with pytest.raises(ToolFailedError, match=expected) as caught:
+        asyncio.run(use())
+    assert "tool act, release: got OSError: no account" in caught.value.details
+    assert method in caught.value.details
+
+
+def test_a_failing_release_alone_is_the_failure(thread: ToolThread) -> None:
+    """With two tools the first to be released, which is the last to be made, is named."""
+    description = describe(Grudging.execute, name="act")
+    spec = ToolSpec(partial(Unreleasable, "", 1), *description)
+
+    async def use() -> None:
+        async with ToolBox({"act": spec, "more": spec}, {}, MultiTurnConfig(), thread) as box:
+            await box.rewards()
+
+    with pytest.raises(ToolFailedError, match="tool more, release: got OSError") as caught:
+        asyncio.run(use())
+    assert "then tool act, release: got OSError" in caught.value.details
+
+
+class Impolite(Interaction):
+    """A user who cannot say goodbye."""
+
+    async def generate_response(self, messages: list[dict[str, Any]]) -> Reply:
+        raise ValueError(f"no answer to {len(messages)} messages")
+
+    async def finalize_interaction(self) -> None:
+        raise OSError("gone")
+
+
+def test_a_failing_end_of_a_user_does_not_hide_the_failure_before_it(thread: ToolThread) -> None:
+    async def use() -> None:
+        async with UserSimulator({"user": Impolite}, {"name": "user"}, thread, SOON_S) as user:
+            await user.reply([{"role": "user", "content": "hello"}])
+
+    with pytest.raises(ToolFailedError, match="ValueError: no answer to 1 messages") as caught:
+        asyncio.run(use())
+    assert "finalize_interaction: got OSError: gone" in caught.value.details
 
 
 async def _blocks() -> None:

@@ -6,7 +6,8 @@ import base64
 import io
 import math
 import pickle
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +27,7 @@ from quadriga.rollout.sglang.engine import SGLangEngine, sglang_arguments
 from quadriga.rollout.sglang.host import SGLangLibrary
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, load
 from quadriga.weight_sync import CopiedWeights
+from tests.limits import SOON_S
 from tests.vision_folder import noise
 
 APART = (
@@ -299,3 +301,80 @@ def test_memory_of_a_gpu(words: tuple[str, ...], share: float) -> None:
     config = load_config([*sizes, *words]).config
     setup = EngineSetup(config, None, {}, torch.device("cuda", 0), torch.bfloat16)
     assert sglang_arguments(setup, None)["mem_fraction_static"] == share
+
+
+class Unanswered(Direct):
+    """A connection whose requests for responses end when they are aborted, and not by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(None, has_seeds=False)
+        self.pending: list[Future[Any]] = []
+
+    def ask(self, method: str, **arguments: Any) -> "Future[Any]":
+        if method != "generate":
+            return super().ask(method, **arguments)
+        self.asked.append((method, arguments))
+        self.pending.append(Future())
+        return self.pending[-1]
+
+    def end_all(self, reason: str) -> None:
+        """Reply to every pending request."""
+        for future in self.pending:
+            if not future.done():
+                future.set_result(_answer([2], [-1.0], reason))
+
+
+def _unanswered_engine(connection: Unanswered) -> SGLangEngine:
+    engine = SGLangEngine(connection, Manifest.of(Model()), 20, (1,), bucket_bytes=4 * 64)
+    engine.weight_version = 0
+    return engine
+
+
+def test_abort_ends_a_batch_that_is_being_sent() -> None:
+    """Also the requests that are sent after the call of `abort`: they are of a batch that had begun."""
+
+    class Sending(Unanswered):
+        def ask(self, method: str, **arguments: Any) -> "Future[Any]":
+            future = super().ask(method, **arguments)
+            if method == "abort_request":
+                self.end_all("abort")
+            elif len(self.pending) == 1:
+                self.aborting = threading.Thread(target=engine.abort)
+                self.aborting.start()
+                self.aborting.join(0.2)
+            elif not self.aborting.is_alive():
+                # `abort` has returned without the batch, which nothing else would end.
+                self.end_all("stop")
+            return future
+
+    engine = _unanswered_engine(Sending())
+    completions = engine.generate_batch([[5], [6]], [SamplingParams(4)] * 2)
+    assert [completion.finish_reason for completion in completions] == ["abort", "abort"]
+
+
+def test_a_request_that_begins_during_an_abort_may_end_with_it() -> None:
+    """SGLang may get it before the request that aborts all: that is no failure of the request."""
+
+    class Overtaken(Unanswered):
+        def ask(self, method: str, **arguments: Any) -> "Future[Any]":
+            if method == "abort_request" and len(self.pending) == 1:
+                later.append(pool.submit(engine.generate_batch, [[6]], [SamplingParams(4)]))
+                assert both_sent.wait(SOON_S)
+                self.end_all("abort")
+            future = super().ask(method, **arguments)
+            if len(self.pending) == 2:
+                both_sent.set()
+            elif method == "generate":
+                first_sent.set()
+            return future
+
+    later: list[Future[Any]] = []
+    first_sent = threading.Event()
+    both_sent = threading.Event()
+    engine = _unanswered_engine(Overtaken())
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(engine.generate_batch, [[5]], [SamplingParams(4)])
+        assert first_sent.wait(SOON_S)
+        engine.abort()
+        assert first.result(SOON_S)[0].finish_reason == "abort"
+        assert later[0].result(SOON_S)[0].finish_reason == "abort"

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports of modules that load torch, by commands that may not need them."""
+
+import sys
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from quadriga.lazy import collector_paused
+from quadriga.observe.watchdog import NOTICE_S, waiting
+from quadriga.openmp import threads_for_load
+
+
+def load_module(name: str, what: str = "") -> Any:
+    """Import a module, with a notice if that takes long.
+
+    If torch is loaded with it, its threads wait for each other in the way that fits the machine's
+    load.
+
+    Args:
+        name: name of the module.
+        what: what the notice says is waited for; "": the module.
+    """
+    # Notices of a long wait must not be in the standard output, which may be data.
+    emit = partial(print, file=sys.stderr, flush=True)
+    with (
+        waiting(what or f"the module {name}", every_s=NOTICE_S, emit=emit),
+        collector_paused(),
+        threads_for_load(),
+    ):
+        return import_module(name)
