@@ -626,7 +626,7 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
     pattern = name.replace("?", "") if is_url else name
     is_pattern = has_magic(pattern) and not Path(name).exists()
     if name.startswith(("http://", "https://")) and not is_pattern:
-        return [_download(name, cache, where)]
+        return [_download_to_cache(name, cache, where)]
     try:
         if name.startswith("s3://") and find_spec("s3fs") is None:
             # The package for this store is not installed, but pyarrow has a client of its own.
@@ -670,7 +670,7 @@ def _require_file(file: Path, where: str) -> None:
         raise DataError(where, got=got, expected="a file", fix="Check the path.")
 
 
-def _download(url: str, cache: Path, where: str) -> Path:
+def _download_to_cache(url: str, cache: Path, where: str) -> Path:
     """Download a document into the cache, unless its current version is there; return the copy."""
     try:
         with document(url, SILENCE_S) as (headers, chunks):

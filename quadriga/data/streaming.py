@@ -223,7 +223,7 @@ class StreamedDataset(Dataset):
         )
 
     def _file_facts(self) -> list[int]:
-        """What identifies the files in a state: rows of a block, then each file's size in bytes."""
+        """Rows of a block, then the size of each file in bytes, which identify the files in a state."""
         # Sizes instead of hashes: hashing would read the large files at each start.
         sizes = [file.stat().st_size for file in self._files]
         return [self.config.streaming or 0, *sizes]

@@ -25,7 +25,7 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/rollout/call_queue.py:CallQueue._answer": "the call is generated again, alone, which raises",
     "quadriga/trainer/asynchronous/streams.py:RemoteStream._listen": "the trainer's thread raises it, or goes on",
     "quadriga/data/prompt_lengths.py:_measure_in_processes": "prompts are counted in this process; a notice says why",
-    "quadriga/data/prompt_lengths.py:_serve": "the driver raises it, or counts itself and says why",
+    "quadriga/data/prompt_lengths.py:_answer_requests": "the driver raises it, or counts itself and says why",
     "quadriga/rewards/graders/math.py:_is_same": "every pair is compared first, then the first failure is raised",
     "quadriga/rewards/process.py:_grade_in_turn": "what a grader raises is its outcome: counted and stored",
     "quadriga/rewards/process.py:_grade_concurrently.grade": "likewise, of a coroutine function",

@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 class CaseRun(NamedTuple):
-    """How a program ended on one test, and what it wrote, before the output is compared.
+    """The outcome of running a program on one test, before its output is compared.
 
     Attributes:
         index: position of the test.
