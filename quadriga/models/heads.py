@@ -440,9 +440,10 @@ def _gather_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _merge_top_of_ranks(top: tuple[Tensor, Tensor], top_k: int, group: dist.ProcessGroup) -> _Top:
     """Find the likeliest tokens [M, k] of the vocabulary among the likeliest of each rank."""
     # [ranks, M, k] -> [M, ranks * k]
-    values, ids = (_gather_ranks(tensor, group).transpose(0, 1).flatten(1) for tensor in top)
-    values, order = values.topk(top_k, dim=-1)
-    return values, ids.gather(-1, order)
+    values = _gather_ranks(top[0], group).transpose(0, 1).flatten(1)
+    ids = _gather_ranks(top[1], group).transpose(0, 1).flatten(1)
+    top_values, order = values.topk(top_k, dim=-1)
+    return top_values, ids.gather(-1, order)
 
 
 def _slices(length: int, size: int) -> list[slice]:

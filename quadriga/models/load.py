@@ -163,7 +163,8 @@ def config_file(name: str) -> Path:
     """
     fix = "Only its config.json is needed: a folder with this file alone is enough."
     with explain_load_errors(name, fix=fix):
-        return Path(snapshot_download(name, allow_patterns=["config.json"])) / "config.json"
+        folder = snapshot_download(name, allow_patterns=["config.json"])
+    return Path(folder) / "config.json"
 
 
 def _auto_class(

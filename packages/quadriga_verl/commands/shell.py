@@ -94,12 +94,12 @@ def find_commands(text: str, environment: Mapping[str, str]) -> list[Command]:
         ConfigError: a quote or a bracket is not closed.
     """
     shell = _Shell(environment)
-    found = []
+    commands = []
     for statement in _split_statements(text):
         command = shell.read(statement)
         if command is not None:
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands
 
 
 # ---- splitting a script -------------------------------------------------------------------------

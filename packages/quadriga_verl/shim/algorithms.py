@@ -227,7 +227,7 @@ def to_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         loss_agg_mode: str = "token-mean",
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
-        **others: Tensor,
+        **columns: Tensor,
     ) -> tuple[Any, ...]:
         settings: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, **dict(config or {})}
         policy = dict(settings.get("policy_loss") or {})
@@ -245,7 +245,7 @@ def to_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
             "log_prob": log_prob,
             "advantages": advantages,
             "response_mask": response_mask,
-            **others,
+            **columns,
         }
         fields |= algorithm.compute_columns(fields)
         arguments = {field: fields[field] for field in algorithm.fields}

@@ -60,7 +60,7 @@ class RLHFDataset(Dataset):
         processor: processor of a vision-language model. None: prompts are text.
         max_samples: largest number of rows to use; -1: all.
         context: tools that are part of prompts when these are measured.
-        others: arguments of other versions of verl, which are ignored.
+        ignored: arguments of other versions of verl.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RLHFDataset(Dataset):
         processor: Any = None,
         max_samples: int = -1,
         context: PromptContext = NO_CONTEXT,
-        **others: Any,
+        **ignored: Any,
     ) -> None:
         # Attributes with verl's names, which subclasses read.
         files = [data_files] if isinstance(data_files, str | Path) else list(data_files)

@@ -127,11 +127,11 @@ class AsyncLLMServerManager:
         *,
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
-        **others: Any,
+        **media: Any,
     ) -> Any:
         """Call `complete`. Before verl 0.6, return only the token ids of the response."""
         output = await self.complete(
-            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **others
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **media
         )
         return output.token_ids if is_before(0, 6) else output
 
@@ -141,7 +141,7 @@ class AsyncLLMServerManager:
         *,
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
-        **others: Any,
+        **media: Any,
     ) -> TokenOutput:
         """Generate a response to token ids.
 
@@ -149,14 +149,14 @@ class AsyncLLMServerManager:
             request_id: ignored.
             prompt_ids: the tokens.
             sampling_params: sampling parameters of `run`, which the loop may have changed.
-            others: images and videos. Those that `apply_chat_template` has rendered are used.
+            media: images and videos. Those that `apply_chat_template` has rendered are used.
 
         Raises:
             ConversationOver: there is no room for a response.
             RolloutError: images were not rendered by `apply_chat_template`, or a sampling parameter
                 is not supported.
         """
-        images = self._rendered_images(prompt_ids, others)
+        images = self._rendered_images(prompt_ids, media)
         parameters = dict(sampling_params)
         _check_sampling(parameters)
         limits = self.chat.limits
@@ -181,19 +181,19 @@ class AsyncLLMServerManager:
             stop_reason="aborted" if is_aborted else "completed",
         )
 
-    def _rendered_images(self, prompt_ids: list[int], others: Mapping[str, Any]) -> Any:
+    def _rendered_images(self, prompt_ids: list[int], media: Mapping[str, Any]) -> Any:
         """Images in a prompt, whose tokens must be those that `apply_chat_template` returned.
 
         Args:
             prompt_ids: the tokens.
-            others: further arguments of `generate`, such as `image_data`.
+            media: further arguments of `generate`, such as `image_data`.
 
         Raises:
             RolloutError: there are images, but the prompt has other tokens.
         """
         images = self.chat.images_in(prompt_ids)
         has_images = self.chat.sample.images is not None
-        for name, value in others.items():
+        for name, value in media.items():
             has_images = has_images or (name.endswith("_data") and bool(value))
         if images is None and has_images:
             raise RolloutError(
@@ -458,7 +458,7 @@ class AgentLoopBase(ABC):
         messages: list[dict[str, Any]],
         tools: Any = None,
         remove_system_prompt: bool = False,
-        **others: Any,
+        **media: Any,
     ) -> list[int]:
         """Tokenize a chat, up to the start of the model's turn.
 
@@ -467,7 +467,7 @@ class AgentLoopBase(ABC):
             tools: schemas of the tools that the prompt offers.
             remove_system_prompt: whether the messages follow the model's last turn, instead of
                 being a whole prompt. Then special tokens in their texts are broken up.
-            others: `images` of these messages. For the prompt, the row's are the default.
+            media: `images` of these messages. For the prompt, the row's are the default.
 
         Returns:
             Token ids.
@@ -478,11 +478,11 @@ class AgentLoopBase(ABC):
         server = self.server_manager
         chat = server.chat
         prompt_images = chat.sample.images
-        has_new_videos = others.get("videos") and (remove_system_prompt or prompt_images is None)
-        if others.get("audios") or has_new_videos:
+        has_new_videos = media.get("videos") and (remove_system_prompt or prompt_images is None)
+        if media.get("audios") or has_new_videos:
             got = "videos or audios"
             raise RolloutError("apply_chat_template", got=got, expected="text and images")
-        images = list(others.get("images") or ())
+        images = list(media.get("images") or ())
         encoder = chat.encoder
         # The loop may have changed the arguments of the template, which the run's encoder has.
         if self.apply_chat_template_kwargs != self.config.data.apply_chat_template_kwargs:
