@@ -109,7 +109,7 @@ class SampleManager(RewardManager):
             with waiting(f"the rewards of {len(ungraded)} samples", detail=round_.progress):
                 late_outcomes = dict(zip(ungraded, round_.result(), strict=True))
             complete = [outcome or late_outcomes[row] for row, outcome in enumerate(early_outcomes)]
-            output = collect(samples, self.adjust_outcomes(complete, samples), max_error_rate)
+            output = collect(samples, self.shaped(complete, samples), max_error_rate)
             # Only the rollout knows when samples with an early outcome were graded.
             output.graded_at = [math.nan] * num_samples
             for row, graded_at in zip(ungraded, round_.graded_at, strict=True):
@@ -171,7 +171,7 @@ class SampleManager(RewardManager):
         """
         raise NotImplementedError
 
-    def adjust_outcomes(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
+    def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
         """Adjust the outcomes by anything that graders do not know, such as a length penalty.
 
         By default the outcomes are returned unchanged.

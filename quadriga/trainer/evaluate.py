@@ -513,10 +513,10 @@ def score_file(
     with closing(load_reward_manager(config, None)) as manager:
         if config.reward_model.enable:
             raise _needs_texts_error("reward_model.enable")
-        # A manager that overrides `adjust_outcomes` reads more of a response than its text.
+        # A manager that overrides `shaped` reads more of a response than its text.
         if (
             not isinstance(manager, SampleManager)
-            or type(manager).adjust_outcomes is not SampleManager.adjust_outcomes
+            or type(manager).shaped is not SampleManager.shaped
         ):
             raise _needs_texts_error("reward_model.reward_manager")
         samples, row_numbers = _samples_of(table, source_key, response_key, reward_model_key)

@@ -74,7 +74,7 @@ class NaiveRewardManager(SampleManager):
     Attributes:
         function: the score function.
         has_grades: whether the score function is used. If not, a reward model or the environment
-            grades, and the scores of this manager are 0 plus what `adjust_outcomes` adds.
+            grades, and the scores of this manager are 0 plus what `shaped` adds.
         is_batch: whether one call of the score function grades all samples.
     """
 
@@ -186,7 +186,7 @@ class PrimeRewardManager(NaiveRewardManager):
         )
         super().__init__(config.model_copy(update={"reward_model": settings}), tokenizer)
 
-    def adjust_outcomes(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
+    def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
         """Add the score as "acc" if the grader returned no "acc" itself.
 
         Args:
@@ -261,7 +261,7 @@ class DapoRewardManager(NaiveRewardManager):
         overlong_penalty(0, self._max_length, self._buffer_config)
         super().__init__(config, tokenizer)
 
-    def adjust_outcomes(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
+    def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
         """Add the penalty to the scores, and the score without the penalty as "acc".
 
         Args:
