@@ -25,7 +25,7 @@ def check_positions(config: Config) -> Findings:
             yield too_long(num_tokens, positions, model.path)
     if not config.distillation.enable:
         return
-    for key, path in config.distillation.loaded.items():
+    for key, path in config.distillation.loaded_teachers.items():
         positions = _num_positions(path)
         if positions is not None and num_tokens > positions:
             yield too_short_teacher(key, num_tokens, positions, path)
