@@ -9,7 +9,7 @@ from quadriga.models.flops import peak_flops
 from quadriga.planning.devices import CPU, Devices
 
 _COPY_NUMBERS = 1 << 25
-_MEASURED_S = 2.0  # seconds of products, and again of copies
+_MEASURED_S = 0.5  # seconds of products, and again of copies
 
 
 def measured_cpu(
@@ -19,7 +19,7 @@ def measured_cpu(
     *,
     packs_narrow: bool,
 ) -> Devices:
-    """Measure matrix products and memory copies with all cores, for four seconds.
+    """Measure matrix products and memory copies with all cores, for a second.
 
     Args:
         count: number of ranks, which share the cores and the memory.

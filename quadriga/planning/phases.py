@@ -44,6 +44,19 @@ _CACHE_SHARE = 0.7  # largest share of the free memory that the KV cache of `nat
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Assumed mean lengths, in tokens.
+
+    Attributes:
+        prompt: P.
+        response: R.
+    """
+
+    prompt: float
+    response: float
+
+
+@dataclass(frozen=True)
 class RolePlan:
     """Model and ranks of a role.
 
@@ -54,6 +67,8 @@ class RolePlan:
         recomputes: whether activations are recomputed.
         packed_itemsize: bytes of a number in the copy of the layers' weights that the rollout packs
             for products on a CPU; 0 on an accelerator.
+        lengths: mean lengths. If responses have the largest length on average, they all have it,
+            and the division into micro-batches is known. None: any lengths within the limits.
     """
 
     sizes: ModelSizes
@@ -61,6 +76,7 @@ class RolePlan:
     itemsize: int = 2
     recomputes: bool = False
     packed_itemsize: int = 0
+    lengths: Lengths | None = None
 
     @property
     def is_on_cpu(self) -> bool:
@@ -108,21 +124,57 @@ class Phase:
         return f"{name}: {self.total / 1e9:.3g} GB ({', '.join(large_parts)})"
 
 
-def micro_batch_tokens(config: Config, section: ActorConfig | CriticConfig, num_ranks: int) -> int:
+def micro_batch_tokens(
+    config: Config,
+    section: ActorConfig | CriticConfig,
+    num_ranks: int,
+    lengths: Lengths | None = None,
+) -> int:
     """Number of tokens in the largest possible micro-batch of an update.
 
     Args:
         config: the configuration.
         section: section of the role.
         num_ranks: number of ranks of the role.
+        lengths: see `RolePlan`.
     """
     longest = config.data.max_prompt_length + config.data.max_response_length
     if section.ppo_micro_batch_size_per_gpu and not section.use_dynamic_bsz:
         return section.ppo_micro_batch_size_per_gpu * longest
-    # A sequence that is longer than the limit is alone in its micro-batch.
-    limit = max(section.ppo_max_token_len_per_gpu, longest)
     num_prompts = min(section.ppo_mini_batch_size, config.data.train_batch_size)
-    return min(limit, _most_tokens(config, num_prompts, num_ranks))
+    limit = section.ppo_max_token_len_per_gpu
+    return _pass_tokens(config, limit, num_prompts, num_ranks, lengths)
+
+
+def _pass_tokens(
+    config: Config, limit: int, num_prompts: int, num_ranks: int, lengths: Lengths | None
+) -> int:
+    """Largest number of tokens in a micro-batch that is limited by tokens.
+
+    Args:
+        config: the configuration.
+        limit: tokens of a micro-batch.
+        num_prompts: prompts that all ranks divide into micro-batches.
+        num_ranks: number of ranks that share the work.
+        lengths: see `RolePlan`.
+    """
+    response = config.data.max_response_length
+    # A sequence that is longer than the limit is alone in its micro-batch.
+    limit = max(limit, config.data.max_prompt_length + response)
+    most_tokens = _most_tokens(config, num_prompts, num_ranks)
+    if lengths is None or lengths.response < response or not _is_single_turn(config):
+        return min(limit, most_tokens)
+    # As `quadriga.engines.batches` divides: the responses to a prompt stay together if they fit,
+    # and micro-batches are as few and as even as possible.
+    prompt = round(lengths.prompt)
+    num_together = 1
+    if config.actor_rollout_ref.actor.use_prefix_sharing:
+        num_together = min(config.actor_rollout_ref.rollout.n, (limit - prompt) // response)
+    unit = prompt + num_together * response
+    num_sequences = -(-num_prompts * config.actor_rollout_ref.rollout.n // num_ranks)
+    num_units = -(-num_sequences // num_together)
+    num_batches = -(-num_units // (limit // unit))
+    return -(-num_units // num_batches) * unit
 
 
 def _is_single_turn(config: Config) -> bool:
@@ -161,7 +213,7 @@ def update_of(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
         plan: model and ranks of the role.
     """
     section = _section(config, role)
-    num_tokens = micro_batch_tokens(config, section, plan.layout.world_size)
+    num_tokens = micro_batch_tokens(config, section, plan.layout.world_size, plan.lengths)
     # Prompts may be short, so all tokens may be predicted ones.
     shape = UpdateShape(
         num_tokens=num_tokens,
@@ -169,7 +221,7 @@ def update_of(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
         itemsize=plan.itemsize,
         recomputes=plan.recomputes,
         num_shards=plan.layout.fsdp,
-        adapter_rank=_adapter_rank(config, role),
+        adapter_rank=adapter_rank(config, role),
         has_head=role == ACTOR,
         is_on_cpu=plan.is_on_cpu,
     )
@@ -237,15 +289,16 @@ def phases(
     num_tokens = section.ppo_max_token_len_per_gpu
     if role == ACTOR:
         num_tokens = config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
-    most_tokens = _most_tokens(config, config.data.train_batch_size, plan.layout.world_size)
-    num_tokens = min(num_tokens, most_tokens)
+    num_prompts = config.data.train_batch_size
+    num_ranks = plan.layout.world_size
+    num_tokens = _pass_tokens(config, num_tokens, num_prompts, num_ranks, plan.lengths)
     activations = forward_bytes(
         plan.sizes,
         num_tokens,
         num_tokens,
         itemsize=plan.itemsize,
         num_shards=plan.layout.fsdp,
-        has_adapter=_adapter_rank(config, role) > 0,
+        has_adapter=adapter_rank(config, role) > 0,
         has_head=role == ACTOR,
         is_on_cpu=plan.is_on_cpu,
     )
@@ -303,7 +356,7 @@ def _section(config: Config, role: str) -> ActorConfig | CriticConfig:
     return config.critic if role == CRITIC else config.actor_rollout_ref.actor
 
 
-def _adapter_rank(config: Config, role: str) -> int:
+def adapter_rank(config: Config, role: str) -> int:
     """Rank of the adapter of a role; 0 if all weights are trained."""
     model = config.actor_rollout_ref.model
     return adapter_shape(model).rank if role == ACTOR and model.has_adapter else 0
@@ -414,7 +467,7 @@ def _packed_bytes(config: Config, plan: RolePlan) -> float:
         return 0.0
     # The head computes in float32. Layers with an adapter are not packed.
     num_bytes = 4.0 * plan.sizes.table_parameters
-    if not _adapter_rank(config, ACTOR):
+    if not adapter_rank(config, ACTOR):
         num_bytes += float(plan.packed_itemsize) * plan.sizes.matrix_parameters
     return num_bytes / rollout_group_size(config)
 

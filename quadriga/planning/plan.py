@@ -15,9 +15,9 @@ from quadriga.config.explain import needs_old_log_prob_pass, needs_reference
 from quadriga.config.placement import ACTOR, CRITIC, arranged_roles
 from quadriga.errors import ConfigError
 from quadriga.planning.devices import Devices
-from quadriga.planning.phases import LOG_PROBS, Phase, RolePlan, apart_phases, phases
+from quadriga.planning.phases import LOG_PROBS, Lengths, Phase, RolePlan, apart_phases, phases
 from quadriga.planning.sizes import ModelSizes
-from quadriga.planning.time import Lengths, StepTime, step_time
+from quadriga.planning.time import StepTime, step_time
 
 FITTING_SHARE = 0.95  # largest share of a device's memory that a fitting plan takes
 _MAX_PER_NODE = 8  # devices of a machine
@@ -153,6 +153,7 @@ def make_plan(
             itemsize,
             recomputes=model.enable_gradient_checkpointing is True,
             packed_itemsize=devices.packed_itemsize,
+            lengths=lengths,
         )
         if role_plan.unknown_part:
             raise ConfigError(
@@ -362,11 +363,7 @@ def lines(
     yield f"  {'all':<22}{plan.time.total:10.3g}, without grading and tools"
     slowest = max(plan.time.phases, key=lambda name: plan.time.phases[name])
     yield f"  limited by {slowest}; generation by {plan.time.limit_of_generation}"
-    efficiency = plan.time.efficiency
-    yield (
-        f"  assumed: {efficiency.products:.0%} of the products' peak, {efficiency.memory:.0%} of "
-        f"the bandwidth; {efficiency.source}"
-    )
+    yield from _sources_of_time(plan)
     yield ""
     yield "Layouts that fit, the fastest first"
     candidates = layouts(plan, lengths, sizes, itemsize)
@@ -382,3 +379,19 @@ def lines(
     if not fitting:
         yield "  none alone of fewer tokens, offloading, vLLM, an adapter and more devices: take a"
         yield "  smaller model, or several of these"
+
+
+def _sources_of_time(plan: Plan) -> Iterator[str]:
+    """Describe where the predicted times come from: measured layers, or assumed efficiencies."""
+    for role, times in plan.devices.layer_times.items():
+        layer = times.layer
+        text = f"an update {1e6 * layer.update_s:.3g} us a token"
+        if layer.decode_step_s:
+            text += f", a decode step {1e3 * layer.decode_step_s:.3g} ms"
+        yield f"  measured for a layer of {role}: {text}"
+    efficiency = plan.time.efficiency
+    if not plan.devices.layer_times:
+        yield (
+            f"  assumed: {efficiency.products:.0%} of the products' peak, {efficiency.memory:.0%} "
+            f"of the bandwidth; {efficiency.source}"
+        )

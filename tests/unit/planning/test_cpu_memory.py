@@ -10,12 +10,12 @@ import pytest
 from quadriga.config import Config, load_config
 from quadriga.config.layout import Layout
 from quadriga.config.placement import ACTOR
+from quadriga.engines.batches import MicroBatching, RowLength, micro_batches
 from quadriga.planning.devices import CPU, Devices
 from quadriga.planning.memory import UpdateShape, forward_bytes, layer_bytes, update_memory
-from quadriga.planning.phases import GENERATION, RolePlan, micro_batch_tokens, phases
+from quadriga.planning.phases import GENERATION, Lengths, RolePlan, micro_batch_tokens, phases
 from quadriga.planning.plan import make_plan
 from quadriga.planning.sizes import ModelSizes
-from quadriga.planning.time import Lengths
 
 # 4 heads of 16, 2 of them for keys and values; queries 64, keys 32.
 SIZES = ModelSizes(
@@ -123,6 +123,32 @@ def test_passes_are_no_larger_than_their_batch(tmp_path: Path) -> None:
     key = "actor_rollout_ref.rollout.multi_turn.enable=true"
     config = config_of(tmp_path, key)
     assert micro_batch_tokens(config, config.actor_rollout_ref.actor, 1) == 16384
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("limit", [64, 200, 1024, 3000])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_largest_micro_batch_is_that_of_a_run(
+    tmp_path: Path, limit: int, num_ranks: int, shares: bool
+) -> None:
+    """If all responses have their full length, the division into micro-batches is known."""
+    section = "actor_rollout_ref.actor"
+    budget = f"{section}.ppo_max_token_len_per_gpu={limit}"
+    config = config_of(tmp_path, budget, f"{section}.use_prefix_sharing={shares}")
+    lengths = Lengths(prompt=16, response=48)
+    # 8 prompts of a mini-batch with 4 responses each, of which a rank has its share.
+    rows = [RowLength(row // 4, 16, 48) for row in range(32 // num_ranks)]
+    micro = MicroBatching(None, limit, shares)
+    largest = 0
+    for batch in micro_batches(rows, micro):
+        prompts = {rows[index].prompt_key for index in batch} if shares else batch
+        largest = max(largest, 16 * len(prompts) + 48 * len(batch))
+    actor = config.actor_rollout_ref.actor
+    assert micro_batch_tokens(config, actor, num_ranks, lengths) == largest
+    # Shorter responses may fill a micro-batch up to its limit.
+    lengths = replace(lengths, response=47)
+    worst = micro_batch_tokens(config, actor, num_ranks, lengths)
+    assert worst == micro_batch_tokens(config, actor, num_ranks) >= largest
 
 
 def test_every_phase_has_python_and_its_libraries(tmp_path: Path) -> None:
