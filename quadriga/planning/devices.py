@@ -39,17 +39,20 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Measured seconds of a model.
+    """Measured seconds of a model, and the memory that an update takes beyond its tensors.
 
     Attributes:
         layer: those of each layer.
         ends: those of embedding, head and sampling, and of the calls for each pass.
         num_new_tokens: mean length of the responses in the measured decode steps.
+        resident_factor: growth of the process's memory in an update, relative to the tensors that
+            exist at once. The rest are freed tensors that the C library keeps.
     """
 
     layer: PassTimes
     ends: PassTimes
     num_new_tokens: float = 0.0
+    resident_factor: float = 1.0
 
     def seconds(self, name: str, num_layers: int) -> float:
         """Seconds of a model with this number of layers; `name` is an attribute of `PassTimes`."""

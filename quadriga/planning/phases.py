@@ -69,6 +69,7 @@ class RolePlan:
             for products on a CPU; 0 on an accelerator.
         lengths: mean lengths. If responses have the largest length on average, they all have it,
             and the division into micro-batches is known. None: any lengths within the limits.
+        resident_factor: see `quadriga.planning.devices.LayerTimes`.
     """
 
     sizes: ModelSizes
@@ -77,6 +78,7 @@ class RolePlan:
     recomputes: bool = False
     packed_itemsize: int = 0
     lengths: Lengths | None = None
+    resident_factor: float = 1.0
 
     @property
     def is_on_cpu(self) -> bool:
@@ -165,12 +167,22 @@ def _pass_tokens(
     if lengths is None or lengths.response < response or not _is_single_turn(config):
         return min(limit, most_tokens)
     # As `quadriga.engines.batches` divides: the responses to a prompt stay together if they fit,
-    # and micro-batches are as few and as even as possible.
+    # else in parts, and micro-batches are as few and as even as possible.
     prompt = round(lengths.prompt)
-    num_together = 1
+    num_samples = 1
     if config.actor_rollout_ref.actor.use_prefix_sharing:
-        num_together = min(config.actor_rollout_ref.rollout.n, (limit - prompt) // response)
+        num_samples = config.actor_rollout_ref.rollout.n
+    num_together = min(num_samples, (limit - prompt) // response)
     unit = prompt + num_together * response
+    num_left = num_samples % num_together
+    if num_left:
+        # Micro-batches of two kinds of parts, in the combination with the most tokens.
+        part = prompt + num_left * response
+        combinations = []
+        for num_units in range(limit // unit + 1):
+            room = limit - num_units * unit
+            combinations.append(limit - room % part)
+        return min(max(combinations), most_tokens)
     num_sequences = -(-num_prompts * config.actor_rollout_ref.rollout.n // num_ranks)
     num_units = -(-num_sequences // num_together)
     num_batches = -(-num_units // (limit // unit))
@@ -317,6 +329,9 @@ def phases(
         update.working_name: update.working,
         **beside_training,
     }
+    tensors = update.activations + update.working
+    if plan.resident_factor > 1.0:
+        parts["freed tensors that the C library keeps"] = (plan.resident_factor - 1.0) * tensors
     predicted.append(Phase(role, UPDATE, parts, update.moment))
     if role == ACTOR and generates and _rollout_weights(config, plan):
         bucket = float(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20)

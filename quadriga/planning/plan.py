@@ -147,6 +147,9 @@ def make_plan(
         if key not in sizes:
             continue
         model = config.critic.model if key == CRITIC else config.actor_rollout_ref.model
+        resident_factor = 1.0
+        if key in devices.layer_times:
+            resident_factor = devices.layer_times[key].resident_factor
         role_plan = RolePlan(
             sizes[key],
             section.layout(num_ranks, key, settings),
@@ -154,6 +157,7 @@ def make_plan(
             recomputes=model.enable_gradient_checkpointing is True,
             packed_itemsize=devices.packed_itemsize,
             lengths=lengths,
+            resident_factor=resident_factor,
         )
         if role_plan.unknown_part:
             raise ConfigError(

@@ -10,7 +10,7 @@ Legend: R sequences that are decoded together.
 
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import nn
@@ -22,20 +22,22 @@ from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.packing import Outputs
 from quadriga.models.architecture import packed_rows
 from quadriga.models.attention import PackedBatch
-from quadriga.models.load import skeleton_causal_lm
+from quadriga.models.load import load_config, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
 from quadriga.models.scorers import PolicyScorer, ScoreQuestion, Scorer, ValueScorer
-from quadriga.observe.machine import release_free_memory
+from quadriga.observe.machine import forget_peak, release_free_memory, resident_bytes
 from quadriga.planning.devices import LayerTimes, PassTimes
-from quadriga.planning.phases import Lengths, micro_batch_tokens
+from quadriga.planning.memory import UpdateShape, update_memory
+from quadriga.planning.phases import Lengths, adapter_rank, micro_batch_tokens
 from quadriga.planning.sizes import ModelSizes
 from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.native.engine import NativeEngine
 
 _NUM_LAYERS = (1, 3)
-_PASS_S = 0.4  # seconds of an update by the rate of products, which limits its tokens
-_REPEATED_S = 0.8  # a measurement is repeated for so long, and at least twice after the first
+_PASS_S = 0.6  # seconds of an update by the rate of products, which limits its tokens
+_REPEATED_S = 0.5  # a measurement is repeated for so long, and at least twice after the first
 _DECODE_STEPS = 32
+_NUM_UPDATES = 3  # updates whose memory is measured
 _WEIGHT = 0.05  # largest random weight
 
 
@@ -68,9 +70,13 @@ def layer_times(
     torch.set_num_threads(max(1, num_threads // num_ranks))
     try:
         measured = []
+        resident_factor = 1.0
         for num_layers in _NUM_LAYERS:
             few_layers = _FewLayers(config, role, num_layers, getattr(torch, dtype))
-            measured.append(few_layers.times(sizes, lengths, flops, num_ranks))
+            batch = few_layers.batch(sizes, lengths, flops, num_ranks)
+            measured.append(few_layers.times(batch, lengths, num_ranks))
+            if num_layers == _NUM_LAYERS[-1]:
+                resident_factor = few_layers.resident_factor(batch, sizes)
             del few_layers
             release_free_memory()
     finally:
@@ -85,7 +91,9 @@ def layer_times(
         layer_s = max(0.0, getattr(more, field.name) - fewer_s) / added_layers
         of_layer[field.name] = layer_s
         of_ends[field.name] = max(0.0, fewer_s - _NUM_LAYERS[0] * layer_s)
-    return LayerTimes(PassTimes(**of_layer), PassTimes(**of_ends), _DECODE_STEPS / 2)
+    return LayerTimes(
+        PassTimes(**of_layer), PassTimes(**of_ends), _DECODE_STEPS / 2, resident_factor
+    )
 
 
 class _FewLayers:
@@ -101,6 +109,7 @@ class _FewLayers:
     def __init__(self, config: Config, role: str, num_layers: int, dtype: torch.dtype) -> None:
         self.config = config
         self.is_actor = role == ACTOR
+        self.num_layers = num_layers
         policy = config.actor_rollout_ref.model
         section = config.critic if role == CRITIC else config.actor_rollout_ref.actor
         path = policy.path
@@ -108,9 +117,11 @@ class _FewLayers:
         if role == CRITIC and config.critic.model.path:
             path = config.critic.model.path
             override = {}
-        # The types of its layers, if the file lists them, are those of all its layers.
-        override = {**override, "num_hidden_layers": num_layers, "layer_types": None}
         assert path is not None, "the sizes were read from its config.json"
+        override = {**override, "num_hidden_layers": num_layers}
+        layer_types = load_config(path).get_text_config().to_dict().get("layer_types")
+        if layer_types:
+            override["layer_types"] = layer_types[:num_layers]
         model = skeleton_causal_lm(path, override_config=override)
         for name, parameter in list(model.named_parameters()):
             parent, _, attribute = name.rpartition(".")
@@ -132,22 +143,17 @@ class _FewLayers:
         )
         self.section = section
 
-    def times(self, sizes: ModelSizes, lengths: Lengths, flops: float, num_ranks: int) -> PassTimes:
+    def times(self, batch: PackedBatch, lengths: Lengths, num_ranks: int) -> PassTimes:
         """Measure an update, a pass without gradients and, of a policy, decode steps.
 
         Args:
-            sizes: the model.
+            batch: tokens of the update and of the pass.
             lengths: assumed mean lengths.
-            flops: operations per second of products.
             num_ranks: number of ranks that share the work of a step.
         """
-        batch = self._batch(sizes, lengths, flops, num_ranks)
         question = ScoreQuestion()
         forward_s = _seconds(lambda: self.engine.forward([batch], question))
-        update_s = _seconds(
-            lambda: self.engine.backward([batch], [_sum_of_outputs]),
-            afterwards=self.engine.parameters.clear_gradients,
-        )
+        update_s = _seconds(lambda: self._backward(batch), afterwards=self._clear)
         start_s = 0.0
         step_s = 0.0
         traits = self.config.actor_rollout_ref.rollout.traits
@@ -162,10 +168,65 @@ class _FewLayers:
             decode_step_s=step_s,
         )
 
-    def _batch(
+    def resident_factor(self, batch: PackedBatch, sizes: ModelSizes) -> float:
+        """Measure the growth of this process in updates, relative to the predicted tensors.
+
+        Args:
+            batch: tokens of the updates.
+            sizes: the model, with all of its layers.
+
+        Returns:
+            At least 1, and 1 if the system does not tell the peak.
+        """
+        num_left_out = sizes.num_layers - self.num_layers
+        sizes = replace(
+            sizes,
+            num_layers=self.num_layers,
+            num_parameters=sizes.num_parameters - num_left_out * sizes.layer_parameters,
+        )
+        shape = UpdateShape(
+            num_tokens=batch.num_tokens,
+            num_predicted=len(batch.targets),
+            itemsize=self.engine.dtype.itemsize,
+            recomputes=self.engine.memory.gradient_checkpointing,
+            adapter_rank=adapter_rank(self.config, ACTOR if self.is_actor else CRITIC),
+            has_head=self.is_actor,
+            is_on_cpu=True,
+        )
+        predicted = update_memory(sizes, shape)
+        release_free_memory()
+        if not forget_peak():
+            return 1.0
+        resident, _ = resident_bytes()
+        for _ in range(_NUM_UPDATES):
+            self._backward(batch)
+            self._clear()
+        _, peak = resident_bytes()
+        growth = float(peak - resident)
+        if shape.itemsize == 4:
+            # Narrower parameters keep their sums of gradients between updates.
+            growth -= predicted.gradients
+        return max(1.0, growth / (predicted.activations + predicted.working))
+
+    def _backward(self, batch: PackedBatch) -> None:
+        """Compute the gradients of a micro-batch."""
+        self.engine.backward([batch], [_sum_of_outputs])
+
+    def _clear(self) -> None:
+        """Drop the gradients."""
+        self.engine.parameters.clear_gradients()
+
+    def batch(
         self, sizes: ModelSizes, lengths: Lengths, flops: float, num_ranks: int
     ) -> PackedBatch:
-        """Pack rows of mean lengths: a micro-batch, or as many rows as are quick to compute."""
+        """Pack rows of mean lengths: a micro-batch, or as many rows as are quick to compute.
+
+        Args:
+            sizes: the model.
+            lengths: assumed mean lengths.
+            flops: operations per second of products.
+            num_ranks: number of ranks that share the work of a step.
+        """
         batch = BatchPlan(self.config)
         response = list(range(max(2, round(lengths.response))))
         prompt = list(range(max(1, round(lengths.prompt))))
@@ -205,7 +266,13 @@ class _FewLayers:
                     ignore_eos=True,
                 )
             )
-        return _seconds(lambda: engine.generate_batch(prompts, sampling), afterwards=engine.sleep)
+
+        def forget_weights() -> None:
+            """Free the packed weights, as an update makes the engine pack the new ones."""
+            engine.sleep()
+            engine.wake()
+
+        return _seconds(lambda: engine.generate_batch(prompts, sampling), afterwards=forget_weights)
 
 
 def _sum_of_outputs(outputs: Outputs) -> torch.Tensor:
