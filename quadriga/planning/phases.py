@@ -27,6 +27,7 @@ from quadriga.config.placement import (
     CRITIC,
     DISTILLATION,
     asked_roles,
+    has_shards,
     role_pools,
     rollout_group_size,
     rollout_share,
@@ -334,10 +335,15 @@ def phases(
         parts["freed tensors that the C library keeps"] = (plan.resident_factor - 1.0) * tensors
     predicted.append(Phase(role, UPDATE, parts, update.moment))
     if role == ACTOR and generates and _rollout_weights(config, plan):
-        bucket = float(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20)
+        weight_bytes = _rollout_weights(config, plan)
+        # Weights that stay in the process are copied tensor by tensor.
+        bucket = 0.0
+        rollout = config.actor_rollout_ref.rollout
+        if rollout.traits.computes_in != "caller" or has_shards(config):
+            bucket = float(rollout.update_weights_bucket_megabytes << 20)
         sync = {
             "training state": max(_resting_bytes(config, role, plan), sum(awake.values())),
-            "weights of the rollout": _rollout_weights(config, plan),
+            "weights of the rollout": weight_bytes,
             # One bucket is filled while the other is sent.
             "buckets": 2 * bucket,
             "largest tensor": float(plan.sizes.table_parameters * plan.itemsize),

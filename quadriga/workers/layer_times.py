@@ -8,6 +8,7 @@ of embedding, head and sampling.
 Legend: R sequences that are decoded together.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -34,10 +35,10 @@ from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.native.engine import NativeEngine
 
 _NUM_LAYERS = (1, 3)
-_PASS_S = 0.6  # seconds of an update by the rate of products, which limits its tokens
-_REPEATED_S = 0.5  # a measurement is repeated for so long, and at least twice after the first
-_DECODE_STEPS = 32
-_NUM_UPDATES = 3  # updates whose memory is measured
+_PASS_S = 0.3  # seconds of an update by the rate of products, which limits its tokens
+_REPEATED_S = 0.3  # a measurement is repeated for so long, and at least twice after the first
+_DECODE_STEPS = 16
+_NUM_UPDATES = 2  # updates whose memory is measured
 _WEIGHT = 0.05  # largest random weight
 
 
@@ -77,7 +78,9 @@ def layer_times(
             measured.append(few_layers.times(batch, lengths, num_ranks))
             if num_layers == _NUM_LAYERS[-1]:
                 resident_factor = few_layers.resident_factor(batch, sizes)
+            # Modules with a fused forward refer to themselves.
             del few_layers
+            gc.collect()
             release_free_memory()
     finally:
         torch.set_num_threads(num_threads)

@@ -11,9 +11,17 @@ from quadriga.config import Config, load_config
 from quadriga.config.layout import Layout
 from quadriga.config.placement import ACTOR
 from quadriga.engines.batches import MicroBatching, RowLength, micro_batches
-from quadriga.planning.devices import CPU, Devices
+from quadriga.planning.devices import CPU, Devices, LayerTimes, PassTimes
 from quadriga.planning.memory import UpdateShape, forward_bytes, layer_bytes, update_memory
-from quadriga.planning.phases import GENERATION, Lengths, RolePlan, micro_batch_tokens, phases
+from quadriga.planning.phases import (
+    GENERATION,
+    UPDATE,
+    Lengths,
+    RolePlan,
+    micro_batch_tokens,
+    phases,
+    update_of,
+)
 from quadriga.planning.plan import make_plan
 from quadriga.planning.sizes import ModelSizes
 
@@ -165,3 +173,19 @@ def test_every_phase_has_python_and_its_libraries(tmp_path: Path) -> None:
     plan = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
     for phase, bare_phase in zip(plan.phases, bare.phases, strict=True):
         assert phase.total == bare_phase.total + 4e8
+
+
+def test_an_update_includes_what_the_c_library_keeps(tmp_path: Path) -> None:
+    devices = Devices(CPU, 1, DEVICE_BYTES, 1e12, 1e10, 1e10, "test", packed_itemsize=4)
+    config = config_of(tmp_path)
+    lengths = Lengths(prompt=8, response=48)
+    bare = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
+    times = LayerTimes(PassTimes(), PassTimes(), resident_factor=1.5)
+    devices = replace(devices, layer_times={ACTOR: times})
+    plan = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
+    for phase, bare_phase in zip(plan.phases, bare.phases, strict=True):
+        expected = bare_phase.total
+        if phase.name == UPDATE:
+            update = update_of(config, ACTOR, plan.roles[ACTOR])
+            expected += 0.5 * (update.activations + update.working)
+        assert phase.total == pytest.approx(expected)

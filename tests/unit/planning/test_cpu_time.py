@@ -106,6 +106,7 @@ def test_layers_are_measured(tmp_path: Path, dtype: str, overrides: tuple[str, .
         for field in fields(PassTimes):
             assert getattr(times.layer, field.name) >= 0
             assert getattr(times.ends, field.name) >= 0
+        assert times.resident_factor >= 1
 
 
 def test_ranks_share_the_machine() -> None:
