@@ -13,7 +13,7 @@ adapter, a critic or none, float32 or bfloat16, a token budget, one rank or two.
 their full length, so lengths are known. Rewards depend on the response: where all rewards of a
 prompt are equal, an update without a critic computes nothing. The time is the mean of the steps
 after the first, without grading; the memory is the largest resident size of a rank's process.
-`--memory` makes fewer steps, and leaves times out. Each prediction has a process of its own, as
+`--memory` leaves times out. Each prediction has a process of its own, as
 `quadriga plan` has, and ends before the run.
 """
 
@@ -57,8 +57,7 @@ SHAPES = {
 TIED = ("Qwen2.5-1.5B", "SmolLM2-360M")
 
 _SAMPLE_S = 0.1  # seconds between two looks at the memory of ranks
-NUM_STEPS = 3
-NUM_MEMORY_STEPS = 2  # from the second step on all of the state exists
+NUM_STEPS = 3  # from the third step on, both copies of the state exist
 # The rewards of a drawn model's words: it solves no task, and equal rewards teach nothing.
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(set(solution_str)) / 100
@@ -161,13 +160,13 @@ def rank_gib(parent: int) -> float:
 
 
 def measure(
-    overrides: list[str], playground: Path, num_ranks: int, run: Path, num_steps: int
+    overrides: list[str], playground: Path, num_ranks: int, run: Path
 ) -> tuple[float, float, dict[str, Any]]:
     """Measured GiB and seconds of a step, and its metrics."""
     words = [
         *overrides,
         f"trainer.default_local_dir={run}",
-        f"trainer.total_training_steps={num_steps}",
+        f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.save_freq=-1",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
@@ -259,7 +258,6 @@ def main() -> None:
         return
     shutil.rmtree(options.output, ignore_errors=True)
     options.output.mkdir(parents=True)
-    num_steps = NUM_MEMORY_STEPS if options.memory else NUM_STEPS
     times = "" if options.memory else " s predicted | measured | error |"
     header = f"| configuration | GiB predicted | measured | error |{times}"
     print(header)
@@ -273,9 +271,7 @@ def main() -> None:
             prediction = pool.submit(predict, overrides, options.playground, num_ranks)
             gib, seconds, predicted = prediction.result()
         run = options.output / f"run_{number}"
-        real_gib, real_seconds, metrics = measure(
-            overrides, options.playground, num_ranks, run, num_steps
-        )
+        real_gib, real_seconds, metrics = measure(overrides, options.playground, num_ranks, run)
         row = f"| {name} | {gib:.2f} | {real_gib:.2f} | {gib / real_gib - 1:+.0%} |"
         if not options.memory:
             row += f" {seconds:.2f} | {real_seconds:.2f} | {seconds / real_seconds - 1:+.0%} |"

@@ -33,7 +33,13 @@ from quadriga.config.placement import (
     rollout_share,
 )
 from quadriga.config.rollout import ROLLOUT
-from quadriga.planning.memory import UpdateMemory, UpdateShape, forward_bytes, update_memory
+from quadriga.planning.memory import (
+    UpdateMemory,
+    UpdateShape,
+    forward_bytes,
+    trained_parameters,
+    update_memory,
+)
 from quadriga.planning.sizes import ModelSizes
 
 GENERATION = "generation"
@@ -41,6 +47,7 @@ LOG_PROBS = "log-probs"
 UPDATE = "update"
 WEIGHT_SYNC = "weight sync"
 
+_NUM_COPIES = 2  # copies of the training state, of which one is complete while the other is made
 _CACHE_SHARE = 0.7  # largest share of the free memory that the KV cache of `native` takes
 
 
@@ -370,6 +377,25 @@ def apart_phases(config: Config, device_bytes: float) -> list[Phase]:
         return []
     parts = {"rollout": rollout_share(config) * device_bytes}
     return [Phase(ROLLOUT, GENERATION, parts)]
+
+
+def copied_bytes(config: Config, plans: Mapping[str, RolePlan]) -> float:
+    """Bytes of the copies of the training state that a rank maps on a CPU; see `state_copies`.
+
+    Args:
+        config: the configuration.
+        plans: all roles that share the devices, by the keys of their sections.
+    """
+    trainer = config.trainer
+    if trainer.backend != "ray" or not trainer.state_copies or config.async_training.enable:
+        return 0.0
+    num_bytes = 0.0
+    for role, plan in plans.items():
+        if plan.is_on_cpu and role in (ACTOR, CRITIC):
+            num_trained = trained_parameters(plan.sizes, adapter_rank(config, role))
+            # Masters and moments in float32. The ranks divide them.
+            num_bytes += _NUM_COPIES * 12.0 * num_trained / plan.layout.world_size
+    return num_bytes
 
 
 def _section(config: Config, role: str) -> ActorConfig | CriticConfig:

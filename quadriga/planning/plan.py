@@ -15,7 +15,15 @@ from quadriga.config.explain import needs_old_log_prob_pass, needs_reference
 from quadriga.config.placement import ACTOR, CRITIC, arranged_roles
 from quadriga.errors import ConfigError
 from quadriga.planning.devices import Devices
-from quadriga.planning.phases import LOG_PROBS, Lengths, Phase, RolePlan, apart_phases, phases
+from quadriga.planning.phases import (
+    LOG_PROBS,
+    Lengths,
+    Phase,
+    RolePlan,
+    apart_phases,
+    copied_bytes,
+    phases,
+)
 from quadriga.planning.sizes import ModelSizes
 from quadriga.planning.time import StepTime, step_time
 
@@ -170,15 +178,19 @@ def make_plan(
             )
         roles[key] = role_plan
     predicted = []
+    num_copied_bytes = copied_bytes(config, roles)
     has_passes = needs_old_log_prob_pass(config) or needs_reference(config)
     for key in roles:
         for phase in phases(config, roles, key, devices.memory_bytes):
             # The values of a critic are always computed.
             if not has_passes and phase.name == LOG_PROBS:
                 continue
+            parts = dict(phase.parts)
             if devices.process_bytes:
-                parts = {**phase.parts, "Python and libraries": devices.process_bytes}
-                phase = replace(phase, parts=parts)
+                parts["Python and libraries"] = devices.process_bytes
+            if num_copied_bytes:
+                parts["copies to resume from"] = num_copied_bytes
+            phase = replace(phase, parts=parts)
             predicted.append(phase)
     predicted += apart_phases(config, devices.memory_bytes)
     return Plan(config, devices, roles, predicted, step_time(config, roles, devices, lengths))

@@ -18,6 +18,7 @@ from quadriga.planning.phases import (
     UPDATE,
     Lengths,
     RolePlan,
+    copied_bytes,
     micro_batch_tokens,
     phases,
     update_of,
@@ -189,3 +190,12 @@ def test_an_update_includes_what_the_c_library_keeps(tmp_path: Path) -> None:
             update = update_of(config, ACTOR, plan.roles[ACTOR])
             expected += 0.5 * (update.activations + update.working)
         assert phase.total == pytest.approx(expected)
+
+
+def test_ranks_of_ray_map_two_copies_of_their_state(tmp_path: Path) -> None:
+    plans = {ACTOR: replace(on_cpu(4), layout=Layout.of(2, ACTOR))}
+    assert copied_bytes(config_of(tmp_path), plans) == 0
+    ray = "trainer.backend=ray"
+    # Masters and two moments in float32, twice, of half of the parameters.
+    assert copied_bytes(config_of(tmp_path, ray), plans) == 2 * 12 * SIZES.num_parameters / 2
+    assert copied_bytes(config_of(tmp_path, ray, "trainer.state_copies=false"), plans) == 0
