@@ -12,8 +12,9 @@ On this CPU each configuration has a model of a drawn shape with random weights,
 adapter, a critic or none, float32 or bfloat16, a token budget, one rank or two. Responses have
 their full length, so lengths are known. Rewards depend on the response: where all rewards of a
 prompt are equal, an update without a critic computes nothing. The time is the mean of the steps
-after the first, without grading; the memory is the largest resident size of the process, which is
-only known for one rank. `--memory` draws one rank only, and leaves times out.
+after the first, without grading; the memory is the largest resident size of a rank's process.
+`--memory` leaves times out. Each prediction has a process of its own, as
+`quadriga plan` has, and ends before the run.
 """
 
 import argparse
@@ -25,7 +26,9 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,13 +36,13 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from quadriga.cli.plan import measure_this_machine
+from quadriga.cli.plan import measure_this_machine, with_layer_times
 from quadriga.config import load_config
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.observe.machine import GIB
 from quadriga.planning.devices import Devices
+from quadriga.planning.phases import Lengths
 from quadriga.planning.plan import make_plan, on_devices, read_sizes
-from quadriga.planning.time import Lengths
 
 PUBLISHED = Path(__file__).with_name("plan_published.tsv")
 # Hidden size, that of the MLP, heads, key-value heads, size of a head, layers, vocabulary.
@@ -53,17 +56,15 @@ SHAPES = {
 }
 TIED = ("Qwen2.5-1.5B", "SmolLM2-360M")
 
-NUM_STEPS = 3
-NUM_MEMORY_STEPS = 2  # from the second step on all of the state exists
+_SAMPLE_S = 0.1  # seconds between two looks at the memory of ranks
+NUM_STEPS = 3  # from the third step on, both copies of the state exist
 # The rewards of a drawn model's words: it solves no task, and equal rewards teach nothing.
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(set(solution_str)) / 100
 """
 
 
-def draw(
-    number: int, seed: int, playground: Path, output: Path, ranks: tuple[int, ...] = (1, 1, 2)
-) -> tuple[str, list[str], int]:
+def draw(number: int, seed: int, playground: Path, output: Path) -> tuple[str, list[str], int]:
     """A model's folder and a command line: a description, overrides, and the number of ranks."""
     choose = random.Random(f"{seed} {number}").choice
     base = json.loads((playground / "model" / "config.json").read_text())
@@ -84,7 +85,7 @@ def draw(
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
     dtype = choose(["float32", "bfloat16"])
-    num_ranks = choose(ranks)
+    num_ranks = choose([1, 1, 2])
     has_adapter = choose([False, True])
     has_critic = choose([False, False, True])
     length = choose([48, 96, 160])
@@ -116,31 +117,56 @@ def draw(
 
 
 def predict(
-    overrides: list[str], playground: Path, num_ranks: int, process_bytes: float
-) -> tuple[float, float, dict[str, float]]:
+    overrides: list[str], playground: Path, num_ranks: int
+) -> tuple[float, float, dict[str, Any]]:
     """Predicted GiB and seconds of a step, and its phases."""
     config = load_config(overrides, [playground / "sums.yaml"]).config
     dtype = config.actor_rollout_ref.actor.fsdp_config.model_dtype
-    # This process has built models, which leave holes in its memory.
-    devices = replace(measure_this_machine(num_ranks, dtype), process_bytes=process_bytes)
+    devices = measure_this_machine(num_ranks, dtype)
     config = on_devices(config, devices)
     sizes = {ACTOR: read_sizes(Path(config.actor_rollout_ref.model.path) / "config.json", {})}
     if config.algorithm.adv_estimator == "gae":
-        sizes[CRITIC] = sizes[ACTOR]
+        sizes[CRITIC] = sizes[ACTOR].with_value_head()
     # Prompts of the playground have about 8 tokens.
     lengths = Lengths(prompt=8, response=config.data.max_response_length)
+    devices = with_layer_times(config, devices, lengths, sizes, dtype)
     plan = make_plan(config, devices, lengths, sizes, 4 if dtype == "float32" else 2)
-    return plan.largest.total / GIB, plan.time.total, dict(plan.time.phases)
+    facts = {"seconds": dict(plan.time.phases), "bytes": {}}
+    for phase in plan.phases:
+        facts["bytes"][f"{phase.role} {phase.name}"] = dict(phase.parts)
+    return plan.largest.total / GIB, plan.time.total, facts
+
+
+def rank_gib(parent: int) -> float:
+    """Largest resident size so far of a Ray worker among the descendants of a process."""
+    children: dict[int, list[int]] = {}
+    sizes = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        # Processes end while the list is read.
+        with suppress(OSError):
+            status = dict(
+                line.split(":", 1) for line in (folder / "status").read_text().splitlines()
+            )
+            children.setdefault(int(status["PPid"]), []).append(int(folder.name))
+            if (folder / "cmdline").read_bytes().startswith(b"ray::"):
+                sizes[int(folder.name)] = int(status["VmHWM"].split()[0]) * 1024 / GIB
+    largest = 0.0
+    left = [parent]
+    while left:
+        number = left.pop()
+        largest = max(largest, sizes.get(number, 0.0))
+        left += children.get(number, [])
+    return largest
 
 
 def measure(
-    overrides: list[str], playground: Path, num_ranks: int, run: Path, num_steps: int
+    overrides: list[str], playground: Path, num_ranks: int, run: Path
 ) -> tuple[float, float, dict[str, Any]]:
     """Measured GiB and seconds of a step, and its metrics."""
     words = [
         *overrides,
         f"trainer.default_local_dir={run}",
-        f"trainer.total_training_steps={num_steps}",
+        f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.save_freq=-1",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
@@ -149,13 +175,20 @@ def measure(
     if num_ranks > 1:
         words += ["trainer.backend=ray", f"trainer.n_gpus_per_node={num_ranks}"]
     command = [sys.executable, "-m", "quadriga", "train", "--config", playground / "sums.yaml"]
-    subprocess.run([*command, *words], check=True, stdout=subprocess.DEVNULL)
+    gib = 0.0
+    with subprocess.Popen([*command, *words], stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            if num_ranks > 1:
+                gib = max(gib, rank_gib(process.pid))
+            time.sleep(_SAMPLE_S)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "timing_s/step" in line][1:]
     seconds = 0.0
     for step in steps:
         seconds += (step["timing_s/step"] - step.get("timing_s/reward", 0.0)) / len(steps)
-    return steps[-1]["perf/memory_peak_gib"], seconds, steps[-1]
+    return gib or steps[-1]["perf/memory_peak_gib"], seconds, steps[-1]
 
 
 def published_model(name: str, folder: Path) -> Path:
@@ -225,29 +258,25 @@ def main() -> None:
         return
     shutil.rmtree(options.output, ignore_errors=True)
     options.output.mkdir(parents=True)
-    ranks = (1,) if options.memory else (1, 1, 2)
-    num_steps = NUM_MEMORY_STEPS if options.memory else NUM_STEPS
     times = "" if options.memory else " s predicted | measured | error |"
     header = f"| configuration | GiB predicted | measured | error |{times}"
     print(header)
     print("|" + "---|" * (header.count("|") - 1), flush=True)
-    process_bytes = measure_this_machine(1, "float32").process_bytes
     for number in range(options.number):
-        name, overrides, num_ranks = draw(
-            number, options.seed, options.playground, options.output, ranks
-        )
-        gib, seconds, phases = predict(overrides, options.playground, num_ranks, process_bytes)
+        drawn = draw(number, options.seed, options.playground, options.output)
+        name, overrides, num_ranks = drawn
+        # In a new process, because building models leaves holes in the memory of this one.
+        context = get_context("spawn")
+        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+            prediction = pool.submit(predict, overrides, options.playground, num_ranks)
+            gib, seconds, predicted = prediction.result()
         run = options.output / f"run_{number}"
-        real_gib, real_seconds, metrics = measure(
-            overrides, options.playground, num_ranks, run, num_steps
-        )
+        real_gib, real_seconds, metrics = measure(overrides, options.playground, num_ranks, run)
         row = f"| {name} | {gib:.2f} | {real_gib:.2f} | {gib / real_gib - 1:+.0%} |"
-        if num_ranks > 1:
-            row = f"| {name} | {gib:.2f} | | |"
         if not options.memory:
             row += f" {seconds:.2f} | {real_seconds:.2f} | {seconds / real_seconds - 1:+.0%} |"
         print(row, flush=True)
-        facts = {"predicted": phases, "load": os.getloadavg()[0], "at": time.time()}
+        facts = {"predicted": predicted, "load": os.getloadavg()[0], "at": time.time()}
         timings = {key: value for key, value in metrics.items() if key.startswith("timing_s/")}
         (run / "plan.json").write_text(json.dumps(facts | {"measured": timings}))
 

@@ -8,10 +8,11 @@ from importlib import import_module
 from pathlib import Path
 
 from quadriga.cli.config import add_config_arguments, load_from
-from quadriga.config import show
+from quadriga.config import Config, show
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.errors import ConfigError
 from quadriga.planning.devices import CPU, Devices, count_and_name
+from quadriga.planning.phases import Lengths
 from quadriga.planning.plan import (
     choose_recomputation,
     describe_plan,
@@ -19,7 +20,7 @@ from quadriga.planning.plan import (
     on_devices,
     read_sizes,
 )
-from quadriga.planning.time import Lengths
+from quadriga.planning.sizes import ModelSizes
 
 # Imported on demand: they load torch, which a plan for accelerators does not need.
 _CPU = "quadriga.planning.cpu"
@@ -27,6 +28,7 @@ _MACHINE = "quadriga.observe.machine"
 _PRODUCTS = "quadriga.rollout.native.products"
 _RUN = "quadriga.trainer.task_runner"
 _LOAD = "quadriga.models.load"
+_LAYERS = "quadriga.workers.layer_times"
 
 _ABOUT = """Predict the memory of each phase on each rank and the time of a step, the largest token
 budget that fits, what limits, and the layouts that fit by speed. Of the models only config.json is
@@ -63,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     if dtype == "auto":
         dtype = "float32" if options.devices.endswith(CPU) else "bfloat16"
     count, name = count_and_name(options.devices)
-    devices = measure_this_machine(count, dtype) if name == CPU else Devices.parse(options.devices)
+    is_cpu = name == CPU
+    devices = measure_this_machine(count, dtype) if is_cpu else Devices.parse(options.devices)
     itemsize = 4 if dtype == "float32" else 2
     data = config.data
     lengths = Lengths(
@@ -77,7 +80,10 @@ def main(argv: Sequence[str]) -> int:
     sizes = {ACTOR: read_sizes(_config_file(model.path), model.override_config)}
     if config.algorithm.adv_estimator == "gae":
         path = config.critic.model.path
-        sizes[CRITIC] = read_sizes(_config_file(path), {}) if path else sizes[ACTOR]
+        decoder = read_sizes(_config_file(path), {}) if path else sizes[ACTOR]
+        sizes[CRITIC] = decoder.with_value_head()
+    if is_cpu:
+        devices = with_layer_times(config, devices, lengths, sizes, dtype)
     plan = make_plan(config, devices, lengths, sizes, itemsize)
     plan = choose_recomputation(plan, lengths, sizes, itemsize)
     for line in describe_plan(plan, lengths, sizes, itemsize):
@@ -96,7 +102,7 @@ def measure_this_machine(count: int, dtype: str) -> Devices:
         dtype: dtype that computes.
 
     Returns:
-        The devices, with the memory that a process takes before it has a model.
+        The devices.
     """
     # Imports what a run imports, for the memory that is measured below.
     import_module(_RUN)
@@ -108,9 +114,39 @@ def measure_this_machine(count: int, dtype: str) -> Devices:
         machine.available_bytes(),
         packs_narrow=dtype == "bfloat16" and is_fast,
     )
-    # Measured last, because the kernels that `measured_cpu` has run stay in memory too.
-    process_bytes, _ = machine.resident_bytes()
-    return replace(devices, process_bytes=process_bytes)
+    return devices
+
+
+def with_layer_times(
+    config: Config, devices: Devices, lengths: Lengths, sizes: dict[str, ModelSizes], dtype: str
+) -> Devices:
+    """Measure layers of the models on this machine, and the memory of a process without a model.
+
+    Args:
+        config: the configuration, with a rank for each device.
+        devices: the measured machine.
+        lengths: assumed mean lengths.
+        sizes: models of the trained roles, by the keys of their sections.
+        dtype: dtype that computes.
+
+    Returns:
+        The devices with the times, and with the memory of Python and its libraries.
+    """
+    measure = import_module(_LAYERS).layer_times
+    times = {}
+    for role, model_sizes in sizes.items():
+        times[role] = measure(
+            config,
+            role,
+            model_sizes,
+            lengths,
+            dtype=dtype,
+            flops=devices.flops,
+            num_ranks=devices.count,
+        )
+    # Measured last, because kernels that have been compiled stay in memory in a run, too.
+    process_bytes, _ = import_module(_MACHINE).resident_bytes()
+    return replace(devices, process_bytes=process_bytes, layer_times=times)
 
 
 def _mean_length(kind: str, mean: float | None, longest: int) -> float:

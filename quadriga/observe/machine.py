@@ -18,6 +18,7 @@ from quadriga.errors import PeerLostError
 
 GIB = 1024**3
 _CPUINFO = Path("/proc/cpuinfo")
+_CLEAR = Path("/proc/self/clear_refs")
 _CGROUP = Path("/sys/fs/cgroup")
 # CPU flags (Linux names) of units that multiply matrices of 16 bits: Intel and AMD, then Arm.
 BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -106,6 +107,17 @@ def resident_bytes() -> tuple[int, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     status = Path("/proc/self/status")
     return _kernel_bytes(status, "VmRSS", peak), _kernel_bytes(status, "VmHWM", peak)
+
+
+def forget_peak() -> bool:
+    """Make `resident_bytes` return the peak from now on. Returns whether the system can do that."""
+    try:
+        # The 5 of the kernel's interface resets the peak.
+        _CLEAR.write_text("5", encoding="ascii")
+    except OSError:
+        # Not Linux, or a sandbox that forbids it.
+        return False
+    return True
 
 
 def release_free_memory() -> bool:

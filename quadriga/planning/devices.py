@@ -8,7 +8,8 @@ CUDA reports, which is less than in the data sheet.
 
 import csv
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quadriga.errors import ConfigError, did_you_mean
@@ -16,6 +17,46 @@ from quadriga.errors import ConfigError, did_you_mean
 CPU = "cpu"
 _TABLE = Path(__file__).with_name("accelerators.tsv")
 _SPECIFICATION = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<name>[^x].*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Measured seconds of a part of a model, on one rank.
+
+    Attributes:
+        forward_s: pass without gradients, per token.
+        update_s: forward and backward pass, per token.
+        generation_start_s: a generation's copies of the weights, prefill of the prompts, and first
+            token of each sequence.
+        decode_step_s: decode step of all sequences, whose responses are short.
+    """
+
+    forward_s: float = 0.0
+    update_s: float = 0.0
+    generation_start_s: float = 0.0
+    decode_step_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Measured seconds of a model, and the memory that an update takes beyond its tensors.
+
+    Attributes:
+        layer: those of each layer.
+        ends: those of embedding, head and sampling, and of the calls for each pass.
+        num_new_tokens: mean length of the responses in the measured decode steps.
+        resident_factor: growth of the process's memory in an update, relative to the tensors that
+            exist at once. The rest are freed tensors that the C library keeps.
+    """
+
+    layer: PassTimes
+    ends: PassTimes
+    num_new_tokens: float = 0.0
+    resident_factor: float = 1.0
+
+    def seconds(self, name: str, num_layers: int) -> float:
+        """Seconds of a model with this number of layers; `name` is an attribute of `PassTimes`."""
+        return float(num_layers * getattr(self.layer, name) + getattr(self.ends, name))
 
 
 @dataclass(frozen=True)
@@ -33,6 +74,7 @@ class Devices:
         process_bytes: part of the device's memory that Python and its libraries take in a rank's
             process; 0 for an accelerator.
         packed_itemsize: see `quadriga.planning.phases.RolePlan`.
+        layer_times: measured times of the trained roles' models, by the keys of their sections.
     """
 
     name: str
@@ -44,6 +86,7 @@ class Devices:
     source: str
     process_bytes: float = 0.0
     packed_itemsize: int = 0
+    layer_times: Mapping[str, LayerTimes] = field(default_factory=dict)
 
     @property
     def is_cpu(self) -> bool:

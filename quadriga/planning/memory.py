@@ -120,12 +120,7 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
         Bytes at the peak, by purpose.
     """
     num_frozen = sizes.num_parameters if shape.adapter_rank else 0
-    num_trained = sizes.num_parameters
-    if shape.adapter_rank:
-        # Factors [r, in] and [out, r] in all linear modules of the layers.
-        attention = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys
-        mlp = 3 * (sizes.hidden + sizes.mlp)
-        num_trained = sizes.num_layers * shape.adapter_rank * (attention + mlp)
+    num_trained = trained_parameters(sizes, shape.adapter_rank)
     weights = 4.0 * num_trained / shape.num_shards
     if shape.num_shards == 1 and shape.itemsize < 4:
         # Narrow copies of the float32 masters compute. With shards they are gathered when a layer
@@ -149,6 +144,16 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
         moment=peak.name,
         working_name=peak.working_name,
     )
+
+
+def trained_parameters(sizes: ModelSizes, adapter_rank: int) -> int:
+    """Number of trained parameters: all, or with an adapter its factors [r, in] and [out, r]."""
+    if not adapter_rank:
+        return sizes.num_parameters
+    # In all linear modules of the layers.
+    attention = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys
+    mlp = 3 * (sizes.hidden + sizes.mlp)
+    return sizes.num_layers * adapter_rank * (attention + mlp)
 
 
 def forward_bytes(
@@ -195,7 +200,9 @@ def forward_bytes(
         head = states + _statistics_bytes(sizes, num_predicted, is_on_cpu=is_on_cpu)
         if is_on_cpu:
             head += _logits_bytes(sizes, num_predicted, itemsize)
-    gathered = _gathered_bytes(sizes, itemsize) if num_shards > 1 else 0.0
+    gathered = 0.0
+    if num_shards > 1:
+        gathered = _gathered_bytes(sizes, itemsize, is_on_cpu=is_on_cpu)
     return positions + gathered + max(layer, head)
 
 
@@ -218,12 +225,13 @@ def _root_parameters(sizes: ModelSizes) -> int:
     return _outside_layers(sizes) - (0 if sizes.is_tied else sizes.table_parameters)
 
 
-def _gathered_bytes(sizes: ModelSizes, itemsize: int) -> float:
+def _gathered_bytes(sizes: ModelSizes, itemsize: int, *, is_on_cpu: bool) -> float:
     """Bytes of the gathered weights of sharded models, in the dtype that computes.
 
-    They are those of the root, of a layer, and of the next one, which is gathered meanwhile.
+    They are those of the root, of a layer, and on an accelerator of the next one, which is gathered
+    meanwhile.
     """
-    num_layers = min(2, sizes.num_layers)
+    num_layers = 1 if is_on_cpu else min(2, sizes.num_layers)
     return (_root_parameters(sizes) + num_layers * sizes.layer_parameters) * itemsize
 
 
@@ -257,12 +265,12 @@ def _candidate_moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     gathered = 0.0
     moments = []
     if shape.num_shards > 1:
-        gathered = _gathered_bytes(sizes, shape.itemsize)
+        gathered = _gathered_bytes(sizes, shape.itemsize, is_on_cpu=shape.is_on_cpu)
         if sizes.num_layers > 1:
             # The last layer's gradients are being summed over the ranks in float32.
             summed = sizes.layer_parameters * 4.0 * (1 + 1 / shape.num_shards)
             work = layer_work + gathered + summed
-            if sizes.num_layers == 2:
+            if sizes.num_layers == 2 and not shape.is_on_cpu:
                 # The first layer has no next one.
                 work -= sizes.layer_parameters * shape.itemsize
             moments.append(

@@ -27,12 +27,19 @@ from quadriga.config.placement import (
     CRITIC,
     DISTILLATION,
     enabled_roles,
+    has_shards,
     role_pools,
     rollout_group_size,
     rollout_share,
 )
 from quadriga.config.rollout import ROLLOUT
-from quadriga.planning.memory import UpdateMemory, UpdateShape, forward_bytes, update_memory
+from quadriga.planning.memory import (
+    UpdateMemory,
+    UpdateShape,
+    forward_bytes,
+    trained_parameters,
+    update_memory,
+)
 from quadriga.planning.sizes import ModelSizes
 
 GENERATION = "generation"
@@ -40,7 +47,21 @@ LOG_PROBS = "log-probs"
 UPDATE = "update"
 WEIGHT_SYNC = "weight sync"
 
+_NUM_COPIES = 2  # copies of the training state, of which one is complete while the other is made
 _CACHE_SHARE = 0.7  # largest share of the free memory that the KV cache of `native` takes
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Assumed mean lengths, in tokens.
+
+    Attributes:
+        prompt: P.
+        response: R.
+    """
+
+    prompt: float
+    response: float
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,9 @@ class RolePlan:
         recomputes: whether activations are recomputed.
         packed_itemsize: bytes of a number in the copy of the layers' weights that the rollout packs
             for products on a CPU; 0 on an accelerator.
+        lengths: mean lengths. If responses have the largest length on average, they all have it,
+            and the division into micro-batches is known. None: any lengths within the limits.
+        resident_factor: see `quadriga.planning.devices.LayerTimes`.
     """
 
     sizes: ModelSizes
@@ -61,6 +85,8 @@ class RolePlan:
     itemsize: int = 2
     recomputes: bool = False
     packed_itemsize: int = 0
+    lengths: Lengths | None = None
+    resident_factor: float = 1.0
 
     @property
     def is_on_cpu(self) -> bool:
@@ -108,21 +134,67 @@ class Phase:
         return f"{name}: {self.total / 1e9:.3g} GB ({', '.join(large_parts)})"
 
 
-def micro_batch_tokens(config: Config, section: ActorConfig | CriticConfig, num_ranks: int) -> int:
+def micro_batch_tokens(
+    config: Config,
+    section: ActorConfig | CriticConfig,
+    num_ranks: int,
+    lengths: Lengths | None = None,
+) -> int:
     """Number of tokens in the largest possible micro-batch of an update.
 
     Args:
         config: the configuration.
         section: section of the role.
         num_ranks: number of ranks of the role.
+        lengths: see `RolePlan`.
     """
     longest = config.data.max_prompt_length + config.data.max_response_length
     if section.ppo_micro_batch_size_per_gpu and not section.use_dynamic_bsz:
         return section.ppo_micro_batch_size_per_gpu * longest
-    # A sequence that is longer than the limit is alone in its micro-batch.
-    limit = max(section.ppo_max_token_len_per_gpu, longest)
     num_prompts = min(section.ppo_mini_batch_size, config.data.train_batch_size)
-    return min(limit, _most_tokens(config, num_prompts, num_ranks))
+    limit = section.ppo_max_token_len_per_gpu
+    return _pass_tokens(config, limit, num_prompts, num_ranks, lengths)
+
+
+def _pass_tokens(
+    config: Config, limit: int, num_prompts: int, num_ranks: int, lengths: Lengths | None
+) -> int:
+    """Largest number of tokens in a micro-batch that is limited by tokens.
+
+    Args:
+        config: the configuration.
+        limit: tokens of a micro-batch.
+        num_prompts: prompts that all ranks divide into micro-batches.
+        num_ranks: number of ranks that share the work.
+        lengths: see `RolePlan`.
+    """
+    response = config.data.max_response_length
+    # A sequence that is longer than the limit is alone in its micro-batch.
+    limit = max(limit, config.data.max_prompt_length + response)
+    most_tokens = _most_tokens(config, num_prompts, num_ranks)
+    if lengths is None or lengths.response < response or not _is_single_turn(config):
+        return min(limit, most_tokens)
+    # As `quadriga.engines.batches` divides: the responses to a prompt stay together if they fit,
+    # else in parts, and micro-batches are as few and as even as possible.
+    prompt = round(lengths.prompt)
+    num_samples = 1
+    if config.actor_rollout_ref.actor.use_prefix_sharing:
+        num_samples = config.actor_rollout_ref.rollout.n
+    num_together = min(num_samples, (limit - prompt) // response)
+    unit = prompt + num_together * response
+    num_left = num_samples % num_together
+    if num_left:
+        # Micro-batches of two kinds of parts, in the combination with the most tokens.
+        part = prompt + num_left * response
+        combinations = []
+        for num_units in range(limit // unit + 1):
+            room = limit - num_units * unit
+            combinations.append(limit - room % part)
+        return min(max(combinations), most_tokens)
+    num_sequences = -(-num_prompts * config.actor_rollout_ref.rollout.n // num_ranks)
+    num_units = -(-num_sequences // num_together)
+    num_batches = -(-num_units // (limit // unit))
+    return -(-num_units // num_batches) * unit
 
 
 def _is_single_turn(config: Config) -> bool:
@@ -161,7 +233,7 @@ def predict_update(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
         plan: model and ranks of the role.
     """
     section = _trained_section(config, role)
-    num_tokens = micro_batch_tokens(config, section, plan.layout.world_size)
+    num_tokens = micro_batch_tokens(config, section, plan.layout.world_size, plan.lengths)
     # Prompts may be short, so all tokens may be predicted ones.
     shape = UpdateShape(
         num_tokens=num_tokens,
@@ -169,7 +241,7 @@ def predict_update(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
         itemsize=plan.itemsize,
         recomputes=plan.recomputes,
         num_shards=plan.layout.fsdp,
-        adapter_rank=_adapter_rank(config, role),
+        adapter_rank=adapter_rank(config, role),
         has_head=role == ACTOR,
         is_on_cpu=plan.is_on_cpu,
     )
@@ -240,15 +312,16 @@ def predict_phases(
     num_tokens = section.ppo_max_token_len_per_gpu
     if role == ACTOR:
         num_tokens = config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
-    most_tokens = _most_tokens(config, config.data.train_batch_size, plan.layout.world_size)
-    num_tokens = min(num_tokens, most_tokens)
+    num_prompts = config.data.train_batch_size
+    num_ranks = plan.layout.world_size
+    num_tokens = _pass_tokens(config, num_tokens, num_prompts, num_ranks, plan.lengths)
     activations = forward_bytes(
         plan.sizes,
         num_tokens,
         num_tokens,
         itemsize=plan.itemsize,
         num_shards=plan.layout.fsdp,
-        has_adapter=_adapter_rank(config, role) > 0,
+        has_adapter=adapter_rank(config, role) > 0,
         has_head=role == ACTOR,
         is_on_cpu=plan.is_on_cpu,
     )
@@ -272,11 +345,18 @@ def predict_phases(
         update.working_name: update.working,
         **other_bytes_in_training,
     }
+    tensors = update.activations + update.working
+    if plan.resident_factor > 1.0:
+        parts["freed tensors that the C library keeps"] = (plan.resident_factor - 1.0) * tensors
     predicted.append(Phase(role, UPDATE, parts, update.moment))
 
     if role == ACTOR and shares_devices and _rollout_weights(config, plan):
-        bucket = float(config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20)
         state_bytes = update.weights + optimizer
+        # Weights that stay in the process are copied tensor by tensor.
+        bucket = 0.0
+        rollout = config.actor_rollout_ref.rollout
+        if rollout.traits.computes_in != "caller" or has_shards(config):
+            bucket = float(rollout.update_weights_bucket_megabytes << 20)
         parts = {
             "training state": max(_bytes_between_phases(config, role, plan), state_bytes),
             "weights of the rollout": _rollout_weights(config, plan),
@@ -308,12 +388,31 @@ def predict_separate_generation(config: Config, device_bytes: float) -> list[Pha
     return [Phase(ROLLOUT, GENERATION, parts)]
 
 
+def copied_bytes(config: Config, plans: Mapping[str, RolePlan]) -> float:
+    """Bytes of the copies of the training state that a rank maps on a CPU; see `state_copies`.
+
+    Args:
+        config: the configuration.
+        plans: all roles that share the devices, by the keys of their sections.
+    """
+    trainer = config.trainer
+    if trainer.backend != "ray" or not trainer.state_copies or config.async_training.enable:
+        return 0.0
+    num_bytes = 0.0
+    for role, plan in plans.items():
+        if plan.is_on_cpu and role in (ACTOR, CRITIC):
+            num_trained = trained_parameters(plan.sizes, adapter_rank(config, role))
+            # Masters and moments in float32. The ranks divide them.
+            num_bytes += _NUM_COPIES * 12.0 * num_trained / plan.layout.world_size
+    return num_bytes
+
+
 def _trained_section(config: Config, role: str) -> ActorConfig | CriticConfig:
     """Section of a trained role, by its key."""
     return config.critic if role == CRITIC else config.actor_rollout_ref.actor
 
 
-def _adapter_rank(config: Config, role: str) -> int:
+def adapter_rank(config: Config, role: str) -> int:
     """Rank of the adapter of a role; 0 if all weights are trained."""
     model = config.actor_rollout_ref.model
     return adapter_shape(model).rank if role == ACTOR and model.has_adapter else 0
@@ -431,7 +530,7 @@ def _packed_bytes(config: Config, plan: RolePlan) -> float:
         return 0.0
     # The head computes in float32. Layers with an adapter are not packed.
     num_bytes = 4.0 * plan.sizes.table_parameters
-    if not _adapter_rank(config, ACTOR):
+    if not adapter_rank(config, ACTOR):
         num_bytes += float(plan.packed_itemsize) * plan.sizes.matrix_parameters
     return num_bytes / rollout_group_size(config)
 

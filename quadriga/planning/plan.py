@@ -17,13 +17,15 @@ from quadriga.errors import ConfigError
 from quadriga.planning.devices import Devices
 from quadriga.planning.phases import (
     LOG_PROBS,
+    Lengths,
     Phase,
     RolePlan,
+    copied_bytes,
     predict_phases,
     predict_separate_generation,
 )
 from quadriga.planning.sizes import ModelSizes
-from quadriga.planning.time import Lengths, StepTime, step_time
+from quadriga.planning.time import StepTime, step_time
 
 FITTING_SHARE = 0.95  # largest share of a device's memory that a fitting plan takes
 _MAX_PER_NODE = 8  # devices of a machine
@@ -153,12 +155,17 @@ def make_plan(
         if key not in sizes:
             continue
         model = config.critic.model if key == CRITIC else config.actor_rollout_ref.model
+        resident_factor = 1.0
+        if key in devices.layer_times:
+            resident_factor = devices.layer_times[key].resident_factor
         role_plan = RolePlan(
             sizes[key],
             section.layout(num_ranks, key, settings),
             itemsize,
             recomputes=model.enable_gradient_checkpointing is True,
             packed_itemsize=devices.packed_itemsize,
+            lengths=lengths,
+            resident_factor=resident_factor,
         )
         if role_plan.unknown_part:
             raise ConfigError(
@@ -172,15 +179,19 @@ def make_plan(
         roles[key] = role_plan
 
     predicted = []
+    num_copied_bytes = copied_bytes(config, roles)
     has_passes = needs_old_log_prob_pass(config) or needs_reference(config)
     for key in roles:
         for phase in predict_phases(config, roles, key, devices.memory_bytes):
             # The values of a critic are always computed.
             if not has_passes and phase.name == LOG_PROBS:
                 continue
+            parts = dict(phase.parts)
             if devices.process_bytes:
-                parts = {**phase.parts, "Python and libraries": devices.process_bytes}
-                phase = replace(phase, parts=parts)
+                parts["Python and libraries"] = devices.process_bytes
+            if num_copied_bytes:
+                parts["copies to resume from"] = num_copied_bytes
+            phase = replace(phase, parts=parts)
             predicted.append(phase)
     predicted += predict_separate_generation(config, devices.memory_bytes)
     return Plan(config, devices, roles, predicted, step_time(config, roles, devices, lengths))
@@ -375,11 +386,7 @@ def describe_plan(
     yield f"  {'all':<22}{plan.time.total:10.3g}, without grading and tools"
     slowest = max(plan.time.phases, key=lambda name: plan.time.phases[name])
     yield f"  limited by {slowest}; generation by {plan.time.limit_of_generation}"
-    efficiency = plan.time.efficiency
-    yield (
-        f"  assumed: {efficiency.products:.0%} of the products' peak, {efficiency.memory:.0%} of "
-        f"the bandwidth; {efficiency.source}"
-    )
+    yield from _sources_of_time(plan)
     yield ""
     yield "Layouts that fit, the fastest first"
     candidates = plan_layouts(plan, lengths, sizes, itemsize)
@@ -395,3 +402,19 @@ def describe_plan(
     if not fitting:
         yield "  none alone of fewer tokens, offloading, vLLM, an adapter and more devices: take a"
         yield "  smaller model, or several of these"
+
+
+def _sources_of_time(plan: Plan) -> Iterator[str]:
+    """Describe where the predicted times come from: measured layers, or assumed efficiencies."""
+    for role, times in plan.devices.layer_times.items():
+        layer = times.layer
+        text = f"an update {1e6 * layer.update_s:.3g} us a token"
+        if layer.decode_step_s:
+            text += f", a decode step {1e3 * layer.decode_step_s:.3g} ms"
+        yield f"  measured for a layer of {role}: {text}"
+    efficiency = plan.time.efficiency
+    if not plan.devices.layer_times:
+        yield (
+            f"  assumed: {efficiency.products:.0%} of the products' peak, {efficiency.memory:.0%} "
+            f"of the bandwidth; {efficiency.source}"
+        )

@@ -5,7 +5,7 @@ Legend: D hidden size, F width of the MLP.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quadriga.errors import ConfigError
@@ -66,6 +66,13 @@ class ModelSizes:
         """Number of parameters in the matrices of all layers."""
         attention = 2 * self.hidden * (self.queries + self.keys)
         return self.num_layers * (attention + 3 * self.hidden * self.mlp)
+
+    def with_value_head(self) -> "ModelSizes":
+        """Sizes of a model in which a value head [1, D] with a bias replaces the vocabulary head."""
+        num_parameters = self.num_parameters + self.hidden + 1
+        if not self.is_tied:
+            num_parameters -= self.table_parameters
+        return replace(self, num_parameters=num_parameters, is_tied=False)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str) -> "ModelSizes":

@@ -20,7 +20,8 @@ from quadriga.config import Config
 from quadriga.config.explain import BatchPlan, needs_old_log_prob_pass, needs_reference
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.planning.devices import Devices
-from quadriga.planning.phases import RolePlan, cached_token_bytes
+from quadriga.planning.memory import trained_parameters
+from quadriga.planning.phases import Lengths, RolePlan, adapter_rank, cached_token_bytes
 from quadriga.planning.sizes import ModelSizes
 
 _LONGEST_FACTOR = 2.0  # longest response of a step, relative to the mean
@@ -63,19 +64,6 @@ _ON_CPUS = Efficiency(
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Assumed mean lengths, in tokens.
-
-    Attributes:
-        prompt: P.
-        response: R.
-    """
-
-    prompt: float
-    response: float
-
-
-@dataclass(frozen=True)
 class StepTime:
     """Predicted time of a step.
 
@@ -95,6 +83,59 @@ class StepTime:
         return sum(self.phases.values())
 
 
+@dataclass(frozen=True)
+class _Passes:
+    """Times of passes over the sequences of a step that one rank computes."""
+
+    config: Config
+    plans: Mapping[str, RolePlan]
+    devices: Devices
+    lengths: Lengths
+    efficiency: Efficiency
+
+    @property
+    def num_sequences(self) -> float:
+        """Sequences of a rank."""
+        return BatchPlan(self.config).num_sequences / self.devices.count
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of a rank's sequences, with shared prompts counted once."""
+        num_prompts = self.num_sequences
+        if self.config.actor_rollout_ref.actor.use_prefix_sharing:
+            num_prompts = BatchPlan(self.config).num_prompts / self.devices.count
+        return num_prompts * self.lengths.prompt + self.num_sequences * self.lengths.response
+
+    def forward_s(self, role: str) -> float:
+        """Seconds of a pass without gradients."""
+        sizes = self.plans[role].sizes
+        measured = self.devices.layer_times.get(role)
+        if measured is not None:
+            return self.num_tokens * measured.seconds("forward_s", sizes.num_layers)
+        num_predicted = self.num_sequences * self.lengths.response if role == ACTOR else 0.0
+        squares = self.num_sequences * (self.lengths.prompt + self.lengths.response) ** 2
+        flops = forward_flops(sizes, self.num_tokens, num_predicted, squares)
+        return flops / (self.devices.flops * self.efficiency.products)
+
+    def update_s(self, role: str) -> float:
+        """Seconds of the forward and backward passes, and of the exchange between ranks."""
+        plan = self.plans[role]
+        exchange_s = _exchange_s(plan, self.devices)
+        measured = self.devices.layer_times.get(role)
+        if measured is not None:
+            section = self.config.critic if role == CRITIC else self.config.actor_rollout_ref.actor
+            # Gloo does not send during computation, so each micro-batch waits for it.
+            num_batches = -(-self.num_tokens // section.ppo_max_token_len_per_gpu)
+            seconds = self.num_tokens * measured.seconds("update_s", plan.sizes.num_layers)
+            return seconds + num_batches * exchange_s
+        # In units of a forward pass. With an adapter the backward pass computes no gradients of
+        # the frozen weights.
+        num_passes = 2 if adapter_rank(self.config, role) else 3
+        if plan.recomputes:
+            num_passes += 1
+        return num_passes * self.forward_s(role) + exchange_s
+
+
 def step_time(
     config: Config, plans: Mapping[str, RolePlan], devices: Devices, lengths: Lengths
 ) -> StepTime:
@@ -107,45 +148,24 @@ def step_time(
         lengths: assumed mean lengths.
     """
     efficiency = _ON_CPUS if devices.is_cpu else _ON_GPUS
+    passes = _Passes(config, plans, devices, lengths, efficiency)
     actor = plans[ACTOR]
-    batch = BatchPlan(config)
-    # Work of one device.
-    num_sequences = batch.num_sequences / devices.count
-    num_prompts = batch.num_prompts / devices.count
-    if not config.actor_rollout_ref.actor.use_prefix_sharing:
-        # Each sequence computes its prompt.
-        num_prompts = num_sequences
-    num_predicted = num_sequences * lengths.response
-    num_tokens = num_prompts * lengths.prompt + num_predicted
-    squares = num_sequences * (lengths.prompt + lengths.response) ** 2
-    rate = devices.flops * efficiency.products
-
-    def forward_s(sizes: ModelSizes, *, has_head: bool) -> float:
-        head_tokens = num_predicted if has_head else 0.0
-        return forward_flops(sizes, num_tokens, head_tokens, squares) / rate
-
     generation, limit = _predict_generation_s(config, actor, devices, lengths, efficiency)
     phases = {"generation": generation}
     if needs_old_log_prob_pass(config):
-        phases["old log-probs"] = forward_s(actor.sizes, has_head=True)
+        phases["old log-probs"] = passes.forward_s(ACTOR)
     if needs_reference(config):
-        phases["reference"] = forward_s(actor.sizes, has_head=True)
+        phases["reference"] = passes.forward_s(ACTOR)
     for role, plan in plans.items():
         if role not in (ACTOR, CRITIC):
             continue
-        # Forward and backward pass, in units of a forward pass. With an adapter the backward pass
-        # computes no gradients of the frozen weights.
-        is_adapted = role == ACTOR and config.actor_rollout_ref.model.has_adapter
-        num_passes = 2 if is_adapted else 3
-        if plan.recomputes:
-            num_passes += 1
         section = config.critic if role == CRITIC else config.actor_rollout_ref.actor
-        pass_s = forward_s(plan.sizes, has_head=role == ACTOR)
         name = "update of the critic" if role == CRITIC else "update"
         if role == CRITIC:
-            phases["values"] = pass_s
-        seconds = num_passes * pass_s * section.ppo_epochs
-        phases[name] = seconds + _exchange_s(plan, devices) * section.ppo_epochs
+            phases["values"] = passes.forward_s(role)
+        phases[name] = passes.update_s(role) * section.ppo_epochs
+        if devices.is_cpu:
+            phases[name] += _optimizer_s(config, role, plan, devices)
     if not actor.layout.is_whole or config.async_training.enable:
         weight_bytes = actor.sizes.num_parameters * actor.itemsize
         phases["weight sync"] = weight_bytes / devices.link_bytes_per_s
@@ -180,6 +200,18 @@ def _exchange_s(plan: RolePlan, devices: Devices) -> float:
     return num_bytes / devices.link_bytes_per_s
 
 
+def _optimizer_s(config: Config, role: str, plan: RolePlan, devices: Devices) -> float:
+    """Seconds in which the optimizer steps of an update read and write memory."""
+    # Bytes of a parameter: the norm and the clipping of its gradient, AdamW's reads and writes of
+    # master, gradient and moments; in 16 bits the rounded copy, and the sum that is zeroed.
+    num_bytes = 4 + 8 + 28
+    if plan.itemsize < 4:
+        num_bytes += 4 + plan.itemsize + 4
+    num_trained = trained_parameters(plan.sizes, adapter_rank(config, role)) / plan.layout.fsdp
+    num_steps = BatchPlan(config).num_optimizer_steps
+    return num_steps * num_trained * num_bytes / devices.bytes_per_s
+
+
 def _predict_generation_s(
     config: Config, plan: RolePlan, devices: Devices, lengths: Lengths, efficiency: Efficiency
 ) -> tuple[float, str]:
@@ -204,6 +236,14 @@ def _predict_generation_s(
         forward_flops(sizes, prompt_tokens, num_prompts, prompt_tokens * lengths.prompt) / rate
     )
     token_bytes = cached_token_bytes(plan)
+    measured = devices.layer_times.get(ACTOR)
+    if measured is not None and measured.seconds("decode_step_s", sizes.num_layers):
+        start_s = measured.seconds("generation_start_s", sizes.num_layers)
+        steps_s = (num_steps - 1) * measured.seconds("decode_step_s", sizes.num_layers)
+        # Longer responses than the measured ones read more of the KV cache.
+        more_tokens = lengths.response / 2 - measured.num_new_tokens
+        cache_s = num_new_tokens * more_tokens * token_bytes / devices.bytes_per_s
+        return start_s + steps_s + cache_s, "decode steps"
     # Mean over the tokens of a response of the sequence's length so far.
     mean_length = lengths.prompt + lengths.response / 2
     parts = {

@@ -162,6 +162,8 @@ def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, Rol
         except ConfigError as error:
             logger.warning("The memory of %s is not predicted, and counts as 0: %s", where, error)
             continue
+        if where in (CRITIC, "reward_model"):
+            sizes = sizes.with_value_head()
         plans[where] = RolePlan(sizes, section.layout(size, where, settings), itemsize)
     return plans
 

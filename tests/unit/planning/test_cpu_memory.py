@@ -10,12 +10,21 @@ import pytest
 from quadriga.config import Config, load_config
 from quadriga.config.layout import Layout
 from quadriga.config.placement import ACTOR
-from quadriga.planning.devices import CPU, Devices
+from quadriga.engines.batches import MicroBatching, RowLength, micro_batches
+from quadriga.planning.devices import CPU, Devices, LayerTimes, PassTimes
 from quadriga.planning.memory import UpdateShape, forward_bytes, layer_bytes, update_memory
-from quadriga.planning.phases import GENERATION, RolePlan, micro_batch_tokens, predict_phases
+from quadriga.planning.phases import (
+    GENERATION,
+    UPDATE,
+    Lengths,
+    RolePlan,
+    copied_bytes,
+    micro_batch_tokens,
+    predict_phases,
+    predict_update,
+)
 from quadriga.planning.plan import make_plan
 from quadriga.planning.sizes import ModelSizes
-from quadriga.planning.time import Lengths
 
 # 4 heads of 16, 2 of them for keys and values; queries 64, keys 32.
 SIZES = ModelSizes(
@@ -125,6 +134,37 @@ def test_passes_are_no_larger_than_their_batch(tmp_path: Path) -> None:
     assert micro_batch_tokens(config, config.actor_rollout_ref.actor, 1) == 16384
 
 
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("limit", [64, 200, 1024, 3000])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_largest_micro_batch_is_that_of_a_run(
+    tmp_path: Path, limit: int, num_ranks: int, shares: bool
+) -> None:
+    """If all responses have their full length, the division into micro-batches is known."""
+    section = "actor_rollout_ref.actor"
+    budget = f"{section}.ppo_max_token_len_per_gpu={limit}"
+    config = config_of(tmp_path, budget, f"{section}.use_prefix_sharing={shares}")
+    lengths = Lengths(prompt=16, response=48)
+    # 8 prompts of a mini-batch with 4 responses each, of which a rank has its share.
+    rows = [RowLength(row // 4, 16, 48) for row in range(32 // num_ranks)]
+    micro = MicroBatching(None, limit, shares)
+    largest = 0
+    for batch in micro_batches(rows, micro):
+        prompts = {rows[index].prompt_key for index in batch} if shares else batch
+        largest = max(largest, 16 * len(prompts) + 48 * len(batch))
+    actor = config.actor_rollout_ref.actor
+    predicted = micro_batch_tokens(config, actor, num_ranks, lengths)
+    # With three of four responses together there are two kinds of parts, and an upper bound.
+    if shares and limit == 200:
+        assert largest <= predicted <= limit
+    else:
+        assert predicted == largest
+    # Shorter responses may fill a micro-batch up to its limit.
+    lengths = replace(lengths, response=47)
+    worst = micro_batch_tokens(config, actor, num_ranks, lengths)
+    assert worst == micro_batch_tokens(config, actor, num_ranks) >= largest
+
+
 def test_every_phase_has_python_and_its_libraries(tmp_path: Path) -> None:
     devices = Devices(CPU, 1, DEVICE_BYTES, 1e12, 1e10, 1e10, "test", packed_itemsize=4)
     config = config_of(tmp_path)
@@ -134,3 +174,28 @@ def test_every_phase_has_python_and_its_libraries(tmp_path: Path) -> None:
     plan = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
     for phase, bare_phase in zip(plan.phases, bare.phases, strict=True):
         assert phase.total == bare_phase.total + 4e8
+
+
+def test_an_update_includes_what_the_c_library_keeps(tmp_path: Path) -> None:
+    devices = Devices(CPU, 1, DEVICE_BYTES, 1e12, 1e10, 1e10, "test", packed_itemsize=4)
+    config = config_of(tmp_path)
+    lengths = Lengths(prompt=8, response=48)
+    bare = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
+    times = LayerTimes(PassTimes(), PassTimes(), resident_factor=1.5)
+    devices = replace(devices, layer_times={ACTOR: times})
+    plan = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
+    for phase, bare_phase in zip(plan.phases, bare.phases, strict=True):
+        expected = bare_phase.total
+        if phase.name == UPDATE:
+            update = predict_update(config, ACTOR, plan.roles[ACTOR])
+            expected += 0.5 * (update.activations + update.working)
+        assert phase.total == pytest.approx(expected)
+
+
+def test_ranks_of_ray_map_two_copies_of_their_state(tmp_path: Path) -> None:
+    plans = {ACTOR: replace(on_cpu(4), layout=Layout.of(2, ACTOR))}
+    assert copied_bytes(config_of(tmp_path), plans) == 0
+    ray = "trainer.backend=ray"
+    # Masters and two moments in float32, twice, of half of the parameters.
+    assert copied_bytes(config_of(tmp_path, ray), plans) == 2 * 12 * SIZES.num_parameters / 2
+    assert copied_bytes(config_of(tmp_path, ray, "trainer.state_copies=false"), plans) == 0

@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from quadriga.errors import ConfigError
 from quadriga.models.load import skeleton_causal_lm
+from quadriga.models.scorers import ValueScorer
 from quadriga.planning.module_sizes import module_sizes
 from quadriga.planning.sizes import ModelSizes
 
@@ -38,6 +39,15 @@ def test_sizes_of_the_file_are_those_of_the_model(config: PretrainedConfig, tmp_
     config.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert ModelSizes.from_config(raw, "config.json") == module_sizes(skeleton_causal_lm(tmp_path))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_sizes_with_a_value_head_are_those_of_a_critic(is_tied: bool, tmp_path: Path) -> None:
+    Qwen2Config(**SMALL, tie_word_embeddings=is_tied).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    critic = ValueScorer(skeleton_causal_lm(tmp_path))
+    predicted = ModelSizes.from_config(raw, "config.json").with_value_head()
+    assert predicted == module_sizes(critic.model)
 
 
 def test_what_is_not_covered_is_named() -> None:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times on a CPU: measured layers, added up by hand, and the measurement itself."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from quadriga.config import Config, load_config
+from quadriga.config.layout import Layout
+from quadriga.config.placement import ACTOR, CRITIC
+from quadriga.planning.cpu import measured_cpu
+from quadriga.planning.devices import CPU, Devices, LayerTimes, PassTimes
+from quadriga.planning.phases import Lengths, RolePlan
+from quadriga.planning.plan import read_sizes
+from quadriga.planning.time import step_time
+from quadriga.workers.layer_times import layer_times
+
+LENGTHS = Lengths(prompt=8, response=32)
+NUM_LAYERS = 6
+ACTOR_TIMES = LayerTimes(
+    PassTimes(forward_s=1e-4, update_s=3e-4, generation_start_s=0.01, decode_step_s=1e-3),
+    PassTimes(forward_s=2e-4, update_s=5e-4, generation_start_s=0.02, decode_step_s=2e-3),
+    num_new_tokens=16,
+)
+CRITIC_TIMES = LayerTimes(PassTimes(forward_s=2e-4, update_s=4e-4), PassTimes())
+
+
+def write_model(folder: Path, **changes: int | bool) -> Path:
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": NUM_LAYERS,
+        "vocab_size": 100,
+    }
+    Qwen2Config(**{**shape, **changes}).save_pretrained(folder)
+    return folder
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    """Four prompts of 8 tokens with 4 responses of 32 tokens each."""
+    keys = [
+        f"actor_rollout_ref.model.path={write_model(folder)}",
+        "data.train_files=unused.parquet",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=8",
+        "data.max_response_length=32",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+        *overrides,
+    ]
+    return load_config(keys).config
+
+
+def test_a_step_is_the_sum_of_measured_layers(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "algorithm.adv_estimator=gae")
+    sizes = read_sizes(tmp_path / "config.json", {})
+    times = {ACTOR: ACTOR_TIMES, CRITIC: CRITIC_TIMES}
+    devices = Devices(CPU, 1, 1e9, 1e12, 1e9, 1e8, "test", packed_itemsize=4, layer_times=times)
+    critic_sizes = sizes.with_value_head()
+    plans = {}
+    for role, role_sizes in ((ACTOR, sizes), (CRITIC, critic_sizes)):
+        plans[role] = RolePlan(role_sizes, Layout(), 4, packed_itemsize=4, lengths=LENGTHS)
+    phases = step_time(config, plans, devices, LENGTHS).phases
+
+    # 4 prompts, computed once, and 16 responses.
+    num_tokens = 4 * 8 + 16 * 32
+    assert phases["generation"] == pytest.approx(0.08 + 31 * 8e-3)
+    assert phases["values"] == pytest.approx(num_tokens * 1.2e-3)
+    # The norm and the clipping of a gradient, then AdamW: 40 bytes of each parameter.
+    optimizer_s = 40 * sizes.num_parameters / 1e9
+    assert phases["update"] == pytest.approx(num_tokens * 2.3e-3 + optimizer_s)
+    optimizer_s = 40 * critic_sizes.num_parameters / 1e9
+    assert phases["update of the critic"] == pytest.approx(num_tokens * 2.4e-3 + optimizer_s)
+
+    # Half of the tokens on each of two ranks, in two micro-batches that exchange the gradients.
+    shards = Layout.of(2, ACTOR)
+    plans[ACTOR] = replace(plans[ACTOR], layout=shards)
+    phases = step_time(config, plans, replace(devices, count=2), LENGTHS).phases
+    exchange_s = sizes.num_parameters * (4 + 2 * 4) / 1e8
+    optimizer_s = 20 * sizes.num_parameters / 1e9
+    expected_s = num_tokens / 2 * 2.3e-3 + 2 * exchange_s + optimizer_s
+    assert phases["update"] == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("overrides", [(), ("actor_rollout_ref.model.lora_rank=4",)])
+def test_layers_are_measured(tmp_path: Path, dtype: str, overrides: tuple[str, ...]) -> None:
+    config = config_of(tmp_path, *overrides)
+    sizes = read_sizes(tmp_path / "config.json", {})
+    num_threads = torch.get_num_threads()
+    for role in (ACTOR, CRITIC):
+        times = layer_times(
+            config, role, sizes, LENGTHS, dtype=dtype, flops=1e10, num_ranks=num_threads
+        )
+        assert torch.get_num_threads() == num_threads
+        assert times.ends.update_s + times.layer.update_s > 0
+        # A critic does not generate.
+        generates = times.ends.decode_step_s + times.layer.decode_step_s > 0
+        assert generates == (role == ACTOR)
+        for field in fields(PassTimes):
+            assert getattr(times.layer, field.name) >= 0
+            assert getattr(times.ends, field.name) >= 0
+        assert times.resident_factor >= 1
+
+
+def test_ranks_share_the_machine() -> None:
+    alone = measured_cpu(1, "float32", 8e9, packs_narrow=False)
+    assert alone.memory_bytes == 8e9
+    assert alone.link_bytes_per_s == alone.bytes_per_s
+    shared = measured_cpu(2, "float32", 8e9, packs_narrow=False)
+    assert shared.memory_bytes == 4e9
+    assert 0 < shared.link_bytes_per_s != shared.bytes_per_s
