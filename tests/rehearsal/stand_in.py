@@ -327,6 +327,15 @@ def place() -> str:
     return "a line outside of the package"
 
 
+def is_from_autograd() -> bool:
+    """Whether the engine of a backward pass calls an operator, and no function in Python."""
+    for frame, _ in walk_stack(None):
+        code = frame.f_code
+        if code.co_filename != __file__ and not code.co_filename.endswith("_python_dispatch.py"):
+            return code.co_name == "_engine_run_backward"
+    return False
+
+
 class _Functions(TorchFunctionMode):
     """Calls of torch from Python."""
 
@@ -468,6 +477,11 @@ class _Operators(TorchDispatchMode):
             targets, sources = ([one] if isinstance(one, torch.Tensor) else one for one in args[:2])
             for target, source in zip(targets, sources, strict=True):
                 owner.copied(source, target, non_blocking=non_blocking)
+        elif not tensors and is_from_autograd():
+            # torch's engine puts zeros in the place of missing gradients, on the device of others.
+            for one in tree_leaves(result):
+                if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+                    storage_of(one).fits_all_devices = True
         elif on_device:
             device = next(iter(on_device))
             fresh = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
@@ -495,7 +509,11 @@ class _Operators(TorchDispatchMode):
         if func not in _COPIES:
             # A number may lie on the host, and so may indices.
             others = [
-                one for one in tensors if owner.device_of(one).type == "cpu" and one.dim() > 0
+                one
+                for one in tensors
+                if owner.device_of(one).type == "cpu"
+                and one.dim() > 0
+                and not getattr(storage_of(one), "fits_all_devices", False)
             ]
             if name in _INDEXED:
                 others = others if owner.device_of(args[0]).type == "cpu" else []
