@@ -11,7 +11,7 @@ from quadriga.observe.watchdog import NOTICE_S, waiting
 from quadriga.openmp import threads_for_load
 
 
-def load_module(name: str, what: str = "") -> Any:
+def load_module(name: str, purpose: str = "") -> Any:
     """Import a module, with a notice if that takes long.
 
     If torch is loaded with it, its threads wait for each other in the way that fits the machine's
@@ -19,12 +19,12 @@ def load_module(name: str, what: str = "") -> Any:
 
     Args:
         name: name of the module.
-        what: what the notice says is waited for; "": the module.
+        purpose: text after "waiting for" in the notice; "": the name of the module.
     """
     # Notices of a long wait must not be in the standard output, which may be data.
     emit = partial(print, file=sys.stderr, flush=True)
     with (
-        waiting(what or f"the module {name}", every_s=NOTICE_S, emit=emit),
+        waiting(purpose or f"the module {name}", every_s=NOTICE_S, emit=emit),
         collector_paused(),
         threads_for_load(),
     ):

@@ -116,8 +116,8 @@ class ActorRolloutRefWorker(Learner):
                 memory = held_memory(device)
                 require_device_memory(
                     memory.total_bytes,
-                    memory.here_bytes,
-                    memory.elsewhere_bytes,
+                    memory.process_bytes,
+                    memory.other_bytes,
                     later_bytes=self.engine.moment_bytes,
                     share=self.rollout_config.gpu_memory_utilization,
                 )

@@ -178,15 +178,15 @@ class HeldMemory(NamedTuple):
     else, such as other programs, CUDA contexts and NCCL."""
 
     total_bytes: int
-    here_bytes: int
-    elsewhere_bytes: int
+    process_bytes: int
+    other_bytes: int
 
 
 def held_memory(device: torch.device) -> HeldMemory:
     """Measure what holds the memory of a GPU."""
     free, total = torch.cuda.mem_get_info(device)
-    here = torch.cuda.memory_reserved(device)
-    return HeldMemory(total, here, total - free - here)
+    process_bytes = torch.cuda.memory_reserved(device)
+    return HeldMemory(total, process_bytes, total - free - process_bytes)
 
 
 @cache
@@ -197,13 +197,12 @@ def warn_about_other_programs(device: torch.device) -> None:
         device: the GPU of this rank.
     """
     memory = held_memory(device)
-    held = memory.elsewhere_bytes
-    total = memory.total_bytes
-    if held > MOST_HELD_SHARE * total:
+    if memory.other_bytes > MOST_HELD_SHARE * memory.total_bytes:
         visible = os.environ.get(VISIBLE, "all")
         print(
-            f"warning: other programs hold {held / GIB:.1f} of {total / GIB:.1f} GiB of {device}"
-            f" ({VISIBLE}={visible}), so a run may not fit. `nvidia-smi` lists them."
+            f"warning: other programs hold {memory.other_bytes / GIB:.1f} of"
+            f" {memory.total_bytes / GIB:.1f} GiB of {device} ({VISIBLE}={visible}), so a run may"
+            " not fit. `nvidia-smi` lists them."
         )
 
 

@@ -448,6 +448,11 @@ class _Functions(TorchFunctionMode):
         return result if device is None else self._to(result, device)
 
 
+def _tensors_of(values: Any) -> list[torch.Tensor]:
+    """Every tensor in nested containers."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
 class _Operators(TorchDispatchMode):
     """Operators of torch, from Python or not."""
 
@@ -464,7 +469,7 @@ class _Operators(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         owner = self.owner
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = _tensors_of((args, kwargs))
         places = {owner.device_of(one) for one in tensors}
         on_device = {device for device in places if device.type == "cuda"}
         name = func._schema.name
@@ -479,22 +484,21 @@ class _Operators(TorchDispatchMode):
                 owner.copied(source, target, non_blocking=non_blocking)
         elif not tensors and is_from_autograd():
             # torch's engine puts zeros in the place of missing gradients, on the device of others.
-            for one in tree_leaves(result):
-                if isinstance(one, torch.Tensor) and one.device.type == "cpu":
-                    storage_of(one).fits_all_devices = True
+            for tensor in _tensors_of(result):
+                if tensor.device.type == "cpu":
+                    storage_of(tensor).fits_all_devices = True
         elif on_device:
-            device = next(iter(on_device))
-            fresh = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-            for one in fresh:
-                if (
-                    one.device.type == "cpu"
-                    and not one.is_mkldnn
-                    and not hasattr(storage_of(one), "mark")
-                ):
-                    owner.mark(one, device)
+            self._mark_new(_tensors_of(result), next(iter(on_device)))
         if owner.here.graph is not None:
             owner.here.graph.record(func, args, kwargs, result, tensors)
         return result
+
+    def _mark_new(self, results: list[torch.Tensor], device: torch.device) -> None:
+        """Note the device of an operator's results; views already have that of their storage."""
+        for tensor in results:
+            is_marked = hasattr(storage_of(tensor), "mark") if not tensor.is_mkldnn else True
+            if tensor.device.type == "cpu" and not is_marked:
+                self.owner.mark(tensor, device)
 
     def _check(
         self,
