@@ -117,6 +117,7 @@ def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], ke
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "the 4 responses to a prompt are equal"),
         (["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], "counts twice"),
         (["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0"], "only to report"),
+        (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0"], "only to report"),
         (["algorithm.kl_ctrl.type=adaptive"], "algorithm.kl_ctrl.type: not used"),
         (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "divided by data.max_response_length, 512"),
         (["actor_rollout_ref.actor.loss_scale_factor=100"],

@@ -23,6 +23,7 @@ import pytest
 from quadriga.errors import CheckpointError
 from quadriga.trainer import run_lock as module
 from quadriga.trainer.run_lock import LOCK, run_lock
+from tests.limits import SOON_S
 
 HOLDER = """
 import os, sys, time
@@ -87,6 +88,18 @@ def test_a_dead_process_holds_nothing_though_its_fork_lives(
     with run_lock(tmp_path / "run"):
         assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_holder_that_is_ending_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel holds the lock of a killed process until it has freed its memory."""
+    monkeypatch.setattr(module, "DEATH_S", SOON_S)
+    descriptor = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    threading.Timer(0.3, os.close, (descriptor,)).start()
+    with run_lock(tmp_path):
+        pass
 
 
 def test_a_process_has_one_run_in_a_directory_at_a_time(tmp_path: Path) -> None:
