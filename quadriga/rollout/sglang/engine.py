@@ -201,8 +201,8 @@ class SGLangEngine(ThirdPartyEngine):
         try:
             with self._lock:
                 for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
-                    started.append(self._start(prompt, params, prompt_images))
-            self._counted([future for _, future in started])
+                    started.append(self._start_request(prompt, params, prompt_images))
+            self._count_when_done([future for _, future in started])
             completions = []
             for (request_id, future), prompt, params in zip(
                 started, prompts, sampling, strict=True

@@ -272,7 +272,7 @@ def test_images_and_videos_are_shared_evenly() -> None:
         {"uid": list("abcd"), "multi_modal_inputs": grids},
     )
     told = order_for_ranks(
-        batch, 2, 1, ActorConfig(ppo_mini_batch_size=4), SequenceCost(images=VISION.images)
+        batch, 2, 1, ActorConfig(ppo_mini_batch_size=4), SequenceCost(images=VISION.image_cost)
     )
     assert [[*map("abcd".index, part.non_tensor_batch["uid"])] for part in batch.chunk(2)] == [
         [0, 3],

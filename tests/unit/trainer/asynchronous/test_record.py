@@ -30,10 +30,10 @@ def test_a_group_that_waited_at_a_save_begins_once(tmp_path: Path) -> None:
         }
     )
     schedule.joined(0, version=1)
-    decisions = schedule.at(9, worker=0)
+    decisions = schedule.decisions_at(9, worker=0)
     assert [decision.group for decision in decisions if isinstance(decision, Start)] == [2, 3, 4]
-    assert schedule.at(11, worker=0) == []
-    assert schedule.at(12, worker=0) == [Load(0, 2)]
+    assert schedule.decisions_at(11, worker=0) == []
+    assert schedule.decisions_at(12, worker=0) == [Load(0, 2)]
     # The batch is complete once both of its groups are.
     for number in (2, 3):
         schedule.ended(0, number, 0)
