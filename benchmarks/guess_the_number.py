@@ -9,9 +9,9 @@ players halve the interval and win, the others guess any number that they have n
 `quadriga train` then plays the game itself. The reward is the game's own; an invalid move costs `env.invalid_penalty`,
 because the game pays for closeness when an invalid move ends it.
 
-GRPO can only choose among the moves that it samples, so the warm start must really have learned both habits: until the
-supervised loss has left its plateau (1.49 nats per token, a guess drawn from all 20 numbers) and come near the 1.32 of a
-player who has them, the model repeats guesses, and GRPO raises nothing. The initial weights decide how soon this happens.
+GRPO can only choose among moves that the model samples, so the warm start must have learned both habits. At first the
+supervised loss stays at 1.49 nats per token, a guess drawn from all 20 numbers; a model that knows the habits has 1.32.
+One that stopped at 1.47 repeated its guesses in 18 % of its moves and learned nothing in 12 steps of GRPO.
 
 Before and after GRPO the model plays 512 games with seeds that training does not have, sampled at temperature 1. Prints
 for each seed the share of games that it won and the share of its moves that were invalid. Wanted: 0.3 more of the
