@@ -2,17 +2,20 @@
 """Teaches a small model TextArena's GuessTheNumber: supervised games first, then GRPO in the environment.
 
     .venv-agents/bin/python benchmarks/guess_the_number.py
-    .venv-agents/bin/python benchmarks/guess_the_number.py --seeds 1 2 3 --steps 100 --output outputs/guess
+    .venv-agents/bin/python benchmarks/guess_the_number.py --seeds 1 2 3 --steps 40 --output outputs/guess
 
-The model has two layers and a vocabulary of the game's words. The supervised games show two habits: a third of the
-players halve the interval, the others guess any number that they have not guessed. `quadriga train` then plays the
-game itself; an invalid move costs `env.invalid_penalty`, because the game pays for closeness when an invalid move ends
-it.
+The model has two layers and one token per sentence of the game. The supervised games show two habits: a tenth of the
+players halve the interval and win, the others guess any number that they have not guessed, which wins 11 of 20 games.
+`quadriga train` then plays the game itself. The reward is the game's own; an invalid move costs `env.invalid_penalty`,
+because the game pays for closeness when an invalid move ends it.
 
-Before and after GRPO the model plays games with seeds that training does not have, sampled at temperature 1. Prints
+GRPO can only choose among moves that the model samples, so the warm start must have learned both habits. At first the
+supervised loss stays at 1.49 nats per token, a guess drawn from all 20 numbers; a model that knows the habits has 1.32.
+One that stopped at 1.47 repeated its guesses in 18 % of its moves and learned nothing in 12 steps of GRPO.
+
+Before and after GRPO the model plays 512 games with seeds that training does not have, sampled at temperature 1. Prints
 for each seed the share of games that it won and the share of its moves that were invalid. Wanted: 0.3 more of the
-games are won than before, and at most 5 % of the moves are invalid. These settings have not reached it yet: after 40
-steps seed 1 had won 0.531 of the games, 0.484 before, and 11.3 % of its moves were invalid, 16.7 % before.
+games are won than before, and at most 5 % of the moves are invalid.
 """
 
 import json
@@ -40,27 +43,26 @@ from tests.e2e.conftest import build_config, build_word_tokenizer  # noqa: E402
 
 GAME = "GuessTheNumber-v0"
 NUMBERS = range(1, 21)
-MAX_GUESSES = 10
+MAX_GUESSES = 11  # the game ends one guess later than it says
 NUM_GAMES = 40_000
-SHARE_OF_SEARCHERS = 1 / 3
-NUM_VALIDATION_GAMES = 128
+SHARE_OF_SEARCHERS = 0.1
+NUM_VALIDATION_GAMES = 512
 PENALTY = 0.2
-WORDS = r"<\w+>|\[\d+\]| ?\w+|\n|[^\w\s]|\s"
+SENTENCES = r"<\w+>|\[\d+\]|\n|[^\[\n<]+|."
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-REFUSAL = (
-    "Player 0 attempted an invalid move. Reason: Invalid move. Player 0 has already guessed the number. Please "
-    "resubmit a valid move and remember to follow the game rules to avoid penalties."
-)
 
 
-def instructions() -> str:
-    """The game's first message."""
+def observations(*moves: str) -> list[str]:
+    """The messages of a game, the first of which is the instructions, up to the response to the last move."""
     game = TextArenaEnvironment(EnvironmentSpec(f"textarena:{GAME}"), GAME)
-    return game.reset(1, {}).text
+    texts = [game.reset(1, {}).text]
+    for move in moves:
+        texts.append(game.step(move).text)
+    return texts
 
 
 def hint(direction: str) -> str:
@@ -69,13 +71,16 @@ def hint(direction: str) -> str:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word of the game's messages, and one per guess."""
-    texts = [instructions(), REFUSAL, hint("higher"), hint("lower")]
-    words = [word for text in texts for word in re.findall(WORDS, text)]
+    """One token per sentence of the game's messages, and one per guess."""
+    texts = [hint("higher"), hint("lower")]
+    # Moves that the game refuses: no guess, a number out of range, and the same number again.
+    for moves in (["guess"], ["[0]"], ["[6]", "[6]"]):
+        texts += observations(*moves)
+    sentences = [sentence for text in texts for sentence in re.findall(SENTENCES, text)]
     guesses = [f"[{number}]" for number in NUMBERS]
     roles = ["<user>", "<assistant>"]
-    vocabulary = list(dict.fromkeys([*roles, *guesses, *words]))
-    tokenizer = build_word_tokenizer(vocabulary, WORDS, TEMPLATE)
+    vocabulary = list(dict.fromkeys([*roles, *guesses, *sentences]))
+    tokenizer = build_word_tokenizer(vocabulary, SENTENCES, TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": roles})
     return tokenizer
 
@@ -104,11 +109,11 @@ def prepare(folder: Path, seed: int) -> None:
     """Write the untrained model and the supervised games."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
-    sizes = {"hidden_size": 96, "intermediate_size": 192, "max_position_embeddings": 512}
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1}
     LlamaForCausalLM(build_config(tokenizer, **sizes)).save_pretrained(folder / "untrained")
     tokenizer.save_pretrained(folder / "untrained")
     generator = random.Random(seed)
-    prompt = instructions()
+    [prompt] = observations()
     rows = [{"messages": supervised_game(generator, prompt)} for _ in range(NUM_GAMES)]
     pq.write_table(pa.Table.from_pylist(rows), folder / "games.parquet")
 
@@ -126,11 +131,12 @@ def teach(folder: Path, seed: int) -> None:
         "sft",
         f"data.train_files={folder / 'games.parquet'}",
         f"data.cache_dir={folder / 'cache'}",
-        "data.max_length=320",
+        "data.max_length=192",
         "data.train_batch_size=32",
         f"model.path={folder / 'untrained'}",
-        "optim.lr=3e-3",
+        "optim.lr=2e-3",
         "optim.lr_warmup_steps=20",
+        "optim.lr_scheduler_type=cosine",
         "engine.fsdp_config.model_dtype=float32",
         "trainer.total_epochs=1",
         f"trainer.seed={seed}",
@@ -150,8 +156,8 @@ def play(folder: Path, seed: int, num_steps: int) -> list[dict[str, Any]]:
         f"data.cache_dir={folder / 'cache'}",
         f"data.seed={seed}",
         "data.train_batch_size=8",
-        "data.max_prompt_length=192",
-        "data.max_response_length=224",
+        "data.max_prompt_length=32",
+        "data.max_response_length=128",
         f"actor_rollout_ref.model.path={folder / 'sft' / 'model'}",
         "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
         "actor_rollout_ref.actor.optim.lr=1e-3",
@@ -186,7 +192,7 @@ def main() -> None:
     """Train every seed, and print its shares before and after."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=100, help="steps of GRPO")
+    parser.add_argument("--steps", type=int, default=40, help="steps of GRPO")
     parser.add_argument("--output", type=Path, default=Path("outputs/guess"))
     arguments = parser.parse_args()
     lines = []
