@@ -253,8 +253,8 @@ class RolloutConfig(LogProbConfig):
         if size > 1 and not self.traits.supports_tensor_parallel:
             got = f"{size}, with {at}.name={self.name}"
             expected = "1: each process generates with the full model"
-            # Of the engines that pass this check, SGLang cannot do it on Ray, and servers have
-            # settings of their own.
+            # The fix leaves out two engines that pass the check: SGLang, which gets no devices on
+            # Ray, and http, whose servers have settings of their own.
             fix = f"Set it to 1, or generate with {engines_with('spans_ranks')}."
             yield ConfigError(f"{at}.tensor_model_parallel_size", got, expected, fix)
         # Experts are divided over all ranks of an engine, or not at all.
