@@ -83,7 +83,7 @@ class Restarts(Generic[T]):
     """Restarts components in background threads with exponential backoff.
 
     Components have numbers. The first restart of a component has no pause; further ones have a
-    pause that doubles each time, until `lasts` is called. After the pause, the restart begins with
+    pause that doubles each time, until `reset_pause` is called. After the pause, the restart begins with
     the next call of `ended` or `request`, not by itself.
 
     Args:
@@ -97,7 +97,7 @@ class Restarts(Generic[T]):
         # By number of the component:
         self._due: dict[int, float] = {}  # time at which its restart begins (`time.monotonic`)
         self._running: dict[int, Future[T]] = {}  # restarts that have begun
-        self._num_in_a_row = Counter[int]()  # requests since the last call of `lasts`
+        self._num_in_a_row = Counter[int]()  # requests since the last call of `reset_pause`
 
     def request(self, number: int) -> None:
         """Restart a component, at once or after its pause, without waiting for it."""
@@ -117,7 +117,7 @@ class Restarts(Generic[T]):
             del self._running[number]
         return done
 
-    def lasts(self, number: int) -> None:
+    def reset_pause(self, number: int) -> None:
         """Report that a component has done its work, so that its next restart has no pause."""
         self._num_in_a_row.pop(number, None)
 

@@ -98,7 +98,7 @@ class Killer:
         self.step = prompts.meta_info["global_steps"]
         if self.aims_at and self.step > 1:
             pool._restarts.wait(RESTART_LIMIT_S)
-            pool._take_back()
+            pool._add_restarted_engines()
         return self._disturbed("generation", pool, lambda: self.generate(pool, prompts))
 
     def publish_weights(self, pool: RolloutPool, version: int) -> None:

@@ -60,10 +60,10 @@ class Killer:
             self.seconds = min(5.0, time.monotonic() - self.last)
         if self.is_on and 1 < step < NUM_STEPS:
             with batches._changed:
-                batches._tend()
+                batches._refresh_streams()
             pool._restarts.wait(RESTART_LIMIT_S)
             with batches._changed:
-                batches._tend()
+                batches._refresh_streams()
                 batches._wait_for(lambda: not batches._workers.joining)
             ranks = list(pool._rollout.ranks)
             for rank in self.random.sample(ranks, self.random.randint(1, max(1, len(ranks) - 1))):

@@ -2,7 +2,7 @@
 """Groups of responses to the same prompt, and statistics of a response relative to its group.
 
 Groups may have any size, and their rows may be in any order. A group of one has no other response
-to compare with: its mean is taken as 0 and its standard deviation as 1, so that its score is not
+to compare with: `centered` takes its mean as 0, and `deviation` is 1, so that its score is not
 changed.
 
 A rollout may have several rows: of several agents, or of the branches of a conversation. With
@@ -100,7 +100,10 @@ class Groups:
         return minima[self.member]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over the rollouts of each row's group: [B] to [B]."""
+        """Mean over the rollouts of each row's group: [B] to [B].
+
+        Of a group of one, its own value; only `centered` takes 0.
+        """
         weights = self._weights(values)
         return self.sum(values * weights) / self.sum(weights)
 

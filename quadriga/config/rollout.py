@@ -253,19 +253,22 @@ class RolloutConfig(LogProbConfig):
         if size > 1 and not self.traits.supports_tensor_parallel:
             got = f"{size}, with {at}.name={self.name}"
             expected = "1: each process generates with the full model"
+            # The fix leaves out two engines that pass the check: SGLang, which gets no devices on
+            # Ray, and http, whose servers have settings of their own.
             fix = f"Set it to 1, or generate with {engines_with('spans_ranks')}."
             yield ConfigError(f"{at}.tensor_model_parallel_size", got, expected, fix)
         # Experts are divided over all ranks of an engine, or not at all.
         num_expert_ranks = self.expert_parallel_size
-        divides_experts = self.traits.expert_parallel_devices and num_expert_ranks == size
-        if num_expert_ranks > 1 and not divides_experts:
+        can_divide = bool(self.traits.expert_parallel_devices)
+        if num_expert_ranks > 1 and not (can_divide and num_expert_ranks == size):
             engine = f"{at}.name={self.name} and tensor_model_parallel_size={size}"
+            got = f"{num_expert_ranks}, with {engine}"
+            engines = engines_with("expert_parallel_devices")
             expected = (
-                f"1, or with {engines_with('expert_parallel_devices')} tensor_model_parallel_size: "
-                "the ranks of an engine divide its experts"
+                f"1; or, with {engines}, the value of tensor_model_parallel_size, "
+                "since all ranks of an engine divide its experts"
             )
             fix = "Set it to 1: the results are the same."
-            got = f"{num_expert_ranks}, with {engine}"
             yield ConfigError(f"{at}.expert_parallel_size", got, expected, fix)
 
     def _library_findings(self, at: str) -> Findings:
@@ -321,7 +324,8 @@ def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
     """Check several engines per process (`data_parallel_size`).
 
     Returns:
-        The error if the engine cannot have replicas in a process. None: it can, or need not.
+        The error if `data_parallel_size` is above 1 and the engine cannot have several engines in
+        a process; else None.
     """
     count = rollout.data_parallel_size
     if count == 1:
@@ -329,7 +333,10 @@ def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
     traits = rollout.traits
     got = f"{count}, with {ROLLOUT}.name={rollout.name}"
     if rollout.has_servers:
-        key = ".".join((f"{ROLLOUT}.engine_kwargs", *traits.server_options[-1:]))
+        key = f"{ROLLOUT}.engine_kwargs"
+        # The last option is the one that takes several addresses.
+        if traits.server_options:
+            key += f".{traits.server_options[-1]}"
         expected = "1: a request goes to the server with the fewest in flight"
         fix = f"Name all servers in {key}."
     elif traits.computes_in == "caller":

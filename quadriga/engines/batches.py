@@ -167,9 +167,9 @@ def micro_batches(
         division: whether to divide by tokens or by number of sequences, and the limits.
         min_batches: minimum number of micro-batches, limited by the number of rows. Ranks that
             must make equally many divide once, agree on the largest number, and divide again.
-        attention_tokens: length of a sequence at which attention costs as much as all other
-            computation; if infinite, a token costs the same in any sequence. It only affects how
-            evenly costs are divided.
+        attention_tokens: sequence length at which attention costs as much as everything else: a
+            sequence of L tokens costs L + L^2 / attention_tokens. If infinite, a token costs the
+            same in any sequence. It only affects how evenly costs are divided.
 
     Returns:
         Indices of the rows of each micro-batch.
@@ -216,6 +216,12 @@ def _divide_by_sequences(num_rows: int, size: int, min_batches: int) -> list[lis
 class _Unit:
     """Rows that stay in one micro-batch: a single row, or responses to the same prompt.
 
+    Args:
+        rows: all rows.
+        members: indices of the unit's rows.
+        attention_tokens: sequence length at which attention costs as much as everything else (see
+            `micro_batches`).
+
     Attributes:
         members: indices of the rows, the longest response first.
         first: smallest of the indices.
@@ -236,6 +242,7 @@ class _Unit:
         # Pairs of attention, up to a factor. A response of r tokens after a prompt of p tokens adds
         # (p + r)^2 - p^2 = r (r + 2 p), since its tokens attend to the prompt too.
         pairs = prompt**2 + sum(response * (response + 2 * prompt) for response in responses)
+        # In tokens: a sequence of L tokens costs L + L^2 / attention_tokens.
         self.cost = self.num_tokens + pairs / attention_tokens
         self.sort_key = (-self.cost, -self.num_tokens, responses, self.first)
 

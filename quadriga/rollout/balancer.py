@@ -173,7 +173,7 @@ class Balancer(RolloutEngine):
                 failed[number] = error
             else:
                 # Others could not serve the request, but this engine can: they are at fault.
-                self._restarts.lasts(number)
+                self._restarts.reset_pause(number)
                 self.counts["rollout/requests_moved"] += len(failed)
                 self._mark_dead(failed)
                 return completion
@@ -226,7 +226,7 @@ class Balancer(RolloutEngine):
             rows = {number: share for number, share in zip(usable, shares, strict=True) if share}
             results, errors = self._run_concurrently(rows, generate_rows)
             for number, completions in results.items():
-                self._restarts.lasts(number)
+                self._restarts.reset_pause(number)
                 responses.update(zip(rows[number], completions, strict=True))
             failed |= errors
             num_moved += sum(len(rows[number]) for number in errors)

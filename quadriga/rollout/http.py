@@ -20,6 +20,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -574,16 +575,22 @@ class ServedScorer:
         # The models of each server.
         server_models = [reply.get("data") or [{}] for reply in self.servers.ask_all("v1/models")]
         self.model = options.get("model") or server_models[0][0].get("id")
-        limits = []
-        for models in server_models:
+        # Client and longest sequence of each server that reports one.
+        limits: list[tuple[HTTPClient, int]] = []
+        for client, models in zip(self.servers.clients, server_models, strict=True):
             for model in models:
                 limit = model.get("max_model_len")
                 if model.get("id") == self.model and limit:
-                    limits.append(limit)
-        self.max_tokens = min(limits, default=None)
+                    limits.append((client, limit))
+        self.max_tokens: int | None = None
+        self._least_room: HTTPClient | None = None
+        if limits:
+            self._least_room, self.max_tokens = min(limits, key=itemgetter(1))
         self._thread = EventLoopThread("scorer")
 
-    def require_tokens_of(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+    def require_same_tokenizer_and_room(
+        self, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+    ) -> None:
         """Refuse servers that have another tokenizer, or no room for the sequences.
 
         Args:
@@ -591,11 +598,12 @@ class ServedScorer:
             max_tokens: longest sequence; a server generates one token more.
 
         Raises:
-            ConfigError: names the server.
+            ConfigError: names the server, of several without room the one with the least.
         """
         if self.max_tokens is not None and self.max_tokens <= max_tokens:
+            assert self._least_room is not None
             raise ConfigError(
-                self.servers.clients[0].where,
+                self._least_room.where,
                 got=f"room for {self.max_tokens} tokens (max_model_len)",
                 expected=f"at least {max_tokens + 1}",
                 fix="Serve it with more.",

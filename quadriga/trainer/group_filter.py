@@ -65,8 +65,8 @@ class GroupFilter:
         """Add the unequal groups of a batch of prompts.
 
         Args:
-            part: graded responses, those of a prompt one below the other, with `uid`,
-                `token_level_scores` [B, T], `reward_extra`, and metrics in meta_info.
+            part: graded responses with `uid`, `token_level_scores` [B, T], `reward_extra`, and
+                metrics in meta_info.
 
         Returns:
             The uids of the unequal groups.

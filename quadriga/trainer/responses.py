@@ -299,15 +299,15 @@ class BatchRewards:
 
     def __init__(self, reward: RewardManager, batch: DataProto) -> None:
         outcomes = batch.non_tensor_batch.pop("reward_outcome", None)
-        # [B], the row whose grade each row has. None: each row has its own.
-        self._sources: np.ndarray | None = None
+        # [B]: row i takes the grade of row _graded_row[i]. None: every row is graded itself.
+        self._graded_row: np.ndarray | None = None
         rows_to_grade = batch
         if has_larger_rollouts(batch):
-            self._sources = _sources_of_grades(batch, outcomes)
-            numbers = np.unique(self._sources)
-            rows_to_grade = batch.select_idxs(numbers)
+            self._graded_row = _find_graded_rows(batch, outcomes)
+            rows_graded = np.unique(self._graded_row)
+            rows_to_grade = batch.select_idxs(rows_graded)
             if outcomes is not None:
-                outcomes = outcomes[numbers]
+                outcomes = outcomes[rows_graded]
         self._grading = reward.begin(rows_to_grade, outcomes)
         self.is_joined = False
 
@@ -324,8 +324,8 @@ class BatchRewards:
             RewardError: too many responses could not be graded.
         """
         output = self._grading.result()
-        if self._sources is not None:
-            output = _expand_grades(output, self._sources, batch)
+        if self._graded_row is not None:
+            output = _expand_grades(output, self._graded_row, batch)
 
         batch.batch["token_level_scores"] = output.scores
         # From a column for each name to a dictionary for each row.
@@ -346,8 +346,8 @@ class BatchRewards:
             self._grading.cancel()
 
 
-def _sources_of_grades(batch: DataProto, outcomes: np.ndarray | None) -> np.ndarray:
-    """Find the row whose grade each row has.
+def _find_graded_rows(batch: DataProto, outcomes: np.ndarray | None) -> np.ndarray:
+    """Find the row whose grade each row takes.
 
     It is the row itself if it was graded early, else the first row of its rollout that was not.
 
@@ -359,29 +359,29 @@ def _sources_of_grades(batch: DataProto, outcomes: np.ndarray | None) -> np.ndar
         Row numbers, [B].
     """
     first_rows: dict[int, int] = {}
-    sources = []
+    graded_row = []
     for row, number in enumerate(rollout_numbers(batch)):
         if outcomes is not None and outcomes[row] is not None:
-            sources.append(row)
+            graded_row.append(row)
         else:
-            sources.append(first_rows.setdefault(number, row))
-    return np.array(sources)
+            graded_row.append(first_rows.setdefault(number, row))
+    return np.array(graded_row)
 
 
-def _expand_grades(output: RewardOutput, sources: np.ndarray, batch: DataProto) -> RewardOutput:
-    """Give each row the rewards of the row whose grade it has.
+def _expand_grades(output: RewardOutput, graded_row: np.ndarray, batch: DataProto) -> RewardOutput:
+    """Give each row the rewards of the row whose grade it takes.
 
     Args:
-        output: rewards of the distinct rows in `sources`, in ascending order.
-        sources: row whose grade each row has, [B].
+        output: rewards of the distinct rows in `graded_row`, in ascending order.
+        graded_row: row whose grade each row takes, [B].
         batch: all rows.
     """
     # [B], the place of each row's grade in the output.
-    places = np.searchsorted(np.unique(sources), sources)
+    places = np.searchsorted(np.unique(graded_row), graded_row)
     scores = output.scores[torch.from_numpy(places)]
     lengths = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1).tolist()
-    has_other_source = sources != np.arange(len(sources))
-    for row in np.flatnonzero(has_other_source).tolist():
+    takes_other_grade = graded_row != np.arange(len(graded_row))
+    for row in np.flatnonzero(takes_other_grade).tolist():
         # The score is at the last token of the graded row; move it to the last token of this one.
         total = scores[row].sum()
         scores[row] = 0.0

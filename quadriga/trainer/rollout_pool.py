@@ -118,7 +118,7 @@ class RolloutPool(WeightPublisher):
 
     def _send_all(self) -> None:
         """Send the current weights to all engines, again if an engine is lost on the way."""
-        self._take_back()
+        self._add_restarted_engines()
         is_complete = False
         while not is_complete:
             is_complete = self._send(self._version)
@@ -127,7 +127,7 @@ class RolloutPool(WeightPublisher):
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate a response to each row. The interface is that of the workers' method."""
-        if self._take_back() or not self._is_sent:
+        if self._add_restarted_engines() or not self._is_sent:
             self._send_all()
         outputs: list[tuple[int, DataProto]] = []  # number of the first row, responses
         pending = self._begin(0, prompts)
@@ -136,7 +136,7 @@ class RolloutPool(WeightPublisher):
             for handle, output in self._rollout.first_outcomes(list(pending)).items():
                 rank, first, rows = pending.pop(handle)
                 if isinstance(output, BaseException):
-                    self._lose(rank, output)
+                    self._drop_engine(rank, output)
                     if len(rows):
                         lost_rows.append((first, rows))
                     continue
@@ -144,7 +144,7 @@ class RolloutPool(WeightPublisher):
                 if rank % self._group_size == 0:
                     outputs.append((first, output))
                     Tally.add(len(rows))
-                self._restarts.lasts(rank)
+                self._restarts.reset_pause(rank)
             # Only now: more engines may have been lost while the outcomes were handled.
             for first, rows in lost_rows:
                 ranks = self._rollout.ranks
@@ -242,12 +242,12 @@ class RolloutPool(WeightPublisher):
         if failures and not losses and not refused_ranks:
             raise next(iter(failures.values()))
         for rank, error in losses.items():
-            self._lose(rank, error)
+            self._drop_engine(rank, error)
         for rank in refused_ranks:
-            self._lose(rank, failures[rank], is_refused=True)
+            self._drop_engine(rank, failures[rank], is_refused=True)
         return [] if failures else list(outputs.values())
 
-    def _lose(self, rank: int, error: BaseException, *, is_refused: bool = False) -> None:
+    def _drop_engine(self, rank: int, error: BaseException, *, is_refused: bool = False) -> None:
         """Continue without an engine, and restart it in the background.
 
         Args:
@@ -283,7 +283,7 @@ class RolloutPool(WeightPublisher):
         engine = copy(self._rollout).use_ranks([rank])
         engine.resolve(engine.start_all("init_model", [((), {})]))
 
-    def _take_back(self) -> bool:
+    def _add_restarted_engines(self) -> bool:
         """Add engines that have been restarted. Returns whether any has no weights yet."""
         for rank, start in self._restarts.ended().items():
             error = start.exception()

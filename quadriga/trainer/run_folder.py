@@ -3,9 +3,12 @@
 
     config.yaml      configuration, names of other files, and the last step      settings.py
     metrics.jsonl    metrics of each step, if `jsonl` is in trainer.logger
-    responses        trainer.rollout_data_dir, else the record in rollouts/; else those of validations:
-                     trainer.validation_data_dir, else the record, else samples.jsonl with
-                     trainer.log_val_generations
+    responses        the first of these that exists:
+                       of training     files in trainer.rollout_data_dir
+                                       the record in rollouts/
+                       of validation   files in trainer.validation_data_dir
+                                       the record in rollouts/
+                                       samples.jsonl, with trainer.log_val_generations
 
 While a run is going on, its files are complete up to the last step: an unfinished line or file is
 not read.
@@ -102,17 +105,19 @@ class RunFolder:
 
     @cached_property
     def responses(self) -> dict[int, Callable[[], list[Sample]]]:
-        """Functions that read the responses of a step, by step; empty if none were written.
+        """Readers of the recorded responses: step -> function that reads that step's.
 
-        The files and their order are those of the module's table: responses of training come before
-        those of validations, files of texts before the record.
+        Only one source is used, the first that has anything: text files of training, the record of
+        training, text files of validation, the record of validation, samples.jsonl. Empty if none
+        has.
         """
+        last_step = self.last_step or math.inf  # 0: not known
         for name, kind in (("rollout_data_dir", STEP), ("validation_data_dir", VALIDATION)):
             folder = self._folder_of_key(name)
             readers: dict[int, Callable[[], list[Sample]]] = {}
             for path in folder.glob("*.jsonl") if folder else ():
-                # Later steps were written by another run.
-                if path.stem.isdecimal() and int(path.stem) <= (self.last_step or math.inf):
+                # A file of a later step was left by another run.
+                if path.stem.isdecimal() and int(path.stem) <= last_step:
                     readers[int(path.stem)] = partial(_read_samples, path)
             if not readers:
                 steps = self.record.steps(kind)
@@ -122,6 +127,7 @@ class RunFolder:
 
         path = self.directory / SAMPLES_FILE
         samples: dict[int, list[Sample]] = {}
+        # The same option writes metrics and samples: without metrics, the file is of another run.
         if path.is_file() and self.metrics:
             for sample in _read_samples(path):
                 samples.setdefault(int(sample["step"]), []).append(sample)

@@ -254,6 +254,7 @@ def _advice_on_missing_files(run: RunFolder) -> list[str]:
         return lines
     if not run.has_metrics:
         lines.append("Metrics were not written: trainer.logger=[console,jsonl] writes them.")
+    # Only RL runs have this key, whatever its value.
     is_rl = "trainer.rollout_data_dir" in run.settings.values
     if is_rl and not run.has_training_responses:
         lines.append("Responses were not recorded: trainer.rollout_record=all records them.")

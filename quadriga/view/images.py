@@ -40,7 +40,8 @@ def row_images(run: ViewedRun, step: int, kind: str, place: int) -> dict[str, An
     if match is None:
         return {"images": [], "note": f"No Parquet file with the images is known ({source})."}
     path = Path(match[1])
-    key = str(run.configuration()[0].get("data.image_key") or "images")
+    values, _ = run.configuration()
+    key = str(values.get("data.image_key") or "images")
     try:
         entries = pq.read_table(path, columns=[key])[key][int(match[2])].as_py()
     except (OSError, pa.ArrowException, KeyError, IndexError) as error:

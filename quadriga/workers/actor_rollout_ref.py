@@ -162,7 +162,7 @@ class ActorRolloutRefWorker(Learner):
         # All ranks of a rollout group get the same prompts; the first rank returns the responses.
         self.register_mesh(GROUPS, self.rank // size, self.rank % size == 0)
         # The rollout may compute in the actor's own modules, if they have all weights.
-        has_actor = self.engine.has_replicated_weights and group is None
+        lends_modules = self.engine.has_replicated_weights and group is None
         self.generation = ResponseGenerator(
             self.config,
             self.tokenizer,
@@ -170,7 +170,7 @@ class ActorRolloutRefWorker(Learner):
             self.engine.dtype,
             is_beside_training=self.is_trained,
             num_processes=self.world_size,
-            actor=self.engine.model if has_actor else None,
+            actor=self.engine.model if lends_modules else None,
             group=group,
         )
         engine = self.generation.engine
@@ -178,10 +178,10 @@ class ActorRolloutRefWorker(Learner):
             bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
             self.resharding = ReshardedWeights(self.rank, self.world_size, device, bucket_bytes)
             self.weight_sync = self.resharding
-            return
-        self.weight_sync = SharedWeights() if engine.shares_weights else CopiedWeights()
-        # Published tensors are new ones or the actor's own: none is overwritten while it is loaded.
-        engine.is_load_stable = True
+        else:
+            self.weight_sync = SharedWeights() if engine.shares_weights else CopiedWeights()
+            # The sender never overwrites a tensor during a load, so the engine need not clone it.
+            engine.is_load_stable = True
 
     def _make_reference(self) -> str:
         """Build the reference: the policy that training starts from. Returns its description."""

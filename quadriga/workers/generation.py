@@ -229,16 +229,13 @@ def prompt_context(config: Config, tokenizer: Any) -> PromptContext:
 
 
 def embedding_limit(config: Config, tokenizer: Any) -> int | None:
-    """Find out whether the tokenizer has ids beyond the rows of the model's embedding.
+    """Number of embedding rows, if the tokenizer has ids beyond them; else None.
 
-    Prints a notice about such tokens, unless there is only the padding token.
+    Prints a notice about tokens with such ids, unless there is only the padding token.
 
     Args:
         config: the configuration.
         tokenizer: tokenizer of the policy.
-
-    Returns:
-        The number of rows of the embedding, if there are such ids; else None.
 
     Raises:
         DataError: a token that ends responses has no row.

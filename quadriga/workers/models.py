@@ -173,7 +173,7 @@ def _read_value_head(critic: Scorer, folder: Path) -> None:
             parameter.data.copy_(files.read(name))
 
 
-def load_judge(
+def load_reward_scorer(
     path: str, dtype: torch.dtype, processes: Processes, *, trust_remote_code: bool
 ) -> LoadedModel:
     """Load the reward model at `path`.
@@ -192,6 +192,7 @@ def load_judge(
         EngineError: see `load_reward_model`.
     """
     folder = None if processes.layout.is_whole else model_folder(path)
+    # All weights are loaded now, because each rank holds them, or only transformers reads the files.
     if folder is None:
         device = processes.world.device
         model = load_reward_model(
@@ -205,9 +206,10 @@ def load_judge(
     )
     if has_vision:
         add_score_head(skeleton)
-    # Check the head before the scorer is built, which needs it, and the files afterwards.
+    # First only the model: the scorer cannot be built without a head.
     require_scoring_model(path, skeleton, [])
     loaded, missing = _read_by_shard(RewardScorer(skeleton), folder)
+    # Then the files: they must have all weights.
     require_scoring_model(path, skeleton, missing)
     choose_attention(skeleton)
     return loaded
@@ -288,30 +290,30 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     if config.task != "reward_model":
         _require_causal_lm(policy, path)
     _check_vision(config, policy, has_critic=has_critic)
-    text = policy.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
+    policy_text = policy.get_text_config()
+    positions = getattr(policy_text, "max_position_embeddings", None)
     num_tokens = config.data.max_prompt_length + config.data.max_response_length
     if positions is not None and num_tokens > positions:
         raise too_long(num_tokens, positions, str(path))
-    _check_ways(config, policy, has_critic=has_critic)
+    _check_packing(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
 
-    _check_rollout_heads(config, text)
+    _check_rollout_heads(config, policy_text)
 
-    # Each training engine has its own rules about dividing heads and layers.
+    # Megatron: does it have this architecture? Any engine: do heads and layers divide?
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if layout.has_own_modules:
             require_supported(model, layout, config.actor_rollout_ref.actor.megatron, where)
         if (layout.sp, layout.tp, layout.pp, layout.ep) != (1, 1, 1, 1):
-            text = model.get_text_config()
-            num_heads, num_kv_heads = _num_heads(text)
+            model_text = model.get_text_config()
+            num_heads, num_kv_heads = _num_heads(model_text)
             shape = ModelShape(
                 name=(model.architectures or [type(model).__name__])[0],
-                num_layers=text.num_hidden_layers,
+                num_layers=model_text.num_hidden_layers,
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
-                tensor_plan={} if layout.has_own_modules else tensor_plan(text),
-                num_experts=_num_experts(text),
+                tensor_plan={} if layout.has_own_modules else tensor_plan(model_text),
+                num_experts=_num_experts(model_text),
             )
             check_model(layout, shape, where)
 
@@ -371,7 +373,7 @@ def _num_heads(text: Any) -> tuple[int, int]:
     return num_heads, getattr(text, "num_key_value_heads", None) or num_heads
 
 
-def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
+def _check_packing(config: Config, policy: Any, *, has_critic: bool) -> None:
     """Check that roles whose rows cannot be packed ask for nothing that needs packed rows.
 
     Args:

@@ -28,7 +28,7 @@ from quadriga.protocol.chats import ends_with_assistant
 from quadriga.protocol.columns import object_array
 from quadriga.single_controller import Dispatch, Execute, register
 from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, SOLUTION_MESSAGES, EngineWorker, timed
-from quadriga.workers.models import load_judge
+from quadriga.workers.models import load_reward_scorer
 
 _KEY = "reward_model.model.input_tokenizer"
 
@@ -45,7 +45,7 @@ class RewardModelWorker(EngineWorker):
 
         path = str(model_section.path)
         trust = model_section.trust_remote_code
-        loaded = load_judge(path, self.dtype.value, self.processes, trust_remote_code=trust)
+        loaded = load_reward_scorer(path, self.dtype.value, self.processes, trust_remote_code=trust)
         model = loaded.scorer.model
         self.vocabulary_size = model.get_input_embeddings().num_embeddings
         self.engine, about = self.build_frozen(loaded, model_section.fsdp_config, "reward model")

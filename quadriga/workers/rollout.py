@@ -119,7 +119,7 @@ class RolloutWorker(Worker):
             meeting = partial(meet, address, rank, self.device)
             sync = ReshardedWeights if has_shards(self.config) else StreamedWeights
             self._receiver = sync(rank, size, self.device, bucket_bytes, meeting)
-            # Received tensors are not overwritten.
+            # Received tensors are never overwritten during a load, so the engine need not clone them.
             self.generation.engine.is_load_stable = True
             return
         if self._receiver is not None:

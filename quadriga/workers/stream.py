@@ -51,9 +51,9 @@ class WeightCopy(NamedTuple):
     fingerprints: Mapping[str, str]
 
 
-UnderWay = tuple[Any, ...]
+SavedResponse = tuple[Any, ...]
 """A response of an unfinished group: the group, the number of the row, and then the fields of the
-response so far, with lists as tensors."""
+response so far, with lists as tensors. Its `finish_reason` is "abort" if it has not ended."""
 
 
 class GenerationStream:
@@ -91,55 +91,49 @@ class GenerationStream:
         self,
         groups: Mapping[int, DataProto],
         joined: Callable[[int], None] | None = None,
-        under_way: Sequence[UnderWay] = (),
+        saved: Sequence[SavedResponse] = (),
     ) -> None:
         """Start to generate groups of responses.
 
         Args:
             groups: rows of each group, as for `generate_sequences`.
-            joined: called with the engine's number of steps so far, before the step that draws the
-                first tokens of all responses. Not called for conversations.
-            under_way: responses of unfinished groups, from `save`. Those that have not ended are
+            joined: called once, when every response is in the engine's batch, with the number of
+                engine steps before that. Not called for conversations.
+            saved: responses of unfinished groups, from `save`. Those that have not ended are
                 continued in this order.
 
         Raises:
             RolloutError: the engine cannot continue responses.
         """
-        config = self.generation.config
         if self._loop is not None:
             self._converse(groups)
             return
-        length = config.data.max_response_length
-        rollout = config.actor_rollout_ref.rollout
-        # A response is known by its group and the number of its row there.
-        requests: dict[tuple[int, int], Any] = {}
-        for group, rows in groups.items():
-            fields = requests_of(rows, rollout, length, config.trainer.seed)
-            for row, request in enumerate(zip(*fields, images_of(rows), strict=True)):
-                requests[group, row] = request
-        earlier = {(group, row): _response_of(fields) for group, row, *fields in under_way}
-        # Responses that had not ended when they were saved.
-        begun = [key for key, response in earlier.items() if response.finish_reason == "abort"]
-        if begun and not self.engine.traits.continues_unfinished:
+        requests = self._requests_of_groups(groups)
+        saved_responses = {(group, row): _response_of(fields) for group, row, *fields in saved}
+        # "abort": the response had not ended when it was saved.
+        unfinished = [
+            key for key, response in saved_responses.items() if response.finish_reason == "abort"
+        ]
+        if unfinished and not self.engine.traits.continues_unfinished:
             raise RolloutError(
-                f"rollout.name={rollout.name}",
-                got=f"{len(begun)} responses that another engine has begun",
-                expected="a checkpoint without",
+                f"rollout.name={self.generation.config.actor_rollout_ref.rollout.name}",
+                got=f"{len(unfinished)} responses that another engine has begun",
+                expected="a checkpoint without unfinished responses",
                 fix=f"Resume with rollout.name={engines_with('continues_unfinished')}.",
             )
 
-        # First those to continue, then those that begin.
-        order = [*begun, *(key for key in requests if key not in earlier)]
+        # First those to continue, then new ones.
+        order = [*unfinished, *(key for key in requests if key not in saved_responses)]
         ordered_requests = [requests[key] for key in order]
         prompts, sampling, images = map(list, zip(*ordered_requests, strict=True))
-        beginnings = [earlier[key] for key in begun]
-        futures = self.engine.begin(prompts, sampling, images, joined, beginnings)
+        to_continue = [saved_responses[key] for key in unfinished]
+        futures = self.engine.begin(prompts, sampling, images, joined, to_continue)
         future_of_response = dict(zip(order, futures, strict=True))
         started = time.perf_counter()
         # Responses that had already ended when they were saved.
-        for key in earlier.keys() - future_of_response.keys():
+        for key in saved_responses.keys() - future_of_response.keys():
             future_of_response[key] = Future()
-            future_of_response[key].set_result(earlier[key])
+            future_of_response[key].set_result(saved_responses[key])
 
         # All groups are open before the first callback runs.
         for group, rows in groups.items():
@@ -147,6 +141,27 @@ class GenerationStream:
         for group, rows in groups.items():
             for future in tuple(self._open[group]):
                 future.add_done_callback(partial(self._end_request, group, rows, started))
+
+    def _requests_of_groups(
+        self, groups: Mapping[int, DataProto]
+    ) -> dict[tuple[int, int], tuple[Any, ...]]:
+        """Make the requests of groups: prompt, sampling and images of each response.
+
+        Args:
+            groups: rows of each group.
+
+        Returns:
+            The requests, by the group and the number of its row.
+        """
+        config = self.generation.config
+        rollout = config.actor_rollout_ref.rollout
+        length = config.data.max_response_length
+        requests: dict[tuple[int, int], tuple[Any, ...]] = {}
+        for group, rows in groups.items():
+            fields = requests_of(rows, rollout, length, config.trainer.seed)
+            for row, request in enumerate(zip(*fields, images_of(rows), strict=True)):
+                requests[group, row] = request
+        return requests
 
     @property
     def weight_version(self) -> int:
@@ -209,11 +224,11 @@ class GenerationStream:
 
         self._weights.publish(shards(), self.engine, version)
 
-    def save(self, saved: Callable[[int, list[UnderWay]], None]) -> Future[int]:
+    def save(self, report: Callable[[int, list[SavedResponse]], None]) -> Future[int]:
         """Save unfinished groups between two steps. The KV cache is recomputed afterwards.
 
         Args:
-            saved: called with the number of steps so far, and the responses of unfinished groups:
+            report: called with the number of steps so far, and the responses of unfinished groups:
                 first those that have ended, then the others in the order in which they continue. It
                 may wait.
 
@@ -234,12 +249,12 @@ class GenerationStream:
             # In the order in which they are reported: ended ones, then those that continue.
             responses = {future: future.result() for future in places if future.done()}
             responses |= engine.unfinished()
-            under_way: list[UnderWay] = []
+            saved: list[SavedResponse] = []
             for future, response in responses.items():
                 # The engine also has responses of groups that were aborted or started meanwhile.
                 if future in places:
-                    under_way.append((*places[future], *_response_fields(response)))
-            saved(engine.num_steps, under_way)
+                    saved.append((*places[future], *_response_fields(response)))
+            report(engine.num_steps, saved)
 
         return engine.between_steps(collect, keeps_cache=False, recomputes=True)
 
@@ -398,14 +413,14 @@ class ServedStream(GenerationStream):
     def hand_out(self) -> None:
         """Report unfinished responses at the next step; see `save`."""
 
-        def report_responses(_: int, under_way: list[UnderWay]) -> None:
+        def report_responses(_: int, saved: list[SavedResponse]) -> None:
             """Report the responses to the driver."""
-            self._report("under way", 0, lambda: under_way)
+            self._report("saved", 0, lambda: saved)
 
         def report_failure(done: Future[int]) -> None:
             """Report an error of the save to the driver."""
             if done.exception() is not None:
-                self._queued_events.put(("under way", 0, done.result))
+                self._queued_events.put(("saved", 0, done.result))
 
         self.save(report_responses).add_done_callback(report_failure)
 
@@ -422,7 +437,7 @@ class ServedStream(GenerationStream):
 
         Returns:
             The events: ("ended", group, its rows), ("loaded", version, version of the weights since
-            then) or ("under way", 0, responses from `save`).
+            then) or ("saved", 0, responses from `save`).
         """
         events: list[tuple[str, int, Callable[[], Any]]] = []
         deadline = time.monotonic() + EVENTS_WITHIN_S

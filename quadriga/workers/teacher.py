@@ -167,7 +167,7 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         if is_served(path):
             server = _make_client(config, path)
             try:
-                server.require_tokens_of(tokenizer, longest)
+                server.require_same_tokenizer_and_room(tokenizer, longest)
             finally:
                 server.close()
             continue

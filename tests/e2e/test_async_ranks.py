@@ -243,7 +243,7 @@ def test_a_rank_that_is_lost_in_a_save_holds_up_nothing(
         if len(stream._open) > 1 and not lost:
             lost.append(stream)
             error = WorkerLostError("rollout[rank 1/2] died in stream_events", got="SIGKILL")
-            stream._queued_events.put(("under way", 0, lambda: (_ for _ in ()).throw(error)))
+            stream._queued_events.put(("saved", 0, lambda: (_ for _ in ()).throw(error)))
         else:
             hand_out(stream)
 

@@ -57,7 +57,6 @@ class _ManagerAdapter(RewardManager):
         arguments |= tree.reward_model.reward_kwargs
         self._thread: EventLoopThread | None = None
         if hasattr(self.manager_class, "run_single"):
-            # The manager stores the running event loop, so it is made in a coroutine.
             self._thread = EventLoopThread("quadriga-rewards")
             making = self._make_manager({**arguments, "config": tree})
             self.manager = self._thread.submit(making).result()
@@ -68,7 +67,10 @@ class _ManagerAdapter(RewardManager):
         self.manager = self.manager_class(**accepted_arguments(self.manager_class, arguments))
 
     async def _make_manager(self, arguments: dict[str, Any]) -> Any:
-        """Make the manager with those arguments that it has parameters for."""
+        """Make the manager inside the event loop, which its constructor stores.
+
+        It gets the arguments it has parameters for.
+        """
         return self.manager_class(**accepted_arguments(self.manager_class, arguments))
 
     def __call__(self, data: DataProto) -> RewardOutput:

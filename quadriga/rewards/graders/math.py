@@ -120,21 +120,20 @@ def _parse_truth(ground_truth: str) -> list[Any]:
     if "\\boxed" not in text and "$" not in text:
         # Outside of a math environment, "\frac{1}{2}" would be read as several numbers.
         text = f"\\boxed{{{text}}}"
-    expected = "expected an expression that math-verify can read"
+    hint = "expected an expression that math-verify can read"
     token = _is_grading.set(True)
     try:
         with cpu_limit(CPU_LIMIT_S):
             truth = _parse(plain_math(text))
-            # A truth that cannot be compared with itself cannot be compared with any response.
+            # Only for its errors: a truth that cannot be compared with itself cannot be compared
+            # with any response.
             _is_same(truth, truth)
     except (Exception, CPULimitError, UngradableError) as error:
-        raise ValueError(
-            f"ground truth: got {ground_truth[:200]!r} ({error}), {expected}"
-        ) from error
+        raise ValueError(f"ground truth: got {ground_truth[:200]!r} ({error}), {hint}") from error
     finally:
         _is_grading.reset(token)
     if not truth:
-        raise ValueError(f"ground truth: got {ground_truth[:200]!r}, {expected}")
+        raise ValueError(f"ground truth: got {ground_truth[:200]!r}, {hint}")
     return truth
 
 

@@ -229,7 +229,7 @@ def overlong_penalty(
     if not options["enable"]:
         return 0.0, {}
     buffer_length = options["len"]
-    # Tokens beyond the length from which on there is a penalty; negative for a short response.
+    # Tokens past the start of the buffer, where the penalty starts; negative for a short response.
     excess = length - (max_length - buffer_length)
     penalty = min(0.0, -excess / buffer_length * options["penalty_factor"])
     if not options["log"]:

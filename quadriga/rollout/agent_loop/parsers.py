@@ -183,11 +183,12 @@ def _from_json(text: str, subject: str, expected_form: str, name: str = "") -> A
 
 
 def _call_with_arguments(name: str, arguments: Any, expected_form: str) -> ToolCall:
-    """Make a call of a tool, which has a problem if the arguments are no JSON object.
+    """Make a tool call; if the arguments are not a JSON object, one with `problem` set.
 
     Args:
         name: name of the tool.
-        arguments: the arguments: an object, JSON that has one, or a call with a problem.
+        arguments: decoded arguments, JSON text of them, or what `_from_json` returned for
+            unreadable JSON (a `ToolCall` with the problem), which is returned as it is.
         expected_form: the expected form, for the problem.
     """
     if isinstance(arguments, str):  # JSON inside JSON, as in OpenAI's API

@@ -349,7 +349,7 @@ def ask_status(actors: Sequence[Any], limit_s: float) -> list[Status | None]:
 
 
 def output_or_none(ref: Any) -> Any:
-    """Output of a call; None if its process has died."""
+    """Output of a call; None if it failed, because its process died or the method raised."""
     try:
         return ray.get(ref)
     except RayError:

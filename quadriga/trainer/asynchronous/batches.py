@@ -80,9 +80,9 @@ from quadriga.trainer.prompts import PromptStream
 from quadriga.trainer.rollout_pool import WeightPublisher
 from quadriga.trainer.rollout_rows import rollout_numbers
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.stream import GenerationStream, UnderWay
+from quadriga.workers.stream import GenerationStream, SavedResponse
 
-TEND_S = 1.0
+REFRESH_S = 1.0
 """Seconds between two checks for lost and new engines, while the trainer waits."""
 
 
@@ -188,7 +188,7 @@ class AsyncBatches(WeightPublisher):
             # A save after the previous step is over, so engines that paused for it continue.
             schedule.release()
             self._announce()
-            self._tend()
+            self._refresh_streams()
             schedule.wants_batch()
             self._act()
             with waiting(f"the responses of step {step}", self._describe_progress):
@@ -343,22 +343,22 @@ class AsyncBatches(WeightPublisher):
         Raises:
             Exception: an error of the rollout.
         """
-        timeout_s = None if self._workers.pool is None else TEND_S
+        timeout_s = None if self._workers.pool is None else REFRESH_S
         while self._error is None and not is_there():
-            self._tend()
-            # `_tend` itself may have fulfilled the condition.
+            self._refresh_streams()
+            # `_refresh_streams` itself may have fulfilled the condition.
             if not is_there():
                 self._changed.wait(timeout_s)
         if self._error is not None:
             raise self._error
 
-    def _tend(self) -> None:
+    def _refresh_streams(self) -> None:
         """Add new engines in other processes to the workers, and remove lost ones."""
         pool = self._workers.pool
         if pool is None:
             return
         schedule = self._begun_schedule
-        new, lost = pool.tend(self._end_group, pauses=self.rules.deterministic)
+        new, lost = pool.refresh_streams(self._end_group, pauses=self.rules.deterministic)
         for worker in self._workers.remove(lost):
             schedule.lost(worker)
             if worker in self._snapshot.reports:
@@ -547,8 +547,8 @@ class AsyncBatches(WeightPublisher):
         if idle_s is not None:
             self._prefetcher.counts["rollout_wait_s"] += idle_s
         # Groups of the checkpoint continue. Their starts are in the record of the earlier run.
-        unfinished = self._prefetcher.pop_unfinished(groups)
-        resumed_groups = {response[0] for response in unfinished}
+        saved_responses = self._prefetcher.pop_saved_responses(groups)
+        resumed_groups = {response[0] for response in saved_responses}
         new_groups = []
         for start in starts:
             if start.group not in resumed_groups:
@@ -558,7 +558,7 @@ class AsyncBatches(WeightPublisher):
         if self._workers.pool is not None:
             record.add_start(new_groups, version=starts[0].version)
         self._workers.streams[worker].start(
-            groups, lambda num_steps: record.add_start(new_groups, at=num_steps), unfinished
+            groups, lambda num_steps: record.add_start(new_groups, at=num_steps), saved_responses
         )
 
     def _load(self, worker: int, version: int) -> None:
@@ -611,10 +611,10 @@ class AsyncBatches(WeightPublisher):
                 self._take_snapshot(step, num_steps)
             return
 
-        def report(num_steps: int, under_way: Sequence[UnderWay]) -> None:
+        def report(num_steps: int, saved_responses: Sequence[SavedResponse]) -> None:
             """Store the unfinished responses of the worker, between two steps of its engine."""
             with self._changed:
-                self._snapshot.reports[worker] = under_way
+                self._snapshot.reports[worker] = saved_responses
                 self._take_snapshot(step, num_steps)
                 if self.rules.pauses_to_save and not schedule.is_over:
                     # Keep the engine from its next step until the trainer takes its next batch.
@@ -637,11 +637,11 @@ class AsyncBatches(WeightPublisher):
             step: step of the checkpoint.
             num_steps: number of steps that the engine has made; 0 for engines in other processes.
         """
-        under_way = self._snapshot.pop_reports()
-        if under_way is None:
+        saved_responses = self._snapshot.pop_reports()
+        if saved_responses is None:
             return
         assert self._schedule_record is not None
         self._schedule_record.add(at=num_steps, save=step)
         if self._config.async_training.replay is None:
-            self._snapshot.take(self._begun_schedule, self._prefetcher, under_way, num_steps)
+            self._snapshot.take(self._begun_schedule, self._prefetcher, saved_responses, num_steps)
             self._changed.notify_all()

@@ -25,7 +25,7 @@ from quadriga.trainer.responses import (
     rollout_inputs,
     with_prompt_columns,
 )
-from quadriga.workers.stream import UnderWay
+from quadriga.workers.stream import SavedResponse
 
 
 class SamplingRound(NamedTuple):
@@ -76,8 +76,8 @@ class Prefetcher:
         self._unassigned: list[DataProto] = []  # prompts that have been taken, but have no group
         self._assigned: dict[int, DataProto] = {}  # prompts of groups that have not started yet
         self._num_assigned = 0  # number of the next group to get a prompt
-        # Unfinished responses of a checkpoint that have not started again.
-        self._under_way: list[UnderWay] = []
+        # Responses of unfinished groups in a checkpoint, until the groups start again.
+        self._saved_responses: list[SavedResponse] = []
         # For dynamic sampling, by step: complete groups that are not graded, and filters that have
         # those that are.
         self._rounds: dict[int, list[int]] = {}
@@ -92,7 +92,7 @@ class Prefetcher:
             self.started[start.group] = self._take_prompt(start)
         else:
             # A group either continues from the checkpoint, or starts again after a lost worker.
-            resumed_groups = {number for number, *_ in self._under_way}
+            resumed_groups = {number for number, *_ in self._saved_responses}
             if start.group not in resumed_groups:
                 self.counts["restarted_groups"] += 1
         rows = repeat_prompts(self.started[start.group], self._rules.group_size)
@@ -116,17 +116,17 @@ class Prefetcher:
         prompt = DataProto(row.batch, dict(row.non_tensor_batch), meta_info)
         return assign_uids(prompt, str(start.batch), first=start.row)
 
-    def pop_unfinished(self, groups: Mapping[int, Any]) -> list[UnderWay]:
-        """Take the unfinished responses that the checkpoint has of some groups."""
-        unfinished = []
+    def pop_saved_responses(self, groups: Mapping[int, Any]) -> list[SavedResponse]:
+        """Take the responses that the checkpoint has of some unfinished groups."""
+        taken = []
         remaining = []
-        for response in self._under_way:
+        for response in self._saved_responses:
             if response[0] in groups:
-                unfinished.append(response)
+                taken.append(response)
             else:
                 remaining.append(response)
-        self._under_way = remaining
-        return unfinished
+        self._saved_responses = remaining
+        return taken
 
     def finish(self, group: Group, rows: DataProto) -> None:
         """Add the responses of a group that has ended, and the columns of its prompt.
@@ -231,7 +231,7 @@ class Prefetcher:
         """Continue from a checkpoint.
 
         Args:
-            state: result of `state`, and `under_way`, the unfinished responses.
+            state: result of `state`, and `under_way`, the responses of unfinished groups.
             num_groups: number of groups that were started before the checkpoint.
         """
         self.started = state["begun"]
@@ -239,7 +239,7 @@ class Prefetcher:
         self.counts |= state["counts"]
         self._unassigned = state["rows"]
         self._num_assigned = num_groups
-        self._under_way = state["under_way"]
+        self._saved_responses = state["under_way"]
         self._rounds = state["rounds"]
         for batch, filter_state in state["filters"].items():
             self._filters[batch] = GroupFilter(self._config)

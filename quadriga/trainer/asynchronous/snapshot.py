@@ -4,7 +4,7 @@
 schedule      groups and batches: `Schedule.state`
 num_steps     number of steps that the engine has made; 0 for engines in other processes
 begun         prompt of each unfinished group, one row
-under_way     unfinished responses: `GenerationStream.save`
+under_way     responses of unfinished groups: `GenerationStream.save`
 groups        rows of each complete group that no step has learned from
 rows          prompts that have been taken, but belong to no group
 counts        metrics that no step has reported
@@ -28,7 +28,7 @@ from quadriga.protocol.disk import to_bytes
 from quadriga.trainer.asynchronous.prefetcher import Prefetcher
 from quadriga.trainer.asynchronous.schedule import Schedule
 from quadriga.trainer.rollout_rows import forget_times, name_rollouts
-from quadriga.workers.stream import UnderWay
+from quadriga.workers.stream import SavedResponse
 
 STATE = (
     "schedule",
@@ -59,25 +59,25 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.resumed: dict[str, Any] = {}
-        self.reports: dict[int, Sequence[UnderWay] | None] = {}
+        self.reports: dict[int, Sequence[SavedResponse] | None] = {}
         self.state: dict[str, Any] | None = None
 
-    def pop_reports(self) -> list[UnderWay] | None:
-        """Take the unfinished responses of all workers. None: some have not reported yet."""
+    def pop_reports(self) -> list[SavedResponse] | None:
+        """Take the saved responses of all workers. None: some have not reported yet."""
         # In the order in which the workers were asked to save.
-        under_way: list[UnderWay] = []
+        saved_responses: list[SavedResponse] = []
         for report in self.reports.values():
             if report is None:
                 return None
-            under_way += report
+            saved_responses += report
         self.reports.clear()
-        return under_way
+        return saved_responses
 
     def take(
         self,
         schedule: Schedule,
         prefetcher: Prefetcher,
-        under_way: Sequence[UnderWay],
+        saved_responses: Sequence[SavedResponse],
         num_steps: int,
     ) -> None:
         """Take the state.
@@ -85,15 +85,15 @@ class Snapshot:
         Args:
             schedule: has the groups and batches.
             prefetcher: has their prompts and rows.
-            under_way: unfinished responses of all workers.
+            saved_responses: responses of the unfinished groups of all workers.
             num_steps: number of steps that the engine has made.
         """
         # Groups may have ended since their worker reported them.
-        unfinished = [response for response in under_way if response[0] in prefetcher.started]
+        still_open = [response for response in saved_responses if response[0] in prefetcher.started]
         self.state = prefetcher.state() | {
             "schedule": schedule.state(),
             "num_steps": num_steps,
-            "under_way": unfinished,
+            "under_way": still_open,
         }
 
     def restore(self, schedule: Schedule, prefetcher: Prefetcher) -> None:

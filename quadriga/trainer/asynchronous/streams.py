@@ -7,7 +7,7 @@
 
 A listening thread consumes the events of an engine. It waits for the next ones, for a second at
 most at a time, and is unblocked by an event, the end of the process, or `StreamPool.stop`. The
-trainer's thread finds lost and restarted engines (`StreamPool.tend`).
+trainer's thread finds lost and restarted engines (`StreamPool.refresh_streams`).
 """
 
 import time
@@ -23,7 +23,7 @@ from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import WorkerGroup
 from quadriga.trainer.rollout_pool import RolloutPool
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.stream import GenerationStream, UnderWay
+from quadriga.workers.stream import GenerationStream, SavedResponse
 
 Done = Callable[[int, Callable[[], DataProto]], None]
 
@@ -63,13 +63,12 @@ class RemoteStream:
         self._pauses = pauses
         # Keeps calls in order, and protects `_unchecked_calls`.
         self._lock = Lock()
-        self._unchecked_calls: list[
-            Any
-        ] = []  # handles of calls whose results have not been checked
+        # Handles of calls whose results have not been checked.
+        self._unchecked_calls: list[Any] = []
         self._open: set[int] = set()  # unfinished groups
         self._loads: dict[int, Future[int]] = {}  # unfinished loads by version
         # Unfinished saves: callback and future.
-        self._saves: list[tuple[Callable[[int, list[UnderWay]], None], Future[int]]] = []
+        self._saves: list[tuple[Callable[[int, list[SavedResponse]], None], Future[int]]] = []
         self.thread = Thread(target=self._listen, name=f"stream {self.rank}", daemon=True)
         self.thread.start()
 
@@ -82,11 +81,11 @@ class RemoteStream:
         self,
         groups: Mapping[int, DataProto],
         joined: Callable[[int], None] | None = None,
-        under_way: Sequence[UnderWay] = (),
+        saved: Sequence[SavedResponse] = (),
     ) -> None:
         """Start to generate groups; see `GenerationStream.start`. `joined` is not called."""
         self._open |= groups.keys()
-        self._call("start", dict(groups), None, under_way)
+        self._call("start", dict(groups), None, saved)
 
     def load(
         self, weights: Callable[[], DataProtoFuture | None], version: int, *, keeps_cache: bool
@@ -109,14 +108,14 @@ class RemoteStream:
             self._call("await_weights", version, keeps_cache=keeps_cache)
         return done
 
-    def save(self, saved: Callable[[int, list[UnderWay]], None]) -> Future[int]:
+    def save(self, report: Callable[[int, list[SavedResponse]], None]) -> Future[int]:
         """Save unfinished groups; see `GenerationStream.save`.
 
-        `saved` is called in the listening thread, with 0 as the number of steps. An engine that
+        `report` is called in the listening thread, with 0 as the number of steps. An engine that
         pauses waits until it has returned.
         """
         done: Future[int] = Future()
-        self._saves.append((saved, done))
+        self._saves.append((report, done))
         self._call("hand_out")
         return done
 
@@ -155,9 +154,9 @@ class RemoteStream:
         if kind == "loaded":
             self.weight_version = value
             self._loads.pop(number).set_result(0)
-        elif kind == "under way":
-            saved, done = self._saves.pop(0)
-            saved(0, value)
+        elif kind == "saved":
+            report, done = self._saves.pop(0)
+            report(0, value)
             done.set_result(0)
         elif number in self._open:
             self._open.discard(number)
@@ -183,8 +182,12 @@ class StreamPool(RolloutPool):
         super().__init__(actor, rollout, group_size)
         self._streams: dict[int, RemoteStream] = {}  # by rank
 
-    def tend(self, done: Done, *, pauses: bool) -> tuple[list[RemoteStream], list[RemoteStream]]:
-        """Open streams to new engines, and request restarts of lost ones. For one thread only.
+    def refresh_streams(
+        self, done: Done, *, pauses: bool
+    ) -> tuple[list[RemoteStream], list[RemoteStream]]:
+        """Open streams to new engines, and request restarts of lost ones.
+
+        Always call it from the same thread.
 
         Args:
             done: see `RemoteStream`.
@@ -194,19 +197,19 @@ class StreamPool(RolloutPool):
             Streams that are new since the last call, and streams that were lost.
 
         Raises:
-            Exception: the error of a stream, if it is not a loss or if the run cannot continue
-                without the engine; see `RolloutPool`.
+            Exception: the error of a stream, unless it means that the engine's process is gone and
+                the run can go on without it.
         """
         lost = [stream for stream in self._streams.values() if stream.error is not None]
-        # An engine that has generated something will be restarted without a pause if it is lost.
+        # An engine that has completed a group works: if it is lost, restart it without a pause.
         for stream in self._streams.values():
             if stream.has_ended:
-                self._restarts.lasts(stream.rank)
+                self._restarts.reset_pause(stream.rank)
         for stream in lost:
             assert stream.error is not None
             del self._streams[stream.rank]
-            self._lose(stream.rank, stream.error)
-        self._take_back()
+            self._drop_engine(stream.rank, stream.error)
+        self._add_restarted_engines()
         new = []
         for rank in self._rollout.ranks[:: self._group_size]:
             if rank not in self._streams:

@@ -253,7 +253,7 @@ def test_rollout_groups_are_a_stream_each(make_pool: Any) -> None:
     make_pool()  # clears what the tests before have left
     engines = LocalWorkerGroup(ClassWithInitArgs(Streamed), ResourcePool([4]), "rollout")
     pool = StreamPool(LocalWorkerGroup(ClassWithInitArgs(Actor)), engines, group_size=2)
-    streams, lost = pool.tend(lambda group, rows: None, pauses=False)
+    streams, lost = pool.refresh_streams(lambda group, rows: None, pauses=False)
     for number, stream in enumerate(streams):
         stream.start({number: rows(1)})
         stream.load(lambda: None, 1, keeps_cache=False)

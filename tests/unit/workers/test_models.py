@@ -33,8 +33,8 @@ from quadriga.workers.models import (
     check_checkpoint,
     check_models,
     layout_tables,
-    load_judge,
     load_model,
+    load_reward_scorer,
     sizes_of_models,
 )
 from tests.architectures import config_of
@@ -536,7 +536,9 @@ def test_a_sharded_reward_model_is_read_when_it_is_cut(
     model.save_pretrained(tmp_path / "judge")
     LlamaForCausalLM(TINY).save_pretrained(tmp_path / "policy")
     forbid(monkeypatch, AutoModelForSequenceClassification)
-    loaded = load_judge(str(tmp_path / "judge"), torch.float32, SHARDED, trust_remote_code=False)
+    loaded = load_reward_scorer(
+        str(tmp_path / "judge"), torch.float32, SHARDED, trust_remote_code=False
+    )
     assert loaded.read is not None
     for name, parameter in model.named_parameters():
         assert loaded.scorer.model.get_parameter(name).is_meta
@@ -544,4 +546,6 @@ def test_a_sharded_reward_model_is_read_when_it_is_cut(
     with pytest.raises(
         EngineError, match=r"no classification head: score\.weight is not in model\.safetensors"
     ):
-        load_judge(str(tmp_path / "policy"), torch.float32, SHARDED, trust_remote_code=False)
+        load_reward_scorer(
+            str(tmp_path / "policy"), torch.float32, SHARDED, trust_remote_code=False
+        )
