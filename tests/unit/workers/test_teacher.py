@@ -4,6 +4,7 @@
 What it does not prove: that vLLM's server replies as the one here does.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
@@ -233,6 +234,15 @@ def test_a_server_that_cannot_be_used(
     vars(server).update(changes)
     with pytest.raises(ConfigError, match=message):
         check_teachers(with_teacher(config, 1.0, path=server.url, **keys), tokenizer)
+
+
+def test_the_server_with_the_least_room_is_named(
+    config: Config, tokenizer: PreTrainedTokenizerFast, server: Any
+) -> None:
+    with serving(Teacher, max_model_len=9) as small:
+        paths = f"{server.url},{small.url}"
+        with pytest.raises(ConfigError, match=f"{re.escape(small.url)}.*room for 9 tokens"):
+            check_teachers(with_teacher(config, 1.0, path=paths), tokenizer)
 
 
 def test_a_server_that_is_not_there(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
