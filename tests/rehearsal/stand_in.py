@@ -61,6 +61,8 @@ _READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::unique_dim",
     "aten::_unique2", "aten::unique_consecutive", "aten::is_nonzero",
 }  # fmt: skip
+# Functions that call the engine of backward passes: torch's, and Megatron-core's.
+_BACKWARD_CALLS = {"_engine_run_backward", "custom_backward"}
 _HOST = torch.device("cpu")
 
 
@@ -327,6 +329,23 @@ def place() -> str:
     return "a line outside of the package"
 
 
+def fits_all_devices(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is, or was computed from, zeros in the place of missing gradients."""
+    if tensor.device.type != "cpu" or tensor.is_mkldnn:
+        return False
+    return getattr(storage_of(tensor), "fits_all_devices", False)
+
+
+def is_from_autograd() -> bool:
+    """Whether the engine of a backward pass calls an operator, and no function in Python."""
+    for frame, _ in walk_stack(None):
+        code = frame.f_code
+        # torch._dynamo calls the modes.
+        if code.co_filename != __file__ and code.co_name not in ("_fn", "inner"):
+            return code.co_name in _BACKWARD_CALLS
+    return False
+
+
 class _Functions(TorchFunctionMode):
     """Calls of torch from Python."""
 
@@ -468,6 +487,11 @@ class _Operators(TorchDispatchMode):
             targets, sources = ([one] if isinstance(one, torch.Tensor) else one for one in args[:2])
             for target, source in zip(targets, sources, strict=True):
                 owner.copied(source, target, non_blocking=non_blocking)
+        elif all(map(fits_all_devices, tensors)) and (tensors or is_from_autograd()):
+            # torch's engine puts zeros in the place of missing gradients, on the device of others.
+            for one in tree_leaves(result):
+                if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+                    storage_of(one).fits_all_devices = True
         elif on_device:
             device = next(iter(on_device))
             fresh = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
@@ -495,7 +519,11 @@ class _Operators(TorchDispatchMode):
         if func not in _COPIES:
             # A number may lie on the host, and so may indices.
             others = [
-                one for one in tensors if owner.device_of(one).type == "cpu" and one.dim() > 0
+                one
+                for one in tensors
+                if owner.device_of(one).type == "cpu"
+                and one.dim() > 0
+                and not fits_all_devices(one)
             ]
             if name in _INDEXED:
                 others = others if owner.device_of(args[0]).type == "cpu" else []

@@ -2,6 +2,7 @@
 """The stand-in itself: what it says of tensors, counts and finds; test_defects.py has it look at the package."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,30 @@ def test_gradients_and_threads(stand_in: StandIn) -> None:
     thread.start()
     thread.join()
     assert seen == [torch.device("cuda:0")]
+
+
+def test_gradients_that_are_missing(stand_in: StandIn) -> None:
+    """The engine fills them with zeros on their device. A function in Python has to choose it."""
+
+    class HostZeros(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor * 2
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient + torch.zeros(2)
+
+    parts = torch.ones(4, device="cuda", requires_grad=True)
+    first, _ = parts.split([2, 2])
+    first.sum().backward()
+    assert parts.grad is not None
+    assert parts.grad.is_cuda
+    assert parts.grad.tolist() == [1, 1, 0, 0]
+    whole = torch.ones(2, device="cuda", requires_grad=True)
+    with pytest.raises(RuntimeError, match="same device"):
+        HostZeros.apply(whole).sum().backward()
+    assert len(take(stand_in)) == 1
 
 
 def test_counts(stand_in: StandIn) -> None:
