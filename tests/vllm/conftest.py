@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from quadriga.config import load_config
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.engine import VLLMEngine
+from scheduling import keep_async_scheduling
 from small_models import model, save
 
 
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                         reason="no vLLM here: scripts/test --vllm runs them where it is"
                     )
                 )
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous scheduling is on unless the arguments switch it off."""
+    monkeypatch.setattr(*keep_async_scheduling())
 
 
 @pytest.fixture(scope="session")

@@ -10,23 +10,28 @@ QUADRIGA_REHEARSAL_FINDINGS names a file that gets a line for each process, slee
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quadriga.models import heads
-from quadriga.rollout.vllm.cores import InProcessCore
+from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore
 from quadriga.rollout.vllm.engine import WorkerExtension
 from tests.rehearsal.stand_in import StandIn
+from tests.vllm.losing import lose
+from tests.vllm.scheduling import keep_async_scheduling
 
 FINDINGS = "QUADRIGA_REHEARSAL_FINDINGS"
 EVENT = "event: "
+SHARED_FILES: list[int] = []
 
 
 def note(text: str) -> None:
@@ -72,17 +77,44 @@ def hosted(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """Make a handle of a GPU's memory: the name of a file with its bytes, until the next one."""
+    if storage.device.type != "cuda":
+        raise RuntimeError(f"_share_cuda_: only available on CUDA, got {storage.device}")
+    while SHARED_FILES:
+        os.close(SHARED_FILES.pop())
+    file = os.memfd_create("handle")
+    SHARED_FILES.append(file)
+    name = f"/proc/{os.getpid()}/fd/{file}"
+    num_bytes = storage.nbytes()
+    with on_the_host():
+        torch.from_file(name, True, num_bytes, dtype=torch.uint8).untyped_storage().copy_(storage)
+    return storage.device.index, name.encode(), num_bytes, 0, b"", 0, b"", False
+
+
+def open_shared(device: int, name: bytes, num_bytes: int, *rest: Any) -> torch.UntypedStorage:
+    """The memory of a handle."""
+    note(f"handle {device}")
+    return torch.from_file(name.decode(), True, num_bytes, dtype=torch.uint8).untyped_storage()
+
+
 class Extension(WorkerExtension):
-    """The methods of vLLM's workers, which lose memory asleep."""
+    """The methods of vLLM's workers, which lose memory asleep, and open the handles of `share`."""
+
+    def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
+        """Load a bucket; from a handle where vLLM has a process of its own."""
+        if isinstance(bucket, list):
+            super().load_bucket(bucket)
+            return
+        with (
+            patch.object(torch.UntypedStorage, "_new_shared_cuda", open_shared, create=True),
+            patch.object(torch.cuda, "current_stream", MagicMock()),
+        ):
+            super().load_bucket(bucket)
 
     def lose(self, keeps_weights: bool) -> None:
-        """Fill what a sleeping vLLM releases with NaN."""
-        if not keeps_weights:
-            for parameter in self.model_runner.get_model().parameters():
-                if parameter.is_floating_point():
-                    parameter.data.fill_(torch.nan)
-        for tensor in self.model_runner.kv_caches:
-            tensor.fill_(torch.nan)
+        """Lose what a sleeping vLLM releases."""
+        lose(self, keeps_weights)
 
 
 def on_a_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -123,12 +155,50 @@ def replace_core() -> None:
     InProcessCore.ask = ask_hosted
 
 
+def replace_process_core() -> None:
+    """Let cores start vLLM's build for CPUs in a process of its own, with a sleep."""
+    begin = ProcessCore.__init__
+    ask = ProcessCore.ask
+
+    def begin_hosted(
+        core: ProcessCore, library: Any, arguments: dict[str, Any], *more: Any
+    ) -> None:
+        # Its default on a GPU. In the trainer's process it is off.
+        setattr(*keep_async_scheduling())
+        begin(core, library, on_a_cpu(arguments), *more)
+        note(f"asynchronous {core.engine.vllm_config.scheduler_config.async_scheduling}")
+
+    def ask_hosted(core: ProcessCore, method: str, *args: Any, **options: Any) -> Any:
+        if method not in ("sleep", "wake_up"):
+            return ask(core, method, *args, **options)
+        note(f"{method} {options}")
+        if method == "sleep":
+            core.call("lose", options["level"] == 1)
+        return None
+
+    ProcessCore.__init__ = begin_hosted
+    ProcessCore.ask = ask_hosted
+
+
 def install() -> AbstractContextManager[StandIn]:
     """Put the stand-in into this process, for as long as the result lives."""
     note(f"gpu {os.environ['CUDA_VISIBLE_DEVICES']}")
+    run_on_host = threading.Thread.run
     installed = StandIn(num_devices=1, file=Path(os.environ[FINDINGS])).installed()
     installed.__enter__()
+    run_on_gpu = threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:
+        # vLLM's front end is for it alone.
+        if thread.name == "vllm":
+            run_on_host(thread)
+        else:
+            run_on_gpu(thread)
+
+    threading.Thread.run = run
+    torch.UntypedStorage._share_cuda_ = share
     replace_core()
+    replace_process_core()
     # All but what NCCL and contexts take is free, where the stand-in says half.
     torch.cuda.mem_get_info = lambda device=None: (78 << 30, 80 << 30)
     # vLLM brings Triton, which needs a driver.

@@ -2,9 +2,10 @@
 """Four processes that train in one layout after the other, and hold vLLM engines together; each writes what it found to
 a file of its number.
 
-    python small_groups.py FOLDER TO SIZE
+    python small_groups.py FOLDER TO SIZE [async]
 
-FOLDER has the models "0" and "1"; SIZE is how many ranks an engine has.
+FOLDER has the models "0" and "1"; SIZE is how many ranks an engine has. With `async` vLLM schedules asynchronously, and
+a sleep, with a batch in flight, loses the weights and the KV cache.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoTokenizer
 
+from losing import lose
 from quadriga.config import Layout, load_config
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.parallel.processes import Processes
@@ -31,6 +33,7 @@ from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
+from scheduling import batches_in_flight, keep_async_scheduling
 from small_models import greedy, wide_model
 
 PROMPTS = [
@@ -97,7 +100,7 @@ def trainer(path: Path, layout: Layout, rank: int) -> FSDPEngine:
     )
 
 
-def rank_main(rank: int, size: int, folder: str, store: str) -> None:
+def rank_main(rank: int, size: int, folder: str, store: str, is_async: bool) -> None:
     """One rank: what it found stands in the file of its number."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     group = RolloutGroup(rank, RANKS, size, CPU)
@@ -111,14 +114,22 @@ def rank_main(rank: int, size: int, folder: str, store: str) -> None:
     words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in sizes.items()]
     config = load_config([*words, f"actor_rollout_ref.model.path={folder}/0"]).config
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/0")
-    setup = EngineSetup(config, tokenizer, {"block_size": 32}, CPU, torch.float32, group=group)
+    options: dict[str, Any] = {"block_size": 32}
+    if is_async:
+        setattr(*keep_async_scheduling())
+        options["async_scheduling"] = True
+    setup = EngineSetup(config, tokenizer, options, CPU, torch.float32, group=group)
     engine = VLLMEngine.from_config(setup)
     engine.is_load_stable = True
+    in_flight: list[int] = []
     found: dict[str, Any] = {"description": engine.description, "versions": []}
     params = [SamplingParams(max_tokens=24, seed=11 * row) for row in range(len(PROMPTS))]
     likeliest = [SamplingParams(max_tokens=24, temperature=0.0)] * len(PROMPTS)
     for version, (layout, number) in enumerate(VERSIONS, start=1):
         engine.sleep()
+        if is_async:
+            in_flight.append(len(batches_in_flight(engine)))
+            engine.core.ask("collective_rpc", lose)
         CopiedWeights().publish(
             trainer(Path(folder, str(number)), layout, rank).weights(), engine, version
         )
@@ -140,6 +151,7 @@ def rank_main(rank: int, size: int, folder: str, store: str) -> None:
     joined = lead(engine, lambda: asyncio.run(joining(engine)))
     again = lead(engine, lambda: [one.token_ids for one in engine.generate_batch(PROMPTS, params)])
     found |= {"sampled": sampled, "joined": joined, "again": again, "rebuilt": engine.rebuilt}
+    found["in flight"] = in_flight
     (Path(store).parent / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     engine.close()
@@ -147,4 +159,5 @@ def rank_main(rank: int, size: int, folder: str, store: str) -> None:
 
 if __name__ == "__main__":
     folder, to, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    mp.start_processes(rank_main, (size, folder, str(to / "store")), RANKS, start_method="spawn")
+    arguments = (size, folder, str(to / "store"), "async" in sys.argv[4:])
+    mp.start_processes(rank_main, arguments, RANKS, start_method="spawn")

@@ -1,38 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's asynchronous scheduling, its default on GPUs, which its platform for CPUs switches off.
+"""vLLM's asynchronous scheduling, its default on GPUs: while a batch is computed, the next one is scheduled.
 
-Here the platform leaves it as CUDA's does.
+Here the platform for CPUs leaves it as CUDA's does. Groups: test_groups.py; new weights beside
+responses: test_beside.py.
+
+What it does not prove: that a GPU does not read the memory of a batch in flight after it was freed.
 """
 
-from collections.abc import Callable
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from quadriga.rollout.interface import SamplingParams
+from losing import lose
+from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
+from scheduling import batches_in_flight
 from small_models import model
+from small_servers import require_coming_and_going
 
+pytestmark = pytest.mark.usefixtures("as_on_cuda")
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11]] * 3
+LONG = SamplingParams(max_tokens=250, seed=4, ignore_eos=True)
 Make = Callable[..., VLLMEngine]
 
 
-@pytest.fixture
-def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asynchronous scheduling is on unless the arguments switch it off."""
-    platform = pytest.importorskip("vllm.platforms.cpu").CpuPlatform
-    check = platform.check_and_update_config
-
-    def check_and_keep(config: Any) -> None:
-        wanted = config.scheduler_config.async_scheduling
-        check(config)
-        config.scheduler_config.async_scheduling = wanted is None or wanted
-
-    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_keep))
-
-
 def generate(engine: VLLMEngine) -> list[list[int]]:
+    """Tokens that the model of seed 0 draws."""
     CopiedWeights().publish(
         ((name, weight.detach()) for name, weight in model(0).named_parameters()), engine, 1
     )
@@ -40,18 +36,72 @@ def generate(engine: VLLMEngine) -> list[list[int]]:
     return [response.token_ids for response in engine.generate_batch(PROMPTS, params)]
 
 
-def batches_in_flight(engine: VLLMEngine) -> Any:
-    """vLLM's queue of batches that are computed; None without asynchronous scheduling."""
-    return engine.core.engine.engine_core.engine_core.batch_queue
-
-
-def test_it_is_off_in_this_process(start: Make, as_on_cuda: None) -> None:
-    """It gives the same tokens, but leaves a batch in flight that memory must not be freed under."""
+@pytest.fixture
+def expected(start: Make) -> list[list[int]]:
+    """What `generate` gives without asynchronous scheduling."""
     engine = start(max_num_seqs=4)
-    expected = generate(engine)
+    tokens = generate(engine)
+    engine.close()
+    return tokens
+
+
+@pytest.fixture
+def engine(start: Make) -> Iterator[VLLMEngine]:
+    """An engine with asynchronous scheduling in this process."""
+    engine = start(max_num_seqs=4, extra={"async_scheduling": True})
+    yield engine
+    engine.close()
+
+
+def test_it_is_off_in_this_process(start: Make) -> None:
+    """A batch would be in flight while memory is freed."""
+    engine = start(max_num_seqs=4)
     assert batches_in_flight(engine) is None
     engine.close()
-    engine = start(max_num_seqs=4, extra={"async_scheduling": True})
+
+
+def test_a_sleep_with_a_batch_in_flight(engine: VLLMEngine, expected: list[list[int]]) -> None:
+    """It gives the same tokens, and leaves a batch that reads lost memory and is not delivered."""
     assert generate(engine) == expected
-    assert len(batches_in_flight(engine)) == 1
+    for _ in range(2):
+        assert len(batches_in_flight(engine)) == 1
+        engine.sleep()
+        engine.core.ask("collective_rpc", lose)
+        engine.wake()
+        assert generate(engine) == expected
+
+
+def test_an_abort_with_a_batch_in_flight(engine: VLLMEngine, expected: list[list[int]]) -> None:
+    """Unfinished responses end with what was delivered; nothing of them reaches later ones."""
+    assert generate(engine) == expected
+    whole = engine.generate_batch(PROMPTS[:3], [LONG] * 3)
+    ended: list[Completion] = []
+
+    def run() -> None:
+        ended.extend(engine.generate_batch(PROMPTS[:3], [LONG] * 3))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    states = engine.core.engine.output_processor.request_states
+    while not any(state.detokenizer.output_token_ids for state in list(states.values())):
+        time.sleep(0.001)
+    engine.abort()
+    thread.join()
+    assert {completion.finish_reason for completion in ended} == {"abort"}
+    for completion, complete in zip(ended, whole, strict=True):
+        num_tokens = len(completion.token_ids)
+        assert num_tokens < 250
+        assert completion.token_ids == complete.token_ids[:num_tokens]
+        assert completion.log_probs == pytest.approx(complete.log_probs[:num_tokens], abs=1e-4)
+    engine.core.ask("collective_rpc", lose)
+    assert generate(engine) == expected
+
+
+def test_requests_come_and_go(start: Make, expected: list[list[int]]) -> None:
+    """vLLM in a process of its own, where asynchronous scheduling stays on: see `require_coming_and_going`."""
+    engine = start(mode="async")
+    assert engine.core.engine.vllm_config.scheduler_config.async_scheduling
+    assert generate(engine) == expected
+    require_coming_and_going(engine, PROMPTS, LONG, pause_s=0.1)
+    assert generate(engine) == expected
     engine.close()

@@ -63,21 +63,35 @@ def test_new_weights_are_used_at_once(engine: VLLMEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keeps_cache", "size"),
-    [(False, 1), (True, 1), (False, 2)],
-    ids=["recompute", "keep", "recompute, two processes"],
+    ("keeps_cache", "size", "is_async"),
+    [(False, 1, False), (True, 1, False), (False, 2, False), (False, 1, True), (True, 1, True)],
+    ids=[
+        "recompute",
+        "keep",
+        "recompute, two processes",
+        "recompute, asynchronous scheduling",
+        "keep, asynchronous scheduling",
+    ],
 )
 def test_a_response_under_way_goes_on_with_new_weights(
-    keeps_cache: bool, size: int, others: set[psutil.Process], start: Callable[..., VLLMEngine]
+    keeps_cache: bool,
+    size: int,
+    is_async: bool,
+    others: set[psutil.Process],
+    start: Callable[..., VLLMEngine],
+    request: pytest.FixtureRequest,
 ) -> None:
     """Two loads while it is generated: each token has its version, and the log-probability that those weights give it
     after all before it, or with the older KV cache another one. What comes later, or had to wait, is served from none
     of that. So with tensor parallelism, whose processes all report the fingerprints of what came; the loss of one ends
     the engine."""
+    if is_async:
+        request.getfixturevalue("as_on_cuda")
     kept = f"async_training.kv_on_update={'keep' if keeps_cache else 'recompute'}"
     engine = start(
         max_num_seqs=3, words=("async_training.enable=True", kept), tensor_model_parallel_size=size
     )
+    assert engine.core.engine.vllm_config.scheduler_config.async_scheduling == is_async
     copies = {version: model(version) for version in range(3)}
 
     def load(version: int) -> None:

@@ -55,19 +55,25 @@ def sampled(start: Any, models: Path) -> list[list[int]]:
         engine.close()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [(2, []), (4, []), (2, ["async"])],
+    ids=["2", "4", "2, asynchronous scheduling"],
+)
 def test_groups_generate_as_one_process(
-    size: int, sampled: list[list[int]], models: Path, tmp_path: Path
+    size: int, more: list[str], sampled: list[list[int]], models: Path, tmp_path: Path
 ) -> None:
     """Publications from shards of FSDP, with tensor parallelism, and of that with pipeline stages, into an engine that
     sleeps; greedy and sampled, a batch at once and requests that join, are cancelled and aborted: tokens equal,
-    log-probabilities to 1e-4. Four ranks repeat the two key-value heads."""
+    log-probabilities to 1e-4. Four ranks repeat the two key-value heads. With asynchronous scheduling a batch is in
+    flight at each sleep after the first."""
     command = [
         sys.executable,
         str(Path(__file__).with_name("small_groups.py")),
         str(models),
         str(tmp_path),
         str(size),
+        *more,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -78,6 +84,7 @@ def test_groups_generate_as_one_process(
         assert max(worst for _, worst in leader["versions"]) < 1e-4
         assert leader["sampled"] == leader["joined"] == leader["again"] == sampled
     assert found[1]["sampled"] is None
+    assert [one["in flight"] for one in found] == [[0, 1, 1] if more else []] * 4
     # The gate and up projections of a layer, beside the norm that arrives after them.
     assert [one["rebuilt"] for one in found] == [
         [2 * 192 * 128 * 4 + 128 * 4, "model.layers.1.input_layernorm"]
