@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +40,45 @@ def test_communicators_of_each_layout(tmp_path: Path) -> None:
         numbers = result["communicators"]
         of_rollout = numbers.pop("rollout groups")
         assert 1 + max(numbers.values()) + of_rollout <= MOST_COMMUNICATORS, numbers
+
+
+@pytest.fixture(params=[2, 3], ids=["asynchronous", "Megatron-core"])
+def line(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    """What the ranks of each role of a command line of the page found."""
+    if request.param == 3:
+        pytest.importorskip("megatron.core")
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    variables.pop("CUDA_VISIBLE_DEVICES", None)
+    done = subprocess.run(
+        # As a module: transformers would take kernels.py of the program's folder for a package.
+        [sys.executable, "-m", "tests.rehearsal.line_groups", str(request.param)],
+        cwd=Path(__file__).parents[2],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_devices_and_groups_of_a_command_line(line: dict[str, list[dict[str, Any]]]) -> None:
+    """All eight GPUs, one for each rank, in the layout of the line, with few communicators."""
+    ranks = [rank for role in line.values() for rank in role]
+    assert sorted(rank["gpu"] for rank in ranks) == list(range(8))
+    assert {rank["device"] for rank in ranks} == {"cuda:0"}
+    assert max(rank["communicators"] for rank in ranks) <= MOST_COMMUNICATORS
+    assert {rank["splits"] for rank in ranks} == {0}
+    if "rollout" in line:
+        assert [rank["layout"] for rank in line["actor"]] == [
+            {"pp": 1, "fsdp": 4, "tp": 1, "ep": 1}
+        ] * 4
+        # Each of the others generates alone, and weights reach it through the driver.
+        assert [rank["communicators"] for rank in line["rollout"]] == [0] * 4
+        return
+    [role] = line
+    assert role == "actor_rollout"
+    assert [rank["layout"] for rank in ranks] == [{"pp": 2, "fsdp": 2, "tp": 2, "ep": 2}] * 8
+    pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [rank["rollout group"] for rank in ranks] == [pairs[rank // 2] for rank in range(8)]

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,35 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 512,
     "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+
+# Megatron-core wraps an asynchronous copy in an array, and waits for it before it reads the array.
+VIEW_BY_MEGATRON = (
+    "numpy of an asynchronous copy that nothing waited for, at engines/megatron/engine.py"
+)
 
 
-def tiny_model(folder: Path) -> str:
-    """A random model of the family that the lines train, in a folder."""
+def tiny_model(folder: Path, family: str) -> str:
+    """A random model in a folder."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen2", **SIZES)
+    more = MIXTURE if family == "qwen3_moe" else {}
+    config = AutoConfig.for_model(family, **SIZES, **more)
     return save(AutoModelForCausalLM.from_config(config), folder)
 
 
-def small(folder: Path, num_gpus: int) -> dict[str, str]:
-    """Values of a run that takes seconds, for any of the lines."""
+def small(folder: Path, num_gpus: int, family: str = "qwen2") -> dict[str, str]:
+    """Values of a run that takes seconds, for any of the lines.
+
+    Args:
+        folder: for the run and what it reads.
+        num_gpus: number of GPUs of the machine.
+        family: type of the model that the line trains.
+    """
     rows = []
     for row in range(4):
         rows.append(
@@ -61,7 +80,7 @@ def small(folder: Path, num_gpus: int) -> dict[str, str]:
         "data.max_prompt_length": "16",
         "data.max_response_length": "8",
         "custom_reward_function.path": f"{folder}/reward.py",
-        "actor_rollout_ref.model.path": tiny_model(folder / "model"),
+        "actor_rollout_ref.model.path": tiny_model(folder / "model", family),
         "actor_rollout_ref.actor.ppo_mini_batch_size": "2",
         "actor_rollout_ref.rollout.n": "4",
         "actor_rollout_ref.model.external_lib": str(Path(__file__).with_name("gpu_line_worker.py")),
@@ -139,9 +158,11 @@ def require_update(found: Rehearsed, num_gpus: int) -> None:
     assert len(found.metrics) == 2
     for step in found.metrics:
         assert step["actor/grad_norm"] > 0
-        assert step["rollout/log_prob_diff_mean"] < 0.05
+        # Of responses that older weights have drawn it is not measured.
+        if step.get("async/lag_0_share", 1) > 0:
+            assert step["rollout/log_prob_diff_mean"] < 0.05
     assert sorted(found.gpus) == [str(number) for number in range(num_gpus)]
-    assert found.mistakes == []
+    assert [text for text in found.mistakes if not text.startswith(VIEW_BY_MEGATRON)] == []
 
 
 def test_native_and_an_adapter(tmp_path: Path) -> None:
@@ -178,3 +199,33 @@ def test_verls_script(tmp_path: Path) -> None:
     found = rehearse(["verl", "main_ppo"], shrunk(line, overrides), tmp_path)
     require_update(found, 2)
     require_group(found, 2)
+
+
+def test_asynchronous(tmp_path: Path) -> None:
+    """Two ranks train while a third GPU generates, where vLLM has a process of its own."""
+    overrides = small(tmp_path, 3) | {
+        "trainer.resource_pools": "{training: [2], generation: [1]}",
+    }
+    words = shrunk(command_lines("quadriga train")[2], overrides)
+    found = rehearse(["train"], words, tmp_path)
+    require_update(found, 3)
+    # The weights of the start, and those of the first step, from which the second one's were drawn.
+    assert found.events.count("handle 0") >= 2
+    assert [step["async/staleness_max"] for step in found.metrics] == [0, 1]
+    assert abs(found.metrics[1]["rollout_corr/kl"]) < 0.05
+    assert found.events.count("asynchronous True") == 2
+    # One engine generates, and one validates.
+    shares = [arguments["gpu_memory_utilization"] for arguments in found.arguments]
+    assert shares == [0.45] * 2
+
+
+@pytest.mark.skipif(
+    find_spec("megatron") is None, reason="no megatron-core beside vLLM: pip install '.[megatron]'"
+)
+def test_megatron_and_experts(tmp_path: Path) -> None:
+    """Tensor, pipeline and expert parallel on four ranks, which hold two engines of vLLM."""
+    overrides = small(tmp_path, 4, "qwen3_moe") | {"trainer.n_gpus_per_node": "4"}
+    words = shrunk(command_lines("quadriga train")[3], overrides)
+    found = rehearse(["train"], words, tmp_path)
+    require_update(found, 4)
+    require_group(found, 4)
