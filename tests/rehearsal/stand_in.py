@@ -487,24 +487,28 @@ class _Operators(TorchDispatchMode):
             targets, sources = ([one] if isinstance(one, torch.Tensor) else one for one in args[:2])
             for target, source in zip(targets, sources, strict=True):
                 owner.copied(source, target, non_blocking=non_blocking)
-        elif all(map(fits_all_devices, tensors)) and (tensors or is_from_autograd()):
-            # torch's engine puts zeros in the place of missing gradients, on the device of others.
-            for one in tree_leaves(result):
-                if isinstance(one, torch.Tensor) and one.device.type == "cpu":
-                    storage_of(one).fits_all_devices = True
-        elif on_device:
-            device = next(iter(on_device))
-            fresh = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-            for one in fresh:
-                if (
-                    one.device.type == "cpu"
-                    and not one.is_mkldnn
-                    and not hasattr(storage_of(one), "mark")
-                ):
-                    owner.mark(one, device)
+        else:
+            self._place(result, tensors, on_device)
         if owner.here.graph is not None:
             owner.here.graph.record(func, args, kwargs, result, tensors)
         return result
+
+    def _place(
+        self, result: Any, tensors: list[torch.Tensor], on_device: set[torch.device]
+    ) -> None:
+        """Mark the tensors of a result, by the operands and their devices."""
+        fresh = []
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu" and not one.is_mkldnn:
+                fresh.append(one)
+        if on_device:
+            for one in fresh:
+                if not hasattr(storage_of(one), "mark"):
+                    self.owner.mark(one, next(iter(on_device)))
+        elif all(map(fits_all_devices, tensors)) and (tensors or is_from_autograd()):
+            # torch's engine puts zeros in the place of missing gradients, on the device of others.
+            for one in fresh:
+                storage_of(one).fits_all_devices = True
 
     def _check(
         self,
