@@ -185,8 +185,8 @@ class HeldMemory(NamedTuple):
 def held_memory(device: torch.device) -> HeldMemory:
     """Measure what holds the memory of a GPU."""
     free, total = torch.cuda.mem_get_info(device)
-    here = torch.cuda.memory_reserved(device)
-    return HeldMemory(total, here, total - free - here)
+    reserved = torch.cuda.memory_reserved(device)
+    return HeldMemory(total, reserved, total - free - reserved)
 
 
 @cache
