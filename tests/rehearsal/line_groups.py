@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers of a command line of docs/first_gpu_run.md, up to their process groups, on eight claimed GPUs.
 
-    python line_groups.py NUMBER
+    python -m tests.rehearsal.line_groups NUMBER
 
 NUMBER is that of the `quadriga train` line. Placement, pools, devices, layouts and groups are those of
 a run: the page's own configuration starts the worker groups of its roles on Ray, and each rank chooses

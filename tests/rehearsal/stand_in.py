@@ -61,6 +61,8 @@ _READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::unique_dim",
     "aten::_unique2", "aten::unique_consecutive", "aten::is_nonzero",
 }  # fmt: skip
+# Functions that call the engine of backward passes: torch's, and Megatron-core's.
+_BACKWARD_CALLS = {"_engine_run_backward", "custom_backward"}
 _HOST = torch.device("cpu")
 
 
@@ -327,12 +329,20 @@ def place() -> str:
     return "a line outside of the package"
 
 
+def fits_all_devices(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is, or was computed from, zeros in the place of missing gradients."""
+    if tensor.device.type != "cpu" or tensor.is_mkldnn:
+        return False
+    return getattr(storage_of(tensor), "fits_all_devices", False)
+
+
 def is_from_autograd() -> bool:
     """Whether the engine of a backward pass calls an operator, and no function in Python."""
     for frame, _ in walk_stack(None):
         code = frame.f_code
-        if code.co_filename != __file__ and not code.co_filename.endswith("_python_dispatch.py"):
-            return code.co_name == "_engine_run_backward"
+        # torch._dynamo calls the modes.
+        if code.co_filename != __file__ and code.co_name not in ("_fn", "inner"):
+            return code.co_name in _BACKWARD_CALLS
     return False
 
 
@@ -448,11 +458,6 @@ class _Functions(TorchFunctionMode):
         return result if device is None else self._to(result, device)
 
 
-def _tensors_of(values: Any) -> list[torch.Tensor]:
-    """Every tensor in nested containers."""
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
 class _Operators(TorchDispatchMode):
     """Operators of torch, from Python or not."""
 
@@ -469,7 +474,7 @@ class _Operators(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         owner = self.owner
-        tensors = _tensors_of((args, kwargs))
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         places = {owner.device_of(one) for one in tensors}
         on_device = {device for device in places if device.type == "cuda"}
         name = func._schema.name
@@ -482,23 +487,28 @@ class _Operators(TorchDispatchMode):
             targets, sources = ([one] if isinstance(one, torch.Tensor) else one for one in args[:2])
             for target, source in zip(targets, sources, strict=True):
                 owner.copied(source, target, non_blocking=non_blocking)
-        elif not tensors and is_from_autograd():
-            # torch's engine puts zeros in the place of missing gradients, on the device of others.
-            for tensor in _tensors_of(result):
-                if tensor.device.type == "cpu":
-                    storage_of(tensor).fits_all_devices = True
-        elif on_device:
-            self._mark_new(_tensors_of(result), next(iter(on_device)))
+        else:
+            self._place(result, tensors, on_device)
         if owner.here.graph is not None:
             owner.here.graph.record(func, args, kwargs, result, tensors)
         return result
 
-    def _mark_new(self, results: list[torch.Tensor], device: torch.device) -> None:
-        """Note the device of an operator's results; views already have that of their storage."""
-        for tensor in results:
-            is_marked = hasattr(storage_of(tensor), "mark") if not tensor.is_mkldnn else True
-            if tensor.device.type == "cpu" and not is_marked:
-                self.owner.mark(tensor, device)
+    def _place(
+        self, result: Any, tensors: list[torch.Tensor], on_device: set[torch.device]
+    ) -> None:
+        """Mark the tensors of a result, by the operands and their devices."""
+        fresh = []
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu" and not one.is_mkldnn:
+                fresh.append(one)
+        if on_device:
+            for one in fresh:
+                if not hasattr(storage_of(one), "mark"):
+                    self.owner.mark(one, next(iter(on_device)))
+        elif all(map(fits_all_devices, tensors)) and (tensors or is_from_autograd()):
+            # torch's engine puts zeros in the place of missing gradients, on the device of others.
+            for one in fresh:
+                storage_of(one).fits_all_devices = True
 
     def _check(
         self,
@@ -517,7 +527,7 @@ class _Operators(TorchDispatchMode):
                 for one in tensors
                 if owner.device_of(one).type == "cpu"
                 and one.dim() > 0
-                and not getattr(storage_of(one), "fits_all_devices", False)
+                and not fits_all_devices(one)
             ]
             if name in _INDEXED:
                 others = others if owner.device_of(args[0]).type == "cpu" else []

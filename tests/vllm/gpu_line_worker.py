@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from quadriga.models import heads
 from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore
+from quadriga.rollout.vllm.engine import WorkerExtension
 from tests.rehearsal.stand_in import StandIn
-from tests.vllm.losing_worker import LosingExtension
+from tests.vllm.losing import lose
 from tests.vllm.scheduling import keep_async_scheduling
 
 FINDINGS = "QUADRIGA_REHEARSAL_FINDINGS"
@@ -97,7 +98,7 @@ def open_shared(device: int, name: bytes, num_bytes: int, *rest: Any) -> torch.U
     return torch.from_file(name.decode(), True, num_bytes, dtype=torch.uint8).untyped_storage()
 
 
-class Extension(LosingExtension):
+class Extension(WorkerExtension):
     """The methods of vLLM's workers, which lose memory asleep, and open the handles of `share`."""
 
     def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
@@ -110,6 +111,10 @@ class Extension(LosingExtension):
             patch.object(torch.cuda, "current_stream", MagicMock()),
         ):
             super().load_bucket(bucket)
+
+    def lose(self, keeps_weights: bool) -> None:
+        """Lose what a sleeping vLLM releases."""
+        lose(self, keeps_weights)
 
 
 def on_a_cpu(arguments: dict[str, Any]) -> dict[str, Any]:

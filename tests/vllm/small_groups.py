@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoTokenizer
 
+from losing import lose
 from quadriga.config import Layout, load_config
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.parallel.processes import Processes
@@ -117,7 +118,6 @@ def rank_main(rank: int, size: int, folder: str, store: str, is_async: bool) -> 
     if is_async:
         setattr(*keep_async_scheduling())
         options["async_scheduling"] = True
-        options["worker_extension_cls"] = "losing_worker.LosingExtension"
     setup = EngineSetup(config, tokenizer, options, CPU, torch.float32, group=group)
     engine = VLLMEngine.from_config(setup)
     engine.is_load_stable = True
@@ -129,7 +129,7 @@ def rank_main(rank: int, size: int, folder: str, store: str, is_async: bool) -> 
         engine.sleep()
         if is_async:
             in_flight.append(len(batches_in_flight(engine)))
-            engine.core.call("lose", False)
+            engine.core.ask("collective_rpc", lose)
         CopiedWeights().publish(
             trainer(Path(folder, str(number)), layout, rank).weights(), engine, version
         )

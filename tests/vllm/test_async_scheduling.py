@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from losing import lose
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
@@ -23,7 +24,6 @@ from small_servers import require_coming_and_going
 pytestmark = pytest.mark.usefixtures("as_on_cuda")
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11]] * 3
 LONG = SamplingParams(max_tokens=250, seed=4, ignore_eos=True)
-LOSING = {"worker_extension_cls": "tests.vllm.losing_worker.LosingExtension"}
 Make = Callable[..., VLLMEngine]
 
 
@@ -48,7 +48,7 @@ def expected(start: Make) -> list[list[int]]:
 @pytest.fixture
 def engine(start: Make) -> Iterator[VLLMEngine]:
     """An engine with asynchronous scheduling in this process."""
-    engine = start(max_num_seqs=4, extra={"async_scheduling": True} | LOSING)
+    engine = start(max_num_seqs=4, extra={"async_scheduling": True})
     yield engine
     engine.close()
 
@@ -66,7 +66,7 @@ def test_a_sleep_with_a_batch_in_flight(engine: VLLMEngine, expected: list[list[
     for _ in range(2):
         assert len(batches_in_flight(engine)) == 1
         engine.sleep()
-        engine.core.call("lose", False)
+        engine.core.ask("collective_rpc", lose)
         engine.wake()
         assert generate(engine) == expected
 
@@ -93,7 +93,7 @@ def test_an_abort_with_a_batch_in_flight(engine: VLLMEngine, expected: list[list
         assert num_tokens < 250
         assert completion.token_ids == complete.token_ids[:num_tokens]
         assert completion.log_probs == pytest.approx(complete.log_probs[:num_tokens], abs=1e-4)
-    engine.core.call("lose", False)
+    engine.core.ask("collective_rpc", lose)
     assert generate(engine) == expected
 
 

@@ -55,7 +55,11 @@ def sampled(start: Any, models: Path) -> list[list[int]]:
         engine.close()
 
 
-@pytest.mark.parametrize(("size", "more"), [(2, []), (4, []), (2, ["async"])])
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [(2, []), (4, []), (2, ["async"])],
+    ids=["2", "4", "2, asynchronous scheduling"],
+)
 def test_groups_generate_as_one_process(
     size: int, more: list[str], sampled: list[list[int]], models: Path, tmp_path: Path
 ) -> None:

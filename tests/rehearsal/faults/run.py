@@ -91,6 +91,8 @@ def run_tests(
         "PYTHONDONTWRITEBYTECODE": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        # Room for the reasons of failures.
+        "COLUMNS": "250",
     }
     with tempfile.TemporaryFile("w+") as output:
         if where == IN_VLLM:
@@ -101,6 +103,7 @@ def run_tests(
                 cwd=sources,
                 env=os.environ | variables,
                 stdout=output,
+                stderr=subprocess.STDOUT,
                 check=False,
             )
             status = done.returncode
