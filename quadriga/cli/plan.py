@@ -18,6 +18,7 @@ from quadriga.planning.plan import (
     describe_plan,
     make_plan,
     on_devices,
+    plan_roles,
     read_sizes,
 )
 from quadriga.planning.sizes import ModelSizes
@@ -83,6 +84,8 @@ def main(argv: Sequence[str]) -> int:
         decoder = read_sizes(_config_file(path), {}) if path else sizes[ACTOR]
         sizes[CRITIC] = decoder.with_value_head()
     if is_cpu:
+        # Refuses models without formulas before their layers are measured.
+        plan_roles(config, devices, lengths, sizes, itemsize)
         devices = with_layer_times(config, devices, lengths, sizes, dtype)
     plan = make_plan(config, devices, lengths, sizes, itemsize)
     plan = choose_recomputation(plan, lengths, sizes, itemsize)

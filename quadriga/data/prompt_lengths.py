@@ -245,7 +245,7 @@ class PromptMeter:
             if text == text_without_tools:
                 # Not only a part of a longer word. Letters of other scripts separate words.
                 names = "|".join(map(re.escape, tool_names))
-                named = re.search(rf"(?<!\w)(?:{names})(?!\w)", str(messages), re.ASCII)
+                named = re.search(rf"(?<!\w)(?:{names})(?!\w)", text, re.ASCII)
                 notes += UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
         # A hash that is equal in all processes, unlike that of `hash`. 0 is for bad rows.
         order = repr(role_order(messages, has_tools=bool(tools)))

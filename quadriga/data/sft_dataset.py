@@ -773,13 +773,13 @@ def join_parts(
     ids: list[int] = []
     learned: list[bool] = []
     is_open = False  # whether the previous part is a response without an end
-    for number, part in enumerate(parts):
+    for number, (part, is_learned) in enumerate(zip(parts, is_response, strict=True)):
         tokens = list(part)
         # The first `num_learned` tokens of the part are learned. Of a prompt that is at most its
         # first token, which then ends the response before it.
         num_learned = int(is_open and bool(tokens) and tokens[0] in end_ids)
         is_open = False
-        if is_response[number]:
+        if is_learned:
             # Learned up to and including the last end token, or all of it if there is none.
             end_positions = [position for position, token in enumerate(tokens) if token in end_ids]
             is_open = not end_positions

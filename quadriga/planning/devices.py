@@ -45,6 +45,7 @@ class LayerTimes:
         layer: those of each layer.
         ends: those of embedding, head and sampling, and of the calls for each pass.
         num_new_tokens: mean length of the responses in the measured decode steps.
+        num_passes: cost of the measured update in forward passes (`update_passes`).
         resident_factor: growth of the process's memory in an update, relative to the tensors that
             exist at once. The rest are freed tensors that the C library keeps.
     """
@@ -52,6 +53,7 @@ class LayerTimes:
     layer: PassTimes
     ends: PassTimes
     num_new_tokens: float = 0.0
+    num_passes: int = 3
     resident_factor: float = 1.0
 
     def seconds(self, name: str, num_layers: int) -> float:

@@ -149,6 +149,38 @@ def make_plan(
     Raises:
         ConfigError: the formulas do not cover a model or a layout.
     """
+    roles = plan_roles(config, devices, lengths, sizes, itemsize)
+    predicted = []
+    num_copied_bytes = copied_bytes(config, roles)
+    has_passes = needs_old_log_prob_pass(config) or needs_reference(config)
+    for key in roles:
+        for phase in predict_phases(config, roles, key, devices.memory_bytes):
+            # The values of a critic are always computed.
+            if not has_passes and phase.name == LOG_PROBS:
+                continue
+            parts = dict(phase.parts)
+            if devices.process_bytes:
+                parts["Python and libraries"] = devices.process_bytes
+            if num_copied_bytes:
+                parts["copies to resume from"] = num_copied_bytes
+            phase = replace(phase, parts=parts)
+            predicted.append(phase)
+    predicted += predict_separate_generation(config, devices.memory_bytes)
+    return Plan(config, devices, roles, predicted, step_time(config, roles, devices, lengths))
+
+
+def plan_roles(
+    config: Config,
+    devices: Devices,
+    lengths: Lengths,
+    sizes: dict[str, ModelSizes],
+    itemsize: int,
+) -> dict[str, RolePlan]:
+    """Model and layout of each trained role, by the keys of their sections; see `make_plan`.
+
+    Raises:
+        ConfigError: the formulas do not cover a model or a layout.
+    """
     roles = {}
     settings = config.actor_rollout_ref.actor.megatron_if_chosen
     for key, section, num_ranks in arranged_roles(config, has_critic=CRITIC in sizes):
@@ -177,24 +209,7 @@ def make_plan(
                 "weights and optimizer.",
             )
         roles[key] = role_plan
-
-    predicted = []
-    num_copied_bytes = copied_bytes(config, roles)
-    has_passes = needs_old_log_prob_pass(config) or needs_reference(config)
-    for key in roles:
-        for phase in predict_phases(config, roles, key, devices.memory_bytes):
-            # The values of a critic are always computed.
-            if not has_passes and phase.name == LOG_PROBS:
-                continue
-            parts = dict(phase.parts)
-            if devices.process_bytes:
-                parts["Python and libraries"] = devices.process_bytes
-            if num_copied_bytes:
-                parts["copies to resume from"] = num_copied_bytes
-            phase = replace(phase, parts=parts)
-            predicted.append(phase)
-    predicted += predict_separate_generation(config, devices.memory_bytes)
-    return Plan(config, devices, roles, predicted, step_time(config, roles, devices, lengths))
+    return roles
 
 
 def choose_recomputation(

@@ -121,19 +121,32 @@ class _Passes:
         """Seconds of the forward and backward passes, and of the exchange between ranks."""
         plan = self.plans[role]
         exchange_s = _exchange_s(plan, self.devices)
+        num_passes = update_passes(self.config, role, recomputes=plan.recomputes)
         measured = self.devices.layer_times.get(role)
         if measured is not None:
             section = self.config.critic if role == CRITIC else self.config.actor_rollout_ref.actor
             # Gloo does not send during computation, so each micro-batch waits for it.
             num_batches = -(-self.num_tokens // section.ppo_max_token_len_per_gpu)
             seconds = self.num_tokens * measured.seconds("update_s", plan.sizes.num_layers)
+            # The plan may recompute activations or have an adapter where the measured layers
+            # did not.
+            num_more_passes = num_passes - measured.num_passes
+            seconds += num_more_passes * self.forward_s(role)
             return seconds + num_batches * exchange_s
-        # In units of a forward pass. With an adapter the backward pass computes no gradients of
-        # the frozen weights.
-        num_passes = 2 if adapter_rank(self.config, role) else 3
-        if plan.recomputes:
-            num_passes += 1
         return num_passes * self.forward_s(role) + exchange_s
+
+
+def update_passes(config: Config, role: str, *, recomputes: bool) -> int:
+    """Cost of an update's forward and backward passes, in forward passes.
+
+    Args:
+        config: the configuration.
+        role: key of the role's section.
+        recomputes: whether the backward pass computes activations again.
+    """
+    # With an adapter the backward pass computes no gradients of the frozen weights.
+    num_passes = 2 if adapter_rank(config, role) else 3
+    return num_passes + int(recomputes)
 
 
 def step_time(

@@ -331,14 +331,16 @@ def _require_same_prompts(overrides: Sequence[str], config: Config, edited: Conf
     for override in overrides:
         key, _ = parse_override(override)
         section, *names = key.split(".")
-        if section != "data" or not _PROMPTS.intersection(names[:1]):
+        if section != "data":
             continue
-        if reduce(getitem, names, config.data) != reduce(getitem, names, edited.data):
-            raise ConfigError(
-                f"--edit {override}",
-                got="a key that decides on the prompts, which are those of the record",
-                expected=_EDITABLE,
-            )
+        # `data={...}` edits several keys of the section.
+        for name in names[:1] or sorted(_PROMPTS):
+            if name in _PROMPTS and config.data[name] != edited.data[name]:
+                raise ConfigError(
+                    f"--edit {override}",
+                    got="a key that decides on the prompts, which are those of the record",
+                    expected=_EDITABLE,
+                )
 
 
 def _require_replayable(config: Config, start: ReplayStart) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from quadriga.errors import DataError
@@ -368,7 +369,9 @@ def _num_tool_calls(run: RunFolder, step: int) -> int | None:
         return None
     metrics: Mapping[str, float] = run.metrics.get(step, {})
     if not metrics and run.record.path(step).is_file():
-        metrics = run.record.read(step, columns=["uid"]).facts["metrics"]
+        # A damaged file is reported where its responses are read.
+        with suppress(DataError):
+            metrics = run.record.read(step, columns=["uid"]).facts["metrics"]
     count = metrics.get(TOOL_CALLS)
     has_tools = any(run.value(f"{_TURNS}.{name}") for name in _TOOL_FILES)
     # Other conversations have the metric, too.

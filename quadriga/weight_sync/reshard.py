@@ -50,8 +50,8 @@ class Box(NamedTuple):
 
     def overlap(self, other: "Box") -> "Box | None":
         """The common box of two boxes in a parameter, or None if they are disjoint."""
-        start = tuple(map(max, self.start, other.start))
-        end = map(min, self.end, other.end)
+        start = tuple(max(pair) for pair in zip(self.start, other.start, strict=True))
+        end = [min(pair) for pair in zip(self.end, other.end, strict=True)]
         shape = tuple(last - first for first, last in zip(start, end, strict=True))
         # A scalar has no dimension, and its boxes are equal.
         if min(shape, default=1) <= 0:

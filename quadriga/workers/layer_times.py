@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import cycle, islice
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from quadriga.planning.devices import LayerTimes, PassTimes
 from quadriga.planning.memory import UpdateShape, update_memory
 from quadriga.planning.phases import Lengths, adapter_rank, micro_batch_tokens
 from quadriga.planning.sizes import ModelSizes
+from quadriga.planning.time import update_passes
 from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.native.engine import NativeEngine
 
@@ -94,8 +96,14 @@ def layer_times(
         layer_s = max(0.0, getattr(more, field.name) - fewer_s) / added_layers
         of_layer[field.name] = layer_s
         of_ends[field.name] = max(0.0, fewer_s - _NUM_LAYERS[0] * layer_s)
+    model_section = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
+    recomputes = model_section.enable_gradient_checkpointing is True
     return LayerTimes(
-        PassTimes(**of_layer), PassTimes(**of_ends), _DECODE_STEPS / 2, resident_factor
+        PassTimes(**of_layer),
+        PassTimes(**of_ends),
+        num_new_tokens=_DECODE_STEPS / 2,
+        num_passes=update_passes(config, role, recomputes=recomputes),
+        resident_factor=resident_factor,
     )
 
 
@@ -124,7 +132,8 @@ class _FewLayers:
         override = {**override, "num_hidden_layers": num_layers}
         layer_types = load_config(path).get_text_config().to_dict().get("layer_types")
         if layer_types:
-            override["layer_types"] = layer_types[:num_layers]
+            # The model may have fewer layers than are measured.
+            override["layer_types"] = list(islice(cycle(layer_types), num_layers))
         model = skeleton_causal_lm(path, override_config=override)
         for name, parameter in list(model.named_parameters()):
             parent, _, attribute = name.rpartition(".")

@@ -101,7 +101,12 @@ def test_a_step_again(
     assert "0 of 8 rows change" in output and "  prompt" not in output
     status, output = replay("--step", "4", "--edit", "algorithm.adv_estimator=rlo")
     assert (status, "rloo" in output, "resumed" in output) == (2, True, False), output
-    for edit in ("data.max_prompt_length=64", "data.seed=7", "trainer.save_freq=1"):
+    for edit in (
+        "data.max_prompt_length=64",
+        "data.seed=7",
+        "data={seed: 7}",
+        "trainer.save_freq=1",
+    ):
         status, output = replay("--step", "4", "--edit", edit)
         assert (status, "resumed" in output) == (2, False), output
         assert f"--edit {edit}: got a key that" in output

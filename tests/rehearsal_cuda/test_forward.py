@@ -85,7 +85,7 @@ def batch(
                 prompt=tokens[:prompt],
                 response=tokens[prompt:],
                 positions=np.arange(prompt + length),
-                trained=np.arange(length),
+                loss_indices=np.arange(length),
             )
         )
     return pack(rows, response, share_prompts=share_prompts, device=CUDA)

@@ -20,7 +20,8 @@ POINTERS = {
     " hidden weight bias states added result cos sin query key value own_keys own_values shared_keys"
     " shared_values",
     "*fp32": "scales normalizer grad_log_probs grad_entropy entropy sums parts logits temperature peaks sinks",
-    "*fp64": "uniforms", "*i64": "places prefix_of prefix_length num_written", "*i32": "likeliest", "*i1": "is_greedy",
+    "*fp64": "uniforms", "*i64": "target_rows prefix_of prefix_length num_written",
+    "*i32": "likeliest", "*i1": "is_greedy",
     "fp32": "scale softcap epsilon",
 }  # fmt: skip
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}

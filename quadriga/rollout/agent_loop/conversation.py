@@ -34,7 +34,7 @@ from quadriga.errors import DataError, RolloutError
 from quadriga.protocol.chats import CONTINUING, ends_with_assistant
 from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import Outcome
-from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolResult
+from quadriga.rollout.agent_loop.tool_calls import ConversationOver, ToolFailedError, ToolResult
 from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 
 # Texts that occur in no conversation. They are rendered to find out what a template writes around
@@ -42,17 +42,6 @@ from quadriga.rollout.interface import Completion, Images, RolloutEngine, Sampli
 _STAND_IN = "quadrigastandin"
 _PROBE = "quadrigaprobe"
 _FIX_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that has"
-
-
-class ConversationOver(Exception):  # noqa: N818 - not an error: the way in which a conversation ends
-    """A limit is reached, or the user simulator has ended the conversation.
-
-    Loops do not catch it. `reason` becomes the conversation's `finish_reason`.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,17 @@ _MAX_SHOWN_CHARACTERS = 200
 _MAX_ERROR_CHARACTERS = 2000
 
 
+class ConversationOver(Exception):  # noqa: N818 - not an error: the way in which a conversation ends
+    """A limit is reached, or the user simulator has ended the conversation.
+
+    Loops do not catch it. `reason` becomes the conversation's `finish_reason`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class ToolFailedError(RolloutError):
     """A tool or user simulator failed by itself; the conversation that called it ends.
 
@@ -501,7 +512,8 @@ async def end_use(
     Args:
         end: makes the call.
         _: type of the error, as for `__aexit__`.
-        error: the error that ended the use of the object. None: there was none.
+        error: the error that ended the use of the object. None: there was none. The end of a
+            conversation at a limit is no error.
         __: its traceback.
 
     Raises:
@@ -510,7 +522,7 @@ async def end_use(
     try:
         await end()
     except ToolFailedError as failure:
-        if error is None:
+        if error is None or isinstance(error, ConversationOver):
             raise
         text = f"then {failure}\n{failure.details}".rstrip()
         if isinstance(error, ToolFailedError):

@@ -187,6 +187,10 @@ def test_tools_that_no_row_can_name_are_refused(tokenizer, config, write, row, c
     said = capsys.readouterr().out
     assert "1 prompts name the tools in their messages alone" in said
     assert "1 prompts have the names of tools only within other words" in said
+    # A name may stand on a line of its own.
+    listed = row(prompt=[{"role": "user", "content": "w2\nw1"}])
+    RLHFDataset(write("l.jsonl", [listed]), tokenizer, config(), context=context)
+    assert "1 prompts name the tools in their messages alone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

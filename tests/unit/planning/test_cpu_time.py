@@ -78,6 +78,12 @@ def test_a_step_is_the_sum_of_measured_layers(tmp_path: Path) -> None:
     optimizer_s = 40 * critic_sizes.num_parameters / 1e9
     assert phases["update of the critic"] == pytest.approx(num_tokens * 2.4e-3 + optimizer_s)
 
+    # Recomputed activations cost another forward pass, an adapter saves one.
+    recomputed = {**plans, ACTOR: replace(plans[ACTOR], recomputes=True)}
+    phases = step_time(config, recomputed, devices, LENGTHS).phases
+    optimizer_s = 40 * sizes.num_parameters / 1e9
+    assert phases["update"] == pytest.approx(num_tokens * (2.3e-3 + 8e-4) + optimizer_s)
+
     # Half of the tokens on each of two ranks, in two micro-batches that exchange the gradients.
     shards = Layout.of(2, ACTOR)
     plans[ACTOR] = replace(plans[ACTOR], layout=shards)
@@ -107,6 +113,13 @@ def test_layers_are_measured(tmp_path: Path, dtype: str, overrides: tuple[str, .
             assert getattr(times.layer, field.name) >= 0
             assert getattr(times.ends, field.name) >= 0
         assert times.resident_factor >= 1
+
+
+def test_models_with_fewer_layers_than_are_measured(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    sizes = read_sizes(write_model(tmp_path, num_hidden_layers=2) / "config.json", {})
+    times = layer_times(config, ACTOR, sizes, LENGTHS, dtype="float32", flops=1e10, num_ranks=1)
+    assert times.ends.update_s + times.layer.update_s > 0
 
 
 def test_ranks_share_the_machine() -> None:

@@ -19,6 +19,7 @@ from quadriga.rollout.agent_loop.interactions import UserSimulator
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tool_calls import (
     MARK,
+    ConversationOver,
     ToolBox,
     ToolFailedError,
     ToolResult,
@@ -322,6 +323,18 @@ def test_a_failing_release_alone_is_the_failure(thread: ToolThread) -> None:
     with pytest.raises(ToolFailedError, match="tool more, release: got OSError") as caught:
         asyncio.run(use())
     assert "then tool act, release: got OSError" in caught.value.details
+
+
+def test_a_failing_release_after_a_limit_is_the_failure(thread: ToolThread) -> None:
+    """A conversation that reaches a limit has not failed."""
+    spec = ToolSpec(partial(Unreleasable, "", 1), *describe(Grudging.execute, name="act"))
+
+    async def use() -> None:
+        async with ToolBox({"act": spec}, {}, MultiTurnConfig(), thread):
+            raise ConversationOver("length")
+
+    with pytest.raises(ToolFailedError, match="tool act, release: got OSError"):
+        asyncio.run(use())
 
 
 class Impolite(Interaction):
