@@ -456,7 +456,12 @@ def _grade_in_turn(
 
 
 def select_arguments(arguments: Arguments, accepted: frozenset[str]) -> Arguments:
-    """Leave out the arguments that the score function does not take."""
+    """Leave out the arguments that the score function does not take.
+
+    Args:
+        arguments: arguments of a call, by name.
+        accepted: names of the function's parameters.
+    """
     return {name: value for name, value in arguments.items() if name in accepted}
 
 

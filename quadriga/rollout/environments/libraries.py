@@ -113,7 +113,12 @@ class TextArenaEnvironment(TextEnvironment):
         self._is_done = False
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
-        """Begin a game with as many agents as the environment has."""
+        """Begin a game with as many agents as the environment has.
+
+        Args:
+            seed: seed of the episode.
+            row: columns of the data row; empty if the row is only a seed.
+        """
         try:
             self._game.reset(num_players=self._num_agents, seed=seed)
         except AssertionError as error:
@@ -355,6 +360,10 @@ class SkyRLEnvironment(TextEnvironment):
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
         """Make the environment of the row, and begin its episode.
+
+        Args:
+            seed: seed of the episode.
+            row: columns of the data row.
 
         Raises:
             RolloutError: there is no row.

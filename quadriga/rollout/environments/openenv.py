@@ -84,7 +84,12 @@ class OpenEnvEnvironment(TextEnvironment):
             self._action_schema = _shorten_schema(schema)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
-        """Begin an episode. The first observation also shows the schema of actions, if any."""
+        """Begin an episode. The first observation also shows the schema of actions, if any.
+
+        Args:
+            seed: seed of the episode.
+            row: columns of the data row; empty if the row is only a seed.
+        """
         # A server refuses arguments that its environment does not know, and not all know seeds.
         reply = self._ask("reset", {"seed": seed, **self._options})
         if reply["type"] == "error":

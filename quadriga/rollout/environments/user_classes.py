@@ -99,7 +99,12 @@ class SteppedEnvironment(TextEnvironment):
         self._agent = 0
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
-        """Call `reset` of the object with the seed and the columns of the row that it takes."""
+        """Call `reset` of the object with the seed and the columns of the row that it takes.
+
+        Args:
+            seed: seed of the episode.
+            row: columns of the data row; empty if the row is only a seed.
+        """
         reset = self.environment.reset
         result = reset(**accepted_arguments(reset, {**row, "seed": seed}))
         info: Mapping[str, Any] = {}

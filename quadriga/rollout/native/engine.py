@@ -203,7 +203,13 @@ class NativeEngine(CausalModelEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        """Generate a response for each prompt. Unless there is a runner, this thread is it."""
+        """Generate a response for each prompt. Unless there is a runner, this thread is it.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: how each response is sampled.
+            images: images of each prompt.
+        """
         requests = self._make_requests(prompts, sampling, images)
         self._count_when_done([request.future for request in requests])
         if self._inbox.put(requests):

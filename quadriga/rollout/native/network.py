@@ -273,7 +273,14 @@ class PlainNetwork(Network):
         *,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Hidden states of the last layer, as `Network.hidden` returns them, layer by layer."""
+        """Hidden states of the last layer, as `Network.hidden` returns them, layer by layer.
+
+        Args:
+            tokens: [B, N]. With images B is 1.
+            positions: [B, N], or [3, B, N] for time, height and width.
+            images: images of the packed prompts.
+            plan: computes attention.
+        """
         if images is None:
             hidden = self._embed_tokens(tokens)
         else:
