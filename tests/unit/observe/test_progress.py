@@ -3,10 +3,12 @@
 
 import math
 import re
+import sys
 import threading
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from rich.console import Console
 from quadriga.errors import ConfigError
 from quadriga.observe import progress
 from quadriga.observe.progress import (
+    NotebookCell,
     Picture,
     Progress,
     ValidationResult,
@@ -325,3 +328,17 @@ def test_a_png_without_matplotlib_says_what_to_install(
     monkeypatch.setattr(progress, "import_module", missing)
     with pytest.raises(ConfigError, match=r"matplotlib.*pip install -e '\.\[plot\]'"):
         CURVES.save(tmp_path / "a.png")
+
+
+def test_a_notebook_shows_the_curve_of_the_first_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    handle = SimpleNamespace(update=shown.append)
+    display = SimpleNamespace(HTML=str, display=lambda html, display_id: handle)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    cell = NotebookCell(total=2, initial=0)
+    assert "<svg" not in shown[-1]
+    cell.update(1, 2, {"reward": "0.500", "loss": "1.0"})
+    cell.update(2, 2, {"reward": "1 000.250", "loss": "0.5"})
+    assert "step 2/2" in shown[-1]
+    assert "<svg" in shown[-1]
+    assert "1000" in shown[-1].replace(" ", "").replace(",", "")
