@@ -135,9 +135,7 @@ class Checkpoints:
             CheckpointError: the folder cannot be created.
         """
         with self.guarded(step):
-            # Only one process writes here, so unfinished folders were left by killed ones.
-            for leftover in self.directory.glob(f"{_UNFINISHED}*"):
-                _delete(leftover)
+            self._delete_unfinished()
             self._unfinished(step).mkdir(parents=True)
             if self.is_by_time:
                 mark = self._unfinished(step) / _BY_TIME
@@ -185,6 +183,21 @@ class Checkpoints:
             steps = [step for step in steps if (self.path(step) / _BY_TIME).exists()]
         for step in steps[:-max_to_keep]:
             self._discard(self.path(step))
+
+    def delete_leftovers(self) -> None:
+        """Delete what a process that was killed during a save has left.
+
+        The next save does this too. It is needed where no step, and so no save, is left.
+        """
+        self._delete_unfinished()
+        newest = self.newest()
+        if newest is not None and self.max_to_keep is not None:
+            self._delete_surplus(newest, self.max_to_keep)
+
+    def _delete_unfinished(self) -> None:
+        """Delete unfinished folders. Only one process writes here, so killed ones left them."""
+        for leftover in self.directory.glob(f"{_UNFINISHED}*"):
+            _delete(leftover)
 
     def abandon(self, step: int) -> None:
         """Delete the folder of a checkpoint that will not be completed."""

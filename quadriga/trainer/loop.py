@@ -26,11 +26,11 @@ from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.redact import redact
 from quadriga.trainer import saving
-from quadriga.trainer.checkpoint import Checkpoints, step_of
+from quadriga.trainer.checkpoint import step_of
 from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.quarantine import Quarantine
 from quadriga.trainer.settings import RunSettings, keep_settings, say_nothing_to_do
-from quadriga.trainer.timed_saving import NUM_KEPT, TimedSaver
+from quadriga.trainer.timed_saving import TimedSaver, run_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +132,11 @@ class TrainingLoop:
             else:
                 print(text)
 
-        settings = self.settings
-        num_kept = settings.max_ckpt_to_keep
-        if settings.save_minutes is None or not saves_by_time(self.config):
-            checkpoints = Checkpoints(settings.directory, num_kept)
+        checkpoints = run_checkpoints(self.config)
+        save_minutes = self.settings.save_minutes
+        if save_minutes is None or not checkpoints.is_by_time:
             return saving.CheckpointSaver(checkpoints, learners, report)
-        checkpoints = Checkpoints(settings.directory, num_kept or NUM_KEPT, is_by_time=True)
-        return TimedSaver(checkpoints, learners, report, period_s=60 * settings.save_minutes)
+        return TimedSaver(checkpoints, learners, report, period_s=60 * save_minutes)
 
     # Where the run starts from
 
@@ -170,6 +168,7 @@ class TrainingLoop:
         if isinstance(source, Path) and self.is_last_step and not self.settings.val_only:
             last = min(last, self.global_steps)
             say_nothing_to_do(self.config, source, last, run_settings)
+            self.checkpoints.delete_leftovers()
         self._keep_settings = partial(
             keep_settings, self.config, run_settings, self.global_steps, last
         )

@@ -40,6 +40,7 @@ from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.run_report import summary
 from quadriga.trainer.saving import random_states, restore_random_states, seed_generators
 from quadriga.trainer.settings import CONFIGURATION, RunSettings, has_nothing_to_do
+from quadriga.trainer.timed_saving import run_checkpoints
 
 RESTARTS_KEY = "trainer.max_worker_restarts"
 RESTART_WINDOW_S = 3600.0  # period in which `trainer.max_worker_restarts` are counted
@@ -103,6 +104,7 @@ class TaskRunner:
     def _until_done(self, config: Config, timeline: Timeline) -> Iterator[TrainingStep]:
         """Train to the last step, and start over after each loss of a worker."""
         if has_nothing_to_do(config, RunSettings.of(config), in_python=self.in_python):
+            run_checkpoints(config).delete_leftovers()
             return
         print(describe_machine())
         seed_generators(config.trainer.seed)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quadriga.config import Config, saves_by_time
 from quadriga.errors import CheckpointError
 from quadriga.trainer.checkpoint import MANIFEST, Checkpoints
 from quadriga.trainer.saving import CheckpointSaver, PendingCheckpoint
@@ -28,6 +29,15 @@ ASSUMED_BYTES_PER_S = 500e6  # assumed speed until a checkpoint has been measure
 # Space for what is not in the tensors: tokenizer, manifests, and other files of the run.
 SPARE_BYTES = 64 << 20
 _GB = 1e9
+
+
+def run_checkpoints(config: Config) -> Checkpoints:
+    """Checkpoints of a run, written by steps or, if `saves_by_time`, by the clock."""
+    trainer = config.trainer
+    if saves_by_time(config):
+        num_kept = trainer.max_ckpt_to_keep or NUM_KEPT
+        return Checkpoints(trainer.directory, num_kept, is_by_time=True)
+    return Checkpoints(trainer.directory, trainer.max_ckpt_to_keep)
 
 
 class TimedSaver(CheckpointSaver):

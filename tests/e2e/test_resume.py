@@ -242,6 +242,20 @@ def test_finished_run_stays_as_it_is(train: Callable[..., Path]) -> None:
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("saving", ["trainer.save_freq=1", "trainer.save_minutes=60"])
+def test_finished_run_that_was_killed_while_it_deleted_old_checkpoints(
+    saving: str, train: Callable[..., Path]
+) -> None:
+    """By steps and by the clock: the same command once more deletes what the save has left."""
+    words = ("trainer.total_training_steps=2", "trainer.max_ckpt_to_keep=1", saving)
+    run = train(*words)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    shutil.copytree(run / "global_step_2", run / "global_step_1")
+    shutil.copytree(run / "global_step_2", run / ".unfinished_global_step_0_123")
+    train(*words)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     "total", ["trainer.total_training_steps=2", "trainer.total_training_steps=null"]
 )

@@ -205,6 +205,25 @@ def test_half_deleted_checkpoint_is_none(
     verify(checkpoints.path(2))
 
 
+@pytest.mark.parametrize("kept", [1, 2])
+def test_leftovers_of_a_save_that_no_save_follows(
+    kept: int, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before or while the last save deletes the oldest checkpoint: it is deleted later."""
+    checkpoints.max_to_keep = kept
+    for step in range(1, kept + 1):
+        write(checkpoints, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_delete_surplus", lambda newest, max_to_keep: None)
+        write(checkpoints, kept + 1)
+    assert checkpoints.steps() == list(range(1, kept + 2))
+    (checkpoints.directory / ".unfinished_global_step_1_123").mkdir()
+
+    checkpoints.delete_leftovers()
+    expected = [f"global_step_{step}" for step in range(2, kept + 2)]
+    assert names(checkpoints.directory) == [*expected, LATEST]
+
+
 def test_run_begun_anew_goes_on_from_its_own(checkpoints: Checkpoints) -> None:
     """Later checkpoints of a predecessor in the same directory are neither taken nor deleted."""
     checkpoints.max_to_keep = 1
