@@ -104,7 +104,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 # Changed by the clock, the load of the machine, and kills of environments.
 CLOCK = tiny.CLOCK_PREFIXES
 RESTARTS = ("env/restarts", "env/replayed_episodes")
-ASIDE = re.compile(r"metrics\.\d+\.jsonl|rollouts/superseded_\d+/.*")
+ASIDE = re.compile(r"(metrics|samples)\.\d+\.jsonl|rollouts/superseded_\d+/.*")
 
 
 def words(variant: str, files: Path) -> list[str]:

@@ -75,7 +75,8 @@ def contents(run: Path, metric_lines: Callable[[Path], list[dict[str, Any]]]) ->
     for path in run.rglob("*"):
         name = str(path.relative_to(run))
         # A run that began anew has moved the log and the record of the one before it aside.
-        if not path.is_file() or re.match(r"metrics\.\d+\.jsonl|rollouts/superseded_", name):
+        is_aside = re.match(r"(metrics|samples)\.\d+\.jsonl|rollouts/superseded_", name)
+        if is_aside or not path.is_file():
             continue
         is_record = path.suffix == ".parquet" and path.parent.name == "rollouts"
         files[name] = read_recorded_step(path) if is_record else path.read_bytes()
