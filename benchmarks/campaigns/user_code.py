@@ -226,8 +226,8 @@ def _failure_in_records(folder: Path, who: str, log: str, *, fails: bool) -> str
     ]
     samples = [
         json.loads(line)
-        for path in sorted((folder / "run" / "rollouts").iterdir())
-        for line in path.open()
+        for path in sorted((folder / "run" / "rollouts").glob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
     ]
     if len(lines) != NUM_STEPS or len(samples) != NUM_STEPS * 8:
         return f"{len(lines)} steps, {len(samples)} samples"
