@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quadriga.config.trainer import TrainerConfig
-from quadriga.errors import WorkerError
+from quadriga.errors import WorkerError, WorkerLostError, first_line
 from quadriga.observe.call_times import CallTime
 from quadriga.observe.machine import num_usable_cores
 from quadriga.single_controller.dispatch import Arguments
@@ -50,6 +50,8 @@ from quadriga.single_controller.worker_group import (
     describe_arguments,
 )
 
+# Time for the first process on a node. It imports Ray and torch, from a network file system perhaps.
+FIRST_PROCESS_LIMIT_S = 600.0
 CALL_TIMES_LIMIT_S = 5.0  # time for processes to send the times of their calls
 # Options of an actor that the pool and the group decide.
 _GROUP_OPTIONS = frozenset(
@@ -140,6 +142,25 @@ def create_colocated_worker_cls(
     return colocated
 
 
+def _num_cores_of(node_id: str) -> int:
+    """Number of cores that processes on a node may use, asked on that node.
+
+    Raises:
+        WorkerLostError: the node is lost, or starts no process.
+    """
+    try:
+        return run_on_node(node_id, num_usable_cores, limit_s=FIRST_PROCESS_LIMIT_S)
+    except RayError as error:
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}[node_id]
+        raise WorkerLostError(
+            f"the first process on node {address}",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            expected=f"that it starts within {FIRST_PROCESS_LIMIT_S:g} s",
+            fix="`ray status` lists the nodes that are there; the node's logs say why it starts "
+            "nothing (/tmp/ray/session_latest/logs/raylet.out).",
+        ) from error
+
+
 class WorkerProcesses:
     """Processes on the bundles of a pool, and the workers of one or several roles in them.
 
@@ -168,7 +189,7 @@ class WorkerProcesses:
         counts = Counter(bundle.node_id for bundle in self.bundles)
         threads = {}
         for node, count in counts.items():
-            cores = run_on_node(node, num_usable_cores)
+            cores = _num_cores_of(node)
             threads[node] = share_of_cores(cores, count, pool.neighbours.get(node, count))
         self.threads = "; ".join(dict.fromkeys(share.reason for share in threads.values()))
         variables: dict[str, str] = {}
