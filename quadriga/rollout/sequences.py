@@ -321,11 +321,19 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     for row, uid in enumerate(uids):
         sample = num_samples[uid] if sample_indices is None else int(sample_indices[row])
         num_samples[uid] += 1
-        # Hashed, so that neighbouring seeds, steps and samples have unrelated seeds.
-        source = (int(seed), step, uid, sample, is_validation)
-        digest = hashlib.blake2b(repr(source).encode(), digest_size=8).digest()
-        seeds.append(int.from_bytes(digest, "big"))
+        seeds.append(derive_seed(int(seed), step, uid, sample, is_validation))
     return seeds
+
+
+def derive_seed(*parts: Any, num_bytes: int = 8) -> int:
+    """Hash parts to a seed, so that similar parts have unrelated seeds.
+
+    Args:
+        parts: values whose `repr` is the same in every process.
+        num_bytes: size of the seed.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=num_bytes).digest()
+    return int.from_bytes(digest, "big")
 
 
 def images_of(prompts: DataProto) -> list[Images | None]:

@@ -20,7 +20,6 @@ Legend: P prompt tokens, T response tokens, L layers with experts, k experts of 
 """
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -36,6 +35,7 @@ from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.tool_calls import ConversationOver, ToolFailedError, ToolResult
 from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
+from quadriga.rollout.sequences import derive_seed
 
 # Texts that occur in no conversation. They are rendered to find out what a template writes around
 # the model's turn (the stand-in), and around the content of a message (the probe).
@@ -178,7 +178,7 @@ class Conversation:
         Returns:
             The conversation.
         """
-        seed = _derive_seed(self.rollout[0].sampling.seed, "conversation", len(self.rollout))
+        seed = derive_seed(self.rollout[0].sampling.seed, "conversation", len(self.rollout))
         return Conversation(
             engine=self.engine,
             encoder=self.encoder,
@@ -397,7 +397,7 @@ class Conversation:
         # The first completion keeps the row's seed: a response of one turn is then the same as
         # without an agent loop.
         if number > 0:
-            seed = _derive_seed(seed, number)
+            seed = derive_seed(seed, number)
         sampling = replace(self.sampling, **{"seed": seed, **changes})
 
         self.activity = "in the engine"
@@ -595,12 +595,6 @@ class Conversation:
         self.token_ids += turn.token_ids
         self.mask += [mask_value] * len(turn.token_ids)
         self.log_probs += log_probs
-
-
-def _derive_seed(*parts: Any) -> int:
-    """Derive a seed from all of the parts. Similar parts give unrelated seeds."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 class TurnEncoder:

@@ -420,7 +420,7 @@ class ToolBox:
             ToolFailedError: the tool failed by itself.
         """
         # For errors about the call, which should stay short.
-        shown_arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
+        shown_arguments = call.arguments_text
         if len(shown_arguments) > _MAX_SHOWN_CHARACTERS:
             shown_arguments = f"{shown_arguments[:_MAX_SHOWN_CHARACTERS]}..."
         where = f"{call.name}({shown_arguments})"
@@ -496,7 +496,7 @@ class ToolBox:
         side = "right" if is_refused else self.config.tool_response_truncate_side
         return ToolResult(
             name=call.name,
-            arguments=json.dumps(call.arguments, ensure_ascii=False, default=str),
+            arguments=call.arguments_text,
             text=truncate(text, self.config.max_tool_response_length, side),
             num_chars=len(text),
             seconds=seconds,

@@ -11,12 +11,10 @@ If several agents are trained, an episode trains one of them, its seat. All resp
 rows take the seats in turn. With `env.train_together` an episode trains all of them, each in a row of its own.
 """
 
-import hashlib
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from quadriga.config.environment import EnvironmentConfig
 from quadriga.errors import RolloutError
@@ -37,14 +35,26 @@ from quadriga.rollout.environments.players import (
     PolicyPlayer,
     ScriptedPlayer,
     ServerPlayer,
-    seed_of,
+    player_seed,
 )
 from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool, Episode
+from quadriga.rollout.sequences import derive_seed
 
 # Columns that a batch has besides those of the data file.
 _BATCH_COLUMNS = frozenset(
-    {"uid", "item", "source_row", "sample_index", "raw_prompt_ids", "multi_modal_data"}
-    | {"multi_modal_inputs", "raw_prompt", "full_prompts", "tools_kwargs", "interaction_kwargs"}
+    {
+        "uid",
+        "item",
+        "source_row",
+        "sample_index",
+        "raw_prompt_ids",
+        "multi_modal_data",
+        "multi_modal_inputs",
+        "raw_prompt",
+        "full_prompts",
+        "tools_kwargs",
+        "interaction_kwargs",
+    }
 )
 
 
@@ -70,33 +80,37 @@ class EnvironmentAgent(AgentLoop):
 
     async def run(self, chat: Conversation) -> None:
         """Play the episode of a conversation's row, and score it."""
-        # A seat is an agent that can be trained.
         seed = episode_seed_of(chat.sample)
-        seats = self._pool.config.seats
-        if not self._pool.config.train_together:
+        # A seat is an agent that can be trained.
+        config = self._pool.config
+        seats = config.seats
+        if not config.train_together:
             # All responses to a row play the same seat, so that they can be compared. The last bit
             # of the seed tells training from validation, so it must not choose the seat.
             seats = [seats[seed // 2 % len(seats)]]
-        plays = Plays(chat, seats, self._pool.config)
+        plays: Plays = {}
+        for seat in seats:
+            # The first agent has the conversation of the row, each other one a further one.
+            plays[seat] = Play(chat.another() if plays else chat, seat, config)
         async with self._pool.open(seed, row_of(chat.sample)) as episode:
             try:
                 try:
                     step = await episode.reset()
-                    plays.record(step)
+                    _record(plays, step)
                     if self._schemas:
                         chat.begin(self._first_messages(chat, step.text), self._schemas)
-                        await self._call_tools(plays.by_agent[seats[0]], episode)
+                        await self._call_tools(plays[seats[0]], episode)
                     else:
-                        await self._take_turns(plays, episode, step)
+                        await self._take_turns(chat, plays, episode, step)
                 except ConversationOver as over:
                     # A limit ends the episode for all agents. The part that was played is scored.
-                    for play in plays:
+                    for play in plays.values():
                         play.chat.finish_reason = play.chat.finish_reason or over.reason
-                plays.record(await episode.finish())
+                _record(plays, await episode.finish())
             except EnvironmentFailedError as error:
                 chat.outcome = failure(error.kind, error.details or str(error))
                 raise
-        for play in plays:
+        for play in plays.values():
             play.grade(is_graded_elsewhere=self._pool.is_graded_elsewhere)
 
     def _first_messages(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
@@ -130,46 +144,47 @@ class EnvironmentAgent(AgentLoop):
             )
         return messages
 
-    async def _take_turns(self, plays: "Plays", episode: Episode, step: Step) -> None:
+    async def _take_turns(
+        self, chat: Conversation, plays: "Plays", episode: Episode, step: Step
+    ) -> None:
         """Ask the agents for actions in turn until the episode is over.
 
         Args:
+            chat: conversation of the row.
             plays: the trained agents.
             episode: the episode.
             step: its first step.
         """
-        players = self._make_players(plays, episode)
+        players = self._make_players(chat, plays, episode)
         while not step.is_done:
-            plays.chat.activity = "in the environment"
+            chat.activity = "in the environment"
             agent = step.agent
             action = await players[agent].act(step.text)
             step = await episode.step(action)
-            plays.record(step, agent)
+            _record(plays, step, agent)
 
-    def _make_players(self, plays: "Plays", episode: Episode) -> "list[Player]":
+    def _make_players(self, chat: Conversation, plays: "Plays", episode: Episode) -> list[Player]:
         """Make the player of each agent, as `env.agents` names them.
 
         Args:
+            chat: conversation of the row.
             plays: the trained agents.
             episode: the episode.
         """
-        chat = plays.chat
-        names = self._pool.config.agents or ["policy"]
+        prompt = self._first_messages
         players: list[Player] = []
-        for number, player in enumerate(names):
+        for number, player in enumerate(self._pool.config.agents or ["policy"]):
             name = f"agent {number}"
-            seed = seed_of(chat.sampling.seed, number)
+            seed = player_seed(chat.sampling.seed, number)
             # An agent that is trained, the policy without training, a server, or a script.
-            if number in plays.by_agent:
-                play = plays.by_agent[number]
-                players.append(PolicyPlayer(play.chat, self._first_messages, play, name=name))
+            if number in plays:
+                play = plays[number]
+                players.append(PolicyPlayer(play.chat, prompt, play.generate, name))
             elif player == "policy":
                 # Not `chat.another`: this agent is not trained, so its conversation is no row.
                 sampling = replace(chat.sampling, seed=seed)
-                untrained = Conversation(
-                    chat.engine, chat.encoder, chat.sample, sampling, chat.limits
-                )
-                players.append(PolicyPlayer(untrained, self._first_messages, name=name))
+                other = Conversation(chat.engine, chat.encoder, chat.sample, sampling, chat.limits)
+                players.append(PolicyPlayer(other, prompt, other.generate, name))
             elif player.startswith(("http://", "https://")):
                 players.append(ServerPlayer(player, chat, self._pool.config.system_prompt, name))
             else:
@@ -224,50 +239,12 @@ class EnvironmentAgent(AgentLoop):
         play.record(step, 0)
         return ToolResult(
             name=call.name,
-            arguments=json.dumps(call.arguments, ensure_ascii=False, default=str),
+            arguments=call.arguments_text,
             text=step.text,
             num_chars=len(step.text),
             seconds=time.perf_counter() - started,
             is_refused=bool(step.info.get("is_invalid")),
         )
-
-
-class Plays:
-    """The trained agents of an episode. Each has a conversation for itself.
-
-    Iterating yields the `Play` of each agent.
-
-    Args:
-        chat: conversation of the first agent, from which those of the others are made.
-        agents: numbers of the agents that are trained.
-        config: the section `env`.
-
-    Attributes:
-        chat: as in the arguments.
-        by_agent: the `Play` of each trained agent, by its number.
-    """
-
-    def __init__(
-        self, chat: Conversation, agents: Sequence[int], config: EnvironmentConfig
-    ) -> None:
-        self.chat = chat
-        self.by_agent: dict[int, Play] = {}
-        for agent in agents:
-            conversation = chat.another() if self.by_agent else chat
-            self.by_agent[agent] = Play(conversation, agent, config)
-
-    def __iter__(self) -> "Iterator[Play]":
-        return iter(self.by_agent.values())
-
-    def record(self, step: Step, actor: int | None = None) -> None:
-        """Record a step for all agents.
-
-        Args:
-            step: the environment's response.
-            actor: number of the agent that acted; see `Play.record`.
-        """
-        for play in self:
-            play.record(step, actor)
 
 
 class Play:
@@ -337,10 +314,11 @@ class Play:
             self._rewards[-1] += reward
 
     def grade(self, *, is_graded_elsewhere: bool) -> None:
-        """Write the grade of the episode to the conversation.
+        """Write the grade of the episode, the sum of its rewards, to the conversation.
 
         Args:
-            is_graded_elsewhere: whether a score function or a reward model is configured.
+            is_graded_elsewhere: whether a score function or a reward model is configured. It grades
+                an episode without rewards.
 
         Raises:
             RolloutError: the environment has not scored the episode, and nothing else will.
@@ -348,28 +326,13 @@ class Play:
         chat = self.chat
         chat.turn_scores = list(self._rewards)
         chat.turn_rewards = list(self._rewards)
-        chat.extra_fields["num_invalid"] = self._num_invalid
-        chat.extra_fields["agent"] = self._agent
+        chat.extra_fields |= {"num_invalid": self._num_invalid, "agent": self._agent}
         chat.agent = self._config.role_of(self._agent)
-        chat.outcome = self._outcome(is_graded_elsewhere=is_graded_elsewhere)
-
-    def _outcome(self, *, is_graded_elsewhere: bool) -> Outcome | None:
-        """Grade of the episode: the sum of its rewards.
-
-        Args:
-            is_graded_elsewhere: see `grade`.
-
-        Returns:
-            The grade. None: the environment gave no rewards, and the conversation is graded by the
-            score function or the reward model.
-
-        Raises:
-            RolloutError: see `grade`.
-        """
         if not self._has_rewards and is_graded_elsewhere:
-            return None
+            return
         # An episode that a limit has cut off was perhaps not scored because it did not end.
-        if not self._has_rewards and self._is_unscored and not self._was_cut_off:
+        was_cut_off = chat.finish_reason and not self.is_done
+        if not self._has_rewards and self._is_unscored and not was_cut_off:
             raise RolloutError(
                 "environment",
                 got="an episode without rewards",
@@ -383,12 +346,23 @@ class Play:
         for name, value in self._info.items():
             if isinstance(value, bool | int | float) and name not in ("is_invalid", "agent"):
                 extra[f"env_{name}"] = float(value)
-        return Outcome(self._score, extra, "", "graded")
+        chat.outcome = Outcome(self._score, extra, "", "graded")
 
-    @property
-    def _was_cut_off(self) -> bool:
-        """Whether a limit ended the conversation before the episode was over."""
-        return bool(self.chat.finish_reason) and not self.is_done
+
+# The trained agents of an episode, by number. Each has a conversation for itself.
+Plays: TypeAlias = dict[int, Play]
+
+
+def _record(plays: Plays, step: Step, actor: int | None = None) -> None:
+    """Record a step for all trained agents.
+
+    Args:
+        plays: the trained agents.
+        step: the environment's response.
+        actor: number of the agent that acted; see `Play.record`.
+    """
+    for play in plays.values():
+        play.record(step, actor)
 
 
 def is_seed(sample: Sample) -> bool:
@@ -404,9 +378,7 @@ def episode_seed_of(sample: Sample) -> int:
     extra_info = sample.columns.get("extra_info") or {}
     if "env_seed" in extra_info:
         return int(extra_info["env_seed"])
-    identity = repr((sample.prompt_ids, sample.columns.get("index")))
-    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % 2**31
+    return derive_seed(sample.prompt_ids, sample.columns.get("index")) % 2**31
 
 
 def row_of(sample: Sample) -> dict[str, Any]:

@@ -1,30 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Players, which act for the agents of an episode: the policy, a fixed model, or a script."""
 
-import hashlib
+import itertools
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from quadriga.errors import RolloutError
 from quadriga.http_client import HTTPClient, ServerLostError
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Turn
 from quadriga.rollout.environments.pool import Episode
+from quadriga.rollout.sequences import derive_seed
 
 _END_OF_THOUGHT = "</think>"
-
-
-class Player(Protocol):
-    """Interface of a player, which acts for one agent in one episode."""
-
-    async def act(self, observation: str) -> str:
-        """Respond to an observation with an action."""
-
-
-class GeneratesTurns(Protocol):
-    """Interface of `Play`, which generates turns and keeps count of their rewards."""
-
-    def generate(self) -> Awaitable[Turn]:
-        """Generate the next turn."""
 
 
 class PolicyPlayer:
@@ -33,7 +20,7 @@ class PolicyPlayer:
     Args:
         chat: the conversation.
         prompt: function that makes the first messages from the conversation and an observation.
-        play: generates the turns of an agent that is trained. None: the agent is not trained.
+        generate: generates the next turn in the conversation.
         name: name of the agent, for the reason why an episode was cut off.
     """
 
@@ -41,12 +28,12 @@ class PolicyPlayer:
         self,
         chat: Conversation,
         prompt: Callable[[Conversation, str], list[dict[str, Any]]],
-        play: GeneratesTurns | None = None,
-        name: str = "",
+        generate: Callable[[], Awaitable[Turn]],
+        name: str,
     ) -> None:
         self._chat = chat
         self._prompt = prompt
-        self._play = play
+        self._generate = generate
         self._name = name
 
     async def act(self, observation: str) -> str:
@@ -60,15 +47,11 @@ class PolicyPlayer:
                 self._chat.append([{"role": "user", "content": observation}])
             else:
                 self._chat.begin(self._prompt(self._chat, observation))
-            if self._play is not None:
-                turn = await self._play.generate()
-            else:
-                turn = await self._chat.generate()
+            turn = await self._generate()
         except ConversationOver as over:
             # This ends the whole episode. Conversations of other agents get the reason with the
             # name of this agent.
-            if self._play is not None:
-                self._chat.finish_reason = over.reason
+            self._chat.finish_reason = over.reason
             raise ConversationOver(f"{self._name}: {over.reason}") from over
         text = str(turn.messages[0]["content"])
         return text.rpartition(_END_OF_THOUGHT)[2].strip()
@@ -87,12 +70,11 @@ class ScriptedPlayer:
         self._episode = episode
         self._reference = reference
         self._seed = seed
-        self._num_actions = 0
+        self._numbers = itertools.count()
 
     async def act(self, observation: str) -> str:
         """Choose an action. Each has a different seed."""
-        seed = seed_of(self._seed, self._num_actions)
-        self._num_actions += 1
+        seed = player_seed(self._seed, next(self._numbers))
         return await self._episode.sample(observation, seed, self._reference)
 
 
@@ -134,7 +116,7 @@ class ServerPlayer:
                 "messages": self._messages,
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
-                "seed": seed_of(sampling.seed, len(self._messages)) % 2**31,
+                "seed": player_seed(sampling.seed, len(self._messages)) % 2**31,
             }
             reply = await self._client.call_async("v1/chat/completions", body)
             text = str(reply["choices"][0]["message"]["content"] or "")
@@ -146,15 +128,15 @@ class ServerPlayer:
         return text.rpartition(_END_OF_THOUGHT)[2].strip()
 
 
-def seed_of(seed: Any, number: int) -> int:
-    """Derive a seed from another one and a number.
+def player_seed(seed: int, number: int) -> int:
+    """Derive a seed below 2**56 for a player, or for one of its actions.
 
     Args:
-        seed: the seed to derive from; anything with a stable `repr`, such as a tuple of integers.
-        number: different numbers give different seeds.
-
-    Returns:
-        An integer below 2**56, the same in every process.
+        seed: the seed to derive from.
+        number: number of the player or of the action.
     """
-    digest = hashlib.blake2b(repr((seed, number)).encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")
+    return derive_seed(seed, number, num_bytes=7)
+
+
+# What a player may be: each has `act`, which responds to an observation with an action.
+Player: TypeAlias = PolicyPlayer | ScriptedPlayer | ServerPlayer
