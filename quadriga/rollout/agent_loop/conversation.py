@@ -20,8 +20,11 @@ Legend: P prompt tokens, T response tokens, L layers with experts, k experts of 
 """
 
 import asyncio
+import itertools
+import math
+import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,8 +83,8 @@ class LengthLimits:
     prompt_tokens: int  # P, tokens of the prompt
     response_tokens: int  # T, tokens of everything behind it
     total_tokens: int  # both together, as the engine takes them
-    assistant_turns: int | None = None  # of the model. None: no limit
-    user_turns: int | None = None  # of tools or the user. None: no limit
+    assistant_turns: float = math.inf  # of the model
+    user_turns: float = math.inf  # of tools or the user
 
 
 @dataclass
@@ -416,12 +419,10 @@ class Conversation:
         Raises:
             ConversationOver: a limit on turns is reached.
         """
-        limits = self.limits
-        num_assistant_turns = self.num_assistant_turns
-        num_user_turns = len(self.turns) - num_assistant_turns
-        if limits.assistant_turns is not None and num_assistant_turns >= limits.assistant_turns:
+        num_user_turns = len(self.turns) - self.num_assistant_turns
+        if self.num_assistant_turns >= self.limits.assistant_turns:
             raise ConversationOver("max_assistant_turns")
-        if limits.user_turns is not None and num_user_turns >= limits.user_turns:
+        if num_user_turns >= self.limits.user_turns:
             raise ConversationOver("max_user_turns")
 
     def append(
@@ -451,8 +452,7 @@ class Conversation:
         token_ids = self.encoder.encode_turn(escaped, model_turn)
         if pictures:
             before = [*self.prompt_ids, *self.token_ids]
-            pairs = zip(self.token_ids, self.mask, strict=True)
-            model_tokens = [token for token, is_model in pairs if is_model]
+            model_tokens = itertools.compress(self.token_ids, self.mask)
             token_ids = self.expand_images(before, token_ids, pictures, model_tokens)
 
         text_messages = []
@@ -460,7 +460,7 @@ class Conversation:
             content = message["content"]
             if not isinstance(content, str):
                 content = "".join(part.get("text", "") for part in content)
-            text_messages.append({**message, "content": content})
+            text_messages.append(message | {"content": content})
         self.messages += text_messages
         turn = Turn(
             role=escaped[0]["role"],
@@ -485,7 +485,7 @@ class Conversation:
         before: Sequence[int],
         token_ids: Sequence[int],
         pictures: Sequence[Any],
-        model_tokens: Sequence[int] = (),
+        model_tokens: Iterable[int] = (),
     ) -> list[int]:
         """Expand the token of each image in a turn to one token for each of its embeddings.
 
@@ -523,14 +523,13 @@ class Conversation:
 
         # The processor needs all images of the conversation at once, and the conversation with one
         # token for each of them.
-        short_prompt = list(before)
-        all_pictures: list[Any] = []
         earlier = self.images_in(before)
-        if earlier is not None:
-            short_prompt = list(earlier.short_prompt)
-            all_pictures += earlier.pictures
-        short_prompt += token_ids
-        all_pictures += pictures
+        if earlier is None:
+            short_prompt = [*before, *token_ids]
+            all_pictures = list(pictures)
+        else:
+            short_prompt = [*earlier.short_prompt, *token_ids]
+            all_pictures = [*earlier.pictures, *pictures]
         videos = self.sample.images.videos if self.sample.images else ()
         try:
             rendered = self.processor.conversation(
@@ -568,8 +567,10 @@ class Conversation:
             self.unread.insert(0, last)
             # The five lists have a value for each token of the response.
             end = len(self.token_ids) - len(last.token_ids)
-            for values in (self.token_ids, self.mask, self.log_probs, self.versions):
-                del values[end:]
+            del self.token_ids[end:]
+            del self.mask[end:]
+            del self.log_probs[end:]
+            del self.versions[end:]
             del self.echo_mask[end:]
 
     def append_turn(
@@ -631,7 +632,7 @@ class TurnEncoder:
         self.template_kwargs.pop("add_generation_prompt", None)
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special_texts = {str(token) for token in added_tokens if token.special}
-        special_texts |= set(tokenizer.all_special_tokens)
+        special_texts.update(tokenizer.all_special_tokens)
         # An added token without a row of the embedding would be out of range.
         if vocabulary_size is not None:
             for text, token_id in tokenizer.get_added_vocab().items():
@@ -661,11 +662,8 @@ class TurnEncoder:
             RolloutError: the rendered prompt does not name each of the tools.
         """
         text = self._render(messages, schemas)
-        missing = []
-        for schema in schemas:
-            name = schema["function"]["name"]
-            if name not in text:
-                missing.append(name)
+        names = [schema["function"]["name"] for schema in schemas]
+        missing = [name for name in names if name not in text]
         if missing:
             raise RolloutError(
                 self._where,
@@ -723,8 +721,7 @@ class TurnEncoder:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         mask = []
         for first, last in encoded["offset_mapping"]:
-            is_content = any(start <= first < last <= end for start, end in spans)
-            mask.append(int(is_content))
+            mask.append(int(any(start <= first < last <= end for start, end in spans)))
         # `encode_turn` leaves out the first token if the model has written it.
         return mask[len(mask) - num_tokens :]
 
@@ -738,37 +735,33 @@ class TurnEncoder:
             text: the text of the turn, from `_render_turn`.
 
         Returns:
-            Start and end of each content, in characters. Contents that the template changes are
-            not found.
+            Start and end of each content, in characters; none if the template changes what it
+            writes around contents with the contents.
         """
         # Rendering probes instead of the contents shows what the template writes around them.
         probes = []
+        patterns = []
         for message in messages:
-            is_text = isinstance(message["content"], str)
-            probe = _PROBE if is_text else [{"type": "text", "text": _PROBE}]
-            probes.append({**message, "content": probe})
-        separators = self._render_turn(probes)[0].split(_PROBE)
-        if len(separators) != len(messages) + 1 or not text.startswith(separators[0]):
-            return []
-
-        spans = []  # role, start and end
-        start = len(separators[0])
-        for message, separator in zip(messages[:-1], separators[1:-1], strict=True):
-            # A content may itself contain the separator, which is therefore searched for after it.
             content = message["content"]
-            search_start = start
-            if isinstance(content, str) and text.startswith(content, start):
-                search_start += len(content)
-            end = text.find(separator, search_start)
-            if end < 0:
-                return []
-            spans.append((message["role"], start, end))
-            start = end + len(separator)
-        # The last separator is the end of the text, so it is not searched for.
-        end = len(text) - len(separators[-1])
-        if text.endswith(separators[-1]) and start <= end:
-            spans.append((messages[-1]["role"], start, end))
-        return [(start, end) for role, start, end in spans if role in self.echo_roles]
+            probe: Any = [{"type": "text", "text": _PROBE}]
+            pattern = ".*?"
+            if isinstance(content, str):
+                probe = _PROBE
+                # Tried first, because a content may itself contain what is written behind it.
+                pattern = f"{re.escape(content)}.*?|.*?"
+            probes.append({**message, "content": probe})
+            patterns.append(f"({pattern})")
+        separators = [re.escape(part) for part in self._render_turn(probes)[0].split(_PROBE)]
+        if len(separators) != len(messages) + 1:
+            return []
+        parts = [separators[0]]
+        for pattern, separator in zip(patterns, separators[1:], strict=True):
+            parts += (pattern, separator)
+        found = re.fullmatch("".join(parts), text, re.DOTALL)
+        if found is None:
+            return []
+        roles = enumerate((message["role"] for message in messages), start=1)
+        return [found.span(group) for group, role in roles if role in self.echo_roles]
 
     def escape_messages(
         self, messages: Sequence[Mapping[str, Any]]
@@ -791,11 +784,9 @@ class TurnEncoder:
             # The pixels of an image are no text for the template, so its part is left empty.
             parts = []
             for part in content:
-                escaped_part = {"type": part["type"]}
-                text = self.escape_text(part.get("text", ""))
-                if text:
-                    escaped_part["text"] = text
-                parts.append(escaped_part)
+                parts.append({"type": part["type"]})
+                if part.get("text"):
+                    parts[-1]["text"] = self.escape_text(part["text"])
                 if part["type"] == "image":
                     pictures.append(part.get("image"))
             escaped.append({**message, "content": parts})
@@ -884,8 +875,7 @@ class TurnEncoder:
         calls = []
         for message in messages:
             function = {"name": message["name"], "arguments": {_STAND_IN: _STAND_IN}}
-            call = {"id": message["tool_call_id"], "type": "function", "function": function}
-            calls.append(call)
+            calls.append({"id": message["tool_call_id"], "type": "function", "function": function})
         calling_turn = {"role": "assistant", "content": "", "tool_calls": calls}
         after = self._render([user, calling_turn, *messages]).rpartition(_STAND_IN)[2]
         # The end of the call follows the stand-in; the next special token begins the response.

@@ -34,7 +34,7 @@ from quadriga.rollout.agent_loop.conversation import Conversation, ConversationO
 from quadriga.rollout.agent_loop.interactions import Interactions, UserSimulator
 from quadriga.rollout.agent_loop.parsers import PARSERS, Parser, ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolResult, ToolThread
-from quadriga.rollout.agent_loop.tools import ToolSpec, load_class
+from quadriga.rollout.agent_loop.tools import ToolSpec, load_class, require_methods
 from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.user_file import import_file
 
@@ -93,15 +93,8 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
 
         def add(cls: LoopClass) -> LoopClass:
             where = f"register({name!r})"
+            require_methods(cls, AgentLoop, where, RolloutError)
             class_name = cls.__qualname__
-            missing = sorted(cls.__abstractmethods__)
-            if missing:
-                raise RolloutError(
-                    where,
-                    got=f"{class_name}, a class without {', '.join(missing)}",
-                    expected="each abstract method of AgentLoop",
-                    fix=f"Write {class_name}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
-                )
             # A file that is loaded again defines its classes anew, so a class of the same module and
             # name may replace the registered one.
             registered = self.get(name, cls)

@@ -27,7 +27,13 @@ from quadriga.config.multi_turn import ServerEntry, read_tool_file
 from quadriga.errors import RolloutError
 from quadriga.http_client import PROXY_FIX, direct_client, is_loopback, proxy_route, proxy_trouble
 from quadriga.rollout.agent_loop.tool_calls import ToolThread
-from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool, validator_of
+from quadriga.rollout.agent_loop.tools import (
+    ToolError,
+    ToolSpec,
+    as_tool,
+    function_schema,
+    validator_of,
+)
 
 START_S = 60.0  # time limit for the start of a server, and for its end
 # The defaults of the package `mcp`.
@@ -117,10 +123,9 @@ class Server:
         parameters.pop("title", None)
         parameters.pop("$schema", None)
         description = tool.description or tool.title or tool.name
-        function = {"name": tool.name, "description": description, "parameters": parameters}
+        schema = function_schema(tool.name, description, parameters)
         # All conversations share one session, so that objects have no state of their own.
         make = as_tool(partial(self._call_tool, tool.name))
-        schema = {"type": "function", "function": function}
         return ToolSpec(make, schema, validator_of(parameters), options={})
 
     async def _call_tool(self, tool: str, /, **arguments: Any) -> str:
@@ -205,15 +210,12 @@ class Server:
         return RolloutError(f"MCP server {self.name}", got=got, expected=expected, fix=fix)
 
 
-def server_tools(
-    path: str, thread: ToolThread, servers: list[Server], log_dir: Path | None
-) -> list[ToolSpec]:
+def server_tools(path: str, thread: ToolThread, log_dir: Path | None) -> list[ToolSpec]:
     """Start or reach the MCP servers of a YAML file, and return their tools.
 
     Args:
         path: the file of tools.
-        thread: the thread in which the servers are reached.
-        servers: list to which each server is added before it is reached.
+        thread: the thread in which the servers are reached, and which stops them when it is closed.
         log_dir: folder for the standard error of each program, `mcp-NAME.HOST-PID.log`. None: a
             temporary folder.
 
@@ -246,6 +248,6 @@ def server_tools(
         process = f"{socket.gethostname()}-{os.getpid()}"
         log = log_dir / f"mcp-{name.replace(os.sep, '_')}.{process}.log"
         server = Server(name, entry, folder, log, package)
-        servers.append(server)
+        thread.servers.append(server)
         tools += thread.submit(server.connect()).result()
     return tools

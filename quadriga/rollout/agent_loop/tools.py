@@ -33,7 +33,7 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict  # pydantic takes no other one before Python 3.12
 
 from quadriga.config.multi_turn import read_tool_file
-from quadriga.errors import ConfigError, RolloutError
+from quadriga.errors import ConfigError, QuadrigaError, RolloutError
 from quadriga.user_file import PACKAGE, import_file, member_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -351,15 +351,28 @@ def load_class(reference: str, folder: Path, base: type, where: str) -> Any:
     if place.endswith(".py"):
         source = folder / Path(place).expanduser()
     user_class = member_of(import_file(source, where), name, where, base=base)
+    require_methods(user_class, base, where, ConfigError)
+    return user_class
+
+
+def require_methods(user_class: type, base: type, where: str, error: type[QuadrigaError]) -> None:
+    """Refuse a user's class that lacks an abstract method of its base class.
+
+    Args:
+        user_class: the class.
+        base: its base class.
+        where: where the user names the class, for the error.
+        error: type of the error.
+    """
     missing = sorted(getattr(user_class, "__abstractmethods__", ()))
     if missing:
-        raise ConfigError(
+        name = user_class.__qualname__
+        raise error(
             where,
             got=f"{name}, a class without {', '.join(missing)}",
             expected=f"each abstract method of {base.__name__}",
             fix=f"Write {name}.{missing[0]}; see the docstring of {base.__name__}.{missing[0]}.",
         )
-    return user_class
 
 
 def describe(
@@ -407,8 +420,19 @@ def describe(
     parameters.setdefault("required", [])
     # The check still refuses other arguments; the model does not need to read that.
     del parameters["additionalProperties"]
-    schema = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": schema}, model.model_validate
+    return function_schema(name, description, parameters), model.model_validate
+
+
+def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the schema of a tool in the form that chat templates take.
+
+    Args:
+        name: name of the tool.
+        description: description that the model reads.
+        parameters: JSON schema of the arguments.
+    """
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _without_title(part: dict[str, Any]) -> dict[str, Any]:

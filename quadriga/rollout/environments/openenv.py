@@ -20,6 +20,7 @@ from typing import Any
 
 from quadriga.errors import RolloutError
 from quadriga.http_client import HTTPClient, ServerLostError
+from quadriga.rollout.agent_loop.tools import function_schema
 from quadriga.rollout.environments.interface import (
     Action,
     EnvironmentSpec,
@@ -165,7 +166,14 @@ class OpenEnvEnvironment(TextEnvironment):
         if reply["type"] == "error":
             raise self._failure(str(reply["data"]))
         try:
-            return [_tool_schema(tool) for tool in reply["data"]["observation"]["tools"]]
+            return [
+                function_schema(
+                    tool["name"],
+                    tool.get("description") or tool["name"],
+                    tool.get("input_schema") or {"type": "object", "properties": {}},
+                )
+                for tool in reply["data"]["observation"]["tools"]
+            ]
         except (AttributeError, LookupError, TypeError) as error:
             raise self._failure(f"the tools {json.dumps(reply)[:200]}") from error
 
@@ -266,16 +274,6 @@ class OpenEnvEnvironment(TextEnvironment):
             expected="a server of OpenEnv",
             fix=fix or "Start it, and name its own address: redirects are not followed.",
         )
-
-
-def _tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a tool's description by the server to the form that chat templates take."""
-    function = {
-        "name": tool["name"],
-        "description": tool.get("description") or tool["name"],
-        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": function}
 
 
 def _shorten_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
