@@ -189,18 +189,15 @@ class HFEngine(CausalModelEngine):
 
         completions = []
         for row, tokens in enumerate(chooser.token_ids):
+            # Only `abort` ends a row before its limit and without a stop.
+            reason: FinishReason = "length" if len(tokens) == max_tokens else "abort"
+            length = len(tokens)
             # `generate` goes on until every row has ended, so cut the row at its first end.
-            ends = [end for end, token in enumerate(tokens, start=1) if token in stop_tokens]
-            string_end = strings[row].length(tokens)
-            if string_end is not None:
-                ends.append(string_end)
-            length = min(ends, default=len(tokens))
-            reason: FinishReason = "length"
-            if ends:
-                reason = "stop"
-            elif length < max_tokens:
-                # Only `abort` ends a row before its limit and without a stop.
-                reason = "abort"
+            for end in range(1, len(tokens) + 1):
+                if tokens[end - 1] in stop_tokens or strings[row].is_reached(tokens[:end]):
+                    reason = "stop"
+                    length = end
+                    break
             completions.append(
                 Completion(
                     token_ids=tokens[:length],
@@ -272,12 +269,11 @@ class _TokenChooser(LogitsProcessor):
         uniforms = torch.from_numpy(numbers).to(scores.device)
         # The sampler overwrites its logits.
         tokens, log_probs, sampling_log_probs = sample(scores.float().clone(), self.rules, uniforms)
-        for row, token in enumerate(tokens.tolist()):
+        columns = (tokens.tolist(), log_probs.tolist(), sampling_log_probs.tolist())
+        for row, (token, log_prob, sampling_log_prob) in enumerate(zip(*columns, strict=True)):
             self.token_ids[row].append(token)
-        for row, log_prob in enumerate(log_probs.tolist()):
             self.log_probs[row].append(log_prob)
-        for row, log_prob in enumerate(sampling_log_probs.tolist()):
-            self.sampling_log_probs[row].append(log_prob)
+            self.sampling_log_probs[row].append(sampling_log_prob)
         # `generate` takes the likeliest token, which can only be the chosen one.
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 

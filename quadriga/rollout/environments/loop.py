@@ -12,8 +12,7 @@ rows take the seats in turn. With `env.train_together` an episode trains all of 
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from quadriga.config.environment import EnvironmentConfig
@@ -247,41 +246,31 @@ class EnvironmentAgent(AgentLoop):
         )
 
 
+@dataclass
 class Play:
-    """Records the rewards and states of one trained agent in an episode.
+    """Records the rewards and states of one trained agent in an episode."""
 
-    Args:
-        chat: the agent's conversation.
-        agent: number of the agent.
-        config: the section `env`.
-
-    Attributes:
-        chat: as in the arguments.
-        is_done: whether the episode is over.
-    """
-
-    def __init__(self, chat: Conversation, agent: int, config: EnvironmentConfig) -> None:
-        self.chat = chat
-        self.is_done = False
-        self._agent = agent
-        self._config = config
-        self._score = 0.0
-        self._rewards: list[float] = []
-        self._has_rewards = False
-        self._is_unscored = False
-        self._num_invalid = 0
-        self._info: Mapping[str, Any] = {}
-        self._state = ""
+    chat: Conversation  # of the agent
+    agent: int  # its number
+    config: EnvironmentConfig  # the section `env`
+    is_done: bool = False  # whether the episode is over
+    score: float = 0.0  # sum of all rewards
+    rewards: list[float] = field(default_factory=list)  # of each turn of the agent
+    has_rewards: bool = False  # whether the environment has scored a step
+    is_unscored: bool = False  # whether the environment has left a step without a score
+    num_invalid: int = 0  # actions without effect
+    info: dict[str, Any] = field(default_factory=dict)  # the latest value under each name
+    state: str = ""  # in which the agent acts next
 
     async def generate(self) -> Turn:
         """Generate the agent's next turn, whose reward is 0 until `record` adds to it."""
-        self.chat.states[len(self._rewards)] = self._state
+        self.chat.states[len(self.rewards)] = self.state
         try:
             return await self.chat.generate()
         finally:
             # Also if `generate` raises: a turn that the engine cut is in the conversation.
-            num_missing = self.chat.num_assistant_turns - len(self._rewards)
-            self._rewards += [0.0] * num_missing
+            num_missing = self.chat.num_assistant_turns - len(self.rewards)
+            self.rewards += [0.0] * num_missing
 
     def record(self, step: Step, actor: int | None = None) -> None:
         """Record a step. Its reward is added to the agent's last turn.
@@ -292,26 +281,26 @@ class Play:
         """
         if step.rewards:
             # An agent that is not named has the reward 0; None is a step that was not scored.
-            reward = step.rewards.get(self._agent, 0.0)
+            reward = step.rewards.get(self.agent, 0.0)
             if reward is None:
-                self._is_unscored = True
+                self.is_unscored = True
             else:
-                self._has_rewards = True
+                self.has_rewards = True
                 self._add_reward(reward)
         self.is_done = self.is_done or step.is_done
-        self._info = {**self._info, **step.info}
-        if actor == self._agent and step.info.get("is_invalid"):
-            self._num_invalid += 1
-            self._add_reward(-self._config.invalid_penalty)
-        if step.agent == self._agent:
-            self._state = str(step.info.get("state", step.text))
+        self.info |= step.info
+        if actor == self.agent and step.info.get("is_invalid"):
+            self.num_invalid += 1
+            self._add_reward(-self.config.invalid_penalty)
+        if step.agent == self.agent:
+            self.state = str(step.info.get("state", step.text))
 
     def _add_reward(self, reward: float) -> None:
         """Add a reward to the score and to the agent's last turn, if it has one."""
-        self._score += reward
+        self.score += reward
         # An agent may be rewarded before its first turn, when another one loses.
-        if self._rewards:
-            self._rewards[-1] += reward
+        if self.rewards:
+            self.rewards[-1] += reward
 
     def grade(self, *, is_graded_elsewhere: bool) -> None:
         """Write the grade of the episode, the sum of its rewards, to the conversation.
@@ -324,29 +313,29 @@ class Play:
             RolloutError: the environment has not scored the episode, and nothing else will.
         """
         chat = self.chat
-        chat.turn_scores = list(self._rewards)
-        chat.turn_rewards = list(self._rewards)
-        chat.extra_fields |= {"num_invalid": self._num_invalid, "agent": self._agent}
-        chat.agent = self._config.role_of(self._agent)
-        if not self._has_rewards and is_graded_elsewhere:
+        chat.turn_scores = list(self.rewards)
+        chat.turn_rewards = list(self.rewards)
+        chat.extra_fields |= {"num_invalid": self.num_invalid, "agent": self.agent}
+        chat.agent = self.config.role_of(self.agent)
+        if not self.has_rewards and is_graded_elsewhere:
             return
         # An episode that a limit has cut off was perhaps not scored because it did not end.
         was_cut_off = chat.finish_reason and not self.is_done
-        if not self._has_rewards and self._is_unscored and not was_cut_off:
+        if not self.has_rewards and self.is_unscored and not was_cut_off:
             raise RolloutError(
                 "environment",
                 got="an episode without rewards",
                 expected="get_reward(), an attribute `reward`, or rewards of step",
                 fix="Or set custom_reward_function.path to a file with a score function.",
             )
-        extra: dict[str, Any] = {"env_turns": len(self._rewards), "env_invalid": self._num_invalid}
-        wins = self._info.get("wins")
+        extra: dict[str, Any] = {"env_turns": len(self.rewards), "env_invalid": self.num_invalid}
+        wins = self.info.get("wins")
         if isinstance(wins, list):
-            extra["env_won"] = float(self._agent in wins)
-        for name, value in self._info.items():
+            extra["env_won"] = float(self.agent in wins)
+        for name, value in self.info.items():
             if isinstance(value, bool | int | float) and name not in ("is_invalid", "agent"):
                 extra[f"env_{name}"] = float(value)
-        chat.outcome = Outcome(self._score, extra, "", "graded")
+        chat.outcome = Outcome(self.score, extra, "", "graded")
 
 
 # The trained agents of an episode, by number. Each has a conversation for itself.

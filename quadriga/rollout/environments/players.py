@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Players, which act for the agents of an episode: the policy, a fixed model, or a script."""
 
-import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from quadriga.errors import RolloutError
@@ -14,27 +14,15 @@ from quadriga.rollout.sequences import derive_seed
 _END_OF_THOUGHT = "</think>"
 
 
+@dataclass(frozen=True)
 class PolicyPlayer:
-    """Player that is the policy. It has a conversation for itself.
+    """Player that is the policy."""
 
-    Args:
-        chat: the conversation.
-        prompt: function that makes the first messages from the conversation and an observation.
-        generate: generates the next turn in the conversation.
-        name: name of the agent, for the reason why an episode was cut off.
-    """
-
-    def __init__(
-        self,
-        chat: Conversation,
-        prompt: Callable[[Conversation, str], list[dict[str, Any]]],
-        generate: Callable[[], Awaitable[Turn]],
-        name: str,
-    ) -> None:
-        self._chat = chat
-        self._prompt = prompt
-        self._generate = generate
-        self._name = name
+    chat: Conversation  # of this player alone
+    # Makes the first messages from the conversation and an observation.
+    prompt: Callable[[Conversation, str], list[dict[str, Any]]]
+    generate: Callable[[], Awaitable[Turn]]  # generates the next turn in the conversation
+    name: str  # of the agent, for the reason why an episode was cut off
 
     async def act(self, observation: str) -> str:
         """Generate a turn. The action is its text after the thoughts.
@@ -43,39 +31,34 @@ class PolicyPlayer:
             ConversationOver: the conversation reached a limit.
         """
         try:
-            if self._chat.turns:
-                self._chat.append([{"role": "user", "content": observation}])
+            if self.chat.turns:
+                self.chat.append([{"role": "user", "content": observation}])
             else:
-                self._chat.begin(self._prompt(self._chat, observation))
-            turn = await self._generate()
+                self.chat.begin(self.prompt(self.chat, observation))
+            turn = await self.generate()
         except ConversationOver as over:
             # This ends the whole episode. Conversations of other agents get the reason with the
             # name of this agent.
-            self._chat.finish_reason = over.reason
-            raise ConversationOver(f"{self._name}: {over.reason}") from over
+            self.chat.finish_reason = over.reason
+            raise ConversationOver(f"{self.name}: {over.reason}") from over
         text = str(turn.messages[0]["content"])
         return text.rpartition(_END_OF_THOUGHT)[2].strip()
 
 
+@dataclass
 class ScriptedPlayer:
-    """Player that is a user's function, or random. It runs in the process of the environment.
+    """Player that is a user's function, or random. It runs in the process of the environment."""
 
-    Args:
-        episode: the episode.
-        reference: "random", or `file.py:function`.
-        seed: seed of the player.
-    """
-
-    def __init__(self, episode: Episode, reference: str, seed: int) -> None:
-        self._episode = episode
-        self._reference = reference
-        self._seed = seed
-        self._numbers = itertools.count()
+    episode: Episode
+    reference: str  # "random", or `file.py:function`
+    seed: int
+    num_actions: int = 0
 
     async def act(self, observation: str) -> str:
         """Choose an action. Each has a different seed."""
-        seed = player_seed(self._seed, next(self._numbers))
-        return await self._episode.sample(observation, seed, self._reference)
+        seed = player_seed(self.seed, self.num_actions)
+        self.num_actions += 1
+        return await self.episode.sample(observation, seed, self.reference)
 
 
 class ServerPlayer:

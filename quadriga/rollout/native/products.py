@@ -22,6 +22,7 @@ Legend: D inputs, O outputs of all weights of a product. Each weight is [., D], 
 
 import functools
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -126,19 +127,12 @@ class WideWeight:
             return linear(wide, self.weight, self.bias)
 
 
+@dataclass(frozen=True)
 class Weight:
-    """Weights with the same input, in the forms for few and for many rows.
+    """Weights with the same input, in the forms for few and for many rows."""
 
-    Args:
-        few: the form for few rows; None: the one for many rows serves them, too.
-        many: the form for many rows.
-    """
-
-    def __init__(
-        self, few: OwnWeight | PackedWeight | None, many: PackedWeight | WideWeight
-    ) -> None:
-        self.few = few
-        self.many = many
+    few: OwnWeight | PackedWeight | None  # None: the form for many rows serves few rows, too
+    many: PackedWeight | WideWeight
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] in the model's dtype -> [..., O] in the model's dtype or in float32."""

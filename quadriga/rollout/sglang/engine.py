@@ -118,10 +118,10 @@ class SGLangEngine(ThirdPartyEngine):
         """Make engines in their own processes, or at the servers of `engine_kwargs.sglang`."""
         skeleton = setup.skeleton()
         require_known_experts(cls.name, skeleton)
-        if setup.device.type != "cpu":
-            problem = devices_problem(setup.config)
-            if problem:
-                raise problem
+        is_on_cpu = setup.device.type == "cpu"
+        problem = None if is_on_cpu else devices_problem(setup.config)
+        if problem:
+            raise problem
         # Makes the engine of a connection, which is a process or a server.
         make = partial(
             cls,
@@ -133,7 +133,7 @@ class SGLangEngine(ThirdPartyEngine):
         # A server has its own memory and command line; only its weights come from here.
         if setup.options.keys() & {"url", "urls"}:
             return _connect_engines(setup, make)
-        if setup.device.type != "cpu":
+        if not is_on_cpu:
             require_plain_segments(cls.title)
 
         # SGLang takes the size of its cache in tokens.
@@ -195,23 +195,22 @@ class SGLangEngine(ThirdPartyEngine):
             RolloutError: a request cannot be served, or a response is unusable.
         """
         self._require_ready(prompts, sampling, images)
-        if images is None:
-            images = [None] * len(prompts)
-        started = []
+        futures: dict[str, Future[Any]] = {}
+        rows = zip(prompts, sampling, images or [None] * len(prompts), strict=True)
         try:
             with self._lock:
-                for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
-                    started.append(self._start_request(prompt, params, prompt_images))
-            self._count_when_done([future for _, future in started])
-            completions = []
-            for (request_id, future), prompt, params in zip(
-                started, prompts, sampling, strict=True
-            ):
-                completions.append(self._completion(request_id, future.result(), prompt, params))
-            return completions
+                for row in rows:
+                    request_id, future = self._start_request(*row)
+                    futures[request_id] = future
+            self._count_when_done([*futures.values()])
+            replies = zip(futures.items(), prompts, sampling, strict=True)
+            return [
+                self._completion(request_id, future.result(), prompt, params)
+                for (request_id, future), prompt, params in replies
+            ]
         finally:
             # After an error nobody waits for the others, which would still take memory and time.
-            for request_id, future in started:
+            for request_id, future in futures.items():
                 if not future.done():
                     self.connection.ask("abort_request", rid=request_id)
                 self._forget(request_id)
@@ -268,14 +267,16 @@ class SGLangEngine(ThirdPartyEngine):
         Raises:
             WeightSyncError: the set is incomplete, or SGLang cannot load it.
         """
+        # Handles exist only for memory of a GPU, also where copies come from another process.
         takes_handles = self.connection.takes_handles
-        if takes_handles:
-            # Handles exist only for memory of a GPU, also where copies come from another process.
-            copy = partial(_copy, device="cuda")
-            dump = ForkingPickler.dumps
-        else:
-            copy = partial(_copy, device="cpu")
-            dump = pickle.dumps
+        device = "cuda" if takes_handles else "cpu"
+        dump = ForkingPickler.dumps if takes_handles else pickle.dumps
+
+        def copy(weight: tuple[str, torch.Tensor], _: int) -> tuple[str, torch.Tensor]:
+            # A view would be sent with all of the memory that it is a view of.
+            name, tensor = weight
+            return name, tensor.detach().to(device, copy=True).contiguous()
+
         with self._loading(version) as received:
             if self._state == "asleep" and self.can_sleep:
                 self._call("resume_memory_occupation", tags=["weights"])
@@ -451,7 +452,7 @@ def _connect_engines(
     """
     options = dict(setup.options)
     urls = [options.pop("url")] if "url" in options else options.pop("urls")
-    are_urls = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
+    are_urls = isinstance(urls, list) and urls and all(isinstance(url, str) for url in urls)
     unknown = options.keys() - {"timeout_s", "headers"}
     if not are_urls or len({*urls}) < len(urls) or unknown:
         raise ConfigError(
@@ -469,37 +470,23 @@ def _connect_engines(
             max_num_seqs=setup.rollout.max_num_seqs,
             **options,
         )
-        description = f"sglang {server.version} at {url}, which gets the weights over HTTP"
-        bucket_bytes = setup.bucket_bytes // len(urls)
-        return make(server, bucket_bytes=bucket_bytes, description=description)
+        return make(
+            server,
+            bucket_bytes=setup.bucket_bytes // len(urls),
+            description=f"sglang {server.version} at {url}, which gets the weights over HTTP",
+        )
 
     makers = [partial(connect, url) for url in urls]
     engines = start_engines(makers)
     if len(engines) == 1:
         return engines[0]
     versions = ", ".join(dict.fromkeys(engine.connection.version for engine in engines))
-    description = f"sglang {versions} at {', '.join(urls)}, balanced"
-    description += ", which get the weights over HTTP"
+    description = (
+        f"sglang {versions} at {', '.join(urls)}, balanced, which get the weights over HTTP"
+    )
     if not all(engine.connection.has_seeds for engine in engines):
         description += f"; {_UNSEEDED}"
     return Balancer(engines, description, makers)
-
-
-def _copy(weight: tuple[str, torch.Tensor], offset: int, device: str) -> tuple[str, torch.Tensor]:
-    """Copy a weight to a device, without a gradient.
-
-    A view would be sent with all of the memory that it is a view of.
-
-    Args:
-        weight: name and tensor.
-        offset: not used: its place in the bucket.
-        device: the device.
-
-    Returns:
-        The name and the copy.
-    """
-    name, tensor = weight
-    return name, tensor.detach().to(device, copy=True).contiguous()
 
 
 def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
@@ -141,7 +141,7 @@ class VLLMEngine(ThirdPartyEngine):
             setup, adapter, is_vision=is_vision, can_sleep=setup.can_sleep
         )
         self.core = self._make_core()
-        self.memory = VLLMMemory(self.core, can_sleep=setup.can_sleep)
+        self.memory = VLLMMemory(self.core, setup.can_sleep)
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
         # Loads between two steps run in this thread, one after the other. Meanwhile
         # `_keeps_cache` says whether the KV cache of older weights stays; else it is None.
@@ -215,7 +215,7 @@ class VLLMEngine(ThirdPartyEngine):
             images: images of the prompt.
         """
         if isinstance(self.core, ProcessCore):
-            future = self.core.start(self._complete(self.core, prompt, sampling, images))
+            [future] = self.begin([prompt], [sampling], [images])
             return await asyncio.wrap_future(future)
         if not isinstance(self.core, GroupCore):
             # An engine in this process blocks, so requests are collected into batches.
@@ -267,12 +267,8 @@ class VLLMEngine(ThirdPartyEngine):
             The completion of each request.
         """
         assert isinstance(self.core, ProcessCore), "beside training vLLM has a process of its own"
-        futures = []
-        row_images = images or [None] * len(prompts)
-        for prompt, params, prompt_images in zip(prompts, sampling, row_images, strict=True):
-            response = self._complete(self.core, prompt, params, prompt_images)
-            futures.append(self.core.start(response))
-        return futures
+        rows = zip(prompts, sampling, images or [None] * len(prompts), strict=True)
+        return [self.core.start(self._complete(self.core, *row)) for row in rows]
 
     def between_steps(
         self, work: Callable[[], None], *, keeps_cache: bool, recomputes: bool = False
@@ -352,21 +348,11 @@ class VLLMEngine(ThirdPartyEngine):
         Raises:
             WeightSyncError: the set is incomplete, or vLLM cannot load it.
         """
-        if self._keeps_cache is None or not isinstance(self.core, ProcessCore):
-            self._load(weights, version, keeps_cache=False)
-            return
-        with self.core.paused_for_weights(version, keeps_cache=self._keeps_cache):
-            self._load(weights, version, keeps_cache=self._keeps_cache)
-
-    def _load(self, weights: NamedWeights, version: int, *, keeps_cache: bool) -> None:
-        """Load a complete set of weights, or only the adapter, and drop what old weights computed.
-
-        Args:
-            weights: names and tensors.
-            version: version of the weights.
-            keeps_cache: whether the KV cache is kept.
-        """
-        with self._loading(version) as received:
+        keeps_cache = self._keeps_cache or False
+        pause: AbstractContextManager[None] = nullcontext()
+        if self._keeps_cache is not None and isinstance(self.core, ProcessCore):
+            pause = self.core.paused_for_weights(version, keeps_cache=keeps_cache)
+        with pause, self._loading(version) as received:
             self.memory.wake("weights")
             factors: dict[str, torch.Tensor] = {}
             model_weights = self._manifest.check_stream(weights, self._frozen)
@@ -383,11 +369,10 @@ class VLLMEngine(ThirdPartyEngine):
                 fingerprints = self.core.call("end_weights")
             self._log_rebuilt()
             self._drop_caches(keeps_cache=keeps_cache)
-            adapter_fingerprints = [{} for _ in fingerprints]
+            received += [self._frozen | marks for marks in fingerprints]
             if self._slot is not None:
-                adapter_fingerprints = self._slot.replace(factors)
-            for of_model, of_adapter in zip(fingerprints, adapter_fingerprints, strict=True):
-                received.append(self._frozen | of_model | of_adapter)
+                for process, marks in enumerate(self._slot.replace(factors)):
+                    received[process] |= marks
         self.memory.has_dropped_weights = False
         # Later loads may omit the weights below the adapter.
         if self._slot is not None:
@@ -397,9 +382,10 @@ class VLLMEngine(ThirdPartyEngine):
 
     def _log_rebuilt(self) -> None:
         """Log the largest module that vLLM has rebuilt, if it is larger than before."""
-        num_bytes, name = max(self.core.call("rebuilt_module"))
-        if num_bytes > self.rebuilt[0]:
-            self.rebuilt = (num_bytes, name)
+        largest = max(self.core.call("rebuilt_module"))
+        if largest > self.rebuilt:
+            self.rebuilt = largest
+            num_bytes, name = largest
             logger.info(
                 "vLLM rebuilds a module at a time:"
                 " at most %.1f MiB of tensors beside its weights (%s)",
@@ -539,7 +525,6 @@ class VLLMEngine(ThirdPartyEngine):
 
     def _describe(self) -> str:
         """Describe what was chosen, and the parts that this version of vLLM does not have."""
-        # Where vLLM is.
         num_ranks = self.arguments["tensor_parallel_size"]
         if not self.core.is_in_process:
             where = f"in processes of its own ({num_ranks})"
@@ -553,7 +538,6 @@ class VLLMEngine(ThirdPartyEngine):
             room = self.adapter.room_for_rank
             weights += f" and the adapter beside them, with room for rank {room}"
 
-        # Its KV cache.
         cache_bytes = self.arguments.get("kv_cache_memory_bytes")
         cache = "as much KV cache as fits"
         if cache_bytes is not None:
@@ -562,12 +546,11 @@ class VLLMEngine(ThirdPartyEngine):
         if self.setup.device.type != "cpu":
             cache += f", of {self.arguments['gpu_memory_utilization']:.2g} of the GPU"
 
-        if not self.arguments["enforce_eager"]:
-            compiled = "compiled"
-        elif self.setup.device.type == "cpu":
-            compiled = "nothing is compiled, for that takes longer than it saves on a CPU"
-        else:
+        compiled = "compiled"
+        if self.arguments["enforce_eager"]:
             compiled = "nothing is compiled"
+            if self.setup.device.type == "cpu":
+                compiled += ", for that takes longer than it saves on a CPU"
 
         parts = [f"vllm {self.library.version} {where}, {weights}", cache, compiled]
         if not self.can_sleep:
@@ -613,12 +596,10 @@ class VLLMEngine(ThirdPartyEngine):
                 # vLLM repeats the one token of each image and video by itself.
                 expanded = prompt
                 vllm_prompt["prompt_token_ids"] = list(prompt_images.short_prompt)
-                media = {}
-                if prompt_images.pictures:
-                    media["image"] = list(prompt_images.pictures)
-                if prompt_images.videos:
-                    media["video"] = list(prompt_images.videos)
-                vllm_prompt["multi_modal_data"] = media
+                media = {"image": prompt_images.pictures, "video": prompt_images.videos}
+                vllm_prompt["multi_modal_data"] = {
+                    kind: list(items) for kind, items in media.items() if items
+                }
             vllm_params = sampling_of(
                 params, self.library, self.eos_token_ids, has_seed=self.setup.rollout.request_seeds
             )
@@ -633,16 +614,15 @@ class VLLMEngine(ThirdPartyEngine):
         except QuadrigaError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
+            reason = first_line(error)
             if self.core.is_lost:
-                raise engine_lost_error(
-                    self.name, self.title, f"has ended: {first_line(error)}"
-                ) from error
+                raise engine_lost_error(self.name, self.title, f"has ended: {reason}") from error
             where = f"{self.name}.generate"
             if self.setup.group is not None:
                 where += f", {self.setup.group}"
             raise RolloutError(
                 where,
-                got=f"{self.title}, which failed: {first_line(error)}",
+                got=f"{self.title}, which failed: {reason}",
                 expected="responses",
                 fix="Its own message stands in the log above.",
             ) from error
@@ -701,13 +681,13 @@ class WorkerExtension:
             bucket: from `VLLMEngine._buckets`: names and tensors, or the place of a bucket in the
                 memory of another process.
         """
+        is_on_gpu = "handle" in bucket
         if isinstance(bucket, list):
             # The list is emptied, so that a tensor is freed once vLLM has copied it to its layer.
             weights = (bucket.pop(0) for _ in range(len(bucket)))
         else:
-            device = torch.device("cpu")
-            if "handle" in bucket:
-                device = self.device
+            device = self.device if is_on_gpu else torch.device("cpu")
+            if is_on_gpu:
                 storage = torch.UntypedStorage._new_shared_cuda(*bucket["handle"])
                 offset, size = bucket["place"]
                 content = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -744,7 +724,7 @@ class WorkerExtension:
 
             with torch.no_grad():
                 model.load_weights(watched_weights())
-        if isinstance(bucket, dict) and "handle" in bucket:
+        if is_on_gpu:
             # The copies are complete before the sender writes the next bucket.
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -834,12 +814,11 @@ class WorkerExtension:
             # This version keeps them elsewhere, which `missing_parts` has reported.
             return []
         rank, num_ranks = tensor_parallel_place(self)
-        # vLLM's tensors are padded to `max_lora_rank`. Without the padding they have the adapter's
-        # rank, or a part of it, rounded up, if A is split by rows.
-        ranks_without_padding = {shape.rank, ceil(shape.rank / num_ranks)}
         loaded = set()
         for a, b in layers:
-            for adapter_rank in ranks_without_padding:
+            # vLLM's tensors are padded to `max_lora_rank`. Without the padding they have the
+            # adapter's rank, or a part of it, rounded up, if A is split by rows.
+            for adapter_rank in {shape.rank, ceil(shape.rank / num_ranks)}:
                 loaded.add(tensor_fingerprint(a[:adapter_rank]))
                 loaded.add(tensor_fingerprint(b[:, :adapter_rank]))
         dtype = layers[0][0].dtype

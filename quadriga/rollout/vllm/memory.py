@@ -1,26 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that vLLM releases while it sleeps, on accelerators."""
 
+from dataclasses import dataclass, field
+
 from quadriga.rollout.vllm.cores import Core
 
 
+@dataclass
 class VLLMMemory:
-    """The parts of vLLM's memory, "weights" and "kv_cache", and whether they are released.
+    """The parts of vLLM's memory, "weights" and "kv_cache", and whether they are released."""
 
-    Args:
-        core: vLLM's engine.
-        can_sleep: whether vLLM can release memory; on a CPU it cannot.
-
-    Attributes:
-        released: the released parts.
-        has_dropped_weights: whether the weights were released without a copy on the host.
-    """
-
-    def __init__(self, core: Core, *, can_sleep: bool) -> None:
-        self.can_sleep = can_sleep
-        self.has_dropped_weights = False
-        self.released: set[str] = set()
-        self._core = core
+    core: Core  # vLLM's engine
+    can_sleep: bool  # whether vLLM can release memory; on a CPU it cannot
+    has_dropped_weights: bool = False  # released without a copy on the host
+    released: set[str] = field(default_factory=set)  # the released parts
 
     def sleep(self, *, keeps_weights: bool) -> None:
         """Release both parts.
@@ -29,7 +22,7 @@ class VLLMMemory:
             keeps_weights: whether the weights move to the host; otherwise they are dropped.
         """
         if self.can_sleep and not self.released:
-            self._core.ask("sleep", level=1 if keeps_weights else 2)
+            self.core.ask("sleep", level=1 if keeps_weights else 2)
             self.released = {"weights", "kv_cache"}
             self.has_dropped_weights = not keeps_weights
 
@@ -37,5 +30,5 @@ class VLLMMemory:
         """Map released parts again. Those that are mapped must not be mapped twice."""
         released_tags = [tag for tag in tags if tag in self.released]
         if released_tags:
-            self._core.ask("wake_up", tags=released_tags)
+            self.core.ask("wake_up", tags=released_tags)
             self.released.difference_update(released_tags)
